@@ -1,0 +1,234 @@
+"""Every exception that replicad raises on purpose, on one page.
+
+The name says who is to blame and `code` is the same thing for machines: it opens the text of an ERROR
+line on the wire (`ERROR lease_held: ...`), it is the `code` field of a log event, and clients turn it
+back into the exception. The message is for people: what was wrong, where, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ReplicadError(Exception):
+    """Root of the tree. `str(error)` is one or two sentences that an operator can act on."""
+
+    code: ClassVar[str] = "error"
+    exit_status: ClassVar[int] = 1
+
+
+# --- the person or program that started us ---------------------------------------------------------
+
+
+class UsageError(ReplicadError):
+    """Wrong options or a contradictory configuration; the command line ends with status 2."""
+
+    code = "usage"
+    exit_status = 2
+
+
+class EnvironmentRefused(ReplicadError):
+    """The machine lacks something: Java, a free port, a writable folder, an extra that is not installed."""
+
+    code = "environment"
+
+
+# --- the two ends of a connection ------------------------------------------------------------------
+
+
+class ProtocolError(ReplicadError):
+    """A line that does not belong where it stands."""
+
+    code = "protocol"
+
+
+class LocalProtocolError(ProtocolError):
+    """We were about to send what the protocol forbids: a defect on this side."""
+
+    code = "local_protocol"
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what the protocol forbids; it gets an ERROR and is disconnected."""
+
+    code = "bad_line"
+
+
+class ConnectionLost(ReplicadError):
+    """The connection ended, timed out or could not be made. Trying again may help."""
+
+    code = "connection_lost"
+
+
+class NotAuthorised(ReplicadError):
+    """The token was wrong or missing. Trying again does not help."""
+
+    code = "not_authorised"
+
+
+class WrongServer(ReplicadError):
+    """SERVER named another server than the one that was expected."""
+
+    code = "wrong_server"
+
+
+class RemoteError(ReplicadError):
+    """The peer answered ERROR with a code that has no class of its own here."""
+
+    code = "remote_error"
+
+
+class ServerStopping(ConnectionLost):
+    """The daemon said `ERROR server stopping`: it ends on purpose, reconnect later."""
+
+    code = "server_stopping"
+
+
+class SlowReader(ConnectionLost):
+    """The daemon cut us off because we read slower than the bound; reconnect and resume from the token."""
+
+    code = "slow_reader"
+
+
+# --- Postgres --------------------------------------------------------------------------------------
+
+
+class DatabaseError(ReplicadError):
+    """Postgres said no. `__cause__` keeps the driver's error, `sqlstate` its code where there is one."""
+
+    code = "database"
+
+    def __init__(self, message: str, *, sqlstate: str | None = None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+
+
+class DatabaseUnavailable(DatabaseError):
+    """No connection, or it broke; trying again may help."""
+
+    code = "database_unavailable"
+
+
+class DatabaseRefused(DatabaseError):
+    """The server is reachable and refuses us (password, database name, rights, version)."""
+
+    code = "database_refused"
+
+
+class StandbyRefused(DatabaseError):
+    """The server is a standby: it shows no locks, so no position can be trusted (positions)."""
+
+    code = "standby"
+
+
+class SchemaMissing(DatabaseError):
+    """Our schema is not installed in this database."""
+
+    code = "schema_missing"
+
+
+class SchemaTooNew(DatabaseError):
+    """Our schema was installed by a newer replicad than this one."""
+
+    code = "schema_too_new"
+
+
+# --- streams ---------------------------------------------------------------------------------------
+
+
+class StreamError(ReplicadError):
+    """Something about one stream."""
+
+    code = "stream"
+
+
+class UnknownStream(StreamError):
+    """No stream of that name is registered."""
+
+    code = "unknown_stream"
+
+
+class StreamRefused(StreamError):
+    """A table cannot be made a stream, or no longer is one; the message names the remedy."""
+
+    code = "stream_refused"
+
+
+class BadToken(StreamError):
+    """The token does not parse or belongs to another epoch of the stream."""
+
+    code = "bad_token"
+
+
+class TokenAhead(StreamError):
+    """The token lies beyond the stream's position: the reader knows what has not happened."""
+
+    code = "token_ahead"
+
+
+class TokenExpired(StreamError):
+    """The token is older than what the stream retains: rows after it are gone."""
+
+    code = "token_expired"
+
+
+# --- tubes -----------------------------------------------------------------------------------------
+
+
+class TubeError(ReplicadError):
+    """Something about one tube."""
+
+    code = "tube"
+
+
+class UnknownTube(TubeError):
+    """No tube of that name exists."""
+
+    code = "unknown_tube"
+
+
+class TubeRefused(TubeError):
+    """A tube, an attachment or an argument of one cannot be as asked; the message names the remedy."""
+
+    code = "tube_refused"
+
+
+class LeaseHeld(TubeError):
+    """Another holder has the partition (or one that overlaps it)."""
+
+    code = "lease_held"
+
+
+class LeaseLost(TubeError):
+    """The term is not, or no longer, the partition's: nothing was read, nothing was acked."""
+
+    code = "lease_lost"
+
+
+class PartitionsChanged(TubeError):
+    """The tube has another number of partitions now; claim anew."""
+
+    code = "partitions_changed"
+
+
+class CursorAhead(TubeError):
+    """A cursor lies beyond the tube's position: pods below it can still appear."""
+
+    code = "cursor_ahead"
+
+
+class DataLoss(TubeError):
+    """Pods of a planned range are no longer there."""
+
+    code = "data_loss"
+
+
+def by_code() -> dict[str, type[ReplicadError]]:
+    """Map every `code` to its class, for clients that turn an ERROR line back into an exception."""
+    found: dict[str, type[ReplicadError]] = {}
+    todo: list[type[ReplicadError]] = [ReplicadError]
+    while todo:
+        kind = todo.pop()
+        found[kind.code] = kind
+        todo.extend(kind.__subclasses__())
+    return found

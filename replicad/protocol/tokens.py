@@ -126,3 +126,6 @@ class Cursor:
 
     def __str__(self) -> str:
         return f"{self.regular}.{self.backfill}"
+
+
+START = Cursor(0, 0)  # before the first pod; seqs start at 1

@@ -1,0 +1,164 @@
+"""One end of one connection, without the connection: bytes in, commands out, and deadlines by the caller's clock.
+
+The server, the trio client and the blocking client share it. It opens nothing, sleeps for nothing and logs nothing;
+`next_deadline` says when to call `due`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass
+
+from replicad.errors import LocalProtocolError, RemoteProtocolError
+from replicad.protocol.commands import Command, Ping, Side, parse
+from replicad.protocol.lines import MAX_LINE, LineBuffer
+from replicad.protocol.states import State, after
+
+PING_INTERVAL = 5.0  # seconds; at least one command is sent in each (seed 001, keep alives)
+PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING (seed 001)
+LINE_TIMEOUT = 30.0  # seconds in which a line that has begun must end; long enough for a slow typist
+
+
+class Due(enum.Enum):
+    """What a deadline asks for."""
+
+    PING = "ping"  # send one
+    PEER_SILENT = "peer_silent"  # hang up
+    UNFINISHED_LINE = "unfinished_line"  # hang up
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The three times of a connection, in seconds."""
+
+    ping_interval: float = PING_INTERVAL
+    peer_timeout: float = PEER_TIMEOUT
+    line_timeout: float = LINE_TIMEOUT
+
+
+class Connection:
+    """What one end knows of a connection: the unread bytes, the state, and when each side last spoke.
+
+    Times are seconds of one monotonic clock, handed in by the caller. Not safe for use from two threads at once.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        *,
+        now: float,
+        timing: Timing | None = None,
+        max_line: int = MAX_LINE,
+        wants_auth: bool = False,
+    ) -> None:
+        """`side` is ours. `wants_auth`: as a server, allow nothing before AUTH."""
+        self.side = side
+        if side is Side.CLIENT:
+            self.state = State.AWAIT_SERVER
+        else:
+            self.state = State.AWAIT_AUTH if wants_auth else State.OPEN
+        self._peer = Side.SERVER if side is Side.CLIENT else Side.CLIENT
+        self._timing = timing or Timing()
+        self._lines = LineBuffer(max_line)
+        self._waiting: deque[bytes] = deque()
+        self._last_sent = now
+        self._last_received = now
+        self._line_began: float | None = None
+        self._peer_pings = False
+
+    # --- receiving ---
+
+    def receive_data(self, data: bytes, now: float) -> None:
+        """Take bytes from the peer; `next_command` then hands out what they make up.
+
+        Raises:
+            LineTooLong: the peer goes on with a line beyond the limit.
+        """
+        lines = self._lines.feed(data)
+        if lines:
+            self._last_received = now
+            self._waiting.extend(lines)
+            self._line_began = None
+        if not self._lines.partial:
+            self._line_began = None
+        elif self._line_began is None:
+            self._line_began = now
+
+    def next_command(self) -> Command | None:
+        """The oldest command that was received whole and not handed out yet; None when more bytes are needed.
+
+        Blank lines are passed over. After an exception the connection is CLOSED.
+
+        Raises:
+            RemoteProtocolError: the line is not UTF-8, no command, the wrong side's, malformed or too long.
+            NotAuthorised: anything but AUTH came first where a token is wanted.
+        """
+        try:
+            while self._waiting:
+                line = self._waiting.popleft()
+                if not line or line.isspace():
+                    continue
+                command = parse(self._decode(line), self._peer)
+                self.state = after(self.state, command)
+                if type(command) is Ping:
+                    self._peer_pings = True
+                return command
+            self._lines.check()
+        except Exception:
+            self.state = State.CLOSED
+            self._waiting.clear()
+            raise
+        return None
+
+    @staticmethod
+    def _decode(line: bytes) -> str:
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise RemoteProtocolError(
+                f"a line is not valid UTF-8 (byte {error.start} of it); send UTF-8 text"
+            ) from None
+        if "\0" in text:
+            raise RemoteProtocolError("a line holds a NUL byte; send text")
+        return text
+
+    # --- sending ---
+
+    def send(self, command: Command, now: float) -> bytes:
+        """The bytes of a command of ours, its end included; the caller writes them.
+
+        Raises:
+            LocalProtocolError: not our side's command, or the connection is closed.
+        """
+        if not command.SENDER & self.side:
+            raise LocalProtocolError(f"{command.NAME} is not for this side to send")
+        if self.state is State.CLOSED and command.NAME != "ERROR":
+            raise LocalProtocolError(f"{command.NAME} after the connection was closed")
+        self._last_sent = now
+        return command.render().encode() + b"\n"
+
+    def sent(self, now: float) -> None:
+        """Note that finished lines went out by another way than `send`."""
+        self._last_sent = now
+
+    # --- time ---
+
+    def next_deadline(self) -> float:
+        """When `due` has something to say at the latest."""
+        deadline = self._last_sent + self._timing.ping_interval
+        if self._peer_pings:
+            deadline = min(deadline, self._last_received + self._timing.peer_timeout)
+        if self._line_began is not None:
+            deadline = min(deadline, self._line_began + self._timing.line_timeout)
+        return deadline
+
+    def due(self, now: float) -> Due | None:
+        """What is due at `now`. A hang-up wins over a PING; time-outs start with the peer's first PING (seed 001)."""
+        if self._peer_pings and now >= self._last_received + self._timing.peer_timeout:
+            return Due.PEER_SILENT
+        if self._line_began is not None and now >= self._line_began + self._timing.line_timeout:
+            return Due.UNFINISHED_LINE
+        if now >= self._last_sent + self._timing.ping_interval:
+            return Due.PING
+        return None

@@ -1,0 +1,62 @@
+"""Our own commands beside tubes: access, the numbers of a stream's writers, and the doorbell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from replicad.protocol.tokens import MAX_WRITERS_IN_TOKEN
+from replicad.protocol.words import Command, Side, integer, split_words
+
+
+@dataclass(frozen=True, slots=True)
+class Auth(Command):
+    """AUTH: the shared secret of a daemon that asks for one; the client's first line."""
+
+    NAME = "AUTH"
+    SENDER = Side.CLIENT
+    USAGE = "token"
+    token: str
+
+    @classmethod
+    def parse(cls, rest: str) -> Self:
+        return cls(*split_words(cls.NAME, rest, cls.USAGE, 1, 1))
+
+    def arguments(self) -> str:
+        return self.token
+
+    def __repr__(self) -> str:  # a secret must never reach a log
+        return "Auth(token=...)"
+
+
+@dataclass(frozen=True, slots=True)
+class Writers(Command):
+    """WRITERS: a stream's epoch and the small numbers of its writers, which vector tokens are made of.
+
+    Sent before the POSITIONs that answer `REPLICATE stream ...`, and again when a writer joins; never to a
+    client that subscribed with REPLICATE alone.
+    """
+
+    NAME = "WRITERS"
+    SENDER = Side.SERVER
+    USAGE = "stream_name epoch instance_name=number ..."
+    stream: str
+    epoch: str
+    numbers: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, rest: str) -> Self:
+        stream, epoch, *pairs = split_words(cls.NAME, rest, cls.USAGE, 2, 2 + MAX_WRITERS_IN_TOKEN)
+        split = [pair.rpartition("=") for pair in pairs]
+        return cls(stream, epoch, tuple((name, integer(cls.NAME, "number", number)) for name, _, number in split))
+
+    def arguments(self) -> str:
+        return " ".join([self.stream, self.epoch, *(f"{name}={number}" for name, number in self.numbers)])
+
+
+@dataclass(frozen=True, slots=True)
+class Doorbell(Command):
+    """DOORBELL: a writer has just committed; look now instead of at the next poll. A hint, nothing more."""
+
+    NAME = "DOORBELL"
+    SENDER = Side.CLIENT

@@ -1,0 +1,66 @@
+"""Which command is allowed when, as one table: a missing key *is* the error.
+
+A connection is seen from one end. Names of states say what that end waits for.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from replicad.errors import NotAuthorised, RemoteProtocolError
+from replicad.protocol.commands import COMMANDS, Auth, Command, Error, Name, Ping, Server, Side
+
+
+class State(enum.Enum):
+    """Where a connection stands."""
+
+    AWAIT_AUTH = "await_auth"  # server: the client has yet to show its token
+    AWAIT_SERVER = "await_server"  # client: SERVER comes first
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class CloseReason(enum.Enum):
+    """Why a connection ended; logged and counted under this name."""
+
+    PEER_CLOSED = "peer_closed"  # end of file
+    PEER_ERROR = "peer_error"  # it sent ERROR
+    PEER_LOST = "peer_lost"  # reset, unreachable
+    PEER_SILENT = "peer_silent"  # it sent PING once and then nothing for the time-out
+    BAD_LINE = "bad_line"  # it broke the protocol
+    UNFINISHED_LINE = "unfinished_line"  # it began a line and did not end it in time
+    NOT_AUTHORISED = "not_authorised"
+    SLOW_READER = "slow_reader"  # it fell behind the bound
+    TOO_MANY_CONNECTIONS = "too_many_connections"
+    TOO_MANY_REQUESTS = "too_many_requests"
+    SERVER_STOPPING = "server_stopping"
+    INTERNAL_ERROR = "internal_error"  # a defect of ours
+
+
+_CLIENT_COMMANDS = [kind for kind in COMMANDS.values() if kind.SENDER & Side.CLIENT]
+_SERVER_COMMANDS = [kind for kind in COMMANDS.values() if kind.SENDER & Side.SERVER]
+
+TRANSITIONS: dict[State, dict[type[Command], State]] = {
+    State.AWAIT_AUTH: {Auth: State.OPEN, Name: State.AWAIT_AUTH, Ping: State.AWAIT_AUTH, Error: State.CLOSED},
+    State.AWAIT_SERVER: {Server: State.OPEN, Ping: State.AWAIT_SERVER, Error: State.CLOSED},
+    State.OPEN: {
+        **{kind: State.OPEN for kind in (*_CLIENT_COMMANDS, *_SERVER_COMMANDS)},
+        Error: State.CLOSED,
+    },
+    State.CLOSED: {},
+}
+
+
+def after(state: State, command: Command) -> State:
+    """The state that receiving `command` leads to.
+
+    Raises:
+        NotAuthorised: the client has to send AUTH first.
+        RemoteProtocolError: the command has no place here.
+    """
+    found = TRANSITIONS[state].get(type(command))
+    if found is not None:
+        return found
+    if state is State.AWAIT_AUTH:
+        raise NotAuthorised(f"{command.NAME} before AUTH: this server wants `AUTH token` first")
+    raise RemoteProtocolError(f"{command.NAME} is not allowed while the connection is {state.value}")

@@ -1,0 +1,217 @@
+"""How a setting is declared, and how its value is found: command line, then environment, then file, then default.
+
+A setting is a field of a frozen dataclass, made by `setting()`. From its one declaration come the option `--max-line`,
+the variable `REPLICAD_MAX_LINE`, the key `max_line` of the file, the help text, the check of the value and the
+message where the check fails. Which settings there are stands in `config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from replicad.errors import UsageError
+from replicad.masking import mask_secrets
+
+T = TypeVar("T")
+
+_KEY = "replicad.setting"
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: all that the command line, the documents and the checks need to know of it."""
+
+    name: str
+    default: Any
+    help: str
+    placeholder: str
+    parse: Callable[[str], Any]  # raises ValueError with the half sentence that says what was expected
+    minimum: float | None = None
+    maximum: float | None = None
+    unit: str = ""
+    on_command_line: bool = True  # False for secrets: every user of the machine can read an argument
+
+    @property
+    def option(self) -> str:
+        """The option's name, such as `--max-line`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable's name, such as `REPLICAD_MAX_LINE`."""
+        return "REPLICAD_" + self.name.upper()
+
+    def read(self, text: str, source: str) -> Any:
+        """Turn the text that `source` (an option, a variable, a key of a file) gave into a value.
+
+        Raises:
+            UsageError: naming the source, the value and what would do.
+        """
+        try:
+            value = self.parse(text)
+        except ValueError as error:
+            shown = repr(mask_secrets(text)) if self.on_command_line else "the value"
+            raise UsageError(f"{source}: {shown} does not fit; {error}") from None
+        self.check(value, source)
+        return value
+
+    def check(self, value: Any, source: str) -> None:
+        """Raise UsageError where a number is out of the range that makes sense."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return
+        low, high = self.minimum, self.maximum
+        if (low is not None and value < low) or (high is not None and value > high):
+            bounds = f"from {plain(low or 0)}" + ("" if high is None else f" to {plain(high)}")
+            raise UsageError(f"{source}: {plain(value)} is out of range; give a number {bounds} {self.unit}".rstrip())
+
+
+def plain(number: float) -> str:
+    """The number as a person writes it: `15` and not `15.0`, never with an exponent."""
+    return f"{number:f}".rstrip("0").rstrip(".") if isinstance(number, float) else str(number)
+
+
+def setting(
+    default: T,
+    help: str,
+    placeholder: str,
+    parse: Callable[[str], T],
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    unit: str = "",
+    secret: bool = False,
+    in_repr: bool = True,
+) -> T:
+    """Declare a field of a settings dataclass; the arguments are those of `Setting`.
+
+    `secret` keeps the value out of the command line, of messages and of repr(); `in_repr=False` out of repr() alone.
+    """
+    spec = {
+        "default": default,
+        "help": help,
+        "placeholder": placeholder,
+        "parse": parse,
+        "minimum": minimum,
+        "maximum": maximum,
+        "unit": unit,
+        "on_command_line": not secret,
+    }
+    made: T = field(default=default, repr=in_repr and not secret, metadata={_KEY: spec})
+    return made
+
+
+def settings_of(kind: type) -> Iterator[Setting]:
+    """Every setting of a settings dataclass and of the dataclasses inside it, in the order of the fields."""
+    for entry in fields(kind):
+        if _KEY in entry.metadata:
+            yield Setting(name=entry.name, **entry.metadata[_KEY])
+        elif is_dataclass(entry.default):
+            yield from settings_of(type(entry.default))
+
+
+def check_ranges(settings: Any) -> None:
+    """Check every number of a settings object that was made in Python instead of read; for `__post_init__`."""
+    for entry in fields(settings):
+        if _KEY in entry.metadata:
+            made = Setting(name=entry.name, **entry.metadata[_KEY])
+            made.check(getattr(settings, entry.name), made.option)
+
+
+def load(
+    kind: type[T], options: Mapping[str, str | None], environ: Mapping[str, str], file: Mapping[str, str] | None = None
+) -> T:
+    """Build a settings object of `kind` from texts by field name (None: not given), the environment and a file's keys.
+
+    An empty variable counts as unset. Raises UsageError as `Setting.read` does.
+    """
+    values: dict[str, Any] = {}
+    for entry in fields(kind):  # type: ignore[arg-type]
+        if _KEY not in entry.metadata:
+            values[entry.name] = load(type(entry.default), options, environ, file)
+            continue
+        made = Setting(name=entry.name, **entry.metadata[_KEY])
+        candidates = (
+            (made.option, options.get(made.name)),
+            (made.variable, environ.get(made.variable) or None),
+            (f"{made.name} in the configuration file", (file or {}).get(made.name)),
+        )
+        for source, text in candidates:
+            if text is not None:
+                values[made.name] = made.read(text, source)
+                break
+    return kind(**values)
+
+
+def read_file(path: Path, kind: type) -> dict[str, str]:
+    """Read a TOML file of `key = value` lines into texts by setting name.
+
+    Raises:
+        UsageError: no such file, not TOML, or a key that is no setting of `kind`.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config: {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config: {path} is not TOML: {error}") from error
+    known = {made.name for made in settings_of(kind)}
+    for key, value in found.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; the keys are the long options with _ for -"
+            raise UsageError(f"--config: {path} has an unknown key {key!r}{hint}")
+        if isinstance(value, (dict, list, bool)):
+            raise UsageError(f"--config: {key} in {path} must be a text or a number")
+    return {key: str(value) for key, value in found.items()}
+
+
+# --- parsers: text to value, ValueError with what was expected --------------------------------------
+
+
+def text_of(pattern: str, expected: str) -> Callable[[str], str]:
+    """A parser for texts that match the whole pattern."""
+    compiled = re.compile(pattern)
+
+    def parse(text: str) -> str:
+        if not compiled.fullmatch(text):
+            raise ValueError(expected)
+        return text
+
+    return parse
+
+
+def whole_number(text: str) -> int:
+    """A whole number in plain decimal."""
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise ValueError("give a whole number such as 100")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Seconds, with a fraction where wanted: `30`, `0.5`, also `500ms`, `2m` and `1h`."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)", text)
+    if found is None:
+        raise ValueError("give seconds such as 30 or 0.5, or 500ms, 2m, 1h")
+    return float(found[1]) * {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def size(text: str) -> int:
+    """Bytes: `1048576`, `128KiB`, `1MiB`, `2GB`."""
+    found = re.fullmatch(r"([0-9]{1,18})([KMG]iB|[kMG]B|B|)", text)
+    if found is None:
+        raise ValueError("give bytes such as 1048576, 128KiB or 1MiB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def path(text: str) -> Path:
+    """A path; `~` is the user's home."""
+    if not text or "\0" in text:
+        raise ValueError("give a path")
+    return Path(text).expanduser()

@@ -1,7 +1,7 @@
 """The list of commands, and the way from a line to one of them.
 
 Each command is a frozen dataclass that parses and renders its own line; which side may send it stands on it too.
-Whether it is allowed *now* is the business of `states`, and what it means is the business of the server and the clients.
+Whether it is allowed *now* is the business of `states`; what it means, of the server and the clients.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from typing import Self
 
 from replicad.protocol.words import MAX_WORD, Command, Side, bad, integer, json_array, split_tail, split_words
 
-
 BATCH = "batch"  # in the place of a token: more rows with the same token follow
 
 

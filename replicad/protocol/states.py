@@ -44,7 +44,7 @@ TRANSITIONS: dict[State, dict[type[Command], State]] = {
     State.AWAIT_AUTH: {Auth: State.OPEN, Name: State.AWAIT_AUTH, Ping: State.AWAIT_AUTH, Error: State.CLOSED},
     State.AWAIT_SERVER: {Server: State.OPEN, Ping: State.AWAIT_SERVER, Error: State.CLOSED},
     State.OPEN: {
-        **{kind: State.OPEN for kind in (*_CLIENT_COMMANDS, *_SERVER_COMMANDS)},
+        **dict.fromkeys((*_CLIENT_COMMANDS, *_SERVER_COMMANDS), State.OPEN),
         Error: State.CLOSED,
     },
     State.CLOSED: {},

@@ -6,17 +6,21 @@ and how is none of its business; how a value is found and checked stands in `set
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from replicad.errors import UsageError
 from replicad.limits import Limits
 from replicad.masking import mask_secrets
 from replicad.settings import load, path, read_file, setting, text_of
+
+T = TypeVar("T")
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9009
@@ -126,17 +130,6 @@ class ServerSettings:
         if self.tls_key is not None and self.tls_cert is None:
             raise UsageError("--tls-key needs --tls-cert, the certificate that the key belongs to")
 
-    @classmethod
-    def read(
-        cls, options: Mapping[str, str | None], environ: Mapping[str, str], file: Path | None = None
-    ) -> ServerSettings:
-        """Build the settings from the command line's texts, the environment and a TOML file.
-
-        Raises:
-            UsageError: naming the option (or variable, or key), its value and the remedy.
-        """
-        return load(cls, options, environ, read_file(file, cls) if file else None)
-
     def ssl_context(self) -> ssl.SSLContext | None:
         """What the listener needs for TLS, or None where no certificate is set.
 
@@ -212,6 +205,28 @@ def read_token(file: Path) -> str:
         return _WORD(lines[0].strip() if lines else "")
     except ValueError as error:
         raise UsageError(f"--token-file: the first line of {file} is no token; {error}") from None
+
+
+def read_settings(
+    kind: type[T],
+    options: Mapping[str, str | None],
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> T:
+    """Build settings of any kind of this file: from texts by field name (None: not given), the environment, a TOML file.
+
+    `environ` takes the place of the process's own environment.
+
+    Raises:
+        UsageError: naming the option (or variable, or key), its value and the remedy.
+    """
+    return load(kind, options, os.environ if environ is None else environ, read_file(file, kind) if file else None)
+
+
+def colour_allowed(environ: Mapping[str, str] | None = None) -> bool:
+    """False where the user forbids coloured output (https://no-color.org)."""
+    return not (os.environ if environ is None else environ).get("NO_COLOR")
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")

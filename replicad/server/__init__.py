@@ -1,0 +1,1 @@
+"""The daemon: what it publishes, and whom it serves."""

@@ -1,0 +1,221 @@
+"""One bounded journal per stream and order, shared by all who read it.
+
+Chunks of finished lines go in once; a reader is no more than a cursor, so nothing is copied or queued per client.
+What the lines say is none of its business. The bounds:
+
+- The window holds at most `max_bytes`, `max_chunks` and `max_age`. A chunk leaves at the tail when room is needed.
+- Room is made by waiting a little for the readers at the tail, so that a burst that Postgres writes faster than
+  any socket takes it does not cut everybody off. A minority that lags while the others are ahead may hold the writer
+  up for `patience` seconds in all, then it falls off the tail and the others go on without it.
+- A reader whose next chunk is older than `max_age` when room is needed falls off whatever the others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import trio
+
+from replicad.errors import SlowReader
+
+JOIN_BYTES = 128 * 1024  # small chunks are sent together up to this much; larger sends gained nothing (fan-out)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLimits:
+    """The bounds of one channel: bytes, chunks, seconds, seconds."""
+
+    max_bytes: int = 64 << 20  # about a second of Postgres' fastest COPY
+    max_chunks: int = 1 << 16  # single rows come as chunks of one line; this many take some 20 MB
+    max_age: float = 30.0  # a client that is this late is not keeping up
+    patience: float = 1.0  # what a laggard may cost the others, once
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A place between two chunks where the positions of all writers are known: `index` is the next chunk's number."""
+
+    index: int
+    positions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStatistics:
+    """Counted since the channel was made, but for the first three, which are now."""
+
+    chunks: int
+    bytes: int
+    readers: int
+    appended_chunks: int
+    appended_bytes: int
+    fallen: int
+    waited_s: float
+
+
+@dataclass(slots=True)
+class _Chunk:
+    data: bytes
+    at: float
+    extended: bool
+
+
+class Reader:
+    """A cursor into a channel. `wake` is called, at most once per wait, when something can be taken again."""
+
+    __slots__ = ("_channel", "_patience", "cursor", "extended", "fallen", "wake")
+
+    def __init__(
+        self, channel: Channel, cursor: int, wake: Callable[[], None], extended: bool, patience: float
+    ) -> None:
+        self._channel = channel
+        self._patience = patience
+        self.cursor = cursor
+        self.wake = wake
+        self.extended = extended
+        self.fallen = False
+
+    def take_nowait(self) -> bytes | None:
+        """The next chunk, small ones joined; None at the head.
+
+        Raises:
+            SlowReader: the next chunk has left the window.
+        """
+        channel = self._channel
+        if self.fallen:
+            raise SlowReader(f"the next line of {channel.name} is no longer held; reconnect and resume from your token")
+        taken: list[bytes] = []
+        size = 0
+        while self.cursor < channel.head:
+            chunk = channel.chunks[self.cursor]
+            if chunk.extended and not self.extended:
+                self.cursor += 1
+                continue
+            if taken and size + len(chunk.data) > JOIN_BYTES:
+                break
+            taken.append(chunk.data)
+            size += len(chunk.data)
+            self.cursor += 1
+        if self.cursor == channel.head:
+            self._patience = channel.limits.patience
+        if not taken:
+            return None
+        channel.reader_moved()
+        return taken[0] if len(taken) == 1 else b"".join(taken)
+
+    def charge(self, seconds: float) -> bool:
+        """Take from what this reader may still cost the others; False when nothing is left."""
+        self._patience -= seconds
+        return self._patience > 0
+
+    def close(self) -> None:
+        """Stop reading; safe to repeat."""
+        self._channel.remove(self)
+
+
+class Channel:
+    """The journal of one stream in one order. One task appends; any number of readers take."""
+
+    def __init__(self, name: str, positions: Mapping[str, int], limits: JournalLimits | None = None) -> None:
+        self.name = name
+        self.limits = limits or JournalLimits()
+        self.chunks: dict[int, _Chunk] = {}
+        self.head = 0
+        self.tail = 0
+        self.seam = Seam(0, dict(positions))
+        self._bytes = 0
+        self._readers: set[Reader] = set()
+        self._moved = trio.Event()
+        self._appended_bytes = 0
+        self._fallen = 0
+        self._waited = 0.0
+
+    # --- reading ---
+
+    def subscribe(self, cursor: int, wake: Callable[[], None], *, extended: bool) -> Reader:
+        """A reader that begins at chunk number `cursor`, which must still be held or be the head.
+
+        Raises:
+            SlowReader: the chunk has left the window already.
+        """
+        if not self.tail <= cursor <= self.head:
+            raise SlowReader(f"chunk {cursor} of {self.name} is no longer held")
+        reader = Reader(self, cursor, wake, extended, self.limits.patience)
+        self._readers.add(reader)
+        return reader
+
+    def remove(self, reader: Reader) -> None:
+        """Forget a reader; safe to repeat."""
+        self._readers.discard(reader)
+        self.reader_moved()
+
+    def reader_moved(self) -> None:
+        """A cursor moved or went: whoever waits for room looks again."""
+        if not self._moved.is_set():
+            self._moved.set()
+
+    # --- writing ---
+
+    async def append(self, data: bytes, *, extended: bool = False) -> None:
+        """Add one chunk of whole lines, making room first. `extended` ones are for subscribers by name only."""
+        if not data:
+            return
+        if self._over(len(data)):
+            await self._make_room(len(data))
+        self.chunks[self.head] = _Chunk(data, trio.current_time(), extended)
+        self.head += 1
+        self._bytes += len(data)
+        self._appended_bytes += len(data)
+        for reader in self._readers:
+            reader.wake()
+
+    def seal(self, positions: Mapping[str, int]) -> None:
+        """Say that everything up to `positions`, and nothing beyond, is in the chunks so far."""
+        self.seam = Seam(self.head, dict(positions))
+
+    def statistics(self) -> ChannelStatistics:
+        """Counts, as one frozen value."""
+        return ChannelStatistics(
+            chunks=len(self.chunks),
+            bytes=self._bytes,
+            readers=len(self._readers),
+            appended_chunks=self.head,
+            appended_bytes=self._appended_bytes,
+            fallen=self._fallen,
+            waited_s=self._waited,
+        )
+
+    def _over(self, extra: int) -> bool:
+        return bool(self.chunks) and (
+            self._bytes + extra > self.limits.max_bytes or len(self.chunks) >= self.limits.max_chunks
+        )
+
+    async def _make_room(self, extra: int) -> None:
+        while self._over(extra):
+            late = [reader for reader in self._readers if reader.cursor == self.tail]
+            if late:
+                for reader in await self._wait_for(late):
+                    reader.fallen = True
+                    self._fallen += 1
+                    self._readers.discard(reader)
+                    reader.wake()
+            else:
+                self._bytes -= len(self.chunks.pop(self.tail).data)
+                self.tail += 1
+
+    async def _wait_for(self, late: list[Reader]) -> list[Reader]:
+        """Give the readers at the tail a moment; returns those that have to fall."""
+        remaining = self.chunks[self.tail].at + self.limits.max_age - trio.current_time()
+        if remaining <= 0:
+            return late
+        self._moved = trio.Event()
+        began = trio.current_time()
+        with trio.move_on_after(min(remaining, 0.05)):
+            await self._moved.wait()
+        waited = trio.current_time() - began
+        self._waited += waited
+        # While most are behind it is the machine that is slow, not they; then nobody is charged.
+        middle = self.tail + len(self.chunks) // 2
+        if 2 * sum(reader.cursor < middle for reader in self._readers) > len(self._readers):
+            return []
+        return [reader for reader in late if reader.cursor == self.tail and not reader.charge(waited)]

@@ -39,12 +39,14 @@ async def open_listeners(address: Address) -> list[trio.SocketListener]:
         raise EnvironmentRefused(f"cannot listen on {address}: {why}") from error
 
 
-async def accept_forever(listener: trio.SocketListener, serve: Serve, tls: ssl.SSLContext | None = None) -> None:
-    """Accept until cancelled; each connection gets a task of its own that runs `serve(stream, peer)`.
+async def accept_forever(
+    listener: trio.SocketListener, serve: Serve, sessions: trio.Nursery, tls: ssl.SSLContext | None = None
+) -> None:
+    """Accept until cancelled; each connection gets a task in `sessions` that runs `serve(stream, peer)`.
 
     When file descriptors run out, accepting pauses and goes on; sessions that exist are not touched.
     """
-    async with trio.open_nursery() as nursery:
+    async with listener:
         while True:
             try:
                 stream = await listener.accept()
@@ -54,7 +56,7 @@ async def accept_forever(listener: trio.SocketListener, serve: Serve, tls: ssl.S
                 log.warning("accept_failed", error=error.strerror, remedy="raise the limit of open files (ulimit -n)")
                 await trio.sleep(ACCEPT_PAUSE)
                 continue
-            nursery.start_soon(_serve_one, stream, serve, tls)
+            sessions.start_soon(_serve_one, stream, serve, tls)
 
 
 async def _serve_one(stream: trio.SocketStream, serve: Serve, tls: ssl.SSLContext | None) -> None:

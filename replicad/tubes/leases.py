@@ -1,0 +1,144 @@
+"""Who may read a partition of a tube, decided without any wall clock.
+
+A lease is a row with a term (a number that no other lease ever had) and a beat (a number that no other renewal ever
+had). Whoever wants to know whether its holder is still alive watches the beat: one that stayed the same for the
+lease's whole time to live, by the watcher's own monotonic clock, is expired for that watcher, who may then replace
+exactly that beat. So leases hold across daemons whose clocks disagree or jump, and a daemon that has just
+started waits one full time to live before it takes anything over. What a holder does with an old term is refused by
+the statements themselves (sql/tube).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import trio
+
+from replicad.errors import LeaseHeld, LeaseLost
+from replicad.postgres.bridge import Database, quote_ident
+from replicad.protocol.commands import Lease, Part
+
+RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRow:
+    """One lease as it stands in Postgres. `ttl` in seconds."""
+
+    tube: str
+    part: Part
+    holder: str
+    term: int
+    beat: int
+    ttl: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """A lease and how long (seconds) this watcher has seen its beat unchanged."""
+
+    row: LeaseRow
+    silent: float
+
+    @property
+    def expired(self) -> bool:
+        """Whether the holder has been silent for its whole time to live."""
+        return self.silent >= self.row.ttl
+
+
+class LeaseWatch:
+    """Remembers since when each beat has been seen. Pure: times are handed in, seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[LeaseRow, float]] = {}
+
+    def observe(self, rows: Iterable[LeaseRow], now: float) -> list[LeaseView]:
+        """Take all leases that there are now; returns them with their silence. Those not in `rows` are forgotten."""
+        self._seen = {row.beat: (row, self._seen.get(row.beat, (row, now))[1]) for row in rows}
+        return [LeaseView(row, now - since) for row, since in self._seen.values()]
+
+
+class LeaseBook:
+    """Claims, renews and releases leases in one database. `now` is a monotonic clock, trio's by default."""
+
+    def __init__(self, db: Database, schema: str, now: Callable[[], float] = trio.current_time) -> None:
+        self._db = db
+        self._schema = quote_ident(schema)
+        self._now = now
+        self._watch = LeaseWatch()
+
+    async def look(self) -> list[LeaseView]:
+        """Read all leases. Call it regularly: silence only counts from the first look that saw a beat."""
+        rows = await self._db.fetch(
+            f"SELECT tube, partitions, partition, holder, term, beat, extract(epoch FROM ttl)::float8 AS ttl "
+            f"FROM {self._schema}.tube_lease"
+        )
+        return self._watch.observe(
+            (
+                LeaseRow(
+                    row["tube"],
+                    Part(row["partition"], row["partitions"]),
+                    row["holder"],
+                    row["term"],
+                    row["beat"],
+                    row["ttl"],
+                )
+                for row in rows
+            ),
+            self._now(),
+        )
+
+    async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease:
+        """Get the lease of a partition, waiting up to `wait` seconds while others hold it or what overlaps it.
+
+        The holder of exactly this lease gets the term that it has.
+
+        Raises:
+            LeaseHeld: somebody else has it, and still had it when the wait was over.
+            UnknownTube, PartitionsChanged: as the SQL says.
+        """
+        deadline = self._now() + wait
+        while True:
+            expired = [view.row.beat for view in await self.look() if view.row.tube == tube and view.expired]
+            try:
+                term = await self._db.fetch_value(
+                    f"SELECT term FROM {self._schema}.tube_lease_claim("
+                    "$1, $2, $3, $4, make_interval(secs => $5), $6::bigint[])",
+                    tube,
+                    part.partitions,
+                    part.partition,
+                    holder,
+                    ttl,
+                    expired,
+                )
+                return Lease(tube, part, term, ttl)
+            except LeaseHeld:
+                remaining = deadline - self._now()
+                if remaining <= 0:
+                    raise
+                await trio.sleep(min(remaining, RETRY_INTERVAL))
+
+    async def renew(self, tube: str, part: Part, term: int) -> Lease:
+        """Say that the holder is alive.
+
+        Raises:
+            LeaseLost: there is no such lease any more.
+        """
+        where = (tube, part.partitions, part.partition, term)
+        await self._db.fetch_value(f"SELECT {self._schema}.tube_lease_renew($1, $2, $3, $4)", *where)
+        ttl = await self._db.fetch_value(
+            f"SELECT extract(epoch FROM ttl)::float8 FROM {self._schema}.tube_lease WHERE tube = $1 AND term = $2",
+            tube,
+            term,
+        )
+        if ttl is None:
+            raise LeaseLost(f"the lease of {part} of tube {tube} under term {term} went just now")
+        return Lease(tube, part, term, ttl)
+
+    async def release(self, tube: str, part: Part, term: int) -> bool:
+        """Give the lease back; False when it was not held under that term any more."""
+        released: bool = await self._db.fetch_value(
+            f"SELECT {self._schema}.tube_lease_release($1, $2, $3, $4)", tube, part.partitions, part.partition, term
+        )
+        return released

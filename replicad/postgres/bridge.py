@@ -1,0 +1,270 @@
+"""Trio on one side, asyncpg on the other: the only module that imports asyncpg and trio_asyncio.
+
+A `Database` is a bounded pool of connections to one Postgres; a `Connection` (connection.py) is one of them, held for a
+while. Driver errors leave here as replicad's own (failures.py). It knows nothing of streams, tubes or positions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import trio
+import trio_asyncio
+from asyncpg import Record as Row
+
+from replicad import errors
+from replicad.postgres import failures
+from replicad.postgres.connection import COPY_CHUNK, Connection, Counters, Settings, Sink
+from replicad.postgres.literals import quote_ident, quote_literal
+
+__all__ = [
+    "COPY_CHUNK",
+    "Connection",
+    "Database",
+    "DatabaseStatistics",
+    "Row",
+    "Sink",
+    "load_sql",
+    "open_database",
+    "quote_ident",
+    "quote_literal",
+]
+
+_CLOSE = 2.0  # seconds for a polite goodbye to all connections
+_STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
+_SQL = Path(__file__).parent / "sql" / "query"
+_DRIVER_ERRORS = (
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    asyncio.CancelledError,  # not a cancelled trio scope, but a driver that gave up on its own task
+    OSError,
+)
+
+_SESSION = {
+    "TimeZone": "UTC",
+    "DateStyle": "ISO",
+    "default_transaction_isolation": "read committed",  # positions hold only where each statement sees the latest
+    "jit": "off",  # compiling a COPY costs more than most of ours take
+}
+
+
+@cache
+def load_sql(name: str) -> str:
+    """The text of `replicad/postgres/sql/query/<name>.sql`."""
+    return (_SQL / f"{name}.sql").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseStatistics:
+    """A moment of a pool. The last four count since it was opened."""
+
+    size: int
+    open: int
+    idle: int
+    waiting: int
+    connected: int
+    lost: int
+    statements: int
+    cancelled: int
+
+
+class Database:
+    """A bounded pool of connections to one Postgres. Made by `open_database`.
+
+    Connections are made when needed and kept; one that broke (a restart of Postgres, say) is replaced at its next use.
+    A statement that hits the break raises DatabaseUnavailable and is not repeated: whether it took effect is unknown.
+    """
+
+    def __init__(self, loop: Any, settings: Settings, size: int, wait_timeout: float) -> None:
+        self._loop = loop
+        self._settings = settings
+        self._size = size
+        self._wait_timeout = wait_timeout
+        self._places = trio.Semaphore(size, max_value=size)
+        self._idle: list[Connection] = []
+        self._counters = Counters()
+        self._closed = False
+
+    @property
+    def target(self) -> failures.Target:
+        """Host, database and user, fit for messages."""
+        return self._settings.target
+
+    async def fetch(self, sql: str, *args: object) -> list[Row]:
+        """`Connection.fetch` on any connection of the pool."""
+        async with self._borrowed() as connection:
+            return await connection.fetch(sql, *args)
+
+    async def fetch_row(self, sql: str, *args: object) -> Row | None:
+        """`Connection.fetch_row` on any connection of the pool."""
+        async with self._borrowed() as connection:
+            return await connection.fetch_row(sql, *args)
+
+    async def fetch_value(self, sql: str, *args: object) -> Any:
+        """`Connection.fetch_value` on any connection of the pool."""
+        async with self._borrowed() as connection:
+            return await connection.fetch_value(sql, *args)
+
+    async def execute(self, sql: str, *args: object) -> str:
+        """`Connection.execute` on any connection of the pool; for SET and the like take `connection()`."""
+        async with self._borrowed() as connection:
+            return await connection.execute(sql, *args)
+
+    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
+        """`Connection.copy_out` on any connection of the pool."""
+        async with self._borrowed() as connection:
+            return await connection.copy_out(query, *args, sink=sink, timeout=timeout)
+
+    async def copy_in(
+        self,
+        table: str,
+        *,
+        columns: Sequence[str],
+        records: Iterable[Sequence[object]] | None = None,
+        source: Iterable[bytes] | None = None,
+        schema: str | None = None,
+    ) -> int:
+        """`Connection.copy_in` on any connection of the pool."""
+        async with self._borrowed() as connection:
+            return await connection.copy_in(table, columns=columns, records=records, source=source, schema=schema)
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """One pinned connection. At the end it is reset: an open transaction is rolled back, settings and locks go."""
+        async with self._borrowed(reset=True) as connection:
+            yield connection
+
+    def statistics(self) -> DatabaseStatistics:
+        """A frozen copy of the counters."""
+        waiting = self._places.statistics().tasks_waiting
+        busy = self._size - self._places.value
+        counters = self._counters
+        return DatabaseStatistics(
+            size=self._size,
+            open=busy + len(self._idle),
+            idle=len(self._idle),
+            waiting=waiting,
+            connected=counters.connected,
+            lost=counters.lost,
+            statements=counters.statements,
+            cancelled=counters.cancelled,
+        )
+
+    @asynccontextmanager
+    async def _borrowed(self, *, reset: bool = False) -> AsyncIterator[Connection]:
+        await self._wait_for_place()
+        try:
+            connection = self._pop_idle() or await self._connect()
+            try:
+                yield connection
+            finally:
+                if await connection.settle(reset=reset) and not self._closed:
+                    self._idle.append(connection)
+                else:
+                    connection.terminate()
+        finally:
+            self._places.release()
+
+    async def _wait_for_place(self) -> None:
+        if self._closed:
+            raise errors.DatabaseUnavailable(f"the pool of connections to Postgres at {self.target} is closed.")
+        with trio.move_on_after(self._wait_timeout) as scope:
+            await self._places.acquire()
+        if scope.cancelled_caught:
+            raise errors.DatabaseUnavailable(
+                f"all {self._size} connections to Postgres at {self.target} stayed busy for {self._wait_timeout:g} s: "
+                "raise the size of the pool, or look for what holds them."
+            )
+
+    def _pop_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_closed:
+                return connection
+            self._counters.lost += 1
+            connection.terminate()
+        return None
+
+    async def _connect(self) -> Connection:
+        settings = self._settings
+        try:
+            driver = await self._loop.run_aio_coroutine(
+                asyncpg.connect(
+                    settings.url,
+                    loop=self._loop,
+                    timeout=settings.connect_timeout,
+                    server_settings=settings.session,
+                    statement_cache_size=_STATEMENTS,
+                    max_cached_statement_lifetime=0,
+                )
+            )
+        except Exception as error:
+            raise failures.while_connecting(error, settings.target, settings.connect_timeout) from error
+        self._counters.connected += 1
+        return Connection(driver, self._loop, settings, self._counters)
+
+    async def _refuse_old_server(self, min_version: int) -> None:
+        version = await self.fetch_value("SELECT current_setting('server_version_num')::int")
+        if version < min_version:
+            raise errors.DatabaseRefused(
+                f"Postgres at {self.target.host} is version {version // 10000}; "
+                f"replicad needs version {min_version // 10000} or newer."
+            )
+
+    async def _close(self) -> None:
+        self._closed = True
+        idle, self._idle = self._idle, []
+        async with trio.open_nursery() as nursery:
+            for connection in idle:
+                nursery.start_soon(connection.close, _CLOSE)
+
+
+@asynccontextmanager
+async def open_database(
+    url: str,
+    *,
+    size: int,
+    application_name: str,
+    connect_timeout: float = 10,
+    statement_timeout: float | None = 60,
+    wait_timeout: float = 30,
+    min_version: int = 150000,
+) -> AsyncIterator[Database]:
+    """Open a pool of at most `size` connections; one is made at once, to see that the server is there and new enough.
+
+    Time-outs are seconds: to connect, for one statement (kept by Postgres itself; None for none), and to wait for a
+    free connection. Every connection speaks UTC, ISO dates and READ COMMITTED. Starts the asyncio loop under the driver
+    when none runs around it.
+
+    Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
+    `min_version`), each with a sentence fit for the operator.
+    """
+    target = failures.parse_target(url)
+    session = dict(_SESSION, application_name=application_name)
+    session["statement_timeout"] = str(round((statement_timeout or 0) * 1000))
+    settings = Settings(url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS)
+    async with _asyncio_loop() as loop:
+        database = Database(loop, settings, size, wait_timeout)
+        try:
+            await database._refuse_old_server(min_version)
+            yield database
+        finally:
+            await database._close()
+
+
+@asynccontextmanager
+async def _asyncio_loop() -> AsyncIterator[Any]:
+    around = trio_asyncio.current_loop.get()
+    if around is not None and not around.is_closed():
+        yield around
+    else:
+        async with trio_asyncio.open_loop() as loop:
+            yield loop

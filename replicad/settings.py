@@ -107,12 +107,12 @@ def setting(
     return made
 
 
-def settings_of(kind: type) -> Iterator[Setting]:
-    """Every setting of a settings dataclass and of the dataclasses inside it, in the order of the fields."""
+def settings_of(kind: type, *, nested: bool = True) -> Iterator[Setting]:
+    """Every setting of a settings dataclass and (`nested`) of the dataclasses inside it, in the order of the fields."""
     for entry in fields(kind):
         if _KEY in entry.metadata:
             yield Setting(name=entry.name, **entry.metadata[_KEY])
-        elif is_dataclass(entry.default):
+        elif nested and is_dataclass(entry.default):
             yield from settings_of(type(entry.default))
 
 

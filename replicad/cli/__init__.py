@@ -1,0 +1,18 @@
+"""The command line: `replicad COMMAND`, one file per command or group of commands.
+
+Start-up time matters here (a health check runs every few seconds): nothing below this package imports trio, asyncpg or
+pyspark before a command that needs them runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line on `arguments` (default: those of the process) and exit with its status."""
+    from replicad.cli.app import run  # noqa: PLC0415 - `import replicad.cli` stays cheap
+
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))

@@ -1,0 +1,58 @@
+"""The command `replicad` itself: which sub-commands there are, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import click
+
+from replicad.cli.command import Session
+from replicad.cli.failures import report
+
+COMMANDS = ("serve", "ping", "version")
+"""In the order of the help text; `replicad.cli.NAME` has the command as `command`."""
+
+EPILOG = """\b
+Start here:
+  replicad serve                      serve an embedded Postgres on 127.0.0.1:9009
+  replicad serve --database URL       serve one that you have
+  nc 127.0.0.1 9009                   talk to it by hand: type REPLICATE
+"""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a sub-command's file only when it is needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """The names, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The sub-command of that name, None where there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        found = importlib.import_module(f"replicad.cli.{cmd_name}").command
+        assert isinstance(found, click.Command)
+        return found
+
+
+@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"max_content_width": 100})
+@click.option("--debug", is_flag=True, help="Show the traceback where a command fails.")
+@click.version_option(package_name="replicad", message="%(prog)s %(version)s")
+@click.pass_obj
+def root(session: Session, debug: bool) -> None:
+    """Changes out of Postgres to the processes that need them: streams and tubes over a TCP line protocol."""
+    session.debug = session.debug or debug
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit status; every failure has become a line on stderr."""
+    session = Session()
+    try:
+        result = root.main(list(arguments), prog_name="replicad", standalone_mode=False, obj=session)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:  # noqa: BLE001 - the last line of defence, by design
+        return report(error, debug=session.debug)
+    return result if isinstance(result, int) else 0

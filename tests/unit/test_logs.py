@@ -1,0 +1,90 @@
+"""Logs: one event per line, readable by machines or people, with no secret in it, whoever reads it or goes away."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicad.config import LogSettings
+from replicad.logs import configure_logs, mask_value
+from replicad.masking import mask_secrets
+
+words = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12)
+
+
+@pytest.fixture
+def output() -> Iterator[io.StringIO]:
+    handlers, level = logging.getLogger().handlers[:], logging.getLogger().level
+    yield io.StringIO()
+    structlog.reset_defaults()
+    logging.getLogger().handlers[:], logging.getLogger().level = handlers, level
+
+
+def test_events_are_json_lines_with_level_time_and_fields(output: io.StringIO) -> None:
+    configure_logs(LogSettings(), output)
+    structlog.get_logger().info("session_closed", peer="w1", reason="SLOW_READER", text="two\nlines")
+    structlog.get_logger().debug("too_much_detail")
+    (line,) = output.getvalue().splitlines()
+    event = json.loads(line)
+    assert event["event"] == "session_closed"
+    assert event["level"] == "info"
+    assert event["timestamp"].endswith("Z")
+    assert (event["peer"], event["reason"], event["text"]) == ("w1", "SLOW_READER", "two\nlines")
+
+
+def test_no_secret_reaches_the_log_wherever_it_stands(output: io.StringIO) -> None:
+    configure_logs(LogSettings(), output)
+    log = structlog.get_logger()
+    log.info("a", url="postgresql://u:hunter2@h/d", nested={"dsn": ["host=h password='hunter2 x' dbname=d"]})
+    log.info("AUTH hunter2", password="hunter2")
+    logging.getLogger("driver").warning("cannot connect to %s", "postgres://u:hunter2@h")
+    try:
+        raise OSError("postgresql://u:hunter2@h/d is away")
+    except OSError:
+        log.exception("failed")
+    text = output.getvalue()
+    assert "hunter2" not in text
+    assert len([json.loads(line) for line in text.splitlines()]) == 4
+
+
+def test_text_form_is_for_people_and_masks_as_well(output: io.StringIO) -> None:
+    configure_logs(LogSettings(log_format="text"), output, colour=False)
+    structlog.get_logger().warning("listening", at="127.0.0.1:9009", url="postgresql://u:hunter2@h/d")
+    assert "listening" in output.getvalue()
+    assert "at=127.0.0.1:9009" in output.getvalue()
+    assert "hunter2" not in output.getvalue()
+    assert "\x1b" not in output.getvalue()
+
+
+def test_a_reader_that_went_away_does_not_end_the_program(output: io.StringIO) -> None:
+    configure_logs(LogSettings(), output)
+    log = structlog.get_logger()
+    output.close()
+    log.info("nobody_listens")
+    assert output.closed
+
+
+@given(words, words, words)
+def test_a_password_in_a_url_never_survives(user: str, password: str, host: str) -> None:
+    masked = mask_secrets(f"cannot reach postgresql://{user}:PW{password}!@{host}:5432/db, trying again")
+    assert masked == f"cannot reach postgresql://{user}:***@{host}:5432/db, trying again"
+
+
+@pytest.mark.parametrize(
+    "text", ["POSITION events master 53 53", "http://host:80/path", "a:b@c", "https://h/p?x=1&y=2"]
+)
+def test_text_without_secrets_stays_as_it_is(text: str) -> None:
+    assert mask_secrets(text) == text
+
+
+def test_masking_keeps_numbers_and_the_shape_of_containers() -> None:
+    assert mask_value({"a": [1, None, True, 1.5, {"b": "x"}]}) == {"a": [1, None, True, 1.5, {"b": "x"}]}
+    assert mask_value({"l1": {"l2": {"l3": {"l4": {"l5": "password=x1"}}}}}) != {}
+    assert "x1" not in json.dumps(mask_value({"l1": {"l2": {"l3": {"l4": {"l5": "password=x1"}}}}}))

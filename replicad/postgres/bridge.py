@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -176,6 +176,9 @@ class Database:
     async def _wait_for_place(self) -> None:
         if self._closed:
             raise errors.DatabaseUnavailable(f"the pool of connections to Postgres at {self.target} is closed.")
+        with suppress(trio.WouldBlock):
+            self._places.acquire_nowait()  # the usual case, without a detour through the scheduler
+            return
         with trio.move_on_after(self._wait_timeout) as scope:
             await self._places.acquire()
         if scope.cancelled_caught:
@@ -265,6 +268,12 @@ async def _asyncio_loop() -> AsyncIterator[Any]:
     around = trio_asyncio.current_loop.get()
     if around is not None and not around.is_closed():
         yield around
-    else:
-        async with trio_asyncio.open_loop() as loop:
+        return
+    failure: BaseException | None = None
+    async with trio_asyncio.open_loop() as loop:
+        try:
             yield loop
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised again below
+            failure = error  # carried around the loop's nurseries, which would wrap it in exception groups
+    if failure is not None:
+        raise failure

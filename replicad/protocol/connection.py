@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
 from replicad.protocol.commands import Command, Ping, Side, parse
-from replicad.protocol.lines import MAX_LINE, LineBuffer
+from replicad.protocol.lines import MAX_LINE, LineBuffer, LineTooLong
 from replicad.protocol.states import State, after
 
 PING_INTERVAL = 5.0  # seconds; at least one command is sent in each (seed 001, keep alives)
@@ -76,9 +76,25 @@ class Connection:
             LineTooLong: the peer goes on with a line beyond the limit.
         """
         lines = self._lines.feed(data)
-        if lines:
+        self._waiting.extend(lines)
+        self._note_received(bool(lines), now)
+
+    def receive_block(self, data: bytes, now: float) -> bytes:
+        """Take bytes from the peer and hand out all lines that are now whole in one piece, ends included.
+
+        For who takes bulk rows apart without a command for each; every line that is not such a row goes to
+        `understand`. Not to be mixed with `receive_data` on one connection. Call `check` once the lines are used up.
+
+        Raises:
+            LineTooLong: the peer goes on with a line beyond the limit.
+        """
+        block = self._lines.feed_block(data)
+        self._note_received(bool(block), now)
+        return block
+
+    def _note_received(self, whole_lines: bool, now: float) -> None:
+        if whole_lines:
             self._last_received = now
-            self._waiting.extend(lines)
             self._line_began = None
         if not self._lines.partial:
             self._line_began = None
@@ -94,22 +110,52 @@ class Connection:
             RemoteProtocolError: the line is not UTF-8, no command, the wrong side's, malformed or too long.
             NotAuthorised: anything but AUTH came first where a token is wanted.
         """
-        try:
-            while self._waiting:
-                line = self._waiting.popleft()
-                if not line or line.isspace():
-                    continue
-                command = parse(self._decode(line), self._peer)
-                self.state = after(self.state, command)
-                if type(command) is Ping:
-                    self._peer_pings = True
+        while self._waiting:
+            command = self._command(self._waiting.popleft())
+            if command is not None:
                 return command
-            self._lines.check()
-        except Exception:
-            self.state = State.CLOSED
-            self._waiting.clear()
-            raise
+        self.check()
         return None
+
+    def understand(self, line: bytes) -> Command | None:
+        """The command on one line of the peer, None for a blank one; the connection's state moves with it.
+
+        A `\r` at its end is dropped. After an exception the connection is CLOSED.
+
+        Raises:
+            RemoteProtocolError: the line is not UTF-8, no command, the wrong side's or malformed.
+            NotAuthorised: anything but AUTH came first where a token is wanted.
+        """
+        return self._command(line.removesuffix(b"\r"))
+
+    def _command(self, line: bytes) -> Command | None:
+        if not line or line.isspace():
+            return None
+        try:
+            command = parse(self._decode(line), self._peer)
+            self.state = after(self.state, command)
+        except Exception:
+            self._fail()
+            raise
+        if type(command) is Ping:
+            self._peer_pings = True
+        return command
+
+    def check(self) -> None:
+        """Raise where the line now under way is beyond the limit already; the connection is CLOSED then.
+
+        Raises:
+            LineTooLong: a RemoteProtocolError.
+        """
+        try:
+            self._lines.check()
+        except LineTooLong:
+            self._fail()
+            raise
+
+    def _fail(self) -> None:
+        self.state = State.CLOSED
+        self._waiting.clear()
 
     @staticmethod
     def _decode(line: bytes) -> str:

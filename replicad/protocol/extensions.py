@@ -1,4 +1,4 @@
-"""Our own commands beside tubes: access, the numbers of a stream's writers, and the doorbell."""
+"""Our own commands beside tubes: access, the list of streams, the numbers of a stream's writers, the doorbell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from replicad.protocol.tokens import MAX_WRITERS_IN_TOKEN
-from replicad.protocol.words import Command, Side, integer, split_words
+from replicad.protocol.words import Command, Side, bad, integer, split_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,26 @@ class Auth(Command):
         return "Auth(token=...)"
 
 
+MAX_STREAMS = 10_000  # names on one line; each stream costs the daemon a journal, so that nobody comes near
+
+
+@dataclass(frozen=True, slots=True)
+class Streams(Command):
+    """STREAMS: from a client, asks which streams there are; from the server, their names, in alphabetical order."""
+
+    NAME = "STREAMS"
+    SENDER = Side.BOTH
+    USAGE = "[stream_name ...]"
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, rest: str) -> Self:
+        return cls(tuple(split_words(cls.NAME, rest, cls.USAGE, 0, MAX_STREAMS)))
+
+    def arguments(self) -> str:
+        return " ".join(self.names)
+
+
 @dataclass(frozen=True, slots=True)
 class Writers(Command):
     """WRITERS: a stream's epoch and the small numbers of its writers, which vector tokens are made of.
@@ -48,7 +68,11 @@ class Writers(Command):
     def parse(cls, rest: str) -> Self:
         stream, epoch, *pairs = split_words(cls.NAME, rest, cls.USAGE, 2, 2 + MAX_WRITERS_IN_TOKEN)
         split = [pair.rpartition("=") for pair in pairs]
-        return cls(stream, epoch, tuple((name, integer(cls.NAME, "number", number)) for name, _, number in split))
+        numbers = {name: integer(cls.NAME, "number", number) for name, _, number in split if name}
+        distinct = len(set(numbers.values()))
+        if not len(pairs) == len(numbers) == distinct or any(number < 1 for number in numbers.values()):
+            raise bad(cls.NAME, "every writer is written like name=3, with a number of its own from 1 on")
+        return cls(stream, epoch, tuple(numbers.items()))
 
     def arguments(self) -> str:
         return " ".join([self.stream, self.epoch, *(f"{name}={number}" for name, number in self.numbers)])

@@ -14,10 +14,10 @@ class LineTooLong(RemoteProtocolError):
 
 
 class LineBuffer:
-    """Collects received bytes and hands out whole lines without their ends.
+    """Collects received bytes and hands out whole lines, one by one or as they lie in the stream.
 
     A line ends in `\\n`; a `\\r` before it is dropped (netcat and telnet users). Bytes of an unfinished line are looked
-    at once, however small the pieces in which they come.
+    at once, however small the pieces in which they come. Memory stays below the limit plus one piece of data.
     """
 
     def __init__(self, max_line: int = MAX_LINE) -> None:
@@ -31,34 +31,38 @@ class LineBuffer:
         return len(self._partial)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take received bytes, return the lines that are now whole, oldest first.
+        """Take received bytes, return the lines that are now whole, oldest first and without their ends.
 
         A line beyond the limit is not returned: the call after the lines before it raises, so that nothing that came
-        first is lost. Memory stays below the limit plus one piece of data.
+        first is lost.
 
         Raises:
             LineTooLong: the bytes before this call began a line that is too long.
         """
-        if self._too_long:
-            raise LineTooLong(f"a line may have at most {self._max_line} bytes")
-        *whole, rest = data.split(b"\n")
-        lines: list[bytes] = []
-        for piece in whole:
-            if self._partial:
-                self._partial += piece
-                line = bytes(self._partial)
-                self._partial.clear()
-            else:
-                line = piece
-            if len(line) > self._max_line:
+        lines = self.feed_block(data).split(b"\n")
+        lines.pop()  # what stands behind the last end: nothing
+        return [line[:-1] if line.endswith(b"\r") else line for line in lines]
+
+    def feed_block(self, data: bytes) -> bytes:
+        """Like `feed`, but the lines come in one piece, ends included: for callers that take bulk apart themselves.
+
+        Raises:
+            LineTooLong: the bytes before this call began a line that is too long.
+        """
+        self.check()
+        end = data.rfind(b"\n") + 1
+        if not end:
+            self._hold(data)
+            return b""
+        block = bytes(self._partial) + data[:end] if self._partial else data[:end]
+        self._partial.clear()
+        if len(block) > self._max_line:
+            fitting = self._fitting(block)
+            if fitting < len(block):
                 self._too_long = True
-                return lines
-            lines.append(line[:-1] if line.endswith(b"\r") else line)
-        self._partial += rest
-        if len(self._partial) > self._max_line:
-            self._partial.clear()
-            self._too_long = True
-        return lines
+                return block[:fitting]
+        self._hold(data[end:])
+        return block
 
     def check(self) -> None:
         """Raise what the next `feed` would raise, without waiting for more bytes.
@@ -68,3 +72,19 @@ class LineBuffer:
         """
         if self._too_long:
             raise LineTooLong(f"a line may have at most {self._max_line} bytes")
+
+    def _hold(self, rest: bytes) -> None:
+        self._partial += rest
+        if len(self._partial) > self._max_line:
+            self._partial.clear()
+            self._too_long = True
+
+    def _fitting(self, block: bytes) -> int:
+        """How many bytes of the block stand before its first line beyond the limit; all of them where there is none."""
+        begin = 0
+        while begin < len(block):
+            end = block.index(b"\n", begin)
+            if end - begin > self._max_line:
+                return begin
+            begin = end + 1
+        return begin

@@ -43,10 +43,8 @@ _SERVER_COMMANDS = [kind for kind in COMMANDS.values() if kind.SENDER & Side.SER
 TRANSITIONS: dict[State, dict[type[Command], State]] = {
     State.AWAIT_AUTH: {Auth: State.OPEN, Name: State.AWAIT_AUTH, Ping: State.AWAIT_AUTH, Error: State.CLOSED},
     State.AWAIT_SERVER: {Server: State.OPEN, Ping: State.AWAIT_SERVER, Error: State.CLOSED},
-    State.OPEN: {
-        **dict.fromkeys((*_CLIENT_COMMANDS, *_SERVER_COMMANDS), State.OPEN),
-        Error: State.CLOSED,
-    },
+    # ERROR may refuse a single request and leave the connection be; whoever sends one about the connection closes it.
+    State.OPEN: dict.fromkeys((*_CLIENT_COMMANDS, *_SERVER_COMMANDS), State.OPEN),
     State.CLOSED: {},
 }
 

@@ -11,7 +11,19 @@ from dataclasses import dataclass
 from typing import Self
 
 from replicad.protocol.tokens import START, Cursor
-from replicad.protocol.words import Command, Side, bad, decimal, integer, read_options, seconds, split_tail, split_words
+from replicad.protocol.words import (
+    Command,
+    Side,
+    bad,
+    decimal,
+    flag,
+    integer,
+    integers,
+    read_options,
+    seconds,
+    split_tail,
+    split_words,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +223,7 @@ class Pods(Command):
                 "ids": count("ids"),
                 "backfill": count("backfill"),
                 "wait": lambda text: seconds(cls.NAME, "wait", text),
-                "plan": lambda text: text == "1",
+                "plan": lambda text: flag(cls.NAME, "plan", text),
             },
         )
         if "upto" in options and len(options.keys() & {"limit", "ids", "backfill", "wait", "plan"}):
@@ -267,16 +279,11 @@ class Ack(Command):
 
     @classmethod
     def parse(cls, rest: str) -> Self:
-        tube, part, term, *more = rest.split(" ", 4)
-        head = split_words(cls.NAME, " ".join((tube, part, term)) if term else "", cls.USAGE, 3, 3) if more else []
-        if not head:
-            raise bad(cls.NAME, f"the form is `{cls.NAME} {cls.USAGE}`")
+        tube, part, term, what = split_tail(cls.NAME, rest, cls.USAGE, 3)
         common = (tube, Part.parse(cls.NAME, part), integer(cls.NAME, "term", term))
-        if "=" not in more[0]:
-            if len(more) > 1:
-                raise bad(cls.NAME, f"the form is `{cls.NAME} {cls.USAGE}`")
-            return cls(*common, seqs=tuple(integer(cls.NAME, "seq", text) for text in more[0].split(",")))
-        options = read_options(cls.NAME, more, {"upto": Cursor.parse, "after": Cursor.parse})
+        if "=" not in what:
+            return cls(*common, seqs=integers(cls.NAME, "seq", what))
+        options = read_options(cls.NAME, what.split(" "), {"upto": Cursor.parse, "after": Cursor.parse})
         if "upto" not in options:
             raise bad(cls.NAME, "after= goes with upto=")
         return cls(*common, **options)
@@ -325,13 +332,13 @@ class Park(Command):
 
     @classmethod
     def parse(cls, rest: str) -> Self:
-        tube, part, term, seq, ids, tries, error = split_tail(cls.NAME, rest, cls.USAGE, 6)
+        tube, part, term, seq, ids, tries, error = split_tail(cls.NAME, rest, cls.USAGE, 6, unlimited=4)
         return cls(
             tube,
             Part.parse(cls.NAME, part),
             integer(cls.NAME, "term", term),
             integer(cls.NAME, "seq", seq),
-            () if ids == "*" else tuple(integer(cls.NAME, "id", text) for text in ids.split(",")),
+            () if ids == "*" else integers(cls.NAME, "id", ids),
             integer(cls.NAME, "tries", tries),
             error,
         )

@@ -9,7 +9,7 @@ import enum
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
@@ -53,12 +53,28 @@ def split_words(command: str, rest: str, usage: str, least: int, most: int) -> l
     return words
 
 
-def split_tail(command: str, rest: str, usage: str, words: int) -> list[str]:
-    """`words` words and then free text, which may hold blanks and must not be empty."""
+def split_tail(command: str, rest: str, usage: str, words: int, *, unlimited: int = -1) -> list[str]:
+    """`words` words and then free text, which may hold blanks and must not be empty.
+
+    The word at index `unlimited` is a list, which may be as long as the line.
+    """
     parts = rest.split(" ", words)
-    if len(parts) != words + 1 or any(not part for part in parts) or any(len(p) > MAX_WORD for p in parts[:words]):
+    too_long = any(len(part) > MAX_WORD and at != unlimited for at, part in enumerate(parts[:words]))
+    if len(parts) != words + 1 or not all(parts) or too_long:
         raise bad(command, f"the form is `{command} {usage}`")
     return parts
+
+
+def integers(command: str, what: str, text: str) -> tuple[int, ...]:
+    """One or more bigints with commas between them."""
+    return tuple(integer(command, what, part) for part in text.split(","))
+
+
+def flag(command: str, what: str, text: str) -> bool:
+    """An option that is switched on by `1` and off by being left out."""
+    if text != "1":
+        raise bad(command, f"{what} can only be 1, got {text[:40]!r}")
+    return True
 
 
 def read_options(command: str, words: list[str], known: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
@@ -111,13 +127,24 @@ class Command:
         return ""
 
     def render(self) -> str:
-        """The line without its end.
+        """The line without its end, such that `parse` makes an equal command of it on the other side.
 
         Raises:
-            LocalProtocolError: an argument would break the line.
+            LocalProtocolError: an argument would break the line, or be read as something else.
         """
         arguments = self.arguments()
         line = f"{self.NAME} {arguments}" if arguments else self.NAME
         if "\n" in line or "\r" in line or "\0" in line:
-            raise LocalProtocolError(f"{self.NAME} would contain a line end or a NUL: {line[:80]!r}")
+            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would contain a line end or a NUL")
+        try:
+            understood = self._same_as(self.parse(arguments))
+        except RemoteProtocolError as error:
+            raise LocalProtocolError(f"{self.NAME} cannot be sent: {error}") from None
+        if not understood:  # a blank in a name, say, that makes two words of it
+            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would be read as something else")
         return line
+
+    def _same_as(self, other: Self) -> bool:
+        """Equal as far as the wire can tell: seconds only to the microsecond."""
+        pairs = ((getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self))
+        return all(a == b or (isinstance(b, float) and decimal(a) == decimal(b)) for a, b in pairs)

@@ -13,6 +13,6 @@ from typing import NoReturn
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line on `arguments` (default: those of the process) and exit with its status."""
-    from replicad.cli.app import run  # noqa: PLC0415 - `import replicad.cli` stays cheap
+    from replicad.cli.app import run
 
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))

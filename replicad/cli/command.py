@@ -62,7 +62,7 @@ class ReplicadCommand(click.Command):
             return super().invoke(ctx)
         chosen = {name: ctx.params.pop(name) for name in ("log_level", "log_format")}
         logs = read_settings(LogSettings, chosen, defaults={"log_level": self.log_level})
-        from replicad.logs import configure_logs  # noqa: PLC0415 - a tenth of a second that --help need not wait for
+        from replicad.logs import configure_logs
 
         configure_logs(logs, colour=colour_allowed())
         return super().invoke(ctx)

@@ -45,6 +45,6 @@ def command(config: Path | None, **options: Any) -> None:
     """
     settings = read_settings(ServerSettings, options, file=config)
 
-    from replicad.server.daemon import serve  # noqa: PLC0415 - trio and asyncpg only when they are needed
+    from replicad.server.daemon import serve
 
     serve(settings)

@@ -1,0 +1,72 @@
+"""What commands print: tables for people, JSON for programs. Widths are counted in characters."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+
+JSON_HELP = "Print one JSON object per line instead of a table."
+
+
+def plain_value(value: Any) -> Any:
+    """The value as JSON can carry it: times as ISO text, decimals as numbers."""
+    if isinstance(value, datetime.datetime):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value
+
+
+def cell(value: Any) -> str:
+    """The value as it stands in a table: nothing for None, lists with commas, whole numbers with thousands."""
+    value = plain_value(value)
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.1f}"
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return " ".join(str(value).split())
+
+
+def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Aligned columns under a heading, numbers to the right; only the last column may be ragged."""
+    kept = list(rows)
+    cells = [[cell(row.get(column)) for column in columns] for row in kept]
+    right = [
+        any(isinstance(plain_value(row.get(column)), (int, float)) for row in kept)
+        and not any(isinstance(row.get(column), (bool, str)) for row in kept)
+        for column in columns
+    ]
+    titles = [column.replace("_", " ") for column in columns]
+    widths = [max(len(title), *(len(line[i]) for line in cells), 0) for i, title in enumerate(titles)]
+    lines = [titles, *cells]
+    return "\n".join(
+        "  ".join(
+            text.rjust(w) if r else text.ljust(w) for text, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def print_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str) -> None:
+    """Print the rows as a table, or one JSON object per line; `nothing` is what to say where there are none."""
+    kept = list(rows)
+    if as_json:
+        for row in kept:
+            click.echo(json.dumps({name: plain_value(value) for name, value in row.items()}, ensure_ascii=False))
+    elif kept:
+        click.echo(table(columns, kept))
+    else:
+        click.echo(nothing)

@@ -223,6 +223,15 @@ class DataLoss(TubeError):
     code = "data_loss"
 
 
+# --- pipelines -------------------------------------------------------------------------------------
+
+
+class DownstreamError(ReplicadError):
+    """The place that a pipeline writes to did not take a batch, or is not what it was; nothing of it was acked."""
+
+    code = "downstream"
+
+
 def by_code() -> dict[str, type[ReplicadError]]:
     """Map every `code` to its class, for clients that turn an ERROR line back into an exception."""
     found: dict[str, type[ReplicadError]] = {}

@@ -1,0 +1,127 @@
+"""Lines of pods to Arrow: chunks of `RDATA tube:...` lines become RecordBatches of the source's schema.
+
+The common chunk (no payloads) is turned into JSON lines by two replacements of whole byte strings and parsed by
+pyarrow in one go; no line is looked at in Python. Knows nothing of sockets and Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+
+from replicad.errors import RemoteProtocolError
+from replicad.protocol.tokens import Cursor
+from replicad.protocol.tubing import Part
+
+TARGET_BYTES = 1 << 20  # of lines in one RecordBatch: large enough for parsing to outweigh the call, small in memory
+_MAX_BYTES = (1 << 31) - 1  # what one block of pyarrow.json may have
+_LIST = pa.list_(pa.field("element", pa.int64()))
+_FIELDS = [
+    pa.field("seq", pa.int64()),
+    pa.field("op", pa.string()),
+    pa.field("shard", pa.int32()),
+    pa.field("ids", _LIST),
+]
+_TS = pa.field("ts", pa.timestamp("us", tz="UTC"))
+_PAYLOAD = pa.field("payload", pa.string())
+_PARSED = pa.schema([*_FIELDS, _TS])
+
+DDL = "seq bigint, op string, shard int, ids array<bigint>, ts timestamp"
+DDL_PAYLOAD = "seq bigint, op string, shard int, ids array<bigint>, payload string, ts timestamp"
+
+
+def schema(*, payload: bool) -> pa.Schema:
+    """The Arrow schema of the source's rows; `DDL` and `DDL_PAYLOAD` say the same to Spark."""
+    return pa.schema([*_FIELDS, _PAYLOAD, _TS]) if payload else _PARSED
+
+
+@dataclass(frozen=True, slots=True)
+class PodReader:
+    """Turns the lines of one answer to PODS into batches. `tube` and `part` are those that were asked for."""
+
+    tube: str
+    part: Part
+    payload: bool
+
+    def batches(self, chunks: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
+        """RecordBatches of about `TARGET_BYTES` of lines each, in order. A chunk holds whole lines.
+
+        Raises:
+            RemoteProtocolError: a line is not the RDATA of such a pod.
+        """
+        held: list[bytes] = []
+        size = 0
+        for chunk in chunks:
+            held.append(chunk)
+            size += len(chunk)
+            if size >= TARGET_BYTES:
+                yield self._batch(b"".join(held))
+                held, size = [], 0
+        if size:
+            yield self._batch(b"".join(held))
+
+    def _batch(self, lines: bytes) -> pa.RecordBatch:
+        head = f"RDATA tube:{self.tube} {self.part} ".encode()
+        count = lines.count(b"\n")
+        payloads = None
+        if b'"payload":' not in lines and lines.count(b' {"seq":') == lines.count(head) == count:
+            # `RDATA tube:t 0/2 17 {"seq":17,...}` becomes `{"_":17,"seq":17,...}`, without looking at single lines
+            rows = lines.replace(head, b'{"_":').replace(b' {"seq":', b',"seq":')
+        else:
+            rows, payloads = _line_by_line(lines, head)
+        table = _parse(rows)
+        if table.num_rows != count:
+            raise RemoteProtocolError(f"{count} lines of tube {self.tube} held {table.num_rows} pods")
+        columns = [_one_chunk(table.column(field.name)) for field in _FIELDS]
+        columns[3] = columns[3].cast(_LIST)
+        if self.payload:
+            columns.append(pa.array(payloads or [None] * count, pa.string()))
+        columns.append(_one_chunk(table.column("ts")))
+        return pa.RecordBatch.from_arrays(columns, schema=schema(payload=self.payload))
+
+
+def _parse(rows: bytes) -> pa.Table:
+    if len(rows) > _MAX_BYTES:
+        raise RemoteProtocolError(f"{len(rows)} bytes of pods in one piece; at most {_MAX_BYTES} can be read")
+    try:
+        return pj.read_json(
+            pa.BufferReader(rows),
+            read_options=pj.ReadOptions(use_threads=False, block_size=len(rows) + 1),
+            parse_options=pj.ParseOptions(explicit_schema=_PARSED, unexpected_field_behavior="ignore"),
+        )
+    except pa.ArrowInvalid as error:
+        raise RemoteProtocolError(f"a pod is not JSON of the form that was agreed on: {str(error)[:300]}") from error
+
+
+def _line_by_line(lines: bytes, head: bytes) -> tuple[bytes, list[str | None]]:
+    """Cut the JSON and the payload out of every line; a payload is the last value of its row, and stays text."""
+    rows: list[bytes] = []
+    payloads: list[str | None] = []
+    for line in lines.split(b"\n")[:-1]:
+        if not line.startswith(head):
+            raise RemoteProtocolError(f"expected a pod of {head.decode()!r}, got {line[:80]!r}")
+        row = line[len(head) :].partition(b" ")[2].rstrip(b"\r")
+        front, found, payload = row.partition(b',"payload":')
+        if found:
+            rows.append(front + b"}")
+            payloads.append(payload[:-1].decode())
+        else:
+            rows.append(row)
+            payloads.append(None)
+    return b"\n".join(rows), payloads
+
+
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+
+
+def last_cursor(batch: pa.RecordBatch, before: Cursor) -> Cursor:
+    """The cursor behind the last pod of a batch, given the cursor before it."""
+    seq, backfill = batch.column("seq"), pc.equal(batch.column("op"), "B")
+    regular = pc.max(pc.filter(seq, pc.invert(backfill))).as_py()
+    behind = pc.max(pc.filter(seq, backfill)).as_py()
+    return Cursor(regular or before.regular, behind or before.backfill)

@@ -1,0 +1,131 @@
+"""Postgres through ADBC, as the executors use it: one cached connection per worker process, patient with outages.
+
+The errors of the driver become those of `replicad.errors`, their cause kept and passwords masked. Which SQL is run is the
+business of `enrich` and of the Postgres sink.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused
+from replicad.masking import mask_secrets
+
+T = TypeVar("T")
+
+PATIENCE = 60.0  # seconds for which a lost Postgres is waited for; a restart or a failover takes some
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries; each pause doubles
+_TRANSIENT = ("08", "57P", "53", "40")  # SQLSTATEs: connection, shutdown, resources, serialisation or deadlock
+_REFUSED = ("28", "3D", "42501")  # password, database, rights
+
+_connections: dict[tuple[int, str, bool], Any] = {}
+
+
+def connection(url: str, *, transactional: bool = False) -> Any:
+    """This process' connection to `url`, made when there is none; not to be used by two threads at once.
+
+    `transactional` connections commit when told, the others after every statement.
+
+    Raises:
+        DatabaseError: it cannot be made.
+    """
+    key = (os.getpid(), url, transactional)  # a forked worker must not use its parent's socket
+    found = _connections.get(key)
+    if found is None:
+        found = _connections[key] = _connect(url, transactional)
+    return found
+
+
+def _connect(url: str, transactional: bool) -> Any:
+    try:
+        from adbc_driver_postgresql import dbapi  # noqa: PLC0415 - only who enriches needs it
+    except ImportError as error:
+        raise EnvironmentRefused(
+            "the ADBC driver for Postgres is not installed; pip install 'replicad[spark]', on the executors too"
+        ) from error
+    try:
+        made = dbapi.connect(url, autocommit=not transactional)
+        with made.cursor() as cursor:
+            cursor.execute("SET client_min_messages = warning")  # libpq prints notices to stderr
+            cursor.execute("SET application_name = 'replicad spark'")
+            cursor.execute("SET timezone = 'UTC'")
+        if transactional:
+            made.commit()
+    except dbapi.Error as error:
+        raise _ours(error) from error
+    return made
+
+
+def forget(url: str) -> None:
+    """Close this process' connections to `url`."""
+    for key in [key for key in _connections if key[:2] == (os.getpid(), url)]:
+        lost = _connections.pop(key)
+        try:
+            lost.close()
+        except Exception:  # noqa: BLE001, S110 - it is broken already, and nothing of it is needed any more
+            pass
+
+
+def patiently(
+    url: str,
+    work: Callable[[Any], T],
+    *,
+    transactional: bool = False,
+    patience: float = PATIENCE,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Run `work(connection)`, again on a new connection while Postgres is away, for up to `patience` seconds.
+
+    `work` must bear being run twice: after a failure nobody knows how far it came.
+
+    Raises:
+        DatabaseError: Postgres refused, or stayed away.
+    """
+    deadline = now() + patience
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return work(connection(url, transactional=transactional))
+        except Exception as error:
+            forget(url)
+            known = error if isinstance(error, DatabaseError) else _driver_error(error)
+            if not isinstance(known, DatabaseUnavailable) or now() + pause > deadline:
+                if known is error or known is None:
+                    raise
+                raise known from error
+        sleep(pause)
+        pause = min(pause * 2, _LONGEST_PAUSE)
+
+
+def _driver_error(error: Exception) -> DatabaseError | None:
+    return _ours(error) if isinstance(error, _driver_errors()) else None
+
+
+@functools.cache
+def _driver_errors() -> tuple[type[Exception], ...]:
+    from adbc_driver_manager import Error  # noqa: PLC0415
+
+    return (Error,)
+
+
+def _ours(error: Exception) -> DatabaseError:
+    """The driver's error as one of ours."""
+    state: str | None = getattr(error, "sqlstate", None)
+    text = mask_secrets(" ".join(str(error).partition("\n\nQuery was:")[0].split()))
+    if state is not None and state.startswith(_REFUSED):
+        return DatabaseRefused(f"Postgres refuses: {text}", sqlstate=state)
+    if state.startswith(_TRANSIENT) if state else type(error).__name__ == "OperationalError":
+        refused = "password authentication failed" in text or ("database" in text and "does not exist" in text)
+        kind = DatabaseRefused if refused else DatabaseUnavailable
+        return kind(f"no use of Postgres: {text}", sqlstate=state)
+    return DatabaseError(f"Postgres says: {text}", sqlstate=state)
+
+
+def quote(name: str) -> str:
+    """A name as an SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'

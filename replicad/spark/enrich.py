@@ -1,0 +1,90 @@
+"""Enrichment: from touched ids to rows as they are now, and to deletes for those that are gone.
+
+Runs in a task, or on the driver for garbage collection. Every statement reads what is committed when it begins, and that is
+after the touch was, so what it finds is never older than the touch: this needs the primary, not a standby.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replicad.errors import UsageError
+from replicad.spark.database import PATIENCE, patiently
+from replicad.spark.tables import Layout
+from replicad.spark.touches import chunks_by_shard
+
+CHUNK = 10_000  # ids in one query; larger ones gain nothing and hold their rows longer
+KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one chunk of touches comes to. `writes`: rows as they are now, then _shard and _seq; `deletes`: _shard, id, _seq."""
+
+    writes: pa.Table
+    deletes: pa.Table
+
+
+@dataclass(frozen=True, slots=True)
+class Enricher:
+    """Loads the rows of touched ids. `url` is Postgres' own, `layout` what `tables.find_layout` found."""
+
+    url: str
+    layout: Layout
+    chunk: int = CHUNK
+    patience: float = PATIENCE
+
+    def __repr__(self) -> str:  # the url may hold a password
+        return f"Enricher(layout={self.layout!r})"
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of `Changes.writes`."""
+        return pa.schema([*self.layout.schema, *KEYS])
+
+    def changes(self, touches: pa.Table) -> Iterator[Changes]:
+        """Look up touches (deduplicated and sorted, see `touches`), chunk by chunk.
+
+        Raises:
+            DatabaseError: the rows cannot be read, e.g. because a column was dropped.
+            UsageError: a touch is of a shard that no table was named for.
+        """
+        for shard, chunk in chunks_by_shard(touches, self.chunk):
+            yield self._look_up(shard, chunk)
+
+    def _look_up(self, shard: int, touched: pa.Table) -> Changes:
+        query = self.layout.query(shard)
+        if query is None:
+            covered = "; ".join(f"{source.rule.shards.text}: {source.rule.table}" for source in self.layout.sources)
+            raise UsageError(f"shard {shard} was touched, but no table was named for it (there are {covered})")
+        ids = touched.column("id").combine_chunks()
+        found = patiently(self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
+        rows = conform(found, self.layout.schema)
+        known = rows.column(self.layout.id)
+        gone = touched.filter(pc.invert(pc.is_in(ids, value_set=known.combine_chunks())))
+        seqs = touched.column("seq").take(pc.index_in(known, value_set=ids))
+        shards = pa.repeat(pa.scalar(shard, pa.int32()), len(rows))
+        writes = rows.append_column(KEYS.field("_shard"), shards).append_column(KEYS.field("_seq"), seqs)
+        return Changes(writes, gone.rename_columns(["_shard", self.layout.id, "_seq"]))
+
+
+def _fetch(driver: Any, query: str, ids: pa.Array) -> pa.Table:
+    with driver.cursor() as cursor:
+        cursor.execute(query, parameters=pa.record_batch([pa.array([ids], pa.list_(pa.int64()))], names=["ids"]))
+        return cursor.fetch_arrow_table()
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Bring a table to exactly `schema`: columns that it lacks are NULL, types are cast where nothing is lost."""
+    columns = [
+        table.column(field.name).cast(field.type)
+        if field.name in table.column_names
+        else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)

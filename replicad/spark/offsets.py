@@ -1,0 +1,169 @@
+"""Offsets: how far a query has got, as Spark keeps it in the checkpoint. Pure functions; knows neither Spark nor sockets.
+
+Spark compares offsets as raw JSON text, so one position has exactly one text: keys are sorted everywhere. A tube's
+offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the tube's number of partitions and, for each of
+them, the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far, which lets a task prove that
+it received every pod that was planned. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from replicad.errors import BadToken, UsageError
+from replicad.protocol.tokens import START, Cursor, Vector
+from replicad.protocol.tubing import Part
+
+VERSION = 1  # of the JSON form; another one is refused instead of guessed at
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in one partition: the cursor, and how many pods the query has read up to there."""
+
+    cursor: Cursor = START
+    pods: int = 0
+
+    def advanced(self, cursor: Cursor, pods: int) -> Place:
+        """The place `pods` pods further on."""
+        return Place(cursor, self.pods + pods)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Exactly the `pods` pods of one partition that lie in (`after`, `upto`]."""
+
+    part: Part
+    after: Cursor
+    upto: Cursor
+    pods: int
+
+
+@dataclass(frozen=True, slots=True)
+class TubeOffset:
+    """A place in every partition of a tube; `places[i]` belongs to partition i of `len(places)`."""
+
+    places: tuple[Place, ...]
+
+    @classmethod
+    def beginning(cls, partitions: int) -> Self:
+        """Before the first pod of a tube with that many partitions."""
+        return cls((Place(),) * partitions)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            UsageError: it is not of that form; the checkpoint belongs to something else.
+        """
+        _check_version(value)
+        try:
+            partitions, places = int(value["n"]), value["p"]
+            found = tuple(_place(places[str(number)]) for number in range(partitions))
+        except (KeyError, TypeError, ValueError):
+            raise _foreign(value) from None
+        if not found or len(places) != partitions:
+            raise _foreign(value)
+        return cls(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """The offset as Spark is given it; equal offsets give equal text."""
+        names = sorted(str(number) for number in range(len(self.places)))
+        places = {
+            name: {"b": place.cursor.backfill, "c": place.pods, "r": place.cursor.regular}
+            for name, place in ((name, self.places[int(name)]) for name in names)
+        }
+        return {"n": len(self.places), "p": places, "v": VERSION}
+
+    @property
+    def partitions(self) -> int:
+        """The tube's number of partitions when this offset was made."""
+        return len(self.places)
+
+    @property
+    def pods(self) -> int:
+        """Pods read so far, all partitions together, since the number of partitions last changed."""
+        return sum(place.pods for place in self.places)
+
+    def part(self, number: int) -> Part:
+        """Partition `number` as it is named on the wire."""
+        return Part(number, len(self.places))
+
+    @property
+    def furthest(self) -> Cursor:
+        """The highest cursor of any partition: where all have been read to their ends, nothing lies below it."""
+        return Cursor(
+            max(place.cursor.regular for place in self.places), max(place.cursor.backfill for place in self.places)
+        )
+
+    def ranges_to(self, end: TubeOffset) -> list[Range]:
+        """What lies between this offset and `end`; partitions with nothing in between are left out.
+
+        Where the number of partitions changed in between, or a cursor went back (a restored tube, with
+        failOnDataLoss=false), reading began anew: the range starts at the beginning and `end` counts from there.
+        """
+        same = self.partitions == end.partitions
+        ranges = []
+        for number, upto in enumerate(end.places):
+            after = self.places[number] if same and _not_behind(self.places[number], upto) else Place()
+            if upto != after:
+                ranges.append(Range(end.part(number), after.cursor, upto.cursor, upto.pods - after.pods))
+        return ranges
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffset:
+    """A vector token of a stream."""
+
+    token: Vector
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            UsageError: it is not of that form; the checkpoint belongs to something else.
+        """
+        _check_version(value)
+        try:
+            return cls(Vector.parse(value["t"]))
+        except (KeyError, TypeError, BadToken):
+            raise _foreign(value) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """The offset as Spark is given it; equal offsets give equal text."""
+        return {"t": str(self.token), "v": VERSION}
+
+
+def _place(value: Mapping[str, Any]) -> Place:
+    backfill, pods, regular = (value[key] for key in ("b", "c", "r"))
+    if not all(type(number) is int and number >= 0 for number in (backfill, pods, regular)):
+        raise ValueError("not a place")
+    return Place(Cursor(regular, backfill), pods)
+
+
+def _not_behind(start: Place, end: Place) -> bool:
+    return (
+        start.cursor.regular <= end.cursor.regular
+        and start.cursor.backfill <= end.cursor.backfill
+        and start.pods <= end.pods
+    )
+
+
+def _check_version(value: Mapping[str, Any]) -> None:
+    if not isinstance(value, Mapping) or "v" not in value:
+        raise _foreign(value)
+    if value["v"] != VERSION:
+        raise UsageError(
+            f"the checkpoint was written by another version of replicad (offsets of version {value['v']!r}, "
+            f"this one knows {VERSION}); use that version, or a new checkpointLocation"
+        )
+
+
+def _foreign(value: object) -> UsageError:
+    return UsageError(
+        f"the checkpoint holds an offset that is not of this source: {str(value)[:120]}; use another checkpointLocation"
+    )

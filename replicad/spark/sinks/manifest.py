@@ -1,0 +1,192 @@
+"""The manifest of a Parquet folder: which files make up the table now, and which batches are in it.
+
+`manifest/<version>.json` is written whole and then linked to its name, which fails when that version is there already: a
+version either exists completely or does not, and two writers cannot both make it. Each shard's files cut its ids into
+ranges, as the leaves of a tree would: a file holds the ids from its `low` up to the next one's. Knows no row.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+
+from replicad.errors import DownstreamError
+from replicad.spark.sinks.base import Batch, Shape
+
+FORMAT = 1
+KEPT_VERSIONS = 8  # a reader has this many batches' time to open the files that it was told of
+KEPT_QUERIES = 16  # queries whose last batch is remembered; one is added with every new checkpoint
+_NAME = re.compile(r"([0-9]{20})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One file: the ids of a shard from `low` on, `rows` of them, the lowest `_seq` among them."""
+
+    low: int
+    file: str
+    rows: int
+    min_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One version of the table. `shards` maps a shard to its leaves by `low`; `applied` a query to its last (batch, step)."""
+
+    version: int
+    shape: Shape
+    shards: Mapping[int, tuple[Leaf, ...]] = field(default_factory=dict)
+    applied: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[str]:
+        """The files of this version, relative to the folder's `data`."""
+        return [leaf.file for leaves in self.shards.values() for leaf in leaves]
+
+    @property
+    def rows(self) -> int:
+        """Rows in this version."""
+        return sum(leaf.rows for leaves in self.shards.values() for leaf in leaves)
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether the batch, or a later one of its query, is in."""
+        return self.applied.get(batch.query, (-1, 0)) >= (batch.number, batch.step)
+
+    def leaf_at(self, shard: int, id_: int) -> int:
+        """The number of the leaf that an id belongs to; the first also takes what is below its `low`."""
+        return max(0, bisect_right([leaf.low for leaf in self.shards.get(shard, ())], id_) - 1)
+
+    def with_batch(self, batch: Batch, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
+        """The next version: the shards of `changed` have new leaves, and the batch is in."""
+        shards = {**self.shards, **{shard: tuple(leaves) for shard, leaves in changed.items()}}
+        applied = {query: at for query, at in self.applied.items() if query != batch.query}
+        applied[batch.query] = (batch.number, batch.step)
+        kept = dict(list(applied.items())[-KEPT_QUERIES:])
+        return Manifest(self.version + 1, self.shape, {shard: leaves for shard, leaves in shards.items() if leaves}, kept)
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": self.version,
+                "id": self.shape.id,
+                "schema": base64.b64encode(self.shape.schema.serialize()).decode(),
+                "applied": {query: list(at) for query, at in self.applied.items()},
+                "shards": {
+                    str(shard): [[leaf.low, leaf.file, leaf.rows, leaf.min_seq] for leaf in leaves]
+                    for shard, leaves in sorted(self.shards.items())
+                },
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not that.
+        """
+        found: dict[str, Any] = json.loads(text)
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']}")
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
+        shards = {int(shard): tuple(Leaf(*leaf) for leaf in leaves) for shard, leaves in found["shards"].items()}
+        applied = {query: (at[0], at[1]) for query, at in found["applied"].items()}
+        return cls(found["version"], Shape(schema, found["id"]), shards, applied)
+
+
+def path_of(folder: Path, version: int) -> Path:
+    """Where a version is kept."""
+    return folder / "manifest" / f"{version:020d}.json"
+
+
+def versions(folder: Path) -> list[int]:
+    """The versions that there are, in ascending order."""
+    try:
+        names = os.listdir(folder / "manifest")
+    except FileNotFoundError:
+        return []
+    return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+
+
+def latest(folder: Path) -> Manifest | None:
+    """The current version; None where nothing was ever committed.
+
+    Raises:
+        DownstreamError: the newest manifest cannot be read.
+    """
+    found = versions(folder)
+    return load(folder, found[-1]) if found else None
+
+
+def load(folder: Path, version: int) -> Manifest:
+    """One version.
+
+    Raises:
+        DownstreamError: it cannot be read.
+    """
+    path = path_of(folder, version)
+    try:
+        return Manifest.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DownstreamError(f"{path} cannot be read as a manifest of a replicad folder: {error}") from error
+
+
+def publish(folder: Path, manifest: Manifest) -> bool:
+    """Make a version the current one; False, and nothing changed, when somebody else has made that version."""
+    path = path_of(folder, manifest.version)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        with draft.open("x", encoding="utf-8") as out:
+            out.write(manifest.to_json())
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        sync_folder(path.parent)
+        return True
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder outlive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def drop_old_versions(folder: Path) -> None:
+    """Forget all but the last versions, and the files that only they had."""
+    old = versions(folder)[:-KEPT_VERSIONS]
+    for version in old:
+        with contextlib.suppress(DownstreamError):  # another process was quicker
+            next_files = set(load(folder, version + 1).files)
+            for file in load(folder, version).files:
+                if file not in next_files:
+                    (folder / "data" / file).unlink(missing_ok=True)
+        path_of(folder, version).unlink(missing_ok=True)
+
+
+def orphans(folder: Path, older_than: float) -> Iterator[Path]:
+    """Files below `data` of no version, last changed before `older_than` (seconds since the epoch)."""
+    used = {file for version in versions(folder) for file in load(folder, version).files}
+    for path in (folder / "data").glob("*/*.parquet"):
+        if f"{path.parent.name}/{path.name}" not in used and path.stat().st_mtime < older_than:
+            yield path

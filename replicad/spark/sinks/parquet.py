@@ -1,0 +1,228 @@
+"""A folder of Parquet files as the downstream: a table that follows upserts and deletes, and never shows half a batch.
+
+The files of a shard are ranges of ids. A task rewrites the files whose ids were touched and leaves the old ones in place;
+when all tasks are done, the driver publishes a manifest that names the new ones (`manifest`). What a crash leaves behind
+is not in any manifest. `current` lists the files of the table as it is now; any tool reads those. All
+executors and the driver see the same folder: on one machine, or on a shared file system.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
+from replicad.spark.enrich import Changes
+from replicad.spark.sinks import manifest
+from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.manifest import Leaf, Manifest
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+ROWS_PER_FILE = 50_000  # a single changed row rewrites one file: some tens of milliseconds at this size
+_ORPHAN_AGE = 3600.0  # seconds after which a file that no manifest names was left by a crash, not by a slow task
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetSink(Sink):
+    """Keeps the Parquet table in `folder` in step. Made when it is missing."""
+
+    folder: Path
+    rows_per_file: int = ROWS_PER_FILE
+
+    def __post_init__(self) -> None:
+        if "://" in str(self.folder):
+            raise UsageError(
+                f"downstream folder {self.folder}: give a path of a file system that the driver and all executors "
+                "share; for an object store use the downstream `delta`"
+            )
+        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())
+        if self.rows_per_file < 1:
+            raise UsageError(f"rows_per_file={self.rows_per_file}: give a number from 1")
+
+    def prepare(self, shape: Shape) -> None:
+        """Make the folder, refuse one that holds another table, and remove what a crash left behind long ago."""
+        try:
+            for name in ("data", "manifest"):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EnvironmentRefused(f"downstream folder {self.folder} cannot be made: {error.strerror}") from error
+        found = manifest.latest(self.folder)
+        if found is None:
+            if any((self.folder / "data").iterdir()):
+                raise UsageError(f"{self.folder / 'data'} is not empty and has no manifest; name a folder of its own")
+            manifest.publish(self.folder, Manifest(0, shape))
+        elif found.shape != shape:
+            raise UsageError(
+                f"downstream folder {self.folder} holds a table with other columns ({_named(found.shape)}, now it would "
+                f"be {_named(shape)}); name another folder and start with a new checkpoint and a backfill"
+            )
+        for path in manifest.orphans(self.folder, time.time() - _ORPHAN_AGE):
+            path.unlink(missing_ok=True)
+
+    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+        """Write new files for what the changes touch. They are not the table's before `commit`."""
+        base = self._latest()
+        if base.holds(batch):
+            return Applied(repeated=True)
+        writes, deletes = _gather(shape, changes)
+        touched = pa.chunked_array([*writes.column("_shard").chunks, *deletes.column("_shard").chunks], pa.int32())
+        shards: dict[int, list[Leaf]] = {}
+        deleted = 0
+        for shard in pc.unique(touched).to_pylist():
+            shards[shard], gone = self._rewrite_shard(base, batch, shard, _of(writes, shard), _of(deletes, shard))
+            deleted += gone
+        note = {str(shard): [[x.low, x.file, x.rows, x.min_seq] for x in leaves] for shard, leaves in shards.items()}
+        return Applied(len(writes), deleted, note=json.dumps({"base": base.version, "shards": note}))
+
+    def commit(self, batch: Batch, applied: Sequence[Applied]) -> None:
+        """Publish the next version of the table, unless the batch is in it already."""
+        base = self._latest()
+        if base.holds(batch):
+            return
+        notes = [json.loads(done.note) for done in applied if done.note]
+        if any(note["base"] != base.version for note in notes):
+            raise self._taken()
+        changed = {int(shard): [Leaf(*leaf) for leaf in leaves] for note in notes for shard, leaves in note["shards"].items()}
+        if not manifest.publish(self.folder, base.with_batch(batch, changed)):
+            raise self._taken()
+        manifest.drop_old_versions(self.folder)
+
+    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
+        """Ids of the shard that were last written for a touch before `before`."""
+        found: list[pa.Array] = []
+        for leaf in self._latest().shards.get(shard, ()):
+            if leaf.min_seq < before and sum(map(len, found)) < limit:
+                table = pq.read_table(self.folder / "data" / leaf.file, columns=[shape.id, "_seq"])
+                found.append(table.filter(pc.less(table.column("_seq"), before)).column(shape.id).combine_chunks())
+        return pa.concat_arrays([pa.array([], pa.int64()), *found])[:limit]
+
+    def _latest(self) -> Manifest:
+        found = manifest.latest(self.folder)
+        if found is None:
+            raise DownstreamError(f"{self.folder} has no manifest any more; was it removed while the pipeline ran?")
+        return found
+
+    def _taken(self) -> DownstreamError:
+        return DownstreamError(
+            f"another pipeline writes to {self.folder} at the same time; stop one of them, this one goes on when restarted"
+        )
+
+    def _rewrite_shard(
+        self, base: Manifest, batch: Batch, shard: int, writes: pa.Table, deletes: pa.Table
+    ) -> tuple[list[Leaf], int]:
+        """The leaves of a shard after the changes, and how many rows were deleted."""
+        leaves = list(base.shards.get(shard, ()))
+        id_ = base.shape.id
+        ids = pa.concat_arrays([*writes.column(id_).chunks, *deletes.column(id_).chunks, pa.array([], pa.int64())])
+        made: list[Leaf] = []
+        deleted = 0
+        for number, leaf in enumerate(leaves or [None]):
+            mine_w, mine_d = _between(writes, leaves, number, id_), _between(deletes, leaves, number, id_)
+            if leaf is not None and not len(mine_w) and not len(mine_d):
+                made.append(leaf)
+                continue
+            kept = writes.schema.empty_table()
+            if leaf is not None:
+                old = pq.read_table(self.folder / "data" / leaf.file, schema=base.shape.schema)
+                kept = old.filter(pc.invert(pc.is_in(old.column(id_), value_set=ids)))
+                deleted += pc.sum(pc.is_in(old.column(id_), value_set=mine_d.column(id_).combine_chunks())).as_py() or 0
+            made.extend(self._write(pa.concat_tables([kept, mine_w]).sort_by(id_), batch, shard, id_))
+        return made, deleted
+
+    def _write(self, rows: pa.Table, batch: Batch, shard: int, id_: str) -> list[Leaf]:
+        """Write rows sorted by id into as few files as their size allows; none for no rows."""
+        if not len(rows):
+            return []
+        pieces = max(1, len(rows) // self.rows_per_file) if len(rows) >= 2 * self.rows_per_file else 1
+        cuts = [len(rows) * piece // pieces for piece in range(pieces + 1)]
+        folder = self.folder / "data" / f"shard-{shard}"
+        folder.mkdir(exist_ok=True)
+        made = []
+        for start, end in itertools.pairwise(cuts):
+            piece = rows.slice(start, end - start)
+            name = f"{batch.number:012d}-{os.urandom(8).hex()}.parquet"
+            with (folder / name).open("xb") as out:
+                pq.write_table(piece, out, compression="zstd", compression_level=1)
+                out.flush()
+                os.fsync(out.fileno())
+            lowest = pc.min(piece.column("_seq")).as_py()
+            made.append(Leaf(piece.column(id_)[0].as_py(), f"shard-{shard}/{name}", len(piece), lowest))
+        manifest.sync_folder(folder)
+        return made
+
+
+def _gather(shape: Shape, changes: Iterable[Changes]) -> tuple[pa.Table, pa.Table]:
+    writes, deletes = [shape.schema.empty_table()], [_keys(shape).empty_table()]
+    for change in changes:
+        writes.append(change.writes)
+        deletes.append(change.deletes)
+    return pa.concat_tables(writes), pa.concat_tables(deletes)
+
+
+def _keys(shape: Shape) -> pa.Schema:
+    return pa.schema([("_shard", pa.int32()), (shape.id, pa.int64()), ("_seq", pa.int64())])
+
+
+def _of(table: pa.Table, shard: int) -> pa.Table:
+    return table.filter(pc.equal(table.column("_shard"), shard))
+
+
+def _between(table: pa.Table, leaves: Sequence[Leaf], number: int, id_: str) -> pa.Table:
+    """The rows that belong to leaf `number`: from its `low` to the next one's, the first and the last open-ended."""
+    ids = table.column(id_)
+    if number > 0:
+        table = table.filter(pc.greater_equal(ids, leaves[number].low))
+        ids = table.column(id_)
+    if number + 1 < len(leaves):
+        table = table.filter(pc.less(ids, leaves[number + 1].low))
+    return table
+
+
+def _named(shape: Shape) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in shape.schema)
+
+
+def current(folder: Path | str) -> list[Path]:
+    """The files that make up the table now, for any tool that reads Parquet. They stay for some batches more.
+
+    Raises:
+        UsageError: the folder holds no table of ours.
+    """
+    found = _current(folder)
+    return [Path(folder) / "data" / file for file in found.files]
+
+
+def table(folder: Path | str) -> pa.Table:
+    """The table as it is now, in memory."""
+    found = _current(folder)
+    pieces = [pq.read_table(Path(folder) / "data" / file, schema=found.shape.schema) for file in found.files]
+    return pa.concat_tables([found.shape.schema.empty_table(), *pieces])
+
+
+def read(spark: SparkSession, folder: Path | str) -> DataFrame:
+    """The table as it is now, as a DataFrame."""
+    from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415 - only this needs Spark
+
+    found = _current(folder)
+    schema = from_arrow_schema(found.shape.schema)
+    paths = [str(path) for path in current(folder)]
+    return spark.read.schema(schema).parquet(*paths) if paths else spark.createDataFrame([], schema)
+
+
+def _current(folder: Path | str) -> Manifest:
+    found = manifest.latest(Path(folder))
+    if found is None:
+        raise UsageError(f"{folder} holds no table of a replicad pipeline")
+    return found

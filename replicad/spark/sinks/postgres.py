@@ -1,0 +1,189 @@
+"""A Postgres table as the downstream: upserts and deletes in one transaction with the batch's number.
+
+Each task has one transaction. Its first statement moves this task's row in `replicad_batches` on to the batch, and does nothing
+when it is there already; so a task that runs twice, a batch that comes again, and a driver that was thought dead and
+still writes change nothing: exactly once in effect. What is written is the business of `enrich`.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replicad.errors import UsageError
+from replicad.spark.database import PATIENCE, patiently, quote
+from replicad.spark.enrich import Changes
+from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+
+_TYPES = {
+    pa.bool_(): "boolean", pa.int8(): "smallint", pa.int16(): "smallint", pa.int32(): "integer", pa.int64(): "bigint",
+    pa.float32(): "real", pa.float64(): "double precision", pa.string(): "text", pa.binary(): "bytea",
+    pa.date32(): "date", pa.timestamp("us"): "timestamp", pa.timestamp("us", tz="UTC"): "timestamptz",
+}  # fmt: skip
+_PART = r'(?:"(?:[^"]|"")+"|[A-Za-z_][A-Za-z0-9_$]*)'
+_NAME = re.compile(rf"(?:({_PART})\.)?({_PART})")
+
+_BATCHES = """
+CREATE TABLE IF NOT EXISTS {batches} (
+  query text NOT NULL, target text NOT NULL, task integer NOT NULL, batch bigint NOT NULL, step integer NOT NULL,
+  written bigint NOT NULL DEFAULT 0, deleted bigint NOT NULL DEFAULT 0, at timestamptz NOT NULL DEFAULT now(),
+  PRIMARY KEY (query, target, task))"""
+_CLAIM = """
+INSERT INTO {batches} AS b (query, target, task, batch, step) VALUES ($1, $2, $3, $4, $5)
+ON CONFLICT (query, target, task) DO UPDATE SET batch = excluded.batch, step = excluded.step, at = now()
+WHERE (b.batch, b.step) < (excluded.batch, excluded.step)
+RETURNING true"""
+_COUNT = "UPDATE {batches} SET written = $4, deleted = $5 WHERE query = $1 AND target = $2 AND task = $3 RETURNING 1"
+_UPSERT = """
+WITH done AS (INSERT INTO {table} AS t ({columns}) SELECT {columns} FROM pg_temp.{stage}
+ON CONFLICT ({key}) DO UPDATE SET {assignments} RETURNING 1) SELECT count(*) FROM done"""
+_DELETE = "WITH done AS (DELETE FROM {table} WHERE _shard = $1 AND {id} = ANY($2) RETURNING 1) SELECT count(*) FROM done"
+_STALE = "SELECT {id} FROM {table} WHERE _shard = $1 AND _seq < $2 ORDER BY {id} LIMIT $3"
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresSink(Sink):
+    """Keeps `table` (`name` or `schema.name`, as in SQL) at `url` in step. Made when it is missing.
+
+    An existing table needs the columns of the rows, `_shard integer` and `_seq bigint`, and a unique key (`_shard`, id).
+    """
+
+    url: str
+    table: str
+    patience: float = PATIENCE
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.table):
+            raise UsageError(f"downstream table {self.table!r} is no name of a table; write it like public.cities")
+
+    def __repr__(self) -> str:  # the url may hold a password
+        return f"PostgresSink(table={self.table!r})"
+
+    @property
+    def _schema(self) -> str | None:
+        found = _NAME.fullmatch(self.table)
+        return found[1] if found else None
+
+    @property
+    def _batches(self) -> str:
+        return f"{self._schema}.replicad_batches" if self._schema else "replicad_batches"
+
+    def prepare(self, shape: Shape) -> None:
+        """Make the schema, the table and the table of batches where they are missing."""
+        columns = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
+        statements = [
+            *([f"CREATE SCHEMA IF NOT EXISTS {self._schema}"] if self._schema else []),
+            f"CREATE TABLE IF NOT EXISTS {self.table} ({columns}, PRIMARY KEY (_shard, {quote(shape.id)}))",
+            _BATCHES.format(batches=self._batches),
+        ]
+
+        def work(driver: Any) -> list[str]:
+            with driver.cursor() as cursor:
+                for statement in statements:
+                    cursor.execute(statement)
+                cursor.execute(f"SELECT * FROM {self.table} WHERE false")
+                found: list[str] = cursor.fetch_arrow_table().column_names
+            return found
+
+        there = patiently(self.url, work, patience=min(self.patience, 10))
+        missing = [name for name in shape.schema.names if name not in there]
+        if missing:
+            raise UsageError(
+                f"the downstream table {self.table} has no column {missing[0]!r}; add it, name another table, "
+                f"or drop the table to have it made anew (its columns are {', '.join(there)})"
+            )
+
+    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+        """One transaction: the batch's number, the writes, the deletes."""
+
+        def work(driver: Any) -> Applied:
+            try:
+                with driver.cursor() as cursor:
+                    applied = self._apply(cursor, shape, batch, task, changes)
+                driver.commit()
+            except BaseException:
+                driver.rollback()
+                raise
+            return applied
+
+        return patiently(self.url, work, transactional=True, patience=self.patience)
+
+    def _apply(self, cursor: Any, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+        who = (batch.query, self.table, task)
+        if not _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step):
+            return Applied(repeated=True)
+        columns = ", ".join(quote(name) for name in shape.schema.names)
+        stage = f"replicad_stage_{zlib.crc32(f'{self.table} {columns}'.encode()):08x}"
+        cursor.execute(
+            f"CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ON COMMIT DELETE ROWS AS "
+            f"SELECT {columns} FROM {self.table} WITH NO DATA"
+        )
+        deleted = staged = 0
+        for change in changes:
+            if change.writes.num_rows:
+                staged += change.writes.num_rows
+                cursor.adbc_ingest(stage, change.writes, mode="append", temporary=True)
+            deleted += self._delete(cursor, shape, change.deletes)
+        written = _ask(cursor, self._upsert(shape, stage, columns))[0][0] if staged else 0
+        _ask(cursor, _COUNT.format(batches=self._batches), *who, written, deleted)
+        return Applied(written, deleted)
+
+    def _upsert(self, shape: Shape, stage: str, columns: str) -> str:
+        key = ("_shard", shape.id)
+        changing = [quote(name) for name in shape.schema.names if name not in key]
+        return _UPSERT.format(
+            table=self.table,
+            stage=stage,
+            columns=columns,
+            key=", ".join(map(quote, key)),
+            assignments=", ".join(f"{name} = excluded.{name}" for name in changing),
+        )
+
+    def _delete(self, cursor: Any, shape: Shape, deletes: pa.Table) -> int:
+        sql = _DELETE.format(table=self.table, id=quote(shape.id))
+        deleted = 0
+        for shard in pc.unique(deletes.column("_shard")).to_pylist():
+            ids = deletes.filter(pc.equal(deletes.column("_shard"), shard)).column(shape.id).combine_chunks()
+            deleted += _ask(cursor, sql, pa.scalar(shard, pa.int32()), pa.scalar(ids, pa.list_(pa.int64())))[0][0]
+        return deleted
+
+    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
+        """Ids of the shard that were last written for a touch before `before`."""
+        sql = _STALE.format(table=self.table, id=quote(shape.id))
+
+        def work(driver: Any) -> list[tuple[int]]:
+            with driver.cursor() as cursor:
+                return _ask(cursor, sql, pa.scalar(shard, pa.int32()), before, limit)
+
+        return pa.array([row[0] for row in patiently(self.url, work, patience=self.patience)], pa.int64())
+
+
+def _type_of(field: pa.Field) -> str:
+    of_list = field.type.value_type if pa.types.is_list(field.type) else field.type
+    if pa.types.is_decimal(of_list):
+        found: str | None = f"numeric({of_list.precision}, {of_list.scale})"
+    else:
+        found = _TYPES.get(of_list)
+    if found is None:
+        raise UsageError(
+            f"column {field.name} is {field.type}, which has no counterpart in a Postgres table; "
+            "turn it into text or plain columns in the transform"
+        )
+    return found + ("[]" if pa.types.is_list(field.type) else "")
+
+
+def _ask(cursor: Any, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+    """Run one statement with parameters (plain values or Arrow scalars) and fetch what it returns."""
+    values = [value if isinstance(value, pa.Scalar) else pa.scalar(value) for value in parameters]
+    if values:
+        arrays = [pa.array([value.as_py()], value.type) for value in values]
+        cursor.execute(sql, parameters=pa.record_batch(arrays, names=[str(number) for number in range(len(arrays))]))
+    else:
+        cursor.execute(sql)
+    return list(cursor.fetchall())

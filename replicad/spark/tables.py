@@ -1,0 +1,209 @@
+"""Which table holds the rows of a shard, and what its columns are: found out on the driver before a query starts."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from replicad.errors import UsageError
+from replicad.spark.database import patiently, quote
+
+NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or ready for arithmetic
+RESERVED = "_"  # columns that begin so are ours: _shard, _seq
+_SIMPLE = (
+    pa.types.is_boolean, pa.types.is_int16, pa.types.is_int32, pa.types.is_int64, pa.types.is_float32,
+    pa.types.is_float64, pa.types.is_string, pa.types.is_binary, pa.types.is_date32, pa.types.is_timestamp,
+)  # fmt: skip
+_LIST_TABLES = """
+SELECT format('%I.%I', n.nspname, c.relname), format('%I', c.relname), pg_catalog.pg_table_is_visible(c.oid)
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND n.nspname !~ '^pg_' AND n.nspname <> 'information_schema'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSet:
+    """A set of shards: `all`, `7`, `0-15`, `0-15,32`."""
+
+    text: str
+    ranges: tuple[tuple[int, int], ...]  # inclusive; empty: all
+
+    @classmethod
+    def parse(cls, text: str) -> ShardSet:
+        """Read such a text.
+
+        Raises:
+            ValueError: not of that form.
+        """
+        if text.strip().lower() == "all":
+            return cls("all", ())
+        ranges = []
+        for piece in text.split(","):
+            found = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", piece)
+            if found is None or int(found[1]) > int(found[2] or found[1]):
+                raise ValueError("give shards such as all, 7, 0-15 or 0-15,32")
+            ranges.append((int(found[1]), int(found[2] or found[1])))
+        return cls(text, tuple(ranges))
+
+    def __contains__(self, shard: int) -> bool:
+        return not self.ranges or any(low <= shard <= high for low, high in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class TableRule:
+    """The table of some shards: an SQL name in which `{shard}` stands for the number, e.g. `shard_{shard:04d}.cities`."""
+
+    table: str
+    shards: ShardSet = ShardSet("all", ())
+
+    def __post_init__(self) -> None:
+        try:
+            fields = {name for _, name, _, _ in string.Formatter().parse(self.table) if name is not None}
+            self.table.format(shard=0)
+        except (ValueError, KeyError, IndexError) as error:
+            raise UsageError(f"table {self.table!r} is no template: {error}; write it like {_EXAMPLE}") from None
+        if fields - {"shard"} or not self.table.strip() or ";" in self.table:
+            raise UsageError(f"table {self.table!r} is no template; write it like {_EXAMPLE}")
+
+    def of(self, shard: int) -> str:
+        """The table of a shard, as it stands in SQL."""
+        return self.table.format(shard=shard)
+
+    def shard_of(self, table: str) -> int | None:
+        """The shard whose table this is; None where it is none of ours."""
+        before, found_one, _ = self.table.partition("{shard")
+        number = re.match("[0-9]{1,9}", table[len(before) :]) if found_one and table.startswith(before) else None
+        if number is None or self.of(int(number[0])) != table:
+            return None
+        return int(number[0]) if int(number[0]) in self.shards else None
+
+
+_EXAMPLE = "`shard_{shard:04d}.cities`, {shard} standing for the number of the shard"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """How the rows of the shards of one rule are selected: expressions by column; a column that is missing is NULL."""
+
+    rule: TableRule
+    expressions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where rows come from and what they look like: the id column first, then the others."""
+
+    id: str
+    schema: pa.Schema
+    sources: tuple[Source, ...]
+
+    def query(self, shard: int) -> str | None:
+        """SQL that yields the rows of a shard whose ids are in `$1`; None where no rule covers the shard."""
+        for source in self.sources:
+            if shard in source.rule.shards:
+                columns = ", ".join(f"{text} AS {quote(name)}" for name, text in source.expressions.items())
+                return f"SELECT {columns} FROM {source.rule.of(shard)} WHERE {quote(self.id)} = ANY($1)"
+        return None
+
+
+def find_layout(
+    url: str, rules: Sequence[TableRule], id_column: str, columns: Sequence[str] | None, numeric: str
+) -> Layout:
+    """Look the tables up and settle the columns. `columns` None: all; of several tables, those that any of them has.
+
+    Raises:
+        UsageError: a table or column is missing or cannot be used; the message says which there are.
+        DatabaseError: no use of Postgres.
+    """
+    found: list[tuple[TableRule, dict[str, tuple[str, pa.DataType]]]] = []
+    listed = patiently(url, _list_tables, patience=10)
+    for rule in rules:
+        table = _example_of(rule, listed)
+        found.append((rule, patiently(url, lambda driver, name=table: _columns(driver, name, numeric), patience=10)))
+        _check_id(found[-1][1], id_column, table)
+    types: dict[str, pa.DataType] = {id_column: pa.int64()}
+    for rule, expressions in found:
+        for name in columns if columns is not None else expressions:
+            if name == id_column or name not in expressions:
+                continue
+            kind = expressions[name][1]
+            if types.setdefault(name, kind) != kind:
+                raise UsageError(
+                    f"column {name} is {types[name]} in one table and {kind} in {rule.table}; "
+                    "name the columns that you need, or cast it in a view"
+                )
+    _check_columns(columns, types, {name for _, expressions in found for name in expressions}, rules)
+    order = [id_column, *(name for name in columns or types if name != id_column)]
+    sources = tuple(
+        Source(rule, {name: expressions[name][0] for name in order if name in expressions}) for rule, expressions in found
+    )
+    return Layout(id_column, pa.schema([(name, types[name]) for name in order]), sources)
+
+
+def _check_id(columns: Mapping[str, tuple[str, pa.DataType]], id_column: str, table: str) -> None:
+    if id_column not in columns:
+        raise UsageError(f"table {table} has no column {id_column!r}; its columns are {', '.join(columns)}")
+    if not pa.types.is_integer(columns[id_column][1]):
+        raise UsageError(f"column {id_column} of {table} is no integer; a tube carries bigint ids")
+
+
+def _check_columns(
+    columns: Sequence[str] | None, types: Iterable[str], there: Collection[str], rules: Sequence[TableRule]
+) -> None:
+    missing = [name for name in columns or () if name not in there]
+    if missing:
+        tables = ", ".join(rule.table for rule in rules)
+        raise UsageError(f"no column {missing[0]!r} in {tables}; there are {', '.join(sorted(there))}")
+    ours = [name for name in types if name.startswith(RESERVED)]
+    if ours:
+        raise UsageError(
+            f"column {ours[0]!r}: names that begin with {RESERVED!r} are kept for replicad's own columns; "
+            "list the columns that you need without it, or rename it in a view"
+        )
+
+
+def _example_of(rule: TableRule, listed: Sequence[tuple[str, str, bool]]) -> str:
+    """A table of the rule that exists: that of the lowest shard."""
+    names = {full for full, _, _ in listed} | {short for _, short, visible in listed if visible}
+    if "{" not in rule.table and rule.table in names:
+        return rule.table
+    shards = [shard for shard in map(rule.shard_of, names) if shard is not None]
+    if shards:
+        return rule.of(min(shards))
+    base = rule.table.rpartition(".")[2].strip('"')
+    near = sorted(full for full, _, _ in listed if base in full)[:5]
+    raise UsageError(
+        f"no table matches {rule.table} for shards {rule.shards.text}; "
+        + (f"there are {', '.join(near)}" if near else "is it the right database, and may this user see it?")
+    )
+
+
+def _list_tables(driver: Any) -> list[tuple[str, str, bool]]:
+    with driver.cursor() as cursor:
+        cursor.execute(_LIST_TABLES)
+        return list(cursor.fetchall())
+
+
+def _columns(driver: Any, table: str, numeric: str) -> dict[str, tuple[str, pa.DataType]]:
+    """Each column's expression and Arrow type. What Spark has no type for becomes text, as Postgres prints it."""
+    with driver.cursor() as cursor:
+        cursor.execute(f"SELECT * FROM {table} WHERE false")
+        schema: pa.Schema = cursor.fetch_arrow_table().schema
+    found = {}
+    for field in schema:
+        name, kind = quote(field.name), field.type
+        of_list = kind.value_type if pa.types.is_list(kind) else kind
+        if any(check(of_list) for check in _SIMPLE):
+            plain = pa.list_(pa.field("element", of_list)) if pa.types.is_list(kind) else kind
+            found[field.name] = (name, plain)
+        elif (field.metadata or {}).get(b"POSTGRESQL:type") == b"numeric":
+            cast = NUMERIC_FORMS[numeric]
+            found[field.name] = (f"{name}::{cast}", pa.float64() if numeric == "float" else pa.string())
+        else:
+            found[field.name] = (f"{name}::text", pa.string())
+    return found

@@ -1,0 +1,108 @@
+"""From pods to touches: what a micro-batch asks for, each id once per shard. Pure Arrow; knows no database and no Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+TOUCH_SCHEMA = pa.schema([("shard", pa.int32()), ("id", pa.int64()), ("seq", pa.int64())])
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A control pod: no ids, a payload that says what happens to the shard."""
+
+    seq: int
+    shard: int
+    payload: Any
+
+    @property
+    def kind(self) -> str:
+        """`backfill_start`, `backfill_end`, `backfill_schedule`; empty where the payload is of another form."""
+        found = self.payload.get("type") if isinstance(self.payload, dict) else None
+        return found if isinstance(found, str) else ""
+
+    @property
+    def start_seq(self) -> int | None:
+        """Where the backfill began that this pod ends: what the downstream holds from before is garbage."""
+        try:
+            return int(self.payload["start_seq"])
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Touches:
+    """What one task of a micro-batch has to do. `ids` counts ids as they came, `table` holds each once per shard.
+
+    `table` has the columns shard, id, seq (the highest seq that touched the id), sorted by shard and id.
+    `oldest` is when the first of the pods was made, in seconds since the epoch; None without pods.
+    """
+
+    table: pa.Table
+    controls: tuple[Control, ...]
+    pods: int
+    ids: int
+    oldest: float | None
+
+
+def collect(batches: Iterable[pa.RecordBatch]) -> Touches:
+    """Gather the rows of the source (seq, op, shard, ids, payload, ts) into touches, ids without repeats."""
+    parts: list[pa.Table] = []
+    controls: list[Control] = []
+    pods = ids = 0
+    oldest: float | None = None
+    for batch in batches:
+        pods += batch.num_rows
+        flat = pc.list_flatten(batch.column("ids"))
+        ids += len(flat)
+        rows = pc.list_parent_indices(batch.column("ids"))
+        columns = [batch.column("shard").take(rows), flat, batch.column("seq").take(rows)]
+        parts.append(pa.Table.from_arrays(columns, schema=TOUCH_SCHEMA))
+        controls.extend(_controls(batch))
+        first = pc.min(batch.column("ts")).as_py()
+        if first is not None:
+            oldest = min(oldest or first.timestamp(), first.timestamp())
+    table = pa.concat_tables(parts) if parts else TOUCH_SCHEMA.empty_table()
+    return Touches(deduplicate(table), tuple(controls), pods, ids, oldest)
+
+
+def deduplicate(touches: pa.Table) -> pa.Table:
+    """Each (shard, id) once, with its highest seq, sorted: neighbours in a table's index are asked for together."""
+    once = touches.group_by(["shard", "id"]).aggregate([("seq", "max")])
+    once = once.rename_columns([name.removesuffix("_max") for name in once.column_names]).select(TOUCH_SCHEMA.names)
+    return once.sort_by([("shard", "ascending"), ("id", "ascending")]).cast(TOUCH_SCHEMA)
+
+
+def chunks_by_shard(touches: pa.Table, size: int) -> Iterator[tuple[int, pa.Table]]:
+    """Split sorted touches into pieces of one shard and at most `size` ids."""
+    shards = touches.column("shard")
+    at = 0
+    for counted in pc.value_counts(shards.combine_chunks()).to_pylist():  # in order of appearance, and they are sorted
+        for start in range(at, at + counted["counts"], size):
+            yield counted["values"], touches.slice(start, min(size, at + counted["counts"] - start))
+        at += counted["counts"]
+
+
+def touches_of(shard: int, ids: pa.Array, seq: int) -> pa.Table:
+    """Touches of the given ids of one shard, all under one seq."""
+    count = len(ids)
+    return pa.Table.from_arrays(
+        [pa.repeat(pa.scalar(shard, pa.int32()), count), ids, pa.repeat(pa.scalar(seq, pa.int64()), count)],
+        schema=TOUCH_SCHEMA,
+    )
+
+
+def _controls(batch: pa.RecordBatch) -> Iterator[Control]:
+    empty = pc.equal(pc.fill_null(pc.list_value_length(batch.column("ids")), 0), 0)
+    for row in batch.filter(empty).select(["seq", "shard", "payload"]).to_pylist():
+        try:
+            payload = json.loads(row["payload"]) if row["payload"] is not None else None
+        except ValueError:
+            payload = row["payload"]
+        yield Control(row["seq"], row["shard"], payload)

@@ -190,6 +190,12 @@ class Connection:
 
     # --- time ---
 
+    def pardon(self, now: float) -> None:
+        """Forgive the peer its silence up to `now`: it was us who did not read."""
+        self._last_received = now
+        if self._line_began is not None:
+            self._line_began = now
+
     def next_deadline(self) -> float:
         """When `due` has something to say at the latest."""
         deadline = self._last_sent + self._timing.ping_interval

@@ -225,6 +225,8 @@ DEADLINES = [
     ("a line that began must end", [(1, b"PI"), (30, "send")], 31, Due.UNFINISHED_LINE, 31),
     ("more bytes are no excuse", [(1, b"PI"), (29, b"N"), (30, "send")], 31, Due.UNFINISHED_LINE, 31),
     ("an ended line is", [(1, b"PI"), (29, b"NG\n"), (30, "send")], 34.9, None, 35),
+    ("who did not read blames nobody", [(1, b"PING\nPI"), (40, "pardon"), (50, "send")], 54.9, None, 55),
+    ("who did not read blames nobody", [(1, b"PI"), (40, "pardon"), (69, "send")], 70, Due.UNFINISHED_LINE, 70),
     ("the next line has a time of its own", [(1, b"ERR"), (9, b"OR\nERR"), (36, "send")], 38.9, None, 39),
 ]
 
@@ -245,6 +247,8 @@ def test_deadlines(
             connection.send(Ping(), now)
         elif event == "sent":
             connection.sent(now)
+        elif event == "pardon":
+            connection.pardon(now)
         elif in_blocks:
             assert isinstance(event, bytes)
             for line in connection.receive_block(event, now).splitlines():

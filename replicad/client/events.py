@@ -1,0 +1,71 @@
+"""What a reader of streams is told, as plain tuples: one is made for every row, so they have to be cheap."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from replicad.errors import ReplicadError
+
+
+class RowBatch(NamedTuple):
+    """All rows of one token: facts that belong together and were written by `instance`.
+
+    `rows` is JSON text, one per row, as it came; never empty. Whoever has dealt with the batch has dealt with
+    everything of this writer up to `token`.
+    """
+
+    stream: str
+    instance: str
+    token: int
+    rows: list[str]
+
+
+class PositionMoved(NamedTuple):
+    """A writer's position is `token` now, and there are no rows up to it that were not handed over.
+
+    `instance` is `*` in a linear subscription.
+    """
+
+    stream: str
+    instance: str
+    token: int
+
+
+class Reset(NamedTuple):
+    """What was known of the stream no longer holds: ids went back, or rows were missed that nobody has any more.
+
+    Whoever keeps something derived from the rows (a cache, a copy) throws it away, or makes it anew. `instance` is the
+    writer that was reset, None for all of them. `reason` is `moved_back`, `epoch`, or the code of the error with which
+    the server refused our token: `bad_token`, `token_ahead`, `token_expired`. `token` is the writer's new
+    position where it is known.
+    """
+
+    stream: str
+    instance: str | None
+    token: int | None
+    reason: str
+
+
+class Gap(NamedTuple):
+    """Rows of a writer between `have` and `told` were not received; they have to be fetched."""
+
+    stream: str
+    instance: str
+    have: int
+    told: int
+
+
+class Connected(NamedTuple):
+    """A connection stands, and every stream is subscribed to."""
+
+    server_name: str
+
+
+class Disconnected(NamedTuple):
+    """The connection is gone or could not be made; the next attempt comes in `retry_in` seconds."""
+
+    error: ReplicadError
+    retry_in: float
+
+
+Event = RowBatch | PositionMoved | Reset | Gap | Connected | Disconnected

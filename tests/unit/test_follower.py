@@ -1,0 +1,337 @@
+"""What a reader of streams knows, line by line."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicad.client.events import Gap, PositionMoved, Reset, RowBatch
+from replicad.client.follower import BatchLimits, Follower
+from replicad.errors import BadToken, RemoteProtocolError
+from replicad.protocol.commands import Ping, RemoteServerUp
+from replicad.protocol.connection import Connection
+from replicad.protocol.words import Side
+
+EPOCH = "a1b2c3d4"
+OPENING = f"WRITERS events {EPOCH} w1=1 w2=2\nPOSITION events w1 5 5\nPOSITION events w2 7 7\n"
+
+
+class Reader:
+    """A follower on an open connection."""
+
+    def __init__(self, *wanted: str, limits: BatchLimits | None = None, linear: bool = False) -> None:
+        self.follower = Follower(limits)
+        for text in wanted or ("events",):
+            stream, _, token = text.partition(" ")
+            self.follower.want(stream, token or None, linear=linear)
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        self.follower.new_connection()
+        self.connection = Connection(Side.CLIENT, now=0)
+        self.connection.understand(b"SERVER here")
+
+    def read(self, text: str) -> list[object]:
+        block = self.connection.receive_block(text.encode(), 0)
+        return list(self.follower.feed(block, self.connection.understand))
+
+
+def opened(**options: object) -> Reader:
+    reader = Reader(**options)  # type: ignore[arg-type]
+    reader.read(OPENING)
+    return reader
+
+
+# --- rows and batches ---
+
+
+def test_rows_of_a_token_are_handed_over_together_when_the_last_has_come() -> None:
+    reader = opened()
+    assert reader.read("RDATA events w1 batch [1]\nRDATA events w1 batch [2]\n") == []
+    assert reader.follower.positions("events") == {"w1": 5, "w2": 7}, "no token moves before the last row"
+    assert reader.read("RDATA events w1 8 [3]\n") == [RowBatch("events", "w1", 8, ["[1]", "[2]", "[3]"])]
+    assert reader.follower.positions("events") == {"w1": 8, "w2": 7}
+
+
+def test_batches_of_two_writers_do_not_mix_even_where_they_interleave() -> None:
+    reader = opened()
+    lines = ["w1 batch [1]", "w2 batch [a]", "w1 batch [2]", "w2 9 [b]", "w1 8 [3]"]
+    assert reader.read("".join(f"RDATA events {line}\n" for line in lines)) == [
+        RowBatch("events", "w2", 9, ["[a]", "[b]"]),
+        RowBatch("events", "w1", 8, ["[1]", "[2]", "[3]"]),
+    ]
+
+
+def test_a_row_is_kept_as_it_came_whatever_it_holds() -> None:
+    rows = ['["é🦉", " "]', "[  1 ,2 ]", "RDATA events w1 9 []", "\u2028\u0085", '"\x1c"']
+    reader = opened()
+    for token, row in enumerate(rows, 8):
+        assert reader.read(f"RDATA events w1 {token} {row}\n") == [RowBatch("events", "w1", token, [row])]
+
+
+def test_lines_may_end_in_cr_lf() -> None:
+    reader = Reader()
+    reader.read(OPENING.replace("\n", "\r\n"))
+    assert reader.read("RDATA events w1 batch [1]\r\nRDATA events w1 8 [2]\r\n") == [
+        RowBatch("events", "w1", 8, ["[1]", "[2]"])
+    ]
+
+
+def test_rows_of_a_stream_do_not_count_before_its_position_on_this_connection() -> None:
+    reader = Reader("events", "caches")
+    reader.read(f"WRITERS caches {EPOCH} w1=1\nPOSITION caches w1 0 0\n")
+    assert reader.read("RDATA events w1 8 [1]\nRDATA caches w1 1 [2]\n") == [RowBatch("caches", "w1", 1, ["[2]"])]
+    reader.read(OPENING)
+    assert reader.read("RDATA events w1 9 [1]\n") == [RowBatch("events", "w1", 9, ["[1]"])]
+
+    reader.reconnect()
+    assert reader.read("RDATA events w1 10 [1]\n") == []
+    assert reader.follower.dropped == 2
+
+
+def test_streams_that_nobody_asked_for_are_passed_over() -> None:
+    reader = opened()
+    assert reader.read("WRITERS other 00000000 a=1\nPOSITION other a 1 1\nRDATA other a 2 []\n") == []
+
+
+def test_rows_that_come_again_are_not_handed_over_again() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 8 [1]\n")
+    assert reader.read("RDATA events w1 batch [0]\nRDATA events w1 8 [1]\nRDATA events w1 9 [2]\n") == [
+        RowBatch("events", "w1", 9, ["[2]"])
+    ]
+    assert reader.follower.repeats == 2
+
+
+def test_the_rows_of_a_writer_that_was_not_announced_are_not_lost() -> None:
+    assert opened().read("RDATA events w3 8 [1]\n") == [RowBatch("events", "w3", 8, ["[1]"])]
+
+
+def test_ids_may_be_negative_and_as_large_as_a_bigint() -> None:
+    reader = Reader()
+    reader.read(f"WRITERS events {EPOCH} w1=1\nPOSITION events w1 -9 -9\n")
+    big = (1 << 63) - 1
+    assert reader.read(f"RDATA events w1 -3 [1]\nRDATA events w1 {big} [2]\n") == [
+        RowBatch("events", "w1", -3, ["[1]"]),
+        RowBatch("events", "w1", big, ["[2]"]),
+    ]
+
+
+def test_half_a_batch_goes_with_its_connection() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 batch [1]\n")
+    reader.reconnect()
+    reader.read(OPENING)
+    assert reader.read("RDATA events w1 batch [1]\nRDATA events w1 8 [2]\n") == [
+        RowBatch("events", "w1", 8, ["[1]", "[2]"])
+    ]
+
+
+@pytest.mark.parametrize(
+    "limits", [BatchLimits(rows=3, characters=1 << 20), BatchLimits(rows=1 << 20, characters=9)], ids=["rows", "size"]
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["fast path", "slow path"])
+def test_a_batch_that_never_ends_cannot_fill_our_memory(limits: BatchLimits, end: str) -> None:
+    reader = opened(limits=limits)
+    line = f"RDATA events w1 batch [1]{end}"
+    reader.read(line * 3)
+    with pytest.raises(RemoteProtocolError, match="a batch of events w1 goes beyond"):
+        reader.read(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RDATA events w1 8", "RDATA events w1 8 ", "RDATA events w1 ٨ []", "RDATA events w1 8_0 []",
+        "RDATA events w1 x []",
+        "RDATA events w1  []", "RDATA events w1 99999999999999999999 []", "RDATA events", "NAME me", "nonsense",
+        "RDATA events w1 9 []\0",
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_the_servers_fault_and_what_stood_before_it_is_handed_over(line: str) -> None:
+    reader = opened()
+    text = f"RDATA events w1 8 [1]\n{line}\nRDATA events w1 99 [2]\n"
+    events = reader.follower.feed(text.encode(), reader.connection.understand)
+    assert next(events) == RowBatch("events", "w1", 8, ["[1]"])
+    with pytest.raises(RemoteProtocolError):
+        next(events)
+    assert reader.follower.positions("events")["w1"] == 8
+
+
+def test_text_that_is_not_utf8_is_found_on_its_line() -> None:
+    reader = opened()
+    block = b"RDATA events w1 8 [1]\nRDATA events w1 9 \xff\n"
+    events = reader.follower.feed(block, reader.connection.understand)
+    assert next(events) == RowBatch("events", "w1", 8, ["[1]"])
+    with pytest.raises(RemoteProtocolError, match="UTF-8"):
+        next(events)
+
+
+def test_positions_advance_as_the_events_are_taken_not_as_the_lines_arrive() -> None:
+    reader = opened()
+    events = reader.follower.feed(b"RDATA events w1 8 [1]\nRDATA events w1 9 [2]\n", reader.connection.understand)
+    next(events)
+    assert reader.follower.positions("events")["w1"] == 8
+
+
+def test_commands_that_are_not_about_streams_are_handed_back() -> None:
+    assert opened().read("PING 1\nRDATA events w1 8 [1]\nREMOTE_SERVER_UP a.org\n") == [
+        Ping("1"),
+        RowBatch("events", "w1", 8, ["[1]"]),
+        RemoteServerUp("a.org"),
+    ]
+
+
+# --- positions ---
+
+
+def test_an_advance_without_rows_moves_the_position_and_misses_nothing() -> None:
+    reader = opened()
+    assert reader.read("POSITION events w1 5 9\n") == [PositionMoved("events", "w1", 9)]
+    reader.read("RDATA events w1 12 [1]\n")
+    assert reader.read("POSITION events w1 9 14\n") == [PositionMoved("events", "w1", 14)], (
+        "what was told last is behind"
+    )
+    assert reader.read("POSITION events w1 14 14\n") == []
+
+
+def test_a_position_that_starts_beyond_ours_is_a_gap_and_no_row_after_it_counts() -> None:
+    reader = opened()
+    assert reader.read("POSITION events w1 9 12\nRDATA events w1 13 [1]\nRDATA events w2 14 [1]\n") == [
+        Gap("events", "w1", 5, 9)
+    ]
+    assert reader.read("RDATA events w1 15 [1]\n") == []
+    assert reader.follower.positions("events") == {"w1": 5, "w2": 7}, "so that we resume before the hole"
+    reader.reconnect()
+    assert reader.follower.gap is None
+    reader.read(OPENING)
+    assert reader.read("RDATA events w1 8 [0]\n") == [RowBatch("events", "w1", 8, ["[0]"])]
+
+
+def test_a_batch_that_is_cut_short_by_a_position_is_a_gap() -> None:
+    reader = opened()
+    assert reader.read("RDATA events w1 batch [1]\nPOSITION events w1 5 9\n") == [Gap("events", "w1", 5, 5)]
+    assert reader.follower.positions("events")["w1"] == 5
+
+
+def test_a_position_that_goes_back_is_a_reset_of_that_writer() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 20 [1]\nRDATA events w1 batch [of before]\n")
+    assert reader.read("POSITION events w1 20 3\nRDATA events w1 4 [1]\n") == [
+        Reset("events", "w1", 3, "moved_back"),
+        RowBatch("events", "w1", 4, ["[1]"]),
+    ]
+    assert reader.follower.token("events") == f"{EPOCH}!4~2.7"
+
+
+# --- tokens ---
+
+
+def test_the_token_is_the_vector_of_all_writers() -> None:
+    reader = opened()
+    assert reader.follower.token("events") == f"{EPOCH}!5~2.7"
+    reader.read("RDATA events w1 9 [1]\n")
+    assert reader.follower.token("events") == f"{EPOCH}!7~1.9"
+
+
+def test_until_the_answer_is_complete_the_token_is_where_we_began() -> None:
+    reader = Reader("events 3~2.6")
+    assert reader.follower.token("events") == "3~2.6"
+    assert not reader.follower.answered("events")
+    reader.read(f"WRITERS events {EPOCH} w1=1 w2=2 w3=3\nPOSITION events w1 3 3\n")
+    assert reader.follower.answered("events")
+    assert reader.follower.token("events") == f"{EPOCH}!3~2.6"
+    reader.read("POSITION events w2 6 6\nPOSITION events w3 3 3\n")
+    assert reader.follower.token("events") == f"{EPOCH}!3~2.6"
+
+
+@pytest.mark.parametrize("word", [None, "NOW", "EARLIEST"])
+def test_words_stay_what_they_are_until_a_position_is_known(word: str | None) -> None:
+    reader = Reader(f"events {word}" if word else "events")
+    assert reader.follower.token("events") == word
+    reader.read(f"WRITERS events {EPOCH} w1=1 w2=2\nPOSITION events w1 9 9\n")
+    assert reader.follower.token("events") == word
+    reader.read("POSITION events w2 9 9\n")
+    assert reader.follower.token("events") == f"{EPOCH}!9"
+
+
+def test_a_stream_that_has_no_writer_yet_is_resumed_from_its_first_row() -> None:
+    reader = Reader("events NOW")
+    reader.read(f"WRITERS events {EPOCH}\n")
+    assert reader.follower.token("events") == "EARLIEST", "NOW would lose what is written while we are away"
+    reader.read(f"WRITERS events {EPOCH} w1=1\nPOSITION events w1 0 0\nRDATA events w1 4 [1]\n")
+    assert reader.follower.token("events") == f"{EPOCH}!4"
+
+
+def test_a_writer_that_joins_holds_the_minimum_where_it_was_until_its_position_is_told() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 9 [1]\nRDATA events w2 10 [1]\n")
+    reader.read(f"WRITERS events {EPOCH} w1=1 w2=2 w3=3\nRDATA events w1 11 [1]\n")
+    assert reader.follower.token("events") == f"{EPOCH}!9~1.11~2.10"
+    reader.read("POSITION events w3 8 8\n")
+    assert reader.follower.token("events") == f"{EPOCH}!8~1.11~2.10"
+
+
+def test_what_an_unfinished_answer_told_does_not_count_where_the_next_begins_elsewhere() -> None:
+    reader = Reader("events EARLIEST")
+    reader.read(f"WRITERS events {EPOCH} w1=1 w2=2\nPOSITION events w1 0 0\n")
+    reader.reconnect()
+    assert reader.read(f"WRITERS events {EPOCH} w1=1 w2=2 w3=3\nPOSITION events w1 -2 -2\n") == [
+        PositionMoved("events", "w1", -2)
+    ]
+
+
+def test_a_writer_that_was_told_below_the_old_minimum_lowers_it_and_repeats_nobody_elses_rows() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 9 [1]\nRDATA events w2 10 [1]\n")
+    reader.read(f"WRITERS events {EPOCH} w1=1 w2=2 w3=3 w4=4\nPOSITION events w3 8 8\n")
+    assert reader.follower.token("events") == f"{EPOCH}!8~1.9~2.10~4.9"
+
+
+def test_another_epoch_is_a_reset_of_the_whole_stream() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 batch [of before]\n")
+    assert reader.read("WRITERS events ffffffff w1=1\n") == [Reset("events", None, None, "epoch")]
+    assert reader.follower.token("events") == "EARLIEST", "nothing is known of the new epoch"
+    assert reader.read("POSITION events w1 2 2\nRDATA events w1 3 [1]\n") == [
+        PositionMoved("events", "w1", 2),
+        RowBatch("events", "w1", 3, ["[1]"]),
+    ]
+    assert reader.follower.token("events") == "ffffffff!3"
+
+
+def test_a_token_of_another_epoch_than_the_answers_is_a_reset_too() -> None:
+    reader = Reader("events ffffffff!50")
+    assert reader.read(OPENING)[0] == Reset("events", None, None, "epoch")
+
+
+def test_a_linear_subscription_has_one_position_for_all_writers() -> None:
+    reader = Reader("events 5", linear=True)
+    assert reader.read("POSITION events * 5 5\n") == [PositionMoved("events", "*", 5)]
+    assert reader.follower.answered("events")
+    assert reader.read("RDATA events w1 batch [1]\nRDATA events w1 6 [2]\nRDATA events w2 8 [3]\n") == [
+        RowBatch("events", "w1", 6, ["[1]", "[2]"]),
+        RowBatch("events", "w2", 8, ["[3]"]),
+    ]
+    assert reader.follower.token("events") == "8"
+    assert reader.follower.positions("events") == {"*": 8}
+    assert reader.read("RDATA events w1 7 [late]\n") == []
+    assert reader.read("POSITION events * 9 9\n") == [Gap("events", "*", 8, 9)]
+
+
+def test_a_linear_token_carries_the_epoch_once_it_is_told() -> None:
+    reader = Reader("events NOW", linear=True)
+    reader.read(f"WRITERS events {EPOCH} w1=1\nPOSITION events * 5 5\nRDATA events w1 6 [1]\n")
+    assert reader.follower.token("events") == f"{EPOCH}!6"
+    assert reader.read("RDATA events w1 batch [1]\nPOSITION events * 6 9\n") == [Gap("events", "*", 6, 6)]
+
+
+def test_a_token_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(BadToken):
+        Follower().want("events", "yesterday")
+
+
+def test_a_peer_that_invents_writers_is_stopped() -> None:
+    reader = opened()
+    lines = "".join(f"RDATA events x{number} 8 []\n" for number in range(1000))
+    with pytest.raises(RemoteProtocolError, match="more than 1000 writers"):
+        reader.read(lines)

@@ -1,0 +1,263 @@
+"""How far it is safe to read, worked out from what Postgres says; no clock and no connection in here.
+
+The argument (design: positions). A writer locks its table before it takes an id and lets go after it has ended. At
+poll k the last value L_k of the sequence is read first, the holders of the lock afterwards. Whoever is not listed at k
+takes its ids later than L_k was read, so above L_k. Hence a holder listed for the first time at k + 1 has no id at or
+below L_k: that is its bound, which it keeps as long as it is listed, and the smallest bound is the position.
+
+Two things can spoil the argument between two polls: a crash, and a sequence that was set back. Against the first,
+nothing is published that is not flushed; after either, all bounds fall back to what has been published.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+_PENDING_MAX = 256  # unflushed readings that are remembered; forgetting one only makes publishing wait for the next
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A transaction that may still write rows, as listed at one poll.
+
+    `key` names it as long as it lasts (its virtual transaction, or a reservation); preparing it gives it a new one.
+    `writer` is its application_name. `bound` is what a reservation says of itself: all its ids are above that.
+    """
+
+    key: str
+    writer: str | None = None
+    prepared: bool = False
+    bound: int | None = None
+
+
+@dataclass(slots=True)
+class _Held:
+    bound: int | None  # None: held since before the first poll, nothing is known of its ids
+    writer: str | None  # None: may write as anybody
+
+
+class _FlushGate:
+    """Which last values are on disk: a crash may hand out again the ids of a sequence whose WAL was not flushed."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self._pending: deque[tuple[int, int]] = deque()
+
+    def saw(self, last_value: int, inserted: int) -> None:
+        """`last_value` was read before the WAL ended at `inserted`; the earliest such place is the one that counts."""
+        newest = self._pending[-1][0] if self._pending else self.limit
+        if newest is None or last_value > newest:
+            if len(self._pending) == _PENDING_MAX:
+                self._pending.pop()
+            self._pending.append((last_value, inserted))
+
+    def flushed_upto(self, flushed: int) -> None:
+        """The WAL is on disk up to `flushed`."""
+        while self._pending and self._pending[0][1] <= flushed:
+            self.limit = self._pending.popleft()[0]
+
+    def all_flushed(self) -> None:
+        """Everything that was seen is on disk."""
+        if self._pending:
+            self.limit = self._pending[-1][0]
+            self._pending.clear()
+
+    def restart(self, limit: int | None) -> None:
+        """Forget what was seen and not flushed: it may be gone."""
+        self.limit = limit
+        self._pending.clear()
+
+
+class LockWatch:
+    """The persisted-up-to position of one sequence-fed table.
+
+    `published` is the position that readers were given before (by whom ever), `per_writer` those of single writers.
+    They are taken for safe, and so is every value this object has ever shown. Until anything is known `position` is
+    None.
+    """
+
+    def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
+        self.position: int | None = published
+        self.per_writer: dict[str, int] = dict(per_writer or {})
+        self.reset = False  # the position shown is the first one after the sequence fell below what was published
+        self.last_value: int | None = None
+        self.lowest: str | None = None  # key of the hold that keeps the position below last_value, if one does
+        self._held: dict[str, _Held] = {}
+        self._safe: int | None = None  # what the holds allow, flushed or not
+        self._safe_for: dict[str, int] = {}
+        self._resetting = False
+        self._gate = _FlushGate()
+        self._gate.restart(published)
+
+    @property
+    def someone_holds(self) -> bool:
+        """Whether the last poll listed anybody: then the next one has to look again even if the sequence rests."""
+        return bool(self._held)
+
+    @property
+    def waits_for_flush(self) -> bool:
+        """Whether something could be published if only the WAL were flushed."""
+        limit = self._gate.limit
+        wanted = [safe for safe in (self._safe, *self._safe_for.values()) if safe is not None]
+        return bool(wanted) and (limit is None or limit < max(wanted))
+
+    def restart(self) -> None:
+        """Contact was lost and Postgres may have crashed meanwhile: what was read and not published counts no more."""
+        self.last_value = None
+        self._held = {}
+        self._safe = None
+        self._safe_for = {}
+        self._gate.restart(self.position)
+
+    def feed(self, last_value: int, inserted: int, holds: Iterable[Hold], writers: Collection[str] = ()) -> None:
+        """One poll: the sequence's last value, the end of the WAL read after it, then the holds listed after that.
+
+        `writers` are the names that are writers of this table: a hold by one of them holds back that one only.
+        """
+        self.reset = False
+        published = [value for value in (self.position, *self.per_writer.values()) if value is not None]
+        if published and last_value < max(published):
+            self._begin_anew()
+        elif self.last_value is not None and last_value < self.last_value:
+            self.restart()
+        self._held = self._bounds(holds)
+        self.last_value = last_value
+        self._gate.saw(last_value, inserted)
+        self.lowest = min(self._held, key=self._rank, default=None)
+        lowest = self._held[self.lowest].bound if self.lowest is not None else last_value
+        if lowest is not None and lowest >= last_value:
+            lowest, self.lowest = last_value, None
+        self._safe = lowest
+        self._safe_for = {
+            writer: safe for writer in writers if (safe := self._safe_position(writer, writers)) is not None
+        }
+        self.per_writer = {writer: value for writer, value in self.per_writer.items() if writer in writers}
+        self._show()
+
+    def rest(self) -> None:
+        """A poll at which nothing had moved and nobody held: all stays as it is."""
+        self.reset = False
+
+    def flushed_upto(self, flushed: int) -> None:
+        """The WAL is on disk up to there; may raise the position."""
+        self._gate.flushed_upto(flushed)
+        self._show()
+
+    def all_flushed(self) -> None:
+        """The WAL is on disk beyond everything that was fed; may raise the position."""
+        self._gate.all_flushed()
+        self._show()
+
+    def _begin_anew(self) -> None:
+        self.position = None
+        self.per_writer = {}
+        self._resetting = True
+        self.restart()
+
+    def _bounds(self, holds: Iterable[Hold]) -> dict[str, _Held]:
+        """The holds of this poll with the bound that each had, or gets now."""
+        # Without an earlier reading the only thing known to be below every id in flight is what was published.
+        fresh = self.position if self.last_value is None else self.last_value
+        # A prepared transaction was listed under another name before, if at all: any of the old bounds may be its own.
+        inherited = min(self._held.values(), key=_bound_rank).bound if self._held else fresh
+        found: dict[str, _Held] = {}
+        for hold in holds:
+            known = self._held.get(hold.key)
+            if known is None:
+                bound = inherited if hold.prepared else fresh
+                if hold.bound is not None:
+                    bound = hold.bound if bound is None else max(bound, hold.bound)
+                found[hold.key] = _Held(bound, hold.writer)
+            else:
+                # A name changed within a transaction says no longer whose rows it holds.
+                found[hold.key] = _Held(known.bound, hold.writer if hold.writer == known.writer else None)
+        return found
+
+    def _safe_position(self, writer: str, writers: Collection[str]) -> int | None:
+        """How far nothing of this writer can appear any more; None when that is not known."""
+        safe = self.last_value
+        for held in self._held.values():
+            if held.writer == writer or held.writer not in writers:
+                if held.bound is None:
+                    return None
+                safe = held.bound if safe is None else min(safe, held.bound)
+        return safe
+
+    def _show(self) -> None:
+        """Publish what is both safe and flushed; nothing that was shown is ever taken back here."""
+        limit = self._gate.limit
+        if limit is None:
+            return
+        if self._safe is not None and (self.position is None or self.position < min(self._safe, limit)):
+            self.position = min(self._safe, limit)
+        if self.position is None:
+            return
+        for writer, safe in self._safe_for.items():
+            self.per_writer[writer] = max(min(safe, limit), self.position, self.per_writer.get(writer, self.position))
+        if self._resetting:
+            self._resetting, self.reset = False, True
+
+    def _rank(self, key: str) -> tuple[int, int]:
+        return _bound_rank(self._held[key])
+
+
+def _bound_rank(held: _Held) -> tuple[int, int]:
+    return (0, 0) if held.bound is None else (1, held.bound)
+
+
+class TableWatch:
+    """The positions of writers that publish their own: nothing to work out, but nothing unflushed is passed on either.
+
+    The linear position is the lowest; it does not fall when a writer appears late, only (a reset) when one falls.
+    """
+
+    def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
+        self.position: int | None = published
+        self.per_writer: dict[str, int] = dict(per_writer or {})
+        self.reset = False
+        self.lowest: str | None = None  # the writer that is behind the others
+        self._shown: dict[str, int] = {}  # what the table said, before a late writer was lifted to the position
+        self._pending: deque[tuple[dict[str, int], int]] = deque()
+
+    @property
+    def waits_for_flush(self) -> bool:
+        """Whether something could be published if only the WAL were flushed."""
+        return bool(self._pending)
+
+    def restart(self) -> None:
+        """Contact was lost: what was read and not published counts no more."""
+        self._pending.clear()
+
+    def feed(self, per_writer: Mapping[str, int], inserted: int) -> None:
+        """The table's rows for this stream, and an end of the WAL read after them."""
+        self.reset = False
+        rows = dict(per_writer)
+        if rows and rows != (self._pending[-1][0] if self._pending else self._shown):
+            if len(self._pending) == _PENDING_MAX:
+                self._pending.pop()
+            self._pending.append((rows, inserted))
+
+    def flushed_upto(self, flushed: int) -> None:
+        """The WAL is on disk up to there; may raise the positions."""
+        while self._pending and self._pending[0][1] <= flushed:
+            self._show(self._pending.popleft()[0])
+
+    def all_flushed(self) -> None:
+        """The WAL is on disk beyond everything that was fed; may raise the positions."""
+        if self._pending:
+            self._show(self._pending[-1][0])
+            self._pending.clear()
+
+    def _show(self, rows: dict[str, int]) -> None:
+        fell = any(rows.get(writer, value) < value for writer, value in (self._shown or self.per_writer).items())
+        lowest = min(rows.values())
+        if fell or self.position is None:
+            self.position = lowest
+        else:
+            self.position = max(self.position, lowest)
+        self.reset = self.reset or fell
+        self.per_writer = {writer: max(value, self.position) for writer, value in rows.items()}
+        self.lowest = min(rows, key=lambda writer: rows[writer]) if lowest < max(rows.values()) else None
+        self._shown = rows

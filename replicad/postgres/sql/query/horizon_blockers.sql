@@ -1,0 +1,17 @@
+-- Who keeps us from reading sequences: ALTER SEQUENCE, TRUNCATE ... RESTART IDENTITY, DROP, in a transaction that is
+-- still open or that waits for others (we would wait behind it). $1 oid[]: sequences. One row per sequence and culprit.
+SELECT
+    l.relation AS sequence,
+    l.virtualtransaction AS holder,
+    l.pid,
+    a.application_name,
+    left(a.query, 200) AS query,
+    p.gid,
+    extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8 AS age
+FROM pg_locks AS l
+LEFT JOIN pg_stat_get_activity(NULL) AS a ON a.pid = l.pid
+LEFT JOIN pg_prepared_xact() AS p ON l.pid IS NULL AND l.virtualtransaction = '-1/' || p.transaction::text
+WHERE l.locktype = 'relation'
+    AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
+    AND l.relation = ANY ($1::oid[])
+    AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')

@@ -1,0 +1,65 @@
+-- Second statement of a poll, sent when the first has been answered: who may still write to the watched tables.
+-- $1 oid[]: watched tables. $2 oid[]: watched sequences.
+-- At least one row; `holder` is NULL when nobody holds anything. A row per holder and watched table (`watched`) or
+-- reservation (`number`, `bound`; the encoding is in horizon.py). `unfit`: sequences that no longer hand out ids one by
+-- one and upwards; read here, later than the last values, so that these were still read from fit ones.
+-- RowExclusiveLock is what every INSERT and COPY takes; the stronger ones stand for LOCK TABLE before nextval(). Locks on
+-- partitions and children count for every ancestor. Our own deletes (application_name `replicad ack`) do not count.
+WITH RECURSIVE locked AS MATERIALIZED (
+    SELECT l.locktype, l.relation, l.virtualtransaction, l.pid, l.classid::bigint AS high, l.objid::bigint AS low
+    FROM pg_locks AS l
+    WHERE l.granted
+        AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
+        AND (
+            (
+                l.locktype = 'relation'
+                AND l.mode IN ('RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+            )
+            OR (
+                l.locktype = 'advisory' AND l.objsubid = 1 AND l.mode = 'ShareLock'
+                AND l.classid::bigint >> 16 BETWEEN 20993 AND 29183
+            )
+        )
+),
+ancestry (relation, ancestor) AS (
+    SELECT l.relation, l.relation FROM locked AS l WHERE l.locktype = 'relation'
+    UNION
+    SELECT a.relation, i.inhparent FROM ancestry AS a JOIN pg_inherits AS i ON i.inhrelid = a.ancestor
+),
+held AS (
+    SELECT DISTINCT a.ancestor AS watched, NULL::integer AS number, NULL::bigint AS bound, l.virtualtransaction, l.pid
+    FROM locked AS l JOIN ancestry AS a ON a.relation = l.relation
+    WHERE l.locktype = 'relation' AND a.ancestor = ANY ($1::oid[])
+    UNION ALL
+    SELECT NULL, (l.high >> 16)::integer - 20992, ((l.high & 65535) << 32) | l.low, l.virtualtransaction, l.pid
+    FROM locked AS l
+    WHERE l.locktype = 'advisory'
+)
+SELECT
+    one.flushed,
+    one.unfit,
+    h.*
+FROM (
+    SELECT
+        (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint AS flushed,
+        ARRAY(
+            SELECT s.seqrelid FROM pg_sequence AS s
+            WHERE s.seqrelid = ANY ($2::oid[]) AND (s.seqcache > 1 OR s.seqincrement < 1 OR s.seqcycle)
+        ) AS unfit
+) AS one
+LEFT JOIN (
+    SELECT
+        e.virtualtransaction AS holder,
+        e.watched,
+        e.number,
+        e.bound,
+        e.pid,
+        a.application_name,
+        left(a.query, 200) AS query,
+        p.gid,
+        extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.state_change, p.prepared))::float8 AS age
+    FROM held AS e
+    LEFT JOIN pg_stat_get_activity(NULL) AS a ON a.pid = e.pid
+    LEFT JOIN pg_prepared_xact() AS p ON e.pid IS NULL AND e.virtualtransaction = '-1/' || p.transaction::text
+    WHERE e.number IS NOT NULL OR a.application_name IS DISTINCT FROM 'replicad ack'
+) AS h ON TRUE

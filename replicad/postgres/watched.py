@@ -1,0 +1,268 @@
+"""What the horizon says about a stream, and what it remembers of it between two polls. Sends no statements.
+
+A source says how the positions of a stream are learnt; a `Reading` is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from replicad.errors import StreamRefused
+from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
+
+RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations
+RESERVATION_NUMBER_MAX = 0x1FFF
+RESERVATION_BOUND_MAX = (1 << 48) - 1
+
+
+def reservation_key(number: int, bound: int) -> int:
+    """The bigint of the shared advisory lock by which a writer of stream `number` says: all my ids are above `bound`.
+
+    Top 16 bits: RESERVATION_BAND + number; the other 48: the bound, which is the sequence's last value read before the
+    lock is taken, which comes before nextval(). Shared, so that writers with one bound do not wait for each other. In
+    pg_locks the key is classid (high half) and objid (low half) with objsubid 1. Raises ValueError out of range.
+    """
+    if not 1 <= number <= RESERVATION_NUMBER_MAX or not 0 <= bound <= RESERVATION_BOUND_MAX:
+        raise ValueError(f"no reservation can carry stream number {number} and bound {bound}")
+    return (RESERVATION_BAND + number) << 48 | bound
+
+
+@dataclass(frozen=True, slots=True)
+class LockSource:
+    """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid)."""
+
+    table: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationSource:
+    """Ids of `sequence` (oid) are reserved under advisory locks that carry the stream's `number` (reservation_key)."""
+
+    number: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableSource:
+    """The writers keep a table (oid) of (stream_name, instance_name, stream_id) themselves, and are trusted."""
+
+    table: int
+    stream_name: str
+
+
+Source = LockSource | ReservationSource | TableSource
+
+
+class HolderKind(StrEnum):
+    """In what way somebody holds a position back."""
+
+    TRANSACTION = "transaction"  # open, and may have written
+    PREPARED = "prepared"  # by PREPARE TRANSACTION; perhaps nobody remembers it
+    RESERVATION = "reservation"  # an id was reserved and is not complete
+    SEQUENCE_LOCK = "sequence_lock"  # the sequence itself is being altered, restarted or dropped
+    WRITER = "writer"  # publishes its own position, and that is the lowest
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a position back. `age_s` is the age of its transaction in seconds; None where Postgres does not say."""
+
+    kind: HolderKind
+    pid: int | None = None
+    application_name: str | None = None
+    age_s: float | None = None
+    query: str | None = None
+    gid: str | None = None
+    bound: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One stream after one poll. Rows at or below `position`, and a writer's own below its position, are there.
+
+    `position` None: nothing can be said yet, because of transactions older than the first poll; publish nothing.
+    `per_writer` names the known writers; `maximum` is the highest of all these. `last_value` is what the sequence has
+    handed out. `reset` is True once, on the first reading with a position after the sequence fell below what was
+    published: this position replaces higher ones. `refused`: the stream cannot be served as it is, the others can; the
+    position stays. `alarms` are sentences for the log; they stay the same as long as their cause does.
+    """
+
+    position: int | None = None
+    per_writer: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    maximum: int | None = None
+    last_value: int | None = None
+    held_by: Holder | None = None
+    reset: bool = False
+    refused: StreamRefused | None = None
+    alarms: tuple[str, ...] = ()
+
+
+class Watched:
+    """One watched stream: its source, the pure part that works its positions out, and what to tell of its holders."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        published: int | None,
+        per_writer: Mapping[str, int] | None,
+        writers: Iterable[str],
+    ) -> None:
+        self.name = name
+        self.source = source
+        self.locks = None if isinstance(source, TableSource) else LockWatch(published, per_writer)
+        self.table = TableWatch(published, per_writer) if isinstance(source, TableSource) else None
+        self.writers = frozenset(writers)
+        self.refused: StreamRefused | None = None
+        self.blocked_by: Holder | None = None
+        self._holders: dict[str, Holder] = {}
+        self._since: dict[str, float] = {}
+        self._foreign: tuple[str, ...] = ()
+
+    @property
+    def watch(self) -> LockWatch | TableWatch:
+        """Whichever of the two it is."""
+        watch = self.locks or self.table
+        assert watch is not None
+        return watch
+
+    def refuse(self, reason: str) -> None:
+        """Not to be served until `accept`; after that whatever was known of holders counts no more."""
+        self.refused = StreamRefused(reason)
+        self.watch.restart()
+        self._holders = {}
+        self._since = {}
+
+    def accept(self) -> None:
+        """The reason for refusing is gone."""
+        self.refused = None
+
+    def unfit(self, found: Mapping[int, Mapping[str, Any]]) -> str | None:
+        """Why this stream cannot be served, with the remedy, or None; `found` are horizon_inspect.sql's rows by oid."""
+        stream = f'stream "{self.name}"'
+        if not isinstance(self.source, ReservationSource):
+            table = found.get(self.source.table)
+            if table is None:
+                return f"the table of {stream} is gone: remove the stream, or add it anew for another table."
+            if table["persistence"] != "p":
+                return (
+                    f"table {table['name']} of {stream} is not logged, a crash empties it: "
+                    f"ALTER TABLE {table['name']} SET LOGGED."
+                )
+        if isinstance(self.source, TableSource):
+            return None
+        sequence = found.get(self.source.sequence)
+        if sequence is None or sequence["cache"] is None:
+            return f"the sequence of {stream} is gone: remove the stream, or add it anew with another one."
+        return _unfit_sequence(sequence, stream)
+
+    def feed(self, last_value: int, inserted: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
+        """One poll of a sequence-fed stream; `listed` are the rows of horizon_holders.sql that concern it."""
+        assert self.locks is not None
+        self._note_foreign_reservations(last_value)
+        holds: list[Hold] = []
+        self._holders = {}
+        for row in listed:
+            prepared, bound = row["pid"] is None, row["bound"]
+            key = row["holder"] if bound is None else f"{row['pid'] or row['holder']}:{bound}"
+            holds.append(Hold(key=key, writer=row["application_name"], prepared=prepared, bound=bound))
+            self._holders[key] = holder_of(row, _kind(prepared=prepared, reserved=bound is not None), bound)
+        self._since = {key: self._since.get(key, now) for key in self._holders}
+        self.locks.feed(last_value, inserted, holds, self.writers)
+
+    def reading(self, now: float, stuck_after: float) -> Reading:
+        """What there is to say after this poll."""
+        watch = self.watch
+        known = watch.position is not None
+        per_writer = dict(watch.per_writer) if known else {}
+        last_value = self.locks.last_value if self.locks is not None else None
+        return Reading(
+            position=watch.position,
+            per_writer=MappingProxyType(per_writer),
+            maximum=max([watch.position, *per_writer.values()]) if watch.position is not None else None,
+            last_value=last_value,
+            held_by=self._held_by(),
+            reset=watch.reset,
+            refused=self.refused,
+            alarms=self._alarms(now, stuck_after),
+        )
+
+    def _held_by(self) -> Holder | None:
+        if self.blocked_by is not None:
+            return self.blocked_by
+        lowest = self.watch.lowest
+        if lowest is None:
+            return None
+        if self.table is not None:
+            return Holder(HolderKind.WRITER, application_name=lowest, bound=self.table.position)
+        return self._holders.get(lowest)
+
+    def _note_foreign_reservations(self, last_value: int) -> None:
+        """A reservation listed at the last poll carries a last value read before it, so not above today's."""
+        self._foreign = tuple(
+            f"stream {self.name}: pid {holder.pid} ({holder.application_name}) holds an advisory lock in the band of "
+            f"the reservations with bound {holder.bound}, which the sequence has not reached: the lock is not one of "
+            "ours, or the sequence was set back."
+            for holder in self._holders.values()
+            if holder.bound is not None and holder.bound > last_value
+        )
+
+    def _alarms(self, now: float, stuck_after: float) -> tuple[str, ...]:
+        lowest = self.watch.lowest
+        since = self._since.get(lowest, now) if lowest is not None else now
+        holder = self._holders.get(lowest) if lowest is not None else None
+        if holder is None or now - since < stuck_after:
+            return self._foreign
+        if holder.gid is not None:
+            stuck = (
+                f"stream {self.name}: prepared transaction '{holder.gid}' holds the position back: "
+                f"COMMIT PREPARED or ROLLBACK PREPARED it."
+            )
+        else:
+            stuck = (
+                f"stream {self.name}: pid {holder.pid} ({holder.application_name}) holds the position back: "
+                f"end its transaction, or SELECT pg_terminate_backend({holder.pid})."
+            )
+        return (*self._foreign, stuck)
+
+
+def holder_of(row: Mapping[str, Any], kind: HolderKind, bound: int | None = None) -> Holder:
+    """The person's view of a row that lists a holder."""
+    return Holder(
+        kind=kind,
+        pid=row["pid"],
+        application_name=row["application_name"],
+        age_s=row["age"],
+        query=row["query"],
+        gid=row["gid"],
+        bound=bound,
+    )
+
+
+def _kind(*, prepared: bool, reserved: bool) -> HolderKind:
+    if prepared:
+        return HolderKind.PREPARED
+    return HolderKind.RESERVATION if reserved else HolderKind.TRANSACTION
+
+
+def _unfit_sequence(sequence: Mapping[str, Any], stream: str) -> str | None:
+    name = sequence["name"]
+    if sequence["cache"] > 1:
+        return (
+            f"sequence {name} of {stream} hands out ids in batches of {sequence['cache']}, so low ids turn up late: "
+            f"ALTER SEQUENCE {name} CACHE 1, and reconnect the writers that still keep a batch."
+        )
+    if sequence["increment"] < 1:
+        return f"sequence {name} of {stream} runs downwards: ALTER SEQUENCE {name} INCREMENT BY 1."
+    if sequence["cycle"]:
+        return f"sequence {name} of {stream} begins again at its end: ALTER SEQUENCE {name} NO CYCLE."
+    if sequence["persistence"] != "p":
+        return f"sequence {name} of {stream} is not logged, a crash sets it back: ALTER SEQUENCE {name} SET LOGGED."
+    if not sequence["readable"]:
+        return f"sequence {name} of {stream} may not be read: GRANT SELECT ON SEQUENCE {name} to replicad's user."
+    return None

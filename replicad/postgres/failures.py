@@ -28,6 +28,7 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
     "RS001": errors.UnknownStream,
     "RS002": errors.StreamRefused,
     "RS003": errors.StreamRefused,
+    "RS004": errors.TokenExpired,
 }
 
 # Classes and codes of Postgres after which trying again may help: broken connections, exhausted resources (a full

@@ -55,8 +55,11 @@ def _quote_text(value: str) -> str:
 def fill(query: str, args: Sequence[object]) -> str:
     """The query with `$1`, `$2`, ... replaced by constants. The query must not contain `$n` inside its own strings.
 
-    Raises IndexError for a placeholder without an argument and ValueError for an argument without a placeholder.
+    Without arguments the query stays as it is. Raises IndexError for a placeholder without an argument and ValueError
+    for an argument without a placeholder.
     """
+    if not args:
+        return query
     used: set[int] = set()
 
     def constant(match: re.Match[str]) -> str:

@@ -1,0 +1,2 @@
+-- The last id in a range of a stream that has one writer; answered by the index alone.
+SELECT max(t.{id})::bigint FROM {table} AS t WHERE t.{id} > $1 AND t.{id} <= $2

@@ -1,0 +1,1 @@
+SELECT {schema}.stream_complete(($1)::integer, $2, $3)

@@ -1,0 +1,37 @@
+-- Registered streams, all of them or the one that is named, with what serving them needs.
+SELECT s.number::integer AS number,
+    s.name,
+    format('%I.%I', tn.nspname, tc.relname) AS table,
+    s.relation::oid::bigint AS table_oid,
+    s.id_column::text AS id_column,
+    s.instance_column::text AS instance_column,
+    s.row_sql AS row,
+    s.row_type,
+    s.method,
+    format('%I.%I', qn.nspname, qc.relname) AS sequence,
+    s.sequence::oid::bigint AS sequence_oid,
+    CASE WHEN pc.oid IS NOT NULL THEN format('%I.%I', pn.nspname, pc.relname) END AS positions_table,
+    s.positions::oid::bigint AS positions_oid,
+    -- one row per id, by a unique index that covers all partitions; an index of a parent does not cover its heirs
+    EXISTS (
+        SELECT FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+        WHERE i.indrelid = s.relation AND i.indisunique AND i.indisvalid AND i.indpred IS NULL AND i.indnkeyatts = 1
+            AND a.attname = s.id_column
+            AND (tc.relkind = 'p' OR NOT EXISTS (SELECT FROM pg_inherits h WHERE h.inhparent = s.relation))
+    ) AS unique_ids,
+    {schema}.stream_epoch(s) AS epoch,
+    {schema}.stream_fault(s) AS fault,
+    s.resets,
+    s.trimmed_upto,
+    s.created_at,
+    ARRAY(SELECT w.name FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_names,
+    ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_numbers
+FROM {schema}.stream s
+LEFT JOIN pg_class tc ON tc.oid = s.relation
+LEFT JOIN pg_namespace tn ON tn.oid = tc.relnamespace
+LEFT JOIN pg_class qc ON qc.oid = s.sequence
+LEFT JOIN pg_namespace qn ON qn.oid = qc.relnamespace
+LEFT JOIN pg_class pc ON pc.oid = s.positions
+LEFT JOIN pg_namespace pn ON pn.oid = pc.relnamespace
+WHERE $1::text IS NULL OR s.name = $1
+ORDER BY s.name

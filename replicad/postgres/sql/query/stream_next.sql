@@ -1,0 +1,1 @@
+SELECT {schema}.stream_next($1)

@@ -1,0 +1,1 @@
+SELECT {schema}.stream_position_at($1, clock_timestamp() - $2::interval)

@@ -1,0 +1,1 @@
+SELECT writer, position FROM {schema}.stream_positions($1)

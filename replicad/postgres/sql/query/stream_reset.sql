@@ -1,0 +1,1 @@
+SELECT {schema}.stream_reset($1, $2, $3)

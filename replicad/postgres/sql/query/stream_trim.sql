@@ -1,0 +1,1 @@
+SELECT {schema}.stream_trim($1, $2, $3)

@@ -1,0 +1,1 @@
+SELECT writer, writer_number FROM {schema}.stream_writers_ensure($1, $2::text[])

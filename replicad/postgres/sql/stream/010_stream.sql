@@ -1,0 +1,18 @@
+-- stream: the registry, one row per stream. Written by stream_add, stream_remove, stream_reset and stream_trim.
+CREATE TABLE IF NOT EXISTS stream (
+    number smallint PRIMARY KEY CHECK (number BETWEEN 1 AND 8191),  -- stands in the keys of advisory locks
+    name text NOT NULL UNIQUE,
+    relation regclass NOT NULL,
+    id_column name NOT NULL,
+    instance_column name,                     -- NULL: one writer, called master
+    row_sql text,                             -- NULL: the whole row as a JSON object
+    row_type text NOT NULL,                   -- json, jsonb or text: what row_sql yields
+    method text NOT NULL CHECK (method IN ('lock_watch', 'reservation', 'positions_table')),
+    sequence regclass NOT NULL,
+    positions regclass,                       -- where the writers publish, for positions_table
+    setting text NOT NULL,                    -- transaction-local memory of a reservation, of a name nobody else uses
+    resets integer NOT NULL DEFAULT 0,        -- counts announced resets; part of the epoch
+    trimmed_upto bigint,                      -- ids up to here are gone on purpose; a token below has missed rows
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stream IS 'replicad: the registered streams; use stream_add() and stream_remove()';

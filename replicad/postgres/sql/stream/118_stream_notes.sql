@@ -1,0 +1,34 @@
+-- stream_notes(s): what is worth knowing about a stream that works; nothing where all is plain.
+CREATE OR REPLACE FUNCTION stream_notes(s stream) RETURNS text[]
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce(array_agg(note ORDER BY place), '{}') FROM (
+        SELECT 1 AS place, format('sequence %s also feeds %s: this stream''s ids have gaps, and its position moves with '
+            'writes to the other', s.sequence, string_agg(DISTINCT format('%s.%I', f.adrelid::regclass, a.attname), ', ')
+        ) AS note
+        FROM pg_depend d JOIN pg_attrdef f ON f.oid = d.objid
+        JOIN pg_attribute a ON a.attrelid = f.adrelid AND a.attnum = f.adnum
+        WHERE d.classid = 'pg_attrdef'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = s.sequence
+            AND NOT (f.adrelid IN (SELECT stream_tables(s.relation)) AND a.attname = s.id_column)
+        HAVING count(*) > 0
+        UNION ALL
+        SELECT 2, format('column %I may be NULL: such rows are never sent', s.id_column)
+        FROM pg_attribute a WHERE a.attrelid = s.relation AND a.attname = s.id_column AND NOT a.attnotnull
+        UNION ALL
+        SELECT 3, format('rows without %I are sent as those of master', s.instance_column)
+        FROM pg_attribute a WHERE a.attrelid = s.relation AND a.attname = s.instance_column AND NOT a.attnotnull
+        UNION ALL
+        SELECT 4, format('%s has row security: rows that the daemon''s role may not see are not sent', s.relation)
+        FROM pg_class c WHERE c.oid = s.relation AND c.relrowsecurity
+        UNION ALL
+        SELECT 5, 'the row expression yields text, which is checked row by row; jsonb or json is faster'
+        WHERE s.row_type = 'text'
+        UNION ALL
+        SELECT 6, format('the default of %I does not draw from %s: with lock_watch the INSERT itself must call nextval; '
+            'for ids taken earlier use the method reservation', s.id_column, s.sequence)
+        WHERE s.method = 'lock_watch' AND stream_sequence(s.relation, s.id_column) IS DISTINCT FROM s.sequence
+        UNION ALL
+        SELECT 7, format('writers take their ids from stream_next(%L); an id that is not reserved is refused', s.name)
+        WHERE s.method = 'reservation'
+    ) notes
+$$;
+COMMENT ON FUNCTION stream_notes(stream) IS 'Remarks about a stream, for the person who adds it';

@@ -1,0 +1,25 @@
+-- stream_fault(s): why a registered stream can no longer be served, with the remedy; NULL where it can.
+-- Tables and sequences change after they were registered.
+CREATE OR REPLACE FUNCTION stream_fault(s stream) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    fault record;
+    missing name;
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = s.relation) THEN
+        RETURN format('its table was dropped; run: SELECT stream_remove(%L)', s.name);
+    END IF;
+    SELECT needed INTO missing FROM unnest(ARRAY[s.id_column, s.instance_column]) needed
+    WHERE needed IS NOT NULL AND NOT EXISTS (
+        SELECT FROM pg_attribute a WHERE a.attrelid = s.relation AND a.attname = needed AND NOT a.attisdropped);
+    IF FOUND THEN
+        RETURN format('table %s has no column %I any more; remove the stream and add it anew', s.relation, missing);
+    END IF;
+    IF s.positions IS NOT NULL AND NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = s.positions) THEN
+        RETURN 'its table of positions was dropped; remove the stream and add it anew';
+    END IF;
+    SELECT * INTO fault FROM stream_sequence_fault(s.sequence, s.method);
+    RETURN fault.problem || '; ' || fault.remedy;
+END
+$$;
+COMMENT ON FUNCTION stream_fault(stream) IS 'Why a registered stream can no longer be served; NULL where it can';

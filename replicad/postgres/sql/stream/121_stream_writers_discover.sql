@@ -1,0 +1,16 @@
+-- stream_writers_discover(s): gives numbers to the writers of the newest 100,000 rows: enough for those that are alive,
+-- and bounded. Others get theirs when they write again. Without an instance column there is one: master.
+CREATE OR REPLACE FUNCTION stream_writers_discover(s stream) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    names text[] := ARRAY['master'];
+BEGIN
+    IF s.instance_column IS NOT NULL THEN
+        EXECUTE format('SELECT array_agg(DISTINCT instance) FROM ('
+            'SELECT t.%I::text FROM %s AS t ORDER BY t.%I DESC LIMIT 100000) newest(instance)',
+            s.instance_column, s.relation, s.id_column) INTO names;
+    END IF;
+    PERFORM stream_writers_ensure(s.number, names);
+END
+$$;
+COMMENT ON FUNCTION stream_writers_discover(stream) IS 'Numbers for the writers of the newest rows';

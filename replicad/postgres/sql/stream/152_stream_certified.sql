@@ -1,0 +1,16 @@
+-- stream_certified(number, upto): the highest bound up to `upto` that some session holds with a certificate (stream_reserve),
+-- NULL where there is none. Lock and certificate must be the same session's: when a session ends, its locks go one by one.
+CREATE OR REPLACE FUNCTION stream_certified(number integer, upto bigint) RETURNS bigint
+LANGUAGE sql VOLATILE AS $$
+    WITH held AS MATERIALIZED (  -- one look at the lock table, which is a consistent one
+        SELECT l.pid, (l.classid::bigint << 32) | l.objid::bigint AS key
+        FROM pg_locks l
+        WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.mode = 'ShareLock' AND l.granted
+            AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+    )
+    SELECT max(lock.key & 281474976710655)
+    FROM held lock JOIN held certificate ON certificate.pid = lock.pid
+        AND certificate.key = stream_lock_key(number, lock.key & 281474976710655, true)
+    WHERE lock.key BETWEEN stream_lock_key(number, 0) AND stream_lock_key(number, upto)
+$$;
+COMMENT ON FUNCTION stream_certified(integer, bigint) IS 'The highest certified bound up to a number';

@@ -1,0 +1,29 @@
+-- stream_positions(stream): how far each known writer of a reserved stream has finished, now and without a daemon: the last
+-- value first, the bounds that are held afterwards. A session that is not named after a known writer holds back all. The
+-- row without a name is for all writers together.
+-- A crash of Postgres may take back what was not flushed; what a daemon publishes is. Raises RS001, RS002.
+CREATE OR REPLACE FUNCTION stream_positions(stream text) RETURNS TABLE (writer text, "position" bigint)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    s stream := stream_find_reserved(stream);
+    last bigint := stream_last_value(s.sequence);
+BEGIN
+    RETURN QUERY
+    WITH held AS MATERIALIZED (
+        SELECT stream_instance(a.application_name) AS holder, l.key & 281474976710655 AS bound
+        FROM (SELECT p.pid, (p.classid::bigint << 32) | p.objid::bigint AS key FROM pg_locks p
+              WHERE p.locktype = 'advisory' AND p.objsubid = 1 AND p.mode = 'ShareLock' AND p.granted
+                AND p.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())) l
+        LEFT JOIN pg_stat_activity a ON a.pid = l.pid  -- none: prepared
+        WHERE l.key BETWEEN stream_lock_key(s.number, 0) AND stream_lock_key(s.number, 281474976710655)
+    ), known AS (
+        SELECT w.name FROM stream_writer w WHERE w.stream = s.number
+    )
+    SELECT k.name, least(last, (SELECT min(h.bound) FROM held h
+        WHERE h.holder = k.name OR h.holder NOT IN (SELECT o.name FROM known o)))
+    FROM known k
+    UNION ALL
+    SELECT NULL, least(last, (SELECT min(h.bound) FROM held h));
+END
+$$;
+COMMENT ON FUNCTION stream_positions(text) IS 'How far each writer of a reserved stream has finished, now';

@@ -1,0 +1,90 @@
+"""What one writer has in flight: which ids are reserved and not completed, and how far it has therefore got.
+
+Pure: no connection and no clock. The position follows the definition of streams: the largest id such that this
+writer has completed all of its ids up to there; it skips ahead over ids that were completed out of order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Ids that are reserved together and completed together, ascending.
+
+    All of them are above `bound`, by a lock on which they are protected; None when that lock was lost.
+    """
+
+    ids: tuple[int, ...]
+    bound: int | None
+    completed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What becomes of the lock: take the bound `take` (None: nothing is in flight), then let go of `release`."""
+
+    release: int
+    take: int | None
+
+
+class InFlight:
+    """The reservations of one writer. One lock, on the lowest bound in flight, protects them all."""
+
+    def __init__(self, position: int) -> None:
+        """`position`: up to where everything of this writer is known to be complete."""
+        self.position = position
+        self._highest = position
+        self._reserved: deque[Reservation] = deque()
+
+    def __len__(self) -> int:
+        return sum(not reservation.completed for reservation in self._reserved)
+
+    @property
+    def maximum(self) -> int:
+        """The highest id that was reserved; `position` is the minimum that is certain."""
+        return self._highest
+
+    @property
+    def held(self) -> int | None:
+        """The bound on which the lock is, None when there is none."""
+        return next((r.bound for r in self._reserved if r.bound is not None and not r.completed), None)
+
+    def reserve(self, ids: Sequence[int], bound: int) -> Reservation:
+        """Note ids that were reserved under `bound`, or under the lock that is held already.
+
+        Raises:
+            ValueError: they are not ascending, not above what was reserved before, or not above their bound.
+        """
+        last = max(self._highest, bound)
+        for number in ids:
+            if number <= last:
+                raise ValueError(f"id {number} was reserved after {last}: the sequence went back")
+            last = number
+        reservation = Reservation(tuple(ids), bound)
+        self._reserved.append(reservation)
+        self._highest = max(self._highest, last)
+        return reservation
+
+    def complete(self, reservation: Reservation) -> Handover | None:
+        """These ids are finished, by a row or without one. Returns what to do with the lock, None for nothing.
+
+        Raises:
+            ValueError: they were completed already.
+        """
+        if reservation.completed:
+            raise ValueError(f"ids {reservation.ids} are complete already")
+        before = self.held
+        reservation.completed = True
+        while self._reserved and self._reserved[0].completed:
+            self.position = max(self.position, self._reserved.popleft().ids[-1])
+        after = self.held
+        return None if before is None or before == after else Handover(before, after)
+
+    def lost(self) -> None:
+        """The lock is gone: nothing in flight is protected any more. The next reservation takes a lock of its own."""
+        for reservation in self._reserved:
+            reservation.bound = None

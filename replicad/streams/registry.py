@@ -1,0 +1,224 @@
+"""Which tables are streams: add, load, remove; numbers for writers; what was published; resets.
+
+The rules live in SQL (sql/stream), so that psql users get the same refusals; this is their face in Python. It holds
+no state: everything is in Postgres, where all daemons see it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from replicad.errors import DatabaseError, StreamRefused, UnknownStream
+from replicad.postgres.rows import RowSource, wire_instance
+from replicad.streams.queries import SCHEMA, Queries, installed, statement
+
+_BAD_NAME = frozenset({"42601", "42602", "0A000"})  # what Postgres says of a text that cannot name a relation
+
+
+class Method(enum.StrEnum):
+    """How positions of a stream are known."""
+
+    LOCK_WATCH = "lock_watch"
+    RESERVATION = "reservation"
+    POSITIONS_TABLE = "positions_table"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A registered stream. `table`, `sequence` and `positions_table` are qualified and quoted, columns are as they are.
+
+    `fault` is None, or why the stream can no longer be served, with the remedy; names that are gone are None then.
+    Ids up to `trimmed_upto` were removed on purpose. `writers` are the numbers that vector tokens are made of.
+    """
+
+    number: int
+    name: str
+    table: str | None
+    table_oid: int
+    id_column: str
+    instance_column: str | None
+    row: str | None
+    row_type: str
+    method: Method
+    sequence: str | None
+    sequence_oid: int
+    positions_table: str | None
+    positions_oid: int | None
+    unique_ids: bool
+    epoch: str
+    fault: str | None
+    resets: int
+    trimmed_upto: int | None
+    created_at: datetime
+    writers: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A new stream, and remarks about it for the person who added it."""
+
+    stream: Stream
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What some daemon published last: the linear position, each writer's own, and when the first last moved."""
+
+    position: int
+    per_writer: Mapping[str, int]
+    at: datetime
+
+
+async def add(
+    db: Queries,
+    name: str,
+    table: str,
+    id_column: str,
+    *,
+    instance_column: str | None = None,
+    row: str | None = None,
+    method: Method | str = Method.LOCK_WATCH,
+    positions_table: str | None = None,
+    sequence: str | None = None,
+    schema: str = SCHEMA,
+) -> Added:
+    """Make a table a stream.
+
+    Tables and sequences are named as in SQL (`public.events`), columns exactly as they are. `row` is an SQL expression
+    over the table, called t, that yields JSON. `sequence` is needed only where the application itself takes ids from
+    one that neither belongs to the column nor stands in its default.
+
+    Raises:
+        StreamRefused: it cannot be a stream; the message has the reason and the remedy.
+        SchemaMissing: streams are not installed in this database.
+    """
+    oids = [await _resolve(db, what, schema) for what in (table, positions_table, sequence)]
+    with installed(schema):
+        notes = await db.fetch_value(
+            statement("stream_add", schema), name, oids[0], id_column, instance_column, row, str(method), *oids[1:]
+        )
+    return Added(await load_stream(db, name, schema=schema), tuple(notes))
+
+
+async def remove(db: Queries, name: str, *, schema: str = SCHEMA) -> None:
+    """Make a stream a mere table again; its rows stay. Raises UnknownStream."""
+    with installed(schema):
+        await db.fetch_value(statement("stream_remove", schema), name)
+
+
+async def load_streams(db: Queries, *, schema: str = SCHEMA) -> dict[str, Stream]:
+    """All streams by name, in one statement that is cheap enough to repeat every second."""
+    with installed(schema):
+        rows = await db.fetch(statement("stream_load", schema), None)
+    return {row["name"]: _stream(row) for row in rows}
+
+
+async def load_stream(db: Queries, name: str, *, schema: str = SCHEMA) -> Stream:
+    """One stream. Raises UnknownStream."""
+    with installed(schema):
+        row = await db.fetch_row(statement("stream_load", schema), name)
+    if row is None:
+        raise UnknownStream(f"there is no stream {name!r}; `replicad streams list` shows those that there are.")
+    return _stream(row)
+
+
+def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
+    """What reads the rows of this stream. Raises StreamRefused when the stream can no longer be served."""
+    if stream.fault is not None or stream.table is None:
+        raise StreamRefused(f"stream {stream.name} cannot be served: {stream.fault}")
+    return RowSource(
+        number=stream.number,
+        stream=stream.name,
+        table=stream.table,
+        id_column=stream.id_column,
+        instance_column=stream.instance_column,
+        row=stream.row,
+        row_type=stream.row_type,
+        unique_ids=stream.unique_ids,
+        writers=tuple(stream.writers),
+        schema=schema,
+    )
+
+
+async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, schema: str = SCHEMA) -> dict[str, int]:
+    """The numbers of these writers; a new name gets the next one, for as long as the stream lives.
+
+    To be called before the first row of a new writer goes out, so that a token can name it.
+    """
+    wanted = sorted({wire_instance(name) for name in names})
+    with installed(schema):
+        rows = await db.fetch(statement("stream_writers_ensure", schema), stream.number, wanted)
+    return {row["writer"]: row["writer_number"] for row in rows}
+
+
+async def announce_reset(db: Queries, stream: Stream, position: int, *, schema: str = SCHEMA) -> Stream:
+    """The ids have gone back, to `position`: void the tokens of before by a new epoch. Returns the stream anew.
+
+    Several daemons that see the same reset make one new epoch. Raises UnknownStream when the stream was removed.
+    """
+    with installed(schema):
+        await db.fetch_value(statement("stream_reset", schema), stream.number, stream.resets, position)
+    return await load_stream(db, stream.name, schema=schema)
+
+
+async def publish(
+    db: Queries, stream: Stream, position: int, per_writer: Mapping[str, int], *, schema: str = SCHEMA
+) -> bool:
+    """Keep what was published, for daemons that start later; positions only grow. About once a second will do.
+
+    Writers without a number are left out. Returns False, with nothing written, when the stream was reset or removed
+    since it was loaded: load it again.
+    """
+    known = {stream.writers[name]: at for name, at in per_writer.items() if name in stream.writers}
+    with installed(schema):
+        return bool(
+            await db.fetch_value(
+                statement("stream_publish", schema),
+                stream.number,
+                stream.resets,
+                position,
+                list(known),
+                list(known.values()),
+            )
+        )
+
+
+async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published]:
+    """What was published last, by the name of the stream; one that was never published is not in it."""
+    with installed(schema):
+        rows = await db.fetch(statement("stream_published", schema))
+    return {
+        row["name"]: Published(
+            row["position"], dict(zip(row["writers"], row["positions"], strict=True)), row["published_at"]
+        )
+        for row in rows
+    }
+
+
+async def _resolve(db: Queries, relation: str | None, schema: str) -> int | None:
+    if relation is None:
+        return None
+    try:
+        oid: int | None = await db.fetch_value(statement("stream_resolve", schema), relation)
+    except DatabaseError as error:
+        if error.sqlstate not in _BAD_NAME:
+            raise
+        oid = None
+    if oid is None:
+        raise StreamRefused(
+            f"there is no table or sequence {relation} in this database: name it with its schema, as in public.events; "
+            'capitals and blanks need double quotes, as in public."My Events".'
+        )
+    return oid
+
+
+def _stream(row: Any) -> Stream:
+    values = dict(row)
+    names, numbers = values.pop("writer_names"), values.pop("writer_numbers")
+    values["method"] = Method(values["method"])
+    return Stream(**values, writers=dict(zip(names, numbers, strict=True)))

@@ -232,6 +232,33 @@ class DownstreamError(ReplicadError):
     code = "downstream"
 
 
+# --- federation ------------------------------------------------------------------------------------
+
+
+class FederationError(ReplicadError):
+    """Something about the federation sender."""
+
+    code = "federation"
+
+
+class SenderRefused(FederationError):
+    """Another sender runs under that name, or the senders do not agree on how they share the destinations."""
+
+    code = "sender_refused"
+
+
+class RouteFailed(FederationError):
+    """It cannot be told to which destinations a row goes; the message names the row's token."""
+
+    code = "route_failed"
+
+
+class StreamRestarted(FederationError):
+    """The ids of a stream went back, or rows that were not recorded are gone: a person decides where to go on."""
+
+    code = "stream_restarted"
+
+
 def by_code() -> dict[str, type[ReplicadError]]:
     """Map every `code` to its class, for clients that turn an ERROR line back into an exception."""
     found: dict[str, type[ReplicadError]] = {}

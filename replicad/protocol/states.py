@@ -30,6 +30,7 @@ class CloseReason(enum.Enum):
     BAD_LINE = "bad_line"  # it broke the protocol
     UNFINISHED_LINE = "unfinished_line"  # it began a line and did not end it in time
     NOT_AUTHORISED = "not_authorised"
+    STREAM_ENDED = "stream_ended"  # a stream that it follows was removed, or broke off
     SLOW_READER = "slow_reader"  # it fell behind the bound
     TOO_MANY_CONNECTIONS = "too_many_connections"
     TOO_MANY_REQUESTS = "too_many_requests"

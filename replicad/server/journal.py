@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.errors import SlowReader
+from replicad.errors import ReplicadError, SlowReader
 
 JOIN_BYTES = 128 * 1024  # small chunks are sent together up to this much; larger sends gained nothing (fan-out)
 
@@ -63,7 +63,7 @@ class _Chunk:
 class Reader:
     """A cursor into a channel. `wake` is called, at most once per wait, when something can be taken again."""
 
-    __slots__ = ("_channel", "_patience", "cursor", "extended", "fallen", "wake")
+    __slots__ = ("_channel", "_patience", "cursor", "ended", "extended", "fallen", "wake")
 
     def __init__(
         self, channel: Channel, cursor: int, wake: Callable[[], None], extended: bool, patience: float
@@ -74,14 +74,18 @@ class Reader:
         self.wake = wake
         self.extended = extended
         self.fallen = False
+        self.ended: ReplicadError | None = None
 
     def take_nowait(self) -> bytes | None:
         """The next chunk, small ones joined; None at the head.
 
         Raises:
             SlowReader: the next chunk has left the window.
+            ReplicadError: the channel was cut.
         """
         channel = self._channel
+        if self.ended is not None:
+            raise self.ended
         if self.fallen:
             raise SlowReader(f"the next line of {channel.name} is no longer held; reconnect and resume from your token")
         taken: list[bytes] = []
@@ -172,6 +176,18 @@ class Channel:
     def seal(self, positions: Mapping[str, int]) -> None:
         """Say that everything up to `positions`, and nothing beyond, is in the chunks so far."""
         self.seam = Seam(self.head, dict(positions))
+
+    def cut(self, error: ReplicadError, positions: Mapping[str, int]) -> None:
+        """Throw all readers and chunks out, and begin again at `positions`: what was appended last must not go on."""
+        for reader in self._readers:
+            reader.ended = error
+            reader.wake()
+        self._readers.clear()
+        self.chunks.clear()
+        self._bytes = 0
+        self.tail = self.head
+        self.seal(positions)
+        self.reader_moved()
 
     def statistics(self) -> ChannelStatistics:
         """Counts, as one frozen value."""

@@ -11,14 +11,15 @@ import hmac
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING
 
 import structlog
 import trio
 
-from replicad.errors import NotAuthorised, ProtocolError, ReplicadError, SlowReader
+from replicad.errors import DatabaseError, NotAuthorised, ProtocolError, ReplicadError, SlowReader, StreamError
 from replicad.protocol.commands import Auth, Command, Error, Name, Ping, Server, Side
 from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.states import CloseReason
@@ -32,6 +33,16 @@ RECEIVE_BYTES = 65536
 MAX_POSTED = 1000  # commands; relays and answers of a few bytes each, for a peer that reads nothing
 ERROR_GRACE = 1.0  # seconds for the last ERROR to leave, best effort
 
+_REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
+    (NotAuthorised, CloseReason.NOT_AUTHORISED),
+    (ProtocolError, CloseReason.BAD_LINE),
+    (SlowReader, CloseReason.SLOW_READER),
+    (StreamError, CloseReason.STREAM_ENDED),
+    (DatabaseError, CloseReason.STREAM_ENDED),
+    (trio.BrokenResourceError, CloseReason.PEER_LOST),
+    (trio.ClosedResourceError, CloseReason.PEER_LOST),
+    (ssl.SSLError, CloseReason.PEER_LOST),
+)
 _numbers = count(1)
 log = structlog.get_logger()
 
@@ -75,10 +86,13 @@ class Session:
         self._wake = trio.Event()
         self._sending = trio.Lock()
         self._torn = False  # a send was cut short: the peer has half a line, so no ERROR can follow
-        self._end: HangUp | None = None
-        self._scope = trio.CancelScope()
+        self._closing = False
+        self._end: tuple[CloseReason, str] | None = None
+        self._ended = trio.Event()
         self._closed_by: list[Callable[[], None]] = []
-        self.nursery: trio.Nursery
+        self._nursery: trio.Nursery
+        self.post(Server(settings.server_name))
+        self.post(Ping(f"{_wall_clock_ms()}"))
 
     # --- what services call ---
 
@@ -102,8 +116,14 @@ class Session:
 
     async def send(self, data: bytes) -> None:
         """Send whole lines, waiting until the socket has taken them."""
-        async with self._sending:
+        async with self._turn():
             await self._send_all(data)
+
+    async def flush(self) -> None:
+        """Send what is posted already, so that what is sent next comes after it."""
+        async with self._turn():
+            if self._posted:
+                await self._send_all(self._render_posted())
 
     def read(self, channel: Channel, cursor: int, *, extended: bool) -> Reader:
         """Have the chunks of a journal sent from `cursor` on, after what is posted already.
@@ -123,8 +143,8 @@ class Session:
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon, whatever it is waiting for; the first reason counts."""
         if self._end is None:
-            self._end = HangUp(reason, text)
-            self._scope.cancel()
+            self._end = (reason, text)
+            self._ended.set()
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Have `call` called when the session is over."""
@@ -135,53 +155,52 @@ class Session:
     async def run(self, handle: Handler) -> CloseReason:
         """Serve the client until one side ends it; always closes the stream, never raises but for cancellation."""
         self.log.info("session_opened", connected=len(self._hub))
-        reason, text = CloseReason.INTERNAL_ERROR, "internal error"
         try:
-            with self._scope:
-                reason, text = await self._converse(handle)
-            if self._end is not None:
-                reason, text = self._end.reason, self._end.text
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                self.start(self._write)
+                self.start(self._read, handle)
+                await self._ended.wait()
+                await self._finish()
+                nursery.cancel_scope.cancel()
         finally:
+            reason, text = self._end or (CloseReason.SERVER_STOPPING, "server stopping")
             for reader in self._readers:
                 reader.close()
             for call in self._closed_by:
                 call()
             self._hub.leave(self, reason)
             await self._say_goodbye(text)
-            self.log.info("session_closed", name=self.name, reason=reason.value, error=text or None)
+            self.log.info("session_closed", reason=reason.value, error=text or None)
         return reason
 
-    async def _converse(self, handle: Handler) -> tuple[CloseReason, str]:
-        try:
-            async with trio.open_nursery() as nursery:
-                self.nursery = nursery
-                nursery.start_soon(self._write)
-                await self._read(handle)
-        except BaseExceptionGroup as group:
-            cancelled, rest = group.split(trio.Cancelled)
-            if cancelled is not None:
-                raise cancelled from None
-            assert rest is not None
-            return self._explain(_first(rest))
-        raise AssertionError("the reader never returns")
+    def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run a task that lives as long as the session; whatever it raises ends the session."""
+        self._nursery.start_soon(self._guarded, job, args)
 
-    def _explain(self, error: BaseException) -> tuple[CloseReason, str]:
+    async def _guarded(self, job: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
+        try:
+            await job(*args)
+        except Exception as error:  # noqa: BLE001 - each becomes a reason; defects are logged with their traceback
+            self.hang_up(*self._explain(error))
+
+    async def _finish(self) -> None:
+        """Let the send that is under way come to its end, and what is posted go out, so that ERROR stands on a line."""
+        self._closing = True
+        with trio.move_on_after(ERROR_GRACE):
+            async with self._sending:
+                if self._posted:
+                    await self._send_all(self._render_posted())
+
+    def _explain(self, error: Exception) -> tuple[CloseReason, str]:
         """The reason that an exception is, and what to tell the peer."""
-        match error:
-            case HangUp():
-                return error.reason, error.text
-            case NotAuthorised():
-                return CloseReason.NOT_AUTHORISED, _text(error)
-            case ProtocolError():
-                return CloseReason.BAD_LINE, _text(error)
-            case SlowReader():
-                return CloseReason.SLOW_READER, _text(error)
-            case trio.BrokenResourceError() | trio.ClosedResourceError() | ssl.SSLError():
-                return CloseReason.PEER_LOST, ""
-            case Exception():
-                self.log.error("session_failed", exc_info=error)
-                return CloseReason.INTERNAL_ERROR, "internal error; the server's log has it"
-        raise error
+        if isinstance(error, HangUp):
+            return error.reason, error.text
+        for kind, reason in _REASONS:
+            if isinstance(error, kind):
+                return reason, _text(error) if isinstance(error, ReplicadError) else ""
+        self.log.error("session_failed", exc_info=error)
+        return CloseReason.INTERNAL_ERROR, "internal error; the server's log has it"
 
     async def _say_goodbye(self, text: str) -> None:
         with trio.move_on_after(ERROR_GRACE, shield=True):
@@ -207,8 +226,6 @@ class Session:
             connection.receive_data(bytes(data), trio.current_time())
             while (command := connection.next_command()) is not None:
                 await self._take(command, handle)
-            if connection.next_deadline() < trio.current_time() + self._timing.ping_interval:
-                self.wake()
 
     async def _take(self, command: Command, handle: Handler) -> None:
         match command:
@@ -235,21 +252,25 @@ class Session:
 
     async def _write(self) -> None:
         """Send what is posted, then what the journals have, then wait for either or for a deadline."""
-        self.post(Server(self._settings.server_name))
-        self.post(Ping(f"{_wall_clock_ms()}"))
         while True:
             self._wake = trio.Event()
             busy = False
-            if self._posted:
-                async with self._sending:
-                    await self._send_all(self._render_posted())
+            await self.flush()
             for reader in list(self._readers):
                 if (data := reader.take_nowait()) is not None:
                     busy = True
-                    async with self._sending:
-                        await self._send_all(data)
+                    await self.send(data)
             if not busy and not self._posted:
                 await self._wait()
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """The right to send; nobody gets it any more once the session is closing."""
+        async with self._sending:
+            if not self._closing:
+                yield
+                return
+        await trio.sleep_forever()
 
     def _render_posted(self) -> bytes:
         now = trio.current_time()
@@ -269,7 +290,8 @@ class Session:
 
     async def _wait(self) -> None:
         """Until something is to be sent or a deadline has come; then do what it asks for."""
-        deadline = self._connection.next_deadline()
+        # A line that begins while we wait has a deadline of its own: look again before that can have come.
+        deadline = min(self._connection.next_deadline(), trio.current_time() + self._timing.line_timeout)
         if not self._authorised:
             deadline = min(deadline, self._auth_deadline)
         with trio.move_on_at(deadline):
@@ -306,11 +328,3 @@ def _text(error: ReplicadError) -> str:
 
 def _error_line(error: ReplicadError) -> Error:
     return Error(_text(error).replace("\r", " ").replace("\n", " ").replace("\0", " "))
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    """Any leaf of the group: which of several at once ended the session does not matter."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

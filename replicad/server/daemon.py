@@ -1,0 +1,207 @@
+"""The daemon put together: databases, publisher, tubes, listeners, signals, and an end within a bounded time."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import trio
+
+from replicad.config import Address, ServerSettings
+from replicad.errors import EnvironmentRefused
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.horizon import Horizon
+from replicad.protocol.commands import Error, Server
+from replicad.protocol.states import CloseReason
+from replicad.server.hub import Hub
+from replicad.server.listener import accept_forever, open_listeners
+from replicad.server.poller import Poller
+from replicad.server.publisher import Publisher
+from replicad.server.requests import Requests
+from replicad.server.session import Session
+from replicad.server.tubes import TubeService
+
+ACK_CONNECTIONS = 2  # acks are short; these connections do nothing else, so that the lock-watch can leave them out
+
+Recover = Callable[[], Awaitable[None]]
+log = structlog.get_logger()
+
+
+def serve(settings: ServerSettings) -> None:
+    """Run a daemon until SIGTERM or SIGINT; returns after a clean end.
+
+    Raises:
+        ReplicadError: it cannot start; the message says why and what to do.
+    """
+    with _interruptible(), _postgres(settings) as (url, recover):
+        trio.run(_serve_until_signal, settings, url, recover)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Until trio takes the signals over, SIGTERM unwinds like Ctrl-C, so that a starting Postgres is stopped again."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _postgres(settings: ServerSettings) -> Iterator[tuple[str, Recover | None]]:
+    """The database's URL, and how to start it again if it dies, where it is our own."""
+    if settings.database.database is not None:
+        yield settings.database.database, None
+        return
+    log.info("postgres_starting", folder=str(settings.database.data_folder))
+    with EmbeddedPostgres(settings.database.data_folder) as server:
+
+        async def recover() -> None:
+            await trio.to_thread.run_sync(server.ensure_running)
+
+        yield server.url, recover
+
+
+async def _serve_until_signal(settings: ServerSettings, url: str, recover: Recover | None) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with open_daemon(settings, url, recover):
+            async for number in signals:
+                log.info("stopping", signal=signal.Signals(number).name)
+                break
+    log.info("stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A running daemon, for whoever started it: where it listens, and its parts."""
+
+    addresses: tuple[Address, ...]
+    hub: Hub
+    publisher: Publisher
+    tubes: TubeService
+
+
+@asynccontextmanager
+async def open_daemon(settings: ServerSettings, url: str, recover: Recover | None = None) -> AsyncIterator[Daemon]:
+    """Start a daemon on the database at `url`; at the end of the block it stops as SIGTERM stops it.
+
+    `recover` is called while Postgres is away, before each new try to reach it.
+
+    Raises:
+        ReplicadError: it cannot start.
+    """
+    limits = settings.limits
+    async with (
+        open_database(
+            url,
+            size=limits.database_connections,
+            application_name="replicad",
+            statement_timeout=limits.statement_timeout,
+            connect_timeout=limits.connect_timeout,
+        ) as db,
+        open_database(
+            url,
+            size=ACK_CONNECTIONS,
+            application_name="replicad ack",
+            statement_timeout=limits.statement_timeout,
+            connect_timeout=limits.connect_timeout,
+        ) as ack_db,
+        open_database(
+            url,
+            size=limits.catchup_connections,
+            application_name="replicad catch-up",
+            statement_timeout=None,  # bounded by the client's own progress (stall_timeout)
+            wait_timeout=limits.wait_max,
+            connect_timeout=limits.connect_timeout,
+        ) as catchup_db,
+        Horizon(db) as horizon,
+    ):
+        await _install(db, settings)
+        hub = Hub(limits.max_connections)
+        poller = Poller(horizon, limits, recover)
+        publisher = Publisher(db, catchup_db, settings, poller)
+        tubes = TubeService(db, ack_db, catchup_db, settings, poller)
+        requests = Requests(hub, publisher, tubes, poller, limits.max_pending)
+
+        async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
+            session = Session(stream, peer, settings, hub)
+            if hub.admit(session):
+                await session.run(requests.conversation(session))
+            else:
+                await _turn_away(stream, settings)
+
+        async with trio.open_nursery() as services:
+            services.start_soon(poller.run)
+            await services.start(publisher.run)
+            await services.start(tubes.run)
+            async with trio.open_nursery() as sessions:
+                listeners = await open_listeners(settings.listen)
+                async with trio.open_nursery() as accepting:
+                    for listener in listeners:
+                        accepting.start_soon(accept_forever, listener, serve_one, sessions, settings.ssl_context())
+                    addresses = tuple(_address(listener) for listener in listeners)
+                    log.info(
+                        "ready",
+                        listen=[str(address) for address in addresses],
+                        database=settings.database.shown,
+                        streams=sorted(publisher.feeds),
+                        tubes=sorted(tubes.tubes),
+                    )
+                    with _ready_file(settings.ready_file, addresses[0]):
+                        yield Daemon(addresses, hub, publisher, tubes)
+                    accepting.cancel_scope.cancel()
+                for session in list(hub):
+                    session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
+                sessions.cancel_scope.deadline = trio.current_time() + limits.stop_grace / 2
+            services.cancel_scope.cancel()
+
+
+async def _install(db: Database, settings: ServerSettings) -> None:
+    """Install what is missing, upgrade what is older, and say so."""
+    for part, name in (("stream", settings.database.stream_schema), ("tube", settings.database.tube_schema)):
+        done = await schema.install(db, part, name)
+        if done is not None:
+            log.info("schema_" + done, part=part, schema=name)
+
+
+async def _turn_away(stream: trio.abc.Stream, settings: ServerSettings) -> None:
+    """Tell one connection too many, best effort. SERVER comes first: to a health check the daemon is alive."""
+    lines = [
+        Server(settings.server_name).render(),
+        Error(
+            f"too_many_connections: this server takes {settings.limits.max_connections} connections; try again later"
+        ).render(),
+    ]
+    with trio.move_on_after(1):
+        with suppress(trio.BrokenResourceError):
+            await stream.send_all("\n".join([*lines, ""]).encode())
+    await trio.aclose_forcefully(stream)
+
+
+def _address(listener: trio.SocketListener) -> Address:
+    host, port, *_ = listener.socket.getsockname()
+    return Address(host, port)
+
+
+@contextmanager
+def _ready_file(path: Path | None, address: Address) -> Iterator[None]:
+    """Tell whoever waits for it where clients may connect."""
+    if path is None:
+        yield
+        return
+    try:
+        partial = path.with_name(path.name + ".new")
+        partial.write_text(f"{address}\n")
+        partial.rename(path)
+    except OSError as error:
+        raise EnvironmentRefused(f"--ready-file {path} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,155 @@
+"""What REPLICATE does: from a token to the live flow without a gap and without a repeat.
+
+Plain REPLICATE joins every stream's journal at its last seam and tells the positions there. `REPLICATE stream token`
+first copies the rows between the token and a seam from Postgres, straight into the socket and as fast as the socket
+takes them, and joins at the seam; if the journal has moved on meanwhile, once more from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from replicad.errors import BadToken, DatabaseError, SlowReader, StreamRefused, TokenAhead, TokenExpired
+from replicad.protocol.commands import Position, Replicate
+from replicad.protocol.states import CloseReason
+from replicad.protocol.tokens import Vector
+from replicad.server.feed import LINEAR, Feed
+from replicad.server.journal import Channel
+from replicad.server.publisher import Publisher
+from replicad.server.session import HangUp, Session
+
+
+class Subscriptions:
+    """The streams that one session follows."""
+
+    def __init__(self, session: Session, publisher: Publisher) -> None:
+        self._session = session
+        self._publisher = publisher
+        self._all = False
+        self._streams: set[str] = set()
+        session.at_end(lambda: publisher.unfollow(self._join_new))
+
+    async def replicate(self, command: Replicate) -> None:
+        """Serve one REPLICATE; what cannot be done is answered by ERROR and leaves the connection as it was.
+
+        Raises:
+            StreamError, BadToken: refused.
+        """
+        if command.stream is None:
+            self._replicate_all()
+        else:
+            await self._replicate_one(command, command.stream)
+
+    # --- every stream, from now on (seed 001) ---
+
+    def _replicate_all(self) -> None:
+        if self._streams:
+            raise StreamRefused(
+                "REPLICATE for all streams does not go with one for a single stream; use two connections"
+            )
+        if self._all:  # a client may ask again for where everything stands
+            for feed in self._publisher.feeds.values():
+                self._tell(feed, feed.channel.seam.positions)
+            return
+        self._all = True
+        for feed in self._publisher.feeds.values():
+            self._join_new(feed)
+        self._publisher.follow(self._join_new)
+
+    def _join_new(self, feed: Feed) -> None:
+        seam = feed.channel.seam
+        self._tell(feed, seam.positions)
+        self._join(feed, feed.channel, seam.positions, linear=False, extended=False)
+
+    def _tell(self, feed: Feed, positions: Mapping[str, int]) -> None:
+        for instance, position in sorted(positions.items()):
+            self._session.post(Position(feed.name, instance, position, position))
+
+    # --- one stream, from a token (ours) ---
+
+    async def _replicate_one(self, command: Replicate, name: str) -> None:
+        if name not in self._publisher.feeds:
+            await self._publisher.look()
+        feed = self._publisher.feed(name)
+        if self._all or name in self._streams:
+            raise StreamRefused(f"stream {name} is subscribed to on this connection already")
+        channel = feed.linear_channel() if command.linear else feed.channel
+        start = await self._start_of(feed, command, channel.seam.positions)
+        self._streams.add(name)
+        if not command.linear:
+            self._session.post(feed.writers())
+        self._tell(feed, start)
+        self._join(feed, channel, start, linear=command.linear, extended=not command.linear)
+
+    def _join(self, feed: Feed, channel: Channel, start: Mapping[str, int], *, linear: bool, extended: bool) -> None:
+        """Read the journal from `start` on, which is what the client was told; by way of Postgres where it must be."""
+        if start == channel.seam.positions:
+            with suppress(SlowReader):
+                self._session.read(channel, channel.seam.index, extended=extended)
+                return
+        self._session.start(self._catch_up, feed, channel, start, linear, extended)
+
+    async def _start_of(self, feed: Feed, command: Replicate, now: Mapping[str, int]) -> dict[str, int]:
+        """The position per writer that the subscriber begins behind.
+
+        Raises:
+            BadToken, TokenAhead, TokenExpired: with what would do.
+        """
+        if command.token in (None, "NOW"):
+            return dict(now)
+        retained = await feed.retained()  # every row above it is there
+        if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
+            return {instance: min(retained, position) for instance, position in now.items()}
+        assert command.token is not None
+        token = Vector.parse(command.token)
+        if token.epoch is not None and token.epoch != feed.epoch:
+            raise BadToken(
+                f"the token is of epoch {token.epoch}, stream {feed.name} is in {feed.epoch}: "
+                "its ids were reset (a restore, setval), so what you have may differ; begin again from EARLIEST"
+            )
+        if command.linear and token.ahead:
+            raise BadToken("a linear subscription takes a single integer as its token")
+        unknown = token.ahead.keys() - feed.numbers.values()
+        if unknown:
+            raise BadToken(f"the token names writers {sorted(unknown)} that stream {feed.name} does not have")
+        start = {
+            instance: token.minimum if instance == LINEAR else token.at(feed.numbers[instance]) for instance in now
+        }
+        for instance, position in start.items():
+            if position > now[instance]:
+                raise TokenAhead(
+                    f"token {position} lies beyond the position {now[instance]} of {feed.name} {instance}; "
+                    "check that this is the database that the token came from"
+                )
+            if position < retained:
+                raise TokenExpired(
+                    f"rows of {feed.name} up to {retained} were removed, and the token is {position}; "
+                    f"`REPLICATE {feed.name} EARLIEST` begins with what is left"
+                )
+        return start
+
+    async def _catch_up(
+        self, feed: Feed, channel: Channel, start: Mapping[str, int], linear: bool, extended: bool
+    ) -> None:
+        """Copy (start, seam] to the client, then join the journal at the seam; where it has moved on, once more."""
+        session = self._session
+        told = dict(start)
+        while True:
+            seam = channel.seam
+            for instance in seam.positions.keys() - told.keys():  # a writer that joined meanwhile
+                told[instance] = feed.floor(instance)
+                if extended:
+                    session.post(feed.writers())
+                session.post(Position(feed.name, instance, told[instance], told[instance]))
+            await session.flush()
+            try:
+                await feed.copy(told, seam.positions, session.send, linear=linear)
+            except DatabaseError as error:
+                raise HangUp(
+                    CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
+                ) from error
+            told = dict(seam.positions)
+            with suppress(SlowReader):
+                session.read(channel, seam.index, extended=extended)
+                return

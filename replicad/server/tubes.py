@@ -1,0 +1,280 @@
+"""The daemon's side of tubes: leases, pods and acks over TCP, and workers that are woken when pods arrive.
+
+It hands out only pods at or below the tube's position, above which a pod with a lower seq can still turn up. All that
+must hold when two daemons or a zombie worker are at it at once is enforced by the SQL, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import structlog
+import trio
+
+from replicad.config import ServerSettings
+from replicad.errors import CursorAhead, DatabaseError, TubeRefused, UnknownTube
+from replicad.postgres.bridge import Database
+from replicad.postgres.horizon import LockSource, Reading
+from replicad.protocol.commands import (
+    Ack,
+    Acked,
+    Claim,
+    Command,
+    CursorAt,
+    Lease,
+    Park,
+    Parked,
+    Part,
+    Pods,
+    Release,
+    Renew,
+    Tube,
+)
+from replicad.protocol.tokens import Cursor
+from replicad.server.poller import Poller
+from replicad.server.session import Session
+from replicad.tubes.leases import LeaseBook
+from replicad.tubes.pods import PodBook, TubeInfo
+
+LOOK_INTERVAL = 1.0  # seconds between two looks at all leases and all tubes; a time to live is some of them
+MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
+DEFAULT_LIMIT = 1000
+RENEW_SHARE = 5  # a request renews its lease when this part of the time to live has passed
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Waiter:
+    tube: str
+    part: Part
+    event: trio.Event
+
+
+class TubeService:
+    """Answers the requests of all sessions about all tubes of one schema."""
+
+    def __init__(
+        self, db: Database, ack_db: Database, bulk_db: Database, settings: ServerSettings, poller: Poller
+    ) -> None:
+        schema = settings.database.tube_schema
+        self.leases = LeaseBook(db, schema)
+        self.tubes: dict[str, TubeInfo] = {}
+        self._limits = settings.limits
+        self._pods = PodBook(db, ack_db, bulk_db, schema)
+        self._poller = poller
+        self._positions: dict[str, int] = {}
+        self._moved = trio.Event()
+        self._waiters: set[_Waiter] = set()
+        self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
+
+    # --- life ---
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Know the tubes, their positions and their leases, until cancelled. Started once the tubes are known."""
+        await self._look_at_tubes()
+        task_status.started()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._wake_waiters)
+            while True:
+                await trio.sleep(LOOK_INTERVAL)
+                try:
+                    await self._look_at_tubes()
+                    await self._look_at_leases()
+                except DatabaseError as error:  # the poller reports the outage; here it only means "later"
+                    log.debug("tubes_unseen", error=str(error))
+
+    async def _look_at_tubes(self) -> None:
+        found = {info.name: info for info in await self._pods.tubes()}
+        for name in self.tubes.keys() - found.keys():
+            self._poller.unwatch(f"tube:{name}")
+            self._positions.pop(name, None)
+        for name in found.keys() - self.tubes.keys():
+            info = found[name]
+            self._poller.watch(f"tube:{name}", LockSource(info.table_oid, info.sequence_oid), self._on_reading)
+        self.tubes = found
+
+    async def _look_at_leases(self) -> None:
+        views = await self.leases.look()
+        alive = {(view.row.tube, view.row.term) for view in views}
+        self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
+
+    def _on_reading(self, name: str, reading: Reading) -> None:
+        tube = name.removeprefix("tube:")
+        if reading.position is not None and reading.position != self._positions.get(tube):
+            self._positions[tube] = reading.position
+            self._moved.set()
+
+    async def _wake_waiters(self) -> None:
+        """Wake those whose partitions got pods: one query for a tube, however many wait."""
+        seen: dict[str, int] = {}
+        while True:
+            await self._moved.wait()
+            self._moved = trio.Event()
+            for tube, position in list(self._positions.items()):
+                before = seen.get(tube, position)
+                seen[tube] = position
+                waiting = [waiter for waiter in self._waiters if waiter.tube == tube]
+                if not waiting or position == before:
+                    continue
+                try:
+                    shards = await self._pods.shards_between(tube, min(before, position), position)
+                except DatabaseError:
+                    shards = None
+                for waiter in waiting:
+                    part = waiter.part
+                    if shards is None or any(shard % part.partitions == part.partition for shard in shards):
+                        waiter.event.set()
+
+    # --- requests ---
+
+    def answerer(self, session: Session, kind: type[Command]) -> Callable[..., Awaitable[None]]:
+        """What answers a command of that kind for that session."""
+        answers: Mapping[type[Command], Callable[..., Awaitable[None]]] = {
+            Tube: self._tube,
+            Claim: self._claim,
+            Renew: self._renew,
+            Release: self._release,
+            Pods: self._read,
+            Ack: self._ack,
+            Park: self._park,
+        }
+
+        async def answer(command: Command) -> None:
+            await answers[kind](session, command)
+
+        return answer
+
+    async def _info(self, tube: str) -> TubeInfo:
+        if tube not in self.tubes:  # perhaps it was made just now
+            await self._look_at_tubes()
+        found = self.tubes.get(tube)
+        if found is None:
+            known = ", ".join(sorted(self.tubes)) or "none yet; make one with `replicad tubes create`"
+            raise UnknownTube(f"there is no tube {tube[:80]!r}; the tubes are: {known}")
+        return found
+
+    async def _tube(self, session: Session, command: Tube) -> None:
+        info = await self._info(command.tube)
+        session.post(Tube(info.name, info.partitions))
+
+    async def _claim(self, session: Session, command: Claim) -> None:
+        await self._info(command.tube)
+        limits = self._limits
+        ttl = limits.lease_ttl if command.ttl is None else command.ttl
+        if not 0 < ttl <= limits.lease_ttl_max:
+            raise TubeRefused(
+                f"ttl={ttl:g} is out of range; this server gives leases of up to {limits.lease_ttl_max:g} s"
+            )
+        wait = self._bounded_wait(command.wait)
+        lease = await self.leases.claim(command.tube, command.part, command.holder or session.identity, ttl, wait)
+        self._renewed[lease.tube, lease.term] = (trio.current_time(), ttl)
+        session.log.info("lease_claimed", tube=lease.tube, part=str(lease.part), term=lease.term, ttl=ttl)
+        session.post(lease)
+
+    async def _renew(self, session: Session, command: Renew) -> None:
+        lease = await self.leases.renew(command.tube, command.part, command.term)
+        self._renewed[lease.tube, lease.term] = (trio.current_time(), lease.ttl)
+        session.post(lease)
+
+    async def _release(self, session: Session, command: Release) -> None:
+        released = await self.leases.release(command.tube, command.part, command.term)
+        self._renewed.pop((command.tube, command.term), None)
+        session.log.info("lease_released", tube=command.tube, part=str(command.part), was_held=released)
+        session.post(Release(command.tube, command.part, command.term))
+
+    async def _ack(self, session: Session, command: Ack) -> None:
+        await self._keep(command.tube, command.part, command.term)
+        if command.upto is None:
+            pods = await self._pods.ack(command.tube, command.part, command.term, command.seqs)
+        else:
+            await self._check(command.tube, command.upto)
+            pods = await self._pods.ack_upto(command.tube, command.part, command.term, command.after, command.upto)
+        session.post(Acked(command.tube, command.part, pods))
+
+    async def _park(self, session: Session, command: Park) -> None:
+        await self._keep(command.tube, command.part, command.term)
+        ids = await self._pods.park(
+            command.tube,
+            command.part,
+            command.term,
+            seq=command.seq,
+            ids=command.ids,
+            tries=command.tries,
+            error=command.error,
+        )
+        session.log.warning(
+            "parked", tube=command.tube, seq=command.seq, ids=ids, tries=command.tries, error=command.error
+        )
+        session.post(Parked(command.tube, command.part, ids))
+
+    async def _read(self, session: Session, command: Pods) -> None:
+        info = await self._info(command.tube)
+        await self._keep(command.tube, command.part, command.term)
+        await self._check(command.tube, command.after)
+        if command.upto is not None:
+            await self._check(command.tube, command.upto)
+            upto, pods = command.upto, 0
+        else:
+            planned = await self._plan_or_wait(info, command)
+            upto, pods = planned.cursor, planned.pods
+        if not command.plan and upto != command.after:
+            pods = await self._pods.lines(
+                command.tube, command.part, command.term, after=command.after, upto=upto, sink=session.send
+            )
+        session.post(CursorAt(command.tube, command.part, upto, pods))
+
+    async def _plan_or_wait(self, info: TubeInfo, command: Pods) -> CursorAt:
+        deadline = trio.current_time() + self._bounded_wait(command.wait)
+        waiter = _Waiter(info.name, command.part, trio.Event())
+        self._waiters.add(waiter)
+        try:
+            while True:
+                waiter.event = trio.Event()
+                planned = await self._pods.plan(
+                    command.tube,
+                    command.part,
+                    command.term,
+                    command.after,
+                    await self._position(command.tube),
+                    limit=min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT),
+                    ids=command.ids,
+                    backfill=command.backfill,
+                )
+                if planned.pods or trio.current_time() >= deadline:
+                    return planned
+                ttl = self._renewed.get((command.tube, command.term), (0.0, self._limits.lease_ttl))[1]
+                with trio.move_on_at(min(deadline, trio.current_time() + ttl / RENEW_SHARE)):
+                    await waiter.event.wait()
+                await self._keep(command.tube, command.part, command.term)
+        finally:
+            self._waiters.discard(waiter)
+
+    # --- what requests share ---
+
+    def _bounded_wait(self, wait: float | None) -> float:
+        if wait is not None and wait > self._limits.wait_max:
+            raise TubeRefused(f"wait={wait:g} is too long; this server waits up to {self._limits.wait_max:g} s")
+        return wait or 0.0
+
+    async def _position(self, tube: str) -> int:
+        """The tube's position; nothing is handed out before it is known."""
+        position = self._positions.get(tube)
+        return 0 if position is None else position
+
+    async def _check(self, tube: str, cursor: Cursor) -> None:
+        """Refuse a cursor that lies where pods can still appear: reading behind it would skip them."""
+        position = await self._position(tube)
+        if max(cursor.regular, cursor.backfill) > position:
+            raise CursorAhead(
+                f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors that CURSOR gave"
+            )
+
+    async def _keep(self, tube: str, part: Part, term: int) -> None:
+        """Renew the lease that a request names when some of its time has passed; the statements do the fencing."""
+        known = self._renewed.get((tube, term))
+        now = trio.current_time()
+        if known is None or now >= known[0] + known[1] / RENEW_SHARE:
+            lease: Lease = await self.leases.renew(tube, part, term)
+            self._renewed[tube, term] = (now, lease.ttl)

@@ -1,0 +1,156 @@
+"""Pods of a partition: plan a read, copy it as finished lines, ack it. Each is one statement that carries its fence.
+
+Reading is bounded by the tube's position, which the caller brings (positions): a pod that commits late has a
+lower seq than what was read already and must not be passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replicad.postgres.bridge import Database, Sink, quote_ident
+from replicad.protocol.commands import CursorAt, Part
+from replicad.protocol.tokens import Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class TubeInfo:
+    """A tube: its number of partitions, and the oids of its table and of the sequence that numbers its pods."""
+
+    name: str
+    partitions: int
+    table_oid: int
+    sequence_oid: int
+
+
+class PodBook:
+    """Reads and acks pods of the tubes of one schema.
+
+    `db` serves plans, `bulk_db` the copies, which last as long as their reader takes. `ack_db` serves statements that
+    delete and nothing else: the lock-watch leaves its connections out.
+    """
+
+    def __init__(self, db: Database, ack_db: Database, bulk_db: Database, schema: str) -> None:
+        self._db = db
+        self._ack_db = ack_db
+        self._bulk_db = bulk_db
+        self._schema = quote_ident(schema)
+
+    async def tubes(self) -> list[TubeInfo]:
+        """All tubes, by name."""
+        rows = await self._db.fetch(
+            f"SELECT tube AS name, partitions, to_regclass(format('%s.%I', $1::text, tube))::oid::bigint AS table_oid, "
+            "to_regclass($1 || '.tube_seq')::oid::bigint AS sequence_oid "
+            f"FROM {self._schema}.tube_registry ORDER BY tube",
+            self._schema,
+        )
+        return [TubeInfo(**dict(row)) for row in rows]
+
+    async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
+        """The shards that have pods in (after, upto]."""
+        table = f"{self._schema}.{quote_ident(tube)}"
+        rows = await self._db.fetch(f"SELECT DISTINCT shard FROM {table} WHERE seq > $1 AND seq <= $2", after, upto)
+        return [row["shard"] for row in rows]
+
+    async def plan(
+        self,
+        tube: str,
+        part: Part,
+        term: int,
+        after: Cursor,
+        position: int,
+        *,
+        limit: int,
+        ids: int | None,
+        backfill: int | None,
+    ) -> CursorAt:
+        """How far to read behind `after`: at most `limit` pods, about `ids` ids, `backfill` backfill pods.
+
+        Nothing above `position` is counted in.
+
+        Raises:
+            LeaseLost: the term does not cover the partition.
+        """
+        row = await self._db.fetch_row(
+            f"SELECT regular, backfill, pods FROM {self._schema}.tube_plan($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+            tube,
+            part.partitions,
+            part.partition,
+            term,
+            after.regular,
+            after.backfill,
+            position,
+            limit,
+            ids,
+            backfill,
+        )
+        assert row is not None
+        return CursorAt(tube, part, Cursor(row["regular"], row["backfill"]), row["pods"])
+
+    async def lines(self, tube: str, part: Part, term: int, *, after: Cursor, upto: Cursor, sink: Sink) -> int:
+        """Send the pods of (after, upto] as RDATA lines to `sink`, in chunks cut at line ends; returns how many.
+
+        Raises:
+            LeaseLost: the term does not cover the partition.
+        """
+        query: str = await self._db.fetch_value(
+            f"SELECT {self._schema}.tube_lines_sql($1, $2, $3, $4, $5, $6, $7, $8)",
+            tube,
+            part.partitions,
+            part.partition,
+            term,
+            after.regular,
+            after.backfill,
+            upto.regular,
+            upto.backfill,
+        )
+        return await self._bulk_db.copy_out(query, sink=sink)
+
+    async def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int:
+        """Remove these pods; returns how many there were.
+
+        Raises:
+            LeaseLost: the term does not cover the partition; nothing was removed.
+        """
+        pods: int = await self._ack_db.fetch_value(
+            f"SELECT {self._schema}.tube_ack($1, $2, $3, $4, $5)",
+            tube,
+            part.partitions,
+            part.partition,
+            term,
+            list(seqs),
+        )
+        return pods
+
+    async def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> int:
+        """Remove the pods of (after, upto]; returns how many there were. Raises as `ack`."""
+        pods: int = await self._ack_db.fetch_value(
+            f"SELECT {self._schema}.tube_ack_upto($1, $2, $3, $4, $5, $6, $7, $8)",
+            tube,
+            part.partitions,
+            part.partition,
+            term,
+            after.regular,
+            after.backfill,
+            upto.regular,
+            upto.backfill,
+        )
+        return pods
+
+    async def park(
+        self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[int], tries: int, error: str
+    ) -> int:
+        """Put ids of a pod (all where `ids` is empty) aside with the error; returns how many. Raises as `ack`."""
+        parked: int = await self._ack_db.fetch_value(
+            f"SELECT {self._schema}.tube_park($1, $2, $3, $4, $5, $6, $7, $8)",
+            tube,
+            part.partitions,
+            part.partition,
+            term,
+            seq,
+            list(ids),
+            tries,
+            error,
+        )
+        return parked

@@ -1,0 +1,116 @@
+"""A real daemon in the test's own process, and somebody with netcat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.config import Address, DatabaseSettings, ServerSettings
+from replicad.limits import Limits
+from replicad.postgres.bridge import Database
+from replicad.server.daemon import Daemon, open_daemon
+
+PATIENCE = 10.0  # seconds for what should take milliseconds: the machine may be busy
+
+
+class Netcat:
+    """A TCP client that knows nothing: it sends what it is told to and waits for lines."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+        self.lines: list[str] = []  # received and not expected yet
+        self._rest = b""
+
+    async def send(self, *lines: str) -> None:
+        await self.send_bytes("".join(f"{line}\n" for line in lines).encode())
+
+    async def send_bytes(self, data: bytes) -> None:
+        await self.stream.send_all(data)
+
+    async def line(self) -> str:
+        """The next line, PINGs included."""
+        with trio.fail_after(PATIENCE):
+            while not self.lines:
+                data = await self.stream.receive_some(65536)
+                if not data:
+                    raise EOFError(f"closed by the server; unfinished: {self._rest!r}")
+                *whole, self._rest = (self._rest + data).split(b"\n")
+                self.lines += [line.decode() for line in whole]
+        return self.lines.pop(0)
+
+    async def expect(self, *patterns: str) -> list[str]:
+        """The next lines but PINGs, each of which must match its pattern in full."""
+        found = []
+        for pattern in patterns:
+            line = await self.line()
+            while line.startswith("PING"):
+                line = await self.line()
+            assert re.fullmatch(pattern, line), f"expected {pattern!r}, got {line!r}"
+            found.append(line)
+        return found
+
+    async def expect_exactly(self, *lines: str) -> None:
+        await self.expect(*map(re.escape, lines))
+
+    async def expect_end(self) -> None:
+        """The server closes, with nothing more than PINGs before it."""
+        with pytest.raises(EOFError):
+            await self.expect("")
+
+
+Connect = Callable[[], AbstractAsyncContextManager[Netcat]]
+
+
+@pytest.fixture
+def settings() -> ServerSettings:
+    return ServerSettings(listen=Address("127.0.0.1", 0), server_name="example.com")
+
+
+@pytest.fixture
+def start_daemon(
+    settings: ServerSettings, database_url: str
+) -> Callable[..., AbstractAsyncContextManager[Daemon]]:
+    """Start a daemon, with limits that differ from the defaults where they are given by name."""
+
+    def start(**changes: Any) -> AbstractAsyncContextManager[Daemon]:
+        limits = {name: value for name, value in changes.items() if hasattr(Limits(), name)}
+        others = {name: value for name, value in changes.items() if name not in limits}
+        made = replace(settings, limits=replace(settings.limits, **limits), **others)
+        return open_daemon(made, database_url)
+
+    return start
+
+
+@pytest.fixture
+async def daemon(start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]) -> AsyncIterator[Daemon]:
+    async with start_daemon() as running:
+        yield running
+
+
+@asynccontextmanager
+async def netcat_to(daemon: Daemon) -> AsyncIterator[Netcat]:
+    address = daemon.addresses[0]
+    async with await trio.open_tcp_stream(address.host, address.port) as stream:
+        yield Netcat(stream)
+
+
+@pytest.fixture
+def netcat(daemon: Daemon) -> Connect:
+    """Connect to the daemon."""
+    return lambda: netcat_to(daemon)
+
+
+@pytest.fixture
+async def events(database: Database, daemon: Daemon) -> Database:
+    """A table `events` that is the stream `events`; returns the database."""
+    from replicad.streams import registry
+
+    await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)")
+    await registry.add(database, "events", "public.events", "id", row="body")
+    return database

@@ -1,0 +1,228 @@
+"""One session over streams in memory, on a clock that jumps: time-outs, refusals, and a named reason for every end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from replicad.config import ServerSettings
+from replicad.errors import UnknownStream
+from replicad.protocol.commands import Command, RemoteServerUp
+from replicad.protocol.states import CloseReason
+from replicad.server.hub import Hub
+from replicad.server.journal import Channel, JournalLimits
+from replicad.server.session import Session
+
+
+class Peer:
+    """The other end: reads lines, remembers what it did not expect."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.stream = stream
+        self.received = b""
+
+    async def read_to_end(self) -> list[str]:
+        while data := await self.stream.receive_some(1 << 16):
+            self.received += data
+        return self.received.decode().splitlines()
+
+    async def lines(self, count: int) -> list[str]:
+        while self.received.count(b"\n") < count:
+            data = await self.stream.receive_some(1 << 16)
+            assert data, f"closed after {self.received!r}"
+            self.received += data
+        *lines, rest = self.received.split(b"\n", count)
+        self.received = rest
+        return [line.decode() for line in lines]
+
+
+class Bench:
+    """A session under test, its peer, and how it ended."""
+
+    def __init__(self, settings: ServerSettings, small_pipe: bool) -> None:
+        if small_pipe:
+            ours, theirs = trio.testing.lockstep_stream_pair()
+        else:
+            ours, theirs = trio.testing.memory_stream_pair()
+        self.hub = Hub(10)
+        self.peer = Peer(theirs)
+        self.session = Session(ours, "memory", settings, self.hub)
+        self.hub.admit(self.session)
+        self.commands: list[Command] = []
+        self.reason: CloseReason | None = None
+
+    async def run(self, handle: Callable[..., Any] | None = None) -> None:
+        async def note(_: Session, command: Command) -> None:
+            self.commands.append(command)
+
+        self.reason = await self.session.run(handle or note)
+
+
+@pytest.fixture
+def start(nursery: trio.Nursery) -> Callable[..., Bench]:
+    def make(
+        handle: Callable[..., Any] | None = None, *, token: str | None = None, small_pipe: bool = False, **limits: Any
+    ) -> Bench:
+        settings = ServerSettings(server_name="example.com", token=token)
+        bench = Bench(replace(settings, limits=replace(settings.limits, **limits)), small_pipe)
+        nursery.start_soon(bench.run, handle)
+        return bench
+
+    return make
+
+
+async def test_it_names_itself_and_pings_first_and_every_five_seconds(start: Callable[..., Bench], autojump_clock: object) -> None:
+    bench = start()
+    first, ping = await bench.peer.lines(2)
+    assert first == "SERVER example.com"
+    assert ping.startswith("PING ")
+    began = trio.current_time()
+    for tick in (1, 2, 3):
+        assert (await bench.peer.lines(1))[0].startswith("PING ")
+        assert trio.current_time() - began == pytest.approx(5 * tick)
+
+
+async def test_only_a_peer_that_pinged_is_timed_out(start: Callable[..., Bench], autojump_clock: object) -> None:
+    silent, pinging = start(), start()
+    began = trio.current_time()
+    await pinging.peer.stream.send_all(b"PING 1\n")
+    lines = await pinging.peer.read_to_end()
+    assert trio.current_time() - began == pytest.approx(15)
+    assert lines[-1].startswith("ERROR peer_silent: ")
+    await trio.sleep(100)
+    assert (pinging.reason, silent.reason) == (CloseReason.PEER_SILENT, None)
+
+
+async def test_any_command_keeps_a_pinging_peer_alive(start: Callable[..., Bench], autojump_clock: object) -> None:
+    bench = start()
+    await bench.peer.stream.send_all(b"PING 1\n")
+    for _ in range(10):
+        await trio.sleep(14)
+        await bench.peer.stream.send_all(b"REMOTE_SERVER_UP x\n")
+    await trio.testing.wait_all_tasks_blocked()
+    assert bench.reason is None
+    assert len(bench.commands) == 10
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"FROB x\n", "bad_line: unknown command 'FROB'"),
+        (b"RDATA a b 1 []\n", "bad_line: RDATA is not a client's command"),
+        (b"USER_SYNC a\n", "bad_line: USER_SYNC: the form is"),
+        (b"NAME \xff\n", "bad_line: a line is not valid UTF-8"),
+        (b"NAME a\0b\n", "bad_line: a line holds a NUL"),
+        (b"NAME " + b"x" * 5000 + b"\n", "line_too_long: "),
+        (b"x" * 5000, "line_too_long: "),
+    ],
+)
+async def test_a_broken_line_gets_an_error_that_says_so_and_the_end(
+    start: Callable[..., Bench], autojump_clock: object, sent: bytes, code: str
+) -> None:
+    bench = start(max_line=4096)
+    await bench.peer.stream.send_all(b"\n \r\nNAME somebody\r\n" + sent)
+    lines = await bench.peer.read_to_end()
+    assert lines[-1].startswith(f"ERROR {code}"), lines
+    assert bench.session.name == "somebody"
+    assert bench.hub.statistics().closed == {"bad_line": 1}
+
+
+async def test_a_line_that_trickles_in_has_a_deadline(start: Callable[..., Bench], autojump_clock: object) -> None:
+    bench = start(line_timeout=30)
+    began = trio.current_time()
+
+    async def trickle() -> None:
+        for byte in b"NAME " + b"x" * 1000:
+            try:
+                await bench.peer.stream.send_all(bytes([byte]))
+            except trio.BrokenResourceError:
+                return
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trickle)
+        lines = await bench.peer.read_to_end()
+        nursery.cancel_scope.cancel()
+    assert lines[-1].startswith("ERROR unfinished_line: ")
+    assert 30 <= trio.current_time() - began <= 36
+
+
+async def test_where_a_token_is_wanted_nothing_is_answered_before_it(start: Callable[..., Bench], autojump_clock: object) -> None:
+    wrong, early, late, right = (start(token="secret", auth_timeout=10) for _ in range(4))
+    await wrong.peer.stream.send_all(b"AUTH guess\n")
+    assert (await wrong.peer.read_to_end())[-1].startswith("ERROR not_authorised: the token is wrong")
+    await early.peer.stream.send_all(b"NAME me\nREPLICATE\n")
+    assert (await early.peer.read_to_end())[-1].startswith("ERROR not_authorised: REPLICATE before AUTH")
+    await right.peer.stream.send_all(b"AUTH secret\nREPLICATE\n")
+    began = trio.current_time()
+    assert (await late.peer.read_to_end())[-1].startswith("ERROR not_authorised: no AUTH")
+    assert trio.current_time() - began == pytest.approx(10)
+    await trio.sleep(20)
+    assert [command.NAME for command in right.commands] == ["REPLICATE"]
+    assert right.reason is None
+
+
+async def test_a_refused_request_leaves_the_connection_open(start: Callable[..., Bench], autojump_clock: object) -> None:
+    bench = start()
+    await bench.peer.lines(2)
+    bench.session.refuse(UnknownStream("there is no stream 'x'\nindeed"))
+    assert await bench.peer.lines(1) == ["ERROR unknown_stream: there is no stream 'x' indeed"]
+    assert bench.reason is None
+
+
+async def test_a_defect_of_ours_ends_one_session_with_a_word(start: Callable[..., Bench], autojump_clock: object) -> None:
+    async def fail(_: Session, command: Command) -> None:
+        raise ZeroDivisionError
+
+    bench = start(fail)
+    await bench.peer.stream.send_all(b"REPLICATE\n")
+    assert (await bench.peer.read_to_end())[-1].startswith("ERROR internal error")
+    await bench.peer.stream.aclose()
+    await trio.testing.wait_all_tasks_blocked()
+    assert bench.reason is CloseReason.INTERNAL_ERROR
+
+
+async def test_what_is_posted_comes_before_the_journal_that_is_joined_after_it(start: Callable[..., Bench], autojump_clock: object) -> None:
+    bench = start()
+    channel = Channel("s", {"master": 0})
+    await channel.append(b"RDATA s master 1 []\n")
+    bench.session.post(RemoteServerUp("x"))
+    bench.session.read(channel, 0, extended=False)
+    assert (await bench.peer.lines(4))[2:] == ["REMOTE_SERVER_UP x", "RDATA s master 1 []"]
+
+
+async def test_a_peer_that_takes_nothing_is_cut_off_and_holds_one_chunk_at_most(start: Callable[..., Bench], autojump_clock: object) -> None:
+    bench = start(small_pipe=True, stall_timeout=60)
+    channel = Channel("s", {}, JournalLimits(max_bytes=1000))
+    bench.session.read(channel, 0, extended=False)
+    await bench.peer.lines(2)
+    for _ in range(100):
+        await channel.append(b"x" * 99 + b"\n")
+        assert channel.statistics().bytes <= 1000
+    await trio.sleep(70)
+    assert bench.reason is CloseReason.SLOW_READER
+
+
+async def test_relays_to_a_peer_that_reads_nothing_are_bounded(start: Callable[..., Bench], autojump_clock: object) -> None:
+    bench = start(small_pipe=True)
+    for _ in range(100_000):
+        bench.session.post(RemoteServerUp("x"))
+        if bench.session._end is not None:
+            break
+    await trio.sleep(10)
+    assert bench.reason is CloseReason.SLOW_READER
+
+
+async def test_stopping_tells_every_client(start: Callable[..., Bench], autojump_clock: object) -> None:
+    benches = [start() for _ in range(3)]
+    await trio.testing.wait_all_tasks_blocked()
+    for bench in benches:
+        bench.session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
+    for bench in benches:
+        assert (await bench.peer.read_to_end())[-1] == "ERROR server stopping"
+    assert len(benches[0].hub) == 0

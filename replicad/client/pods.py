@@ -1,0 +1,43 @@
+"""Pods out of the RDATA lines that PODS is answered with. Knows nothing of connections and cursors."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from replicad.errors import RemoteProtocolError
+
+
+class Pod(NamedTuple):
+    """A pod of a tube: ids that were touched by one operation in one shard.
+
+    `op` is I, U, D, T or B (backfill). A control pod has no ids and a payload. `ts` is when it was written, with a
+    time zone.
+    """
+
+    seq: int
+    op: str
+    shard: int
+    ids: list[int]
+    payload: Any
+    ts: datetime
+
+
+def parse_pods(lines: bytes) -> list[Pod]:
+    """The pods of whole RDATA lines, ends included, in their order.
+
+    Raises:
+        RemoteProtocolError: a row is not the JSON of a pod.
+    """
+    # `RDATA tube:t 0/2 17 {...}`: the row is what stands behind the fourth blank. One call parses them all.
+    rows = [line.split(b" ", 4)[4] for line in lines.split(b"\n")[:-1]]
+    try:
+        return [_pod(row) for row in json.loads(b"[" + b",".join(rows) + b"]")]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RemoteProtocolError(f"a pod is not JSON of the form that was agreed on: {error!r:.300}") from error
+
+
+def _pod(row: dict[str, Any]) -> Pod:
+    ts = datetime.fromisoformat(row["ts"])
+    return Pod(row["seq"], row["op"], row["shard"], row["ids"], row.get("payload"), ts)

@@ -1,0 +1,179 @@
+"""Following streams through thick and thin: subscribe, take what comes, and after every loss go on where it ended.
+
+Pure: a generator of steps (see `steps`) that both clients drive. What counts as received is for `follower`; here
+stands what a refusal, a gap or a lost connection means for the subscriptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from replicad.client.backoff import Backoff
+from replicad.client.events import Connected, Disconnected, Reset
+from replicad.client.follower import BatchLimits, Follower
+from replicad.client.refusals import concerns_one_request, may_pass, refusal
+from replicad.client.steps import Connect, Receive, Send, Sleep, Steps
+from replicad.errors import (
+    BadToken,
+    ConnectionLost,
+    RemoteProtocolError,
+    ReplicadError,
+    StreamError,
+    TokenAhead,
+    TokenExpired,
+)
+from replicad.protocol.commands import Command, Error, Replicate
+from replicad.protocol.connection import Connection
+
+FOREVER = float("inf")  # between two rows of a quiet stream nothing but PINGs comes
+REFUSALS = 8  # in a row of what was accepted before, some 20 s: a daemon may have just started, or be behind another
+FIRST_REFUSALS = 4  # of a caller's token that lies ahead, about a second: the daemon may be some polls behind another
+GAPS = 3  # in a row: one may be chance, but a server that leaves one every time would have us reconnect for ever
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """How streams are followed. Times in seconds.
+
+    `linear`: rows in strictly ascending order over all writers. `after_reset`: where a stream begins again whose
+    token the server no longer takes, EARLIEST (nothing that still exists is lost, rows may come again) or NOW.
+    `patience`: how long to wait in all for a connection that was lost before the error is raised (None: for ever),
+    `first_patience` the same for the first one. `answer_timeout`: how long the server may take to accept a
+    subscription or to refuse it.
+    """
+
+    linear: bool = False
+    after_reset: str = "EARLIEST"
+    patience: float | None = None
+    first_patience: float | None = 10.0
+    answer_timeout: float = 60.0
+    batch_limits: BatchLimits = field(default_factory=BatchLimits)
+
+
+class _GapFound(ConnectionLost):
+    """Rows are missing between what we have and what the server goes on with; the connection is given up."""
+
+
+class Pursuit:
+    """Follows `streams`, a token (see `Follower.want`) for each. `steps` is for one driver, once."""
+
+    def __init__(
+        self, streams: Mapping[str, str | None], options: FollowOptions | None = None, backoff: Backoff | None = None
+    ) -> None:
+        """Raises BadToken where a token is none."""
+        self._options = options or FollowOptions()
+        self._backoff = backoff or Backoff()
+        self.follower = Follower(self._options.batch_limits)
+        for stream, token in streams.items():
+            self.follower.want(stream, token, linear=self._options.linear)
+        self._accepted: set[str] = set()  # streams of which the server took our token at least once
+        self._connection: Connection
+        self._asking: str | None = None  # the stream whose subscription is not answered yet
+        self._refused: ReplicadError | None = None
+        self._waited = 0.0
+        self._gaps = 0
+        self._refusals = 0
+
+    def steps(self) -> Steps[None]:
+        """Never ends; yields Events, and commands that are not about streams.
+
+        Raises:
+            ReplicadError: what trying again does not help against, or the last error when `patience` is at its end.
+        """
+        while True:
+            try:
+                yield from self._one_connection()
+            except ReplicadError as error:
+                delay = self._delay_after(error)
+                yield Disconnected(error, delay)
+                yield Sleep(delay)
+
+    def _one_connection(self) -> Steps[None]:
+        self._asking = None
+        connected: tuple[Connection, str] = yield Connect()
+        self._connection, server_name = connected
+        self.follower.new_connection()
+        for stream in self.follower.streams():
+            yield from self._subscribe(stream)
+        self._refusals = 0
+        yield Connected(server_name)
+        yield from self._take((yield Receive(FOREVER)))
+        self._backoff.reset()  # it was accepted and is alive: the next loss is a new one
+        self._waited = 0.0
+        self._gaps = 0
+        while True:
+            yield from self._take((yield Receive()))
+
+    def _subscribe(self, stream: str) -> Steps[None]:
+        """Ask for the stream until the server takes its token or its reset."""
+        while True:
+            self._asking, self._refused = stream, None
+            yield Send((Replicate(stream, self.follower.token(stream), self._options.linear),))
+            within: float | None = self._options.answer_timeout
+            while self._refused is None and not self.follower.answered(stream):
+                yield from self._take((yield Receive(within)))
+                within = None
+            if self._refused is None:
+                self._asking = None
+                self._accepted.add(stream)
+                return
+            yield self._reset_after(self._refused, stream)
+
+    def _take(self, block: bytes) -> Steps[None]:
+        yield from self.follower.feed(block, self._understand)
+        self._connection.check()
+        gap = self.follower.gap
+        if gap is not None:
+            raise _GapFound(
+                f"rows of {gap.stream} {gap.instance} after {gap.have} are missing, the server goes on from {gap.told}"
+            )
+
+    def _understand(self, line: bytes) -> Command | None:
+        command = self._connection.understand(line)
+        if not isinstance(command, Error):
+            return command
+        error = refusal(command.text)
+        if self._asking is None or not concerns_one_request(error):
+            raise error
+        self._refused = error
+        return None
+
+    def _reset_after(self, error: ReplicadError, stream: str) -> Reset:
+        """Begin the stream again where the server does not take our own token.
+
+        Raises:
+            ReplicadError: the refusal, where it is about something else, may pass, or comes once more.
+        """
+        ours = stream in self._accepted and self.follower.token(stream) != self._options.after_reset
+        may_be_behind = isinstance(error, TokenAhead) and self._refusals < REFUSALS
+        if not ours or may_be_behind or not isinstance(error, BadToken | TokenExpired | TokenAhead):
+            raise error
+        self._refusals = 0
+        self.follower.want(stream, self._options.after_reset, linear=self._options.linear)
+        return Reset(stream, None, None, error.code)
+
+    def _delay_after(self, error: ReplicadError) -> float:
+        """How long to wait after an error; raises it where waiting does not help, or not any more."""
+        if not self._may_pass(error):
+            raise error
+        if isinstance(error, _GapFound):
+            self._gaps += 1
+            if self._gaps >= GAPS:
+                raise RemoteProtocolError(f"{error}; so it was {self._gaps} times in a row") from error
+        delay = self._backoff.next_delay()
+        self._waited += delay
+        patience = self._options.patience if self._accepted else self._options.first_patience
+        if patience is not None and self._waited > patience:
+            raise error
+        return delay
+
+    def _may_pass(self, error: ReplicadError) -> bool:
+        if not isinstance(error, StreamError):
+            return may_pass(error)
+        if self._asking is None:
+            return True  # something about a stream that we follow: subscribing again will tell what
+        self._refusals += 1
+        if self._asking in self._accepted:
+            return self._refusals <= REFUSALS
+        return isinstance(error, TokenAhead) and self._refusals < FIRST_REFUSALS

@@ -1,0 +1,40 @@
+"""ERROR lines back into exceptions, and what each of them means for the connection."""
+
+from __future__ import annotations
+
+from replicad.errors import (
+    ConnectionLost,
+    DatabaseError,
+    RemoteError,
+    ReplicadError,
+    ServerStopping,
+    StreamError,
+    TubeError,
+    by_code,
+)
+from replicad.protocol.lines import LineTooLong
+
+_STOPPING = "server stopping"  # the one ERROR without a code (seed 001)
+_CLASSES: dict[str, type[ReplicadError]] = {**by_code(), LineTooLong.code: LineTooLong}
+
+
+def refusal(text: str) -> ReplicadError:
+    """The exception that an ERROR line stands for: `code: sentence` from replicad, free text from others."""
+    if text == _STOPPING:
+        return ServerStopping("the server is stopping; connect again in a while")
+    code, colon, sentence = text.partition(": ")
+    kind = _CLASSES.get(code) if colon else None
+    if kind is None:
+        return RemoteError(text or "the server sent ERROR without a reason")
+    error: ReplicadError = kind(sentence)
+    return error
+
+
+def concerns_one_request(error: ReplicadError) -> bool:
+    """Whether the server refused a request and left the connection open, as far as its code tells."""
+    return isinstance(error, StreamError | TubeError | DatabaseError)
+
+
+def may_pass(error: ReplicadError) -> bool:
+    """Whether trying again later may help, with nobody changing anything at our side."""
+    return isinstance(error, ConnectionLost | RemoteError | DatabaseError)

@@ -1,0 +1,162 @@
+"""A question and its answer on one connection: who we are, and the requests about tubes and the list of streams.
+
+Pure: generators of steps (see `steps`). Requests are asked one at a time, so that the next answer is ours;
+PINGs and what the server relays to everybody may come in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from replicad.client.refusals import refusal
+from replicad.client.steps import Receive, Send, Steps
+from replicad.errors import RemoteProtocolError, WrongServer
+from replicad.protocol.commands import (
+    Ack,
+    Acked,
+    Auth,
+    Claim,
+    Command,
+    CursorAt,
+    Error,
+    Lease,
+    Name,
+    Park,
+    Parked,
+    Ping,
+    Pods,
+    Release,
+    Renew,
+    Server,
+    Streams,
+    Tube,
+)
+from replicad.protocol.connection import Connection
+
+# What answers each request, besides ERROR.
+ANSWERS: dict[type[Command], type[Command]] = {
+    Streams: Streams,
+    Tube: Tube,
+    Claim: Lease,
+    Renew: Lease,
+    Release: Release,
+    Pods: CursorAt,
+    Ack: Acked,
+    Park: Parked,
+}
+_ALL_ANSWERS = frozenset(ANSWERS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What we say about ourselves, and what we expect the server to be called (None: anything)."""
+
+    name: str
+    server_name: str | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+def greet(connection: Connection, us: Introduction) -> Steps[str]:
+    """Wait for SERVER, check its name, then say who we are; returns the server's name.
+
+    The secret is sent only after the name was checked.
+
+    Raises:
+        WrongServer: it has another name than the one that was expected.
+        ReplicadError: what its ERROR says instead.
+    """
+    name: str | None = None
+    while name is None:
+        block = yield Receive()
+        for command in _commands(connection, block):
+            if isinstance(command, Server):
+                name = command.server_name
+            elif isinstance(command, Error):
+                raise refusal(command.text)
+    if us.server_name not in (None, name):
+        raise WrongServer(f"connected to server {name!r} where {us.server_name!r} was expected; check host and port")
+    secret = () if us.token is None else (Auth(us.token),)
+    yield Send((*secret, Name(us.name), Ping()))
+    return name
+
+
+def ask(connection: Connection, request: Command, timeout: float) -> Steps[Command]:
+    """Send a request and return its answer; `timeout` in seconds, on top of what the request itself waits for.
+
+    Raises:
+        ReplicadError: the server's refusal, by its code.
+        RemoteProtocolError: an answer to something else.
+    """
+    yield Send((request,))
+    block = yield Receive(timeout + (getattr(request, "wait", None) or 0.0))
+    while True:
+        answer: Command | None = None
+        for command in _commands(connection, block):
+            answer = answer or _answer(request, command)
+        if answer is not None:
+            return answer
+        block = yield Receive()
+
+
+def ask_for_pods(connection: Connection, request: Pods, timeout: float) -> Steps[CursorAt]:
+    """Like `ask`, for PODS with rows: yields blocks of RDATA lines as they come, returns the CURSOR behind them.
+
+    `timeout` is for each piece of the answer.
+
+    Raises:
+        RemoteProtocolError: CURSOR counts other pods than those that came.
+    """
+    label = f"RDATA tube:{request.tube} {request.part} ".encode()
+    between = b"\n" + label
+    count = 0
+    yield Send((request,))
+    within: float | None = timeout + (request.wait or 0.0)
+    while True:
+        block = yield Receive(within)
+        within = None
+        only_rows = block.startswith(label) + block.count(between) == block.count(b"\n")
+        rows, others = (block, []) if only_rows else _split(block, label)
+        if rows:
+            count += rows.count(b"\n")
+            within = timeout
+            yield rows
+        connection.check()
+        answer: Command | None = None
+        for line in others:
+            command = connection.understand(line)
+            if command is not None:
+                answer = answer or _answer(request, command)
+        if isinstance(answer, CursorAt):
+            if answer.pods != count:
+                raise RemoteProtocolError(f"CURSOR counts {answer.pods} pods of tube {request.tube}, {count} came")
+            return answer
+
+
+def _split(block: bytes, label: bytes) -> tuple[bytes, list[bytes]]:
+    """The lines that begin with the label, ends included, and the others."""
+    lines = block.split(b"\n")
+    rows = [line for line in lines if line.startswith(label)]
+    return b"".join(row + b"\n" for row in rows), [line for line in lines if line and not line.startswith(label)]
+
+
+def _commands(connection: Connection, block: bytes) -> Iterator[Command]:
+    for line in block.split(b"\n"):
+        command = connection.understand(line)
+        if command is not None:
+            yield command
+    connection.check()
+
+
+def _answer(request: Command, command: Command) -> Command | None:
+    """The command if it answers the request, None if it is something in between."""
+    if isinstance(command, Error):
+        raise refusal(command.text)
+    if type(command) not in _ALL_ANSWERS:
+        return None
+    if type(command) is not ANSWERS[type(request)]:
+        raise RemoteProtocolError(f"{command.NAME} came where the answer to {request.NAME} was expected")
+    for what in ("tube", "part"):
+        if getattr(command, what, None) != getattr(request, what, None):
+            raise RemoteProtocolError(f"{command.NAME} answers about another {what} than {request.NAME} asked about")
+    return command

@@ -12,7 +12,7 @@ import structlog
 import trio
 
 from replicad.config import Address, ServerSettings
-from replicad.errors import EnvironmentRefused
+from replicad.errors import EnvironmentRefused, ReplicadError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
@@ -40,7 +40,13 @@ def serve(settings: ServerSettings) -> None:
         ReplicadError: it cannot start; the message says why and what to do.
     """
     with _interruptible(), _postgres(settings) as (url, recover):
-        trio.run(_serve_until_signal, settings, url, recover)
+        try:
+            trio.run(_serve_until_signal, settings, url, recover)
+        except BaseExceptionGroup as group:  # a nursery wraps what its tasks raise; the operator wants the sentence
+            told, rest = group.split(ReplicadError)
+            if told is None or rest is not None:
+                raise
+            raise _first_leaf(told) from group
 
 
 @contextmanager
@@ -122,6 +128,7 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
         ) as catchup_db,
         Horizon(db) as horizon,
     ):
+        listeners = await open_listeners(settings.listen)
         await _install(db, settings)
         hub = Hub(limits.max_connections)
         poller = Poller(horizon, limits, recover)
@@ -141,7 +148,6 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
             await services.start(publisher.run)
             await services.start(tubes.run)
             async with trio.open_nursery() as sessions:
-                listeners = await open_listeners(settings.listen)
                 async with trio.open_nursery() as accepting:
                     for listener in listeners:
                         accepting.start_soon(accept_forever, listener, serve_one, sessions, settings.ssl_context())
@@ -205,3 +211,9 @@ def _ready_file(path: Path | None, address: Address) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+
+
+def _first_leaf(group: BaseExceptionGroup[ReplicadError]) -> ReplicadError:
+    """Any one of the exceptions in a group; which of several does not matter."""
+    error = group.exceptions[0]
+    return _first_leaf(error) if isinstance(error, BaseExceptionGroup) else error

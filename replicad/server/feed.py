@@ -8,7 +8,7 @@ without rows, and seals the journal where both agree.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 
 import structlog
 import trio
@@ -16,7 +16,7 @@ import trio
 from replicad.errors import DatabaseError, StreamRefused, TokenExpired
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
-from replicad.postgres.rows import MASTER, Chunk, RowSource
+from replicad.postgres.rows import Chunk, RowSource
 from replicad.protocol.commands import Position, Writers
 from replicad.server.journal import Channel, JournalLimits
 from replicad.streams import registry
@@ -97,7 +97,7 @@ class Lane:
         self._target = dict(positions)
         self._heard = trio.Event()
         self._reset_lines: bytes | None = None
-        self._joining: list[tuple[str, int, bytes]] = []
+        self._joining: list[tuple[str, int, bytes, trio.Event]] = []
         self._told_at = float("-inf")
 
     def aim(self, target: Positions) -> None:
@@ -112,9 +112,15 @@ class Lane:
         self._reset_lines = writers
         self._heard.set()
 
-    def join(self, name: str, position: int, writers: bytes) -> None:
-        """A new writer, whose rows all lie above `position`; to be told before the next target that names it."""
-        self._joining.append((name, position, writers))
+    def join(self, name: str, position: int, writers: bytes) -> trio.Event:
+        """A new writer, whose rows up to `position` need not be sent; the event comes when readers were told of it.
+
+        To be called before the first target that names it.
+        """
+        told = trio.Event()
+        self._joining.append((name, position, writers, told))
+        self._heard.set()
+        return told
 
     async def run(self) -> None:
         """Fill the journal until cancelled. Failures of Postgres are told and tried again."""
@@ -134,7 +140,7 @@ class Lane:
 
     async def _wait_for_work(self) -> None:
         """Until the target differs from what was told, and the time to say so has come."""
-        while self._reset_lines is None and self._target == self.channel.seam.positions:
+        while not self._joining and self._reset_lines is None and self._target == self.channel.seam.positions:
             self._heard = trio.Event()
             await self._heard.wait()
 
@@ -142,8 +148,9 @@ class Lane:
         if self._reset_lines is not None:
             await self._announce_reset(self._reset_lines)
             return
-        while self._joining:
-            await self._announce_writer(*self._joining.pop(0))
+        for joining in self._joining:
+            await self._announce_writer(*joining)
+        self._joining.clear()
         told, target = dict(self.channel.seam.positions), self._target
         seen = LastTokens(self._stream, told)
 
@@ -176,10 +183,12 @@ class Lane:
             done = seen.done
             self.channel.seal({name: max(at, min(done, target[name])) for name, at in told.items()})
 
-    async def _announce_writer(self, name: str, position: int, writers: bytes) -> None:
+    async def _announce_writer(self, name: str, position: int, writers: bytes, told: trio.Event) -> None:
         await self.channel.append(writers, extended=True)
         await self.channel.append(Position(self._stream, name, position, position).render().encode() + b"\n")
         self.channel.seal({**self.channel.seam.positions, name: position})
+        self._target.setdefault(name, position)
+        told.set()
 
     async def _announce_reset(self, writers: bytes) -> None:
         told, target = self.channel.seam.positions, self._target
@@ -206,7 +215,7 @@ class Feed:
         """`reading` has a position. `writers_changed` is told the numbers when a writer joins."""
         self.stream = stream
         self.name = stream.name
-        self.numbers = dict(stream.writers) or {MASTER: 1}
+        self.numbers = dict(stream.writers)
         self.reading = reading
         self._db = db
         self._catchup_db = catchup_db
@@ -216,8 +225,7 @@ class Feed:
         self._source = registry.row_source(stream, schema=schema)
         self._linear: Lane | None = None
         self._main = self._lane(self._targets(reading), linear=False)
-        self._discovered = _known(reading)
-        self._floors = dict.fromkeys(self.numbers, 0)
+        self._known_from = self._known_upto = _known(reading)  # all writers of rows between these have numbers
         self._heard = trio.Event()
         self._reset = False
         self._nursery: trio.Nursery | None = None
@@ -246,9 +254,14 @@ class Feed:
         """What vector tokens of this stream are made of."""
         return Writers(self.name, self.epoch, tuple(sorted(self.numbers.items(), key=lambda item: item[1])))
 
-    def floor(self, writer: str) -> int:
-        """All rows of that writer that are not below the stream's start lie above this."""
-        return self._floors.get(writer, 0)
+    async def know_writers_above(self, token: int) -> None:
+        """Give numbers to the writers of all rows above `token`: a subscriber that begins there must not miss any."""
+        if self.stream.instance_column is None or token >= self._known_from:
+            return
+        found = await self._source.last_tokens(self._catchup_db, token, self._known_from)
+        for told in await self._welcome(found.keys() - self.numbers.keys()):
+            await told.wait()
+        self._known_from = min(token, self._known_from)
 
     async def retained(self) -> int:
         """The oldest token after which nothing was removed.
@@ -282,7 +295,7 @@ class Feed:
     def positions(self) -> tuple[int, dict[str, int]]:
         """What was published: the linear position and each writer's."""
         told = dict(self.channel.seam.positions)
-        return min(told.values()), told
+        return min([_known(self.reading), *told.values()]), told
 
     def on_reading(self, reading: Reading) -> None:
         """The horizon has spoken."""
@@ -325,21 +338,26 @@ class Feed:
     async def _discover(self, reading: Reading) -> None:
         """Writers that nobody knew: give them numbers before the first of their rows goes out."""
         upto = _known(reading)
-        if self.stream.instance_column is None or upto <= self._discovered:
+        if self.stream.instance_column is None or upto <= self._known_upto:
             return
-        found = await self._source.last_tokens(self._db, self._discovered, upto)
-        for name in sorted(found.keys() - self.numbers.keys()):
-            self.numbers |= await registry.ensure_writers(self._db, self.stream, [name], schema=self._schema)
-            self._floors[name] = self._discovered
-            self._writers_changed(self.numbers)
-            self._main.join(name, self._discovered, self._writers_line())
-            log.info("writer_joined", stream=self.name, writer=name, number=self.numbers[name])
-        self._discovered = upto
+        found = await self._source.last_tokens(self._db, self._known_upto, upto)
+        await self._welcome(found.keys() - self.numbers.keys())
+        self._known_upto = upto
+
+    async def _welcome(self, names: Set[str]) -> list[trio.Event]:
+        """Have new writers told to all readers; the events come when that is done."""
+        if not names:
+            return []
+        self.numbers |= await registry.ensure_writers(self._db, self.stream, names, schema=self._schema)
+        self._writers_changed(self.numbers)
+        log.info("writers_joined", stream=self.name, writers=sorted(names))
+        line = self._writers_line()
+        return [self._main.join(name, self._known_upto, line) for name in sorted(names)]
 
     async def _handle_reset(self) -> None:
         reading = self.reading
         self.stream = await registry.announce_reset(self._db, self.stream, _known(reading), schema=self._schema)
-        self._discovered = _known(reading)
+        self._known_from = self._known_upto = _known(reading)
         log.warning("stream_reset", stream=self.name, position=reading.position, epoch=self.epoch)
         self._reset = False
         self._main.reset(self._targets(reading), self._writers_line())

@@ -130,6 +130,7 @@ class Channel:
         self._bytes = 0
         self._readers: set[Reader] = set()
         self._moved = trio.Event()
+        self._sealed = trio.Event()
         self._appended_bytes = 0
         self._fallen = 0
         self._waited = 0.0
@@ -176,6 +177,12 @@ class Channel:
     def seal(self, positions: Mapping[str, int]) -> None:
         """Say that everything up to `positions`, and nothing beyond, is in the chunks so far."""
         self.seam = Seam(self.head, dict(positions))
+        self._sealed.set()
+        self._sealed = trio.Event()
+
+    async def wait_sealed(self) -> None:
+        """Until the next seam is made."""
+        await self._sealed.wait()
 
     def cut(self, error: ReplicadError, positions: Mapping[str, int]) -> None:
         """Throw all readers and chunks out, and begin again at `positions`: what was appended last must not go on."""

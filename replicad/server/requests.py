@@ -1,17 +1,20 @@
 """Which part of the daemon answers which command.
 
-Stream commands are served as they come. Requests about tubes wait in a bounded queue of the session and are
-answered one after another, so that a long poll keeps neither PINGs nor stream rows waiting.
+What takes time, subscribing and the requests about tubes, waits in bounded queues of the session, one for either, and is
+done one after another there. So a long poll or a search in Postgres keeps nothing else of the session waiting:
+neither PINGs nor the rows of streams.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
 
 import trio
 
-from replicad.errors import ProtocolError, ReplicadError
+from replicad.errors import ProtocolError, ReplicadError, SlowReader
 from replicad.protocol.commands import (
     Ack,
     Claim,
@@ -64,10 +67,11 @@ class Conversation:
     def __init__(self, session: Session, requests: Requests) -> None:
         self._session = session
         self._requests = requests
-        self._subscriptions = Subscriptions(session, requests.publisher)
-        self._queue: trio.MemorySendChannel[Command] | None = None
+        subscriptions = Subscriptions(session, requests.publisher)
+        self._subscribing = _Queue(session, requests.max_pending, subscriptions.replicate)
+        self._tubes = _Queue(session, requests.max_pending, partial(requests.tubes.answer, session))
         self._answers: Mapping[type[Command], Callable[..., Awaitable[None]]] = {
-            Replicate: self._subscriptions.replicate,
+            Replicate: self._subscribing.put,
             Streams: self._list_streams,
             Doorbell: self._ring,
             RemoteServerUp: self._relay,
@@ -76,21 +80,13 @@ class Conversation:
             ClearUserSync: self._note,
             UserIp: self._note,
             FederationAck: self._note,
-            **dict.fromkeys(TUBE_COMMANDS, self._enqueue),
+            **dict.fromkeys(TUBE_COMMANDS, self._tubes.put),
         }
 
     async def handle(self, _: Session, command: Command) -> None:
         """Answer one command, or queue it to be answered; a refusal becomes ERROR and the connection stays."""
         self._requests.received[command.NAME] += 1
-        await self._guarded(self._answers[type(command)], command)
-
-    async def _guarded(self, answer: Callable[..., Awaitable[None]], command: Command) -> None:
-        try:
-            await answer(command)
-        except ProtocolError:
-            raise
-        except ReplicadError as error:
-            self._session.refuse(error)
+        await self._answers[type(command)](command)
 
     async def _ring(self, _: Doorbell) -> None:
         self._requests.poller.ring()
@@ -104,18 +100,35 @@ class Conversation:
     async def _note(self, command: Command) -> None:
         self._session.log.debug("command", command=command.NAME)
 
-    async def _enqueue(self, command: Command) -> None:
-        if self._queue is None:
-            self._queue, waiting = trio.open_memory_channel[Command](self._requests.max_pending)
-            self._session.start(self._answer_in_turn, waiting)
+
+class _Queue:
+    """Requests of one session that are answered in turn; a refusal becomes ERROR and the connection stays."""
+
+    def __init__(self, session: Session, limit: int, answer: Callable[[Any], Awaitable[None]]) -> None:
+        self._session = session
+        self._limit = limit
+        self._answer = answer
+        self._send, self._receive = trio.open_memory_channel[Command](limit)
+        self._begun = False
+
+    async def put(self, command: Command) -> None:
+        """Queue a request; the client that has more unanswered ones than there may be is cut off."""
+        if not self._begun:
+            self._begun = True
+            self._session.start(self._work)
         try:
-            self._queue.send_nowait(command)
+            self._send.send_nowait(command)
         except trio.WouldBlock:
             raise HangUp(
                 CloseReason.TOO_MANY_REQUESTS,
-                f"too_many_requests: more than {self._requests.max_pending} requests wait; read the answers first",
+                f"too_many_requests: more than {self._limit} requests wait; read the answers first",
             ) from None
 
-    async def _answer_in_turn(self, waiting: trio.MemoryReceiveChannel[Command]) -> None:
-        async for command in waiting:
-            await self._guarded(self._requests.tubes.answerer(self._session, type(command)), command)
+    async def _work(self) -> None:
+        async for command in self._receive:
+            try:
+                await self._answer(command)
+            except (ProtocolError, SlowReader):
+                raise
+            except ReplicadError as error:
+                self._session.refuse(error)

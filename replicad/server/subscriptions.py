@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
+import trio
+
 from replicad.errors import BadToken, DatabaseError, SlowReader, StreamRefused, TokenAhead, TokenExpired
 from replicad.protocol.commands import Position, Replicate
 from replicad.protocol.states import CloseReason
@@ -18,6 +20,8 @@ from replicad.server.feed import LINEAR, Feed
 from replicad.server.journal import Channel
 from replicad.server.publisher import Publisher
 from replicad.server.session import HangUp, Session
+
+AHEAD_PATIENCE = 5.0  # seconds for us to get where another daemon, which the token came from, is already
 
 
 class Subscriptions:
@@ -75,7 +79,7 @@ class Subscriptions:
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel
-        start = await self._start_of(feed, command, channel.seam.positions)
+        start = await self._start_of(feed, command, channel)
         self._streams.add(name)
         if not command.linear:
             self._session.post(feed.writers())
@@ -90,43 +94,37 @@ class Subscriptions:
                 return
         self._session.start(self._catch_up, feed, channel, start, linear, extended)
 
-    async def _start_of(self, feed: Feed, command: Replicate, now: Mapping[str, int]) -> dict[str, int]:
+    @staticmethod
+    async def _start_of(feed: Feed, command: Replicate, channel: Channel) -> dict[str, int]:
         """The position per writer that the subscriber begins behind.
 
         Raises:
             BadToken, TokenAhead, TokenExpired: with what would do.
         """
         if command.token in (None, "NOW"):
-            return dict(now)
+            return dict(channel.seam.positions)
         retained = await feed.retained()  # every row above it is there
-        if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
-            return {instance: min(retained, position) for instance, position in now.items()}
-        assert command.token is not None
-        token = Vector.parse(command.token)
-        if token.epoch is not None and token.epoch != feed.epoch:
-            raise BadToken(
-                f"the token is of epoch {token.epoch}, stream {feed.name} is in {feed.epoch}: "
-                "its ids were reset (a restore, setval), so what you have may differ; begin again from EARLIEST"
+        earliest = command.token == "EARLIEST"  # noqa: S105 - a word of the protocol
+        token = Vector(retained) if earliest else _parse(feed, command)
+        if not command.linear:
+            await feed.know_writers_above(max(token.minimum, retained))
+        if earliest:
+            return {instance: min(retained, position) for instance, position in channel.seam.positions.items()}
+        with trio.move_on_after(AHEAD_PATIENCE):
+            while _ahead(feed, token, channel.seam.positions):
+                await channel.wait_sealed()
+        now = channel.seam.positions
+        for instance in _ahead(feed, token, now):
+            raise TokenAhead(
+                f"token {token} lies beyond the position {now[instance]} of {feed.name} {instance}; "
+                "check that this is the database that the token came from"
             )
-        if command.linear and token.ahead:
-            raise BadToken("a linear subscription takes a single integer as its token")
-        unknown = token.ahead.keys() - feed.numbers.values()
-        if unknown:
-            raise BadToken(f"the token names writers {sorted(unknown)} that stream {feed.name} does not have")
-        start = {
-            instance: token.minimum if instance == LINEAR else token.at(feed.numbers[instance]) for instance in now
-        }
-        for instance, position in start.items():
-            if position > now[instance]:
-                raise TokenAhead(
-                    f"token {position} lies beyond the position {now[instance]} of {feed.name} {instance}; "
-                    "check that this is the database that the token came from"
-                )
-            if position < retained:
-                raise TokenExpired(
-                    f"rows of {feed.name} up to {retained} were removed, and the token is {position}; "
-                    f"`REPLICATE {feed.name} EARLIEST` begins with what is left"
-                )
+        start = {instance: _at(feed, token, instance) for instance in now}
+        if min(start.values(), default=token.minimum) < retained:
+            raise TokenExpired(
+                f"rows of {feed.name} up to {retained} were removed, and the token is {token}; "
+                f"`REPLICATE {feed.name} EARLIEST` begins with what is left"
+            )
         return start
 
     async def _catch_up(
@@ -135,10 +133,11 @@ class Subscriptions:
         """Copy (start, seam] to the client, then join the journal at the seam; where it has moved on, once more."""
         session = self._session
         told = dict(start)
+        lowest = min(start.values(), default=0)
         while True:
             seam = channel.seam
             for instance in seam.positions.keys() - told.keys():  # a writer that joined meanwhile
-                told[instance] = feed.floor(instance)
+                told[instance] = lowest
                 if extended:
                     session.post(feed.writers())
                 session.post(Position(feed.name, instance, told[instance], told[instance]))
@@ -153,3 +152,28 @@ class Subscriptions:
             with suppress(SlowReader):
                 session.read(channel, seam.index, extended=extended)
                 return
+
+
+def _parse(feed: Feed, command: Replicate) -> Vector:
+    """The token of a REPLICATE, as far as it can be checked without looking at positions."""
+    token = Vector.parse(command.token or "")
+    if token.epoch is not None and token.epoch != feed.epoch:
+        raise BadToken(
+            f"the token is of epoch {token.epoch}, stream {feed.name} is in {feed.epoch}: "
+            "its ids were reset (a restore, setval), so what you have may differ; begin again from EARLIEST"
+        )
+    if command.linear and token.ahead:
+        raise BadToken("a linear subscription takes a single integer as its token")
+    unknown = token.ahead.keys() - feed.numbers.values()
+    if unknown:
+        raise BadToken(f"the token names writers {sorted(unknown)} that stream {feed.name} does not have")
+    return token
+
+
+def _at(feed: Feed, token: Vector, instance: str) -> int:
+    return token.minimum if instance == LINEAR else token.at(feed.numbers[instance])
+
+
+def _ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> list[str]:
+    """The writers for which the token knows more than we have told anybody."""
+    return [instance for instance, position in positions.items() if _at(feed, token, instance) > position]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 import trio
@@ -67,6 +68,15 @@ class TubeService:
         self._positions: dict[str, int] = {}
         self._moved = trio.Event()
         self._waiters: set[_Waiter] = set()
+        self._answers: Mapping[type[Command], Callable[[Session, Any], Awaitable[None]]] = {
+            Tube: self._tube,
+            Claim: self._claim,
+            Renew: self._renew,
+            Release: self._release,
+            Pods: self._read,
+            Ack: self._ack,
+            Park: self._park,
+        }
         self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
 
     # --- life ---
@@ -129,22 +139,13 @@ class TubeService:
 
     # --- requests ---
 
-    def answerer(self, session: Session, kind: type[Command]) -> Callable[..., Awaitable[None]]:
-        """What answers a command of that kind for that session."""
-        answers: Mapping[type[Command], Callable[..., Awaitable[None]]] = {
-            Tube: self._tube,
-            Claim: self._claim,
-            Renew: self._renew,
-            Release: self._release,
-            Pods: self._read,
-            Ack: self._ack,
-            Park: self._park,
-        }
+    async def answer(self, session: Session, command: Command) -> None:
+        """Answer one request of a session.
 
-        async def answer(command: Command) -> None:
-            await answers[kind](session, command)
-
-        return answer
+        Raises:
+            TubeError, DatabaseError: it cannot be done; nothing was sent but perhaps a part of the pods.
+        """
+        await self._answers[type(command)](session, command)
 
     async def _info(self, tube: str) -> TubeInfo:
         if tube not in self.tubes:  # perhaps it was made just now

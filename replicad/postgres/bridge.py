@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import structlog
 import trio
 import trio_asyncio
 from asyncpg import Record as Row
@@ -36,6 +37,8 @@ __all__ = [
     "quote_ident",
     "quote_literal",
 ]
+
+log = structlog.get_logger(__name__)
 
 _CLOSE = 2.0  # seconds for a polite goodbye to all connections
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
@@ -271,9 +274,15 @@ async def _asyncio_loop() -> AsyncIterator[Any]:
         return
     failure: BaseException | None = None
     async with trio_asyncio.open_loop() as loop:
+        loop.set_exception_handler(_log_stray_error)
         try:
             yield loop
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised again below
             failure = error  # carried around the loop's nurseries, which would wrap it in exception groups
     if failure is not None:
         raise failure
+
+
+def _log_stray_error(_loop: Any, context: dict[str, Any]) -> None:
+    """What asyncio reports when nobody waits for an error: by default trio_asyncio would end the whole loop for it."""
+    log.warning("asyncio_error", message=context.get("message"), error=repr(context.get("exception")))

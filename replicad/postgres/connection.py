@@ -27,6 +27,12 @@ Isolation = Literal["read_committed", "repeatable_read", "serializable"]
 Sink = Callable[[bytes], Awaitable[None]]
 Row = Any  # a record of the driver: by index, by name, and a mapping; bridge.py exports its real class
 
+_ISOLATION: dict[Isolation, str] = {
+    "read_committed": "READ COMMITTED",
+    "repeatable_read": "REPEATABLE READ",
+    "serializable": "SERIALIZABLE",
+}
+
 COPY_CHUNK = 128 * 1024  # bytes per call of a sink: below it the hand-over costs more than the rows (fanout)
 _COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
 _SETTLE = 2.0  # seconds that a cancelled connection gets to come back before it is thrown away
@@ -114,6 +120,7 @@ class Connection:
         self._loop = loop
         self._settings = settings
         self._counters = counters
+        self._savepoints = 0
         self._dirty = False  # a statement was cancelled: ask the server before trusting the connection again
 
     @property
@@ -191,17 +198,25 @@ class Connection:
 
         A commit during which the connection breaks raises DatabaseUnavailable: its outcome is unknown.
         """
-        if self._driver.is_in_transaction():
-            begun = self._driver.transaction()
+        outermost = not self._driver.is_in_transaction()
+        if outermost:
+            access = "READ ONLY" if readonly else "READ WRITE"
+            begin, commit, rollback = f"BEGIN ISOLATION LEVEL {_ISOLATION[isolation]} {access}", "COMMIT", "ROLLBACK"
         else:
-            begun = self._driver.transaction(isolation=isolation, readonly=readonly)
-        await self._run(begun.start)
+            self._savepoints += 1
+            name = f"replicad_{self._savepoints}"
+            begin, commit = f"SAVEPOINT {name}", f"RELEASE SAVEPOINT {name}"
+            rollback = f"ROLLBACK TO SAVEPOINT {name}; RELEASE SAVEPOINT {name}"
+        await self.execute(begin)
         try:
             yield
         except BaseException:
-            await self._roll_back(begun)
+            await self._roll_back(rollback)
             raise
-        await self._run(begun.commit)
+        if await self.execute(commit) == "ROLLBACK":  # what Postgres answers when a statement had failed before
+            raise errors.DatabaseError(
+                f"Postgres at {self._settings.target} rolled the transaction back: a statement in it had failed."
+            )
 
     def terminate(self) -> None:
         """Cut the connection without a word. Never blocks, may be repeated."""
@@ -216,6 +231,8 @@ class Connection:
         usable = False
         with trio.move_on_after(_SETTLE, shield=True):
             try:
+                if self._dirty or self._driver.is_in_transaction():
+                    await self.execute("ROLLBACK")
                 await self._run(self._driver.reset)
                 usable = not self.is_closed
             except errors.ReplicadError:
@@ -232,11 +249,11 @@ class Connection:
                 await self._run(self._driver.close, timeout=seconds)
         self.terminate()
 
-    async def _roll_back(self, begun: Any) -> None:
+    async def _roll_back(self, statement: str) -> None:
         rolled_back = False
         with trio.move_on_after(_SETTLE, shield=True):
             with suppress(errors.ReplicadError):
-                await self._run(begun.rollback)
+                await self.execute(statement)
                 rolled_back = True
         if not rolled_back:
             self.terminate()

@@ -142,10 +142,11 @@ class Horizon:
         if now >= self._inspect_at:
             await self._inspect(connection)
             self._inspect_at = now + _INSPECT_EVERY
+        changed = bool(self._blocked)
         if self._blocked and now >= self._look_again_at:
             self._blocked = await self._blockers(connection, list(self._blocked))
             self._look_again_at = now + _LOOK_AGAIN
-        changed = await self._poll_sequences(connection, now)
+        changed |= await self._poll_sequences(connection, now)
         changed |= await self._poll_tables(connection)
         changed |= await self._flush(connection, now)
         if changed or len(self._readings) != len(self._watched) or any(r.reset for r in self._readings.values()):

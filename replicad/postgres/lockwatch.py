@@ -22,7 +22,7 @@ _PENDING_MAX = 256  # unflushed readings that are remembered; forgetting one onl
 class Hold:
     """A transaction that may still write rows, as listed at one poll.
 
-    `key` names it as long as it lasts (its virtual transaction, or a reservation); preparing it gives it a new one.
+    `key` names it as long as it lasts (its virtual transaction, or a reservation); one that is prepared may change it.
     `writer` is its application_name. `bound` is what a reservation says of itself: all its ids are above that.
     """
 
@@ -160,7 +160,7 @@ class LockWatch:
         """The holds of this poll with the bound that each had, or gets now."""
         # Without an earlier reading the only thing known to be below every id in flight is what was published.
         fresh = self.position if self.last_value is None else self.last_value
-        # A prepared transaction was listed under another name before, if at all: any of the old bounds may be its own.
+        # A prepared transaction may have been listed under another name before: any of the old bounds may be its own.
         inherited = min(self._held.values(), key=_bound_rank).bound if self._held else fresh
         found: dict[str, _Held] = {}
         for hold in holds:

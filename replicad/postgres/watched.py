@@ -255,7 +255,7 @@ def _unfit_sequence(sequence: Mapping[str, Any], stream: str) -> str | None:
     if sequence["cache"] > 1:
         return (
             f"sequence {name} of {stream} hands out ids in batches of {sequence['cache']}, so low ids turn up late: "
-            f"ALTER SEQUENCE {name} CACHE 1, and reconnect the writers that still keep a batch."
+            f"ALTER SEQUENCE {name} CACHE 1."
         )
     if sequence["increment"] < 1:
         return f"sequence {name} of {stream} runs downwards: ALTER SEQUENCE {name} INCREMENT BY 1."

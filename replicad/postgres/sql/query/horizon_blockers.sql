@@ -10,7 +10,9 @@ SELECT
     extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8 AS age
 FROM pg_locks AS l
 LEFT JOIN pg_stat_get_activity(NULL) AS a ON a.pid = l.pid
-LEFT JOIN pg_prepared_xact() AS p ON l.pid IS NULL AND l.virtualtransaction = '-1/' || p.transaction::text
+LEFT JOIN pg_locks AS x
+    ON l.pid IS NULL AND x.locktype = 'transactionid' AND x.virtualtransaction = l.virtualtransaction AND x.pid IS NULL
+LEFT JOIN pg_prepared_xact() AS p ON p.transaction = x.transactionid
 WHERE l.locktype = 'relation'
     AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
     AND l.relation = ANY ($1::oid[])

@@ -5,20 +5,27 @@
 -- one and upwards; read here, later than the last values, so that these were still read from fit ones.
 -- RowExclusiveLock is what every INSERT and COPY takes; the stronger ones stand for LOCK TABLE before nextval(). Locks on
 -- partitions and children count for every ancestor. Our own deletes (application_name `replicad ack`) do not count.
+-- A prepared transaction has no pid; its gid is found through the lock on its transaction id. Its virtual transaction
+-- stays the one that it was prepared under, but is another (`-1/xid`) after a restart of the server.
 WITH RECURSIVE locked AS MATERIALIZED (
-    SELECT l.locktype, l.relation, l.virtualtransaction, l.pid, l.classid::bigint AS high, l.objid::bigint AS low
+    SELECT
+        l.locktype, l.relation, l.virtualtransaction, l.pid, l.transactionid,
+        l.classid::bigint AS high, l.objid::bigint AS low
     FROM pg_locks AS l
     WHERE l.granted
-        AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
         AND (
-            (
-                l.locktype = 'relation'
-                AND l.mode IN ('RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+            l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
+            AND (
+                (
+                    l.locktype = 'relation'
+                    AND l.mode IN ('RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+                )
+                OR (
+                    l.locktype = 'advisory' AND l.objsubid = 1 AND l.mode = 'ShareLock'
+                    AND l.classid::bigint >> 16 BETWEEN 20993 AND 29183
+                )
             )
-            OR (
-                l.locktype = 'advisory' AND l.objsubid = 1 AND l.mode = 'ShareLock'
-                AND l.classid::bigint >> 16 BETWEEN 20993 AND 29183
-            )
+            OR l.locktype = 'transactionid' AND l.pid IS NULL
         )
 ),
 ancestry (relation, ancestor) AS (
@@ -60,6 +67,8 @@ LEFT JOIN (
         extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.state_change, p.prepared))::float8 AS age
     FROM held AS e
     LEFT JOIN pg_stat_get_activity(NULL) AS a ON a.pid = e.pid
-    LEFT JOIN pg_prepared_xact() AS p ON e.pid IS NULL AND e.virtualtransaction = '-1/' || p.transaction::text
+    LEFT JOIN locked AS x
+        ON e.pid IS NULL AND x.locktype = 'transactionid' AND x.virtualtransaction = e.virtualtransaction
+    LEFT JOIN pg_prepared_xact() AS p ON p.transaction = x.transactionid
     WHERE e.number IS NOT NULL OR a.application_name IS DISTINCT FROM 'replicad ack'
 ) AS h ON TRUE

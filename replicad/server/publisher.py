@@ -19,7 +19,7 @@ from replicad.streams import registry
 from replicad.streams.registry import Method, Published, Stream
 
 LOOK_INTERVAL = 1.0  # seconds between two looks at the registry, and between two notes of what was published
-FIRST_READING = 2.0  # seconds that a start waits for the positions of streams that nobody holds back
+FIRST_READING = 2.0  # seconds to wait for the first position of a stream; only an open transaction takes longer
 
 log = structlog.get_logger()
 OnFeed = Callable[[Feed], None]
@@ -54,16 +54,20 @@ class Publisher:
 
     # --- for sessions ---
 
-    def feed(self, name: str) -> Feed:
-        """The feed of a stream.
+    async def find(self, name: str) -> Feed:
+        """The feed of a stream, also of one that was added a moment ago: its first reading is waited for.
 
         Raises:
             UnknownStream: nothing of that name is registered.
             StreamRefused: it is, but cannot be served (now); the message says why.
         """
-        found = self.feeds.get(name)
-        if found is not None:
-            return found
+        if name not in self.feeds and name not in self._pending:
+            await self._look()
+        with trio.move_on_after(FIRST_READING):
+            while name in self._pending:
+                await self._arrived.wait()
+        if name in self.feeds:
+            return self.feeds[name]
         if name in self._faulty:
             raise StreamRefused(f"stream {name} cannot be served: {self._faulty[name]}")
         if name in self._pending:
@@ -87,9 +91,8 @@ class Publisher:
             self._nursery = nursery
             await self._look()
             with trio.move_on_after(FIRST_READING):
-                while any(pending.reading is None for pending in self._pending.values()):
+                while self._pending:
                     await self._arrived.wait()
-                    self._arrived = trio.Event()
             task_status.started()
             while True:
                 await trio.sleep(LOOK_INTERVAL)
@@ -98,10 +101,6 @@ class Publisher:
                     await self._note_published()
                 except DatabaseError as error:  # the poller tells of the outage; here it only means "later"
                     log.debug("registry_unseen", error=str(error))
-
-    async def look(self) -> None:
-        """Look at the registry now: a stream that was added a moment ago is served when this returns, or soon."""
-        await self._look()
 
     async def _look(self) -> None:
         found = await registry.load_streams(self._db, schema=self._schema)
@@ -153,6 +152,7 @@ class Publisher:
         pending = self._pending[name]
         pending.reading = reading
         self._arrived.set()
+        self._arrived = trio.Event()
         if reading.position is None or reading.refused is not None:
             return
         del self._pending[name]

@@ -1,7 +1,7 @@
 """Which part of the daemon answers which command.
 
-What takes time, subscribing and the requests about tubes, waits in bounded queues of the session, one for either, and is
-done one after another there. So a long poll or a search in Postgres keeps nothing else of the session waiting:
+What takes time (subscribing, and the requests about tubes) waits in bounded queues of the session, one for either,
+and is done one after another there. So a long poll or a search in Postgres keeps nothing else of the session waiting:
 neither PINGs nor the rows of streams.
 """
 

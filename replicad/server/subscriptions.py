@@ -73,9 +73,7 @@ class Subscriptions:
     # --- one stream, from a token (ours) ---
 
     async def _replicate_one(self, command: Replicate, name: str) -> None:
-        if name not in self._publisher.feeds:
-            await self._publisher.look()
-        feed = self._publisher.feed(name)
+        feed = await self._publisher.find(name)
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.config import Address, DatabaseSettings, ServerSettings
+from replicad.config import Address, ServerSettings
 from replicad.limits import Limits
 from replicad.postgres.bridge import Database
 from replicad.server.daemon import Daemon, open_daemon
@@ -73,9 +73,7 @@ def settings() -> ServerSettings:
 
 
 @pytest.fixture
-def start_daemon(
-    settings: ServerSettings, database_url: str
-) -> Callable[..., AbstractAsyncContextManager[Daemon]]:
+def start_daemon(settings: ServerSettings, database_url: str) -> Callable[..., AbstractAsyncContextManager[Daemon]]:
     """Start a daemon, with limits that differ from the defaults where they are given by name."""
 
     def start(**changes: Any) -> AbstractAsyncContextManager[Daemon]:
@@ -88,7 +86,10 @@ def start_daemon(
 
 
 @pytest.fixture
-async def daemon(start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]) -> AsyncIterator[Daemon]:
+async def daemon(
+    start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]], database: Database
+) -> AsyncIterator[Daemon]:
+    """A running daemon; asks for `database` so that it ends before the asyncio loop that they share."""
     async with start_daemon() as running:
         yield running
 
@@ -113,4 +114,5 @@ async def events(database: Database, daemon: Daemon) -> Database:
 
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)")
     await registry.add(database, "events", "public.events", "id", row="body")
+    await daemon.publisher.find("events")
     return database

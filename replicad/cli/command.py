@@ -85,6 +85,10 @@ class ReplicadGroup(click.Group):
 
     command_class = ReplicadCommand
 
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """The names in the order in which they were declared."""
+        return list(self.commands)
+
 
 def _option_of(made: Setting, default: object) -> dict[str, Any]:
     """What click is told of a setting. Values stay text: `read_settings` parses them, whatever their source."""
@@ -116,12 +120,17 @@ def _debug_option() -> click.Option:
     )
 
 
-def settings_options(kind: type, section: str = "Options") -> Callable[[F], F]:
-    """Give a command an option for every setting of `kind` itself; those of dataclasses inside it are left out."""
+def settings_options(kind: type, section: str = "Options", *, several: str | None = None) -> Callable[[F], F]:
+    """Give a command an option for every setting of `kind` itself; those of dataclasses inside it are left out.
+
+    The one called `several` may be given more than once; its value is a tuple.
+    """
 
     def decorate(function: F) -> F:
         for made in reversed([made for made in settings_of(kind, nested=False) if made.on_command_line]):
             kept = _option_of(made, made.default)
+            if made.name == several:
+                kept |= {"multiple": True, "help": f"{kept['help']} Several times: the command runs on each."}
             function = option(made.option, made.name, section=section, **kept)(function)
         return function
 

@@ -60,12 +60,17 @@ def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
+def as_json_line(row: Mapping[str, Any]) -> str:
+    """One JSON object on one line."""
+    return json.dumps({name: plain_value(value) for name, value in row.items()}, ensure_ascii=False)
+
+
 def print_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str) -> None:
     """Print the rows as a table, or one JSON object per line; `nothing` is what to say where there are none."""
     kept = list(rows)
     if as_json:
         for row in kept:
-            click.echo(json.dumps({name: plain_value(value) for name, value in row.items()}, ensure_ascii=False))
+            click.echo(as_json_line(row))
     elif kept:
         click.echo(table(columns, kept))
     else:

@@ -1,0 +1,45 @@
+-- tube_object_name(base, suffix): base || suffix as a name of at most 63 bytes, which is where Postgres would cut it
+-- (and make two names one). A longer one is cut in the base and told apart by a hash. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_object_name(base text, suffix text) RETURNS name
+LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    hash text := '_' || left(md5(base || suffix), 8);
+    kept text := base;
+BEGIN
+    IF octet_length(base || suffix) <= 63 THEN
+        RETURN base || suffix;
+    END IF;
+    WHILE octet_length(kept || hash || suffix) > 63 LOOP
+        kept := left(kept, -1);
+    END LOOP;
+    RETURN kept || hash || suffix;
+END
+$$;
+COMMENT ON FUNCTION tube_object_name(text, text) IS 'A name of at most 63 bytes, unique to its parts';
+
+-- tube_qualified(tbl): the table's name with its schema, quoted, good under any search_path. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_qualified(tbl regclass) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format('%I.%I', n.nspname, c.relname)
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tbl
+$$;
+COMMENT ON FUNCTION tube_qualified(regclass) IS 'A table''s quoted name with its schema; NULL for a dropped table';
+
+-- tube_relation(tube): the table that holds the tube's pods, quoted, with its schema. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_relation(tube text) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format('%I.%I', current_schema(), tube)
+$$;
+COMMENT ON FUNCTION tube_relation(text) IS 'The quoted name of the table that holds a tube''s pods';
+
+-- tube_members(tbl): the table with all its partitions and heirs, itself first. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_members(tbl regclass) RETURNS SETOF regclass
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    WITH RECURSIVE tree(member, depth) AS (
+        SELECT tbl::oid, 0
+        UNION
+        SELECT i.inhrelid, tree.depth + 1 FROM tree JOIN pg_inherits i ON i.inhparent = tree.member
+    )
+    SELECT member::regclass FROM tree GROUP BY member ORDER BY min(depth), member
+$$;
+COMMENT ON FUNCTION tube_members(regclass) IS 'A table with all its partitions and heirs';

@@ -1,0 +1,30 @@
+-- tube_find(tube): its row in tube_registry. Raises RT001. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_find(tube text) RETURNS tube_registry
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    found_tube tube_registry;
+BEGIN
+    SELECT * INTO found_tube FROM tube_registry r WHERE r.tube = tube_find.tube;
+    IF NOT FOUND THEN
+        PERFORM tube_refuse('RT001', format('there is no tube %L', tube), 'SELECT * FROM tube_list() shows those there are');
+    END IF;
+    RETURN found_tube;
+END
+$$;
+COMMENT ON FUNCTION tube_find(text) IS 'A tube''s row in the registry';
+
+-- tube_lock(tube): the same, and until the transaction ends nobody else changes the tube, its attachments or who holds
+-- its leases. Raises RT001. Locks the row in tube_registry.
+CREATE OR REPLACE FUNCTION tube_lock(tube text) RETURNS tube_registry
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    locked_tube tube_registry;
+BEGIN
+    SELECT * INTO locked_tube FROM tube_registry r WHERE r.tube = tube_lock.tube FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RETURN tube_find(tube);
+    END IF;
+    RETURN locked_tube;
+END
+$$;
+COMMENT ON FUNCTION tube_lock(text) IS 'A tube''s row in the registry, locked';

@@ -1,0 +1,84 @@
+-- Predicates and routings run inside the triggers, with the rights of their owner. Their names are looked up along the
+-- search_path of whoever set them, kept as data, but never in a schema where everybody may create objects: there a
+-- stranger's operator could take the place of the one that was meant.
+
+-- tube_safe_path(path): those schemas of path in which names of expressions may be looked up; says which it left out.
+-- Writes nothing.
+CREATE OR REPLACE FUNCTION tube_safe_path(path name[]) RETURNS name[]
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    safe name[] := '{}';
+    folder name;
+BEGIN
+    FOREACH folder IN ARRAY coalesce(path, '{}') LOOP
+        IF has_schema_privilege('public', folder, 'CREATE') THEN
+            RAISE NOTICE 'predicates and routings cannot see into schema %, where everybody may create objects: '
+                'put the schema before the names that they need', folder;
+        ELSIF folder !~ '^pg_' THEN
+            safe := safe || folder;
+        END IF;
+    END LOOP;
+    RETURN safe;
+END
+$$;
+COMMENT ON FUNCTION tube_safe_path(name[]) IS 'The schemas in which predicates and routings may look names up';
+
+-- tube_path_text(path): the search_path setting of what runs an expression. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_path_text(path name[]) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT string_agg(part, ', ' ORDER BY place)
+    FROM (
+        SELECT quote_ident(given.name) AS part, min(given.place) AS place
+        FROM unnest(path) WITH ORDINALITY AS given(name, place) GROUP BY given.name
+        UNION ALL SELECT 'pg_temp', 1 + coalesce(cardinality(path), 0)
+    ) AS parts
+$$;
+COMMENT ON FUNCTION tube_path_text(name[]) IS 'The search_path under which predicates and routings run';
+
+-- tube_where(VARIADIC predicates): their conjunction as the end of a WHERE clause; empty where all are NULL. Each stands on lines of
+-- its own, so that a comment at its end swallows nothing. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_where(VARIADIC predicates text[]) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT coalesce(string_agg(E' AND (\n' || p || E'\n)', '' ORDER BY n), '')
+    FROM unnest(predicates) WITH ORDINALITY AS given(p, n) WHERE p IS NOT NULL
+$$;
+COMMENT ON FUNCTION tube_where(text[]) IS 'Predicates as the end of a WHERE clause';
+
+-- tube_check_expression(tbl, what, expression, path): raises RT005 unless the expression is one value per row of the
+-- table, a boolean for what = 'predicate' and a whole number of 32 bits for 'routing'. Reads no row. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_check_expression(tbl regclass, what text, expression text, path name[]) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    own_path text := current_setting('search_path');
+    their_path text := tube_path_text(path);
+    -- In WHERE neither aggregates nor sets are allowed; the alias is the one that the triggers use.
+    trial text := format(E'SELECT FROM %s AS tube_row WHERE (\n%s\n) IS NULL LIMIT 0', tube_qualified(tbl), expression);
+    typing text := format(E'SELECT pg_typeof((SELECT (\n%s\n) FROM %s AS tube_row LIMIT 0))',
+        expression, tube_qualified(tbl));
+    remedy text := format('write SQL on the columns of %s alone; names were looked up along %s', tbl, their_path);
+    kind regtype;
+    refusal text;
+BEGIN
+    IF expression IS NULL THEN
+        RETURN;
+    END IF;
+    BEGIN
+        PERFORM set_config('search_path', their_path, true);
+        EXECUTE trial;
+        EXECUTE typing INTO kind;
+    EXCEPTION WHEN OTHERS THEN
+        refusal := SQLERRM;
+    END;
+    PERFORM set_config('search_path', own_path, true);
+    IF refusal IS NULL AND what = 'predicate' AND kind <> 'boolean'::regtype THEN
+        refusal := format('it yields %s instead of boolean', kind);
+    ELSIF refusal IS NULL AND what = 'routing' AND kind NOT IN ('integer'::regtype, 'smallint'::regtype) THEN
+        refusal := format('it yields %s instead of integer', kind);
+        remedy := format('cast it, for example ((%s) %% 1024)::integer', expression);
+    END IF;
+    IF refusal IS NOT NULL THEN
+        PERFORM tube_refuse('RT005', format('the %s %L does not fit table %s: %s', what, expression, tbl, refusal), remedy);
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION tube_check_expression(regclass, text, text, name[]) IS 'Refuses predicates and routings that fail on a table';

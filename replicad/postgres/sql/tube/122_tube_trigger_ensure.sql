@@ -1,0 +1,44 @@
+-- tube_trigger_ensure(tube, predicate, routing, path): makes the trigger function for attachments with this predicate
+-- and routing of their own (NULL for none; path is where their names are looked up) and returns its quoted name.
+-- Attachments that ask for the same share one; those that ask for nothing have {tube}_trigger. Writes that function.
+--
+-- It runs with its owner's rights, so that whoever may write to the table needs none on the tube; it names every object
+-- of ours with its schema, and its search_path is that of the expressions.
+CREATE OR REPLACE FUNCTION tube_trigger_ensure(tube text, predicate text, routing text, path name[]) RETURNS text
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_find(tube);
+    own boolean := predicate IS NOT NULL OR routing IS NOT NULL;
+    hash text := left(md5(concat_ws(E'\n', coalesce(predicate, '-'), coalesce(routing, '-'), path::text)), 8);
+    name text := tube_object_name(tube, CASE WHEN own THEN '_trigger_' || hash ELSE '_trigger' END);
+    body text := tube_trigger_body(tube, tube_where(t.predicate, predicate), routing);
+    setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_proc p WHERE p.pronamespace = current_schema()::regnamespace AND p.proname = name
+            AND p.prosrc = body AND p.proconfig = ARRAY['search_path=' || setting]) THEN
+        EXECUTE format('CREATE OR REPLACE FUNCTION %I() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
+            ' SET search_path = %s AS %L', name, setting, body);
+        EXECUTE format('REVOKE EXECUTE ON FUNCTION %I() FROM PUBLIC', name);
+        EXECUTE format('COMMENT ON FUNCTION %I() IS %L', name, 'replicad: touches tube ' || tube);
+    END IF;
+    RETURN format('%I.%I', current_schema(), name);
+END
+$$;
+COMMENT ON FUNCTION tube_trigger_ensure(text, text, text, name[]) IS 'Makes the trigger function of a kind of attachment';
+
+-- tube_trigger_sweep(tube): drops the tube's trigger functions that no trigger uses any more, but for {tube}_trigger.
+CREATE OR REPLACE FUNCTION tube_trigger_sweep(tube text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    stale regprocedure;
+BEGIN
+    FOR stale IN SELECT p.oid FROM pg_proc p
+        WHERE p.pronamespace = current_schema()::regnamespace AND p.proname <> tube_object_name(tube, '_trigger')
+            AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
+            AND NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgfoid = p.oid)
+    LOOP
+        EXECUTE format('DROP FUNCTION %s', stale);
+    END LOOP;
+END
+$$;
+COMMENT ON FUNCTION tube_trigger_sweep(text) IS 'Drops trigger functions of a tube that no trigger uses';

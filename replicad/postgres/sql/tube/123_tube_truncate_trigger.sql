@@ -1,0 +1,31 @@
+-- tube_truncate_trigger(tube): BEFORE TRUNCATE trigger of attached tables; touches, as deleted, every id that goes.
+-- Writes the tube. Postgres fires it for each partition or heir that a TRUNCATE reaches, so each table touches its own
+-- rows, and those of partitions or heirs that were made after it was attached and have no trigger yet.
+--
+-- It reads the table with its owner's rights; row security that would hide rows makes it fail instead of missing them.
+CREATE OR REPLACE FUNCTION tube_truncate_trigger() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+DECLARE
+    a tube_attachment;
+    t tube_registry;
+    source text;
+    touch text;
+BEGIN
+    SELECT * INTO a FROM tube_attachment x WHERE x.tube = TG_ARGV[0] AND x.tbl = TG_RELID;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    t := tube_find(a.tube);
+    SELECT format('(SELECT * FROM %s WHERE tableoid = ANY (%L::oid[]))', tube_qualified(TG_RELID), array_agg(m::oid))
+        INTO source
+        FROM tube_members(TG_RELID) m
+        WHERE m = TG_RELID OR NOT EXISTS (SELECT FROM tube_attachment x WHERE x.tube = a.tube AND x.tbl = m);
+    touch := tube_insert_sql(a.tube, tube_op_sql('''D'''), a.shard::text,
+        tube_rows_sql(source, tube_where(t.predicate, a.predicate), a.routing), routed => a.routing IS NOT NULL);
+    PERFORM set_config('search_path', tube_path_text(t.path || a.path), true);
+    EXECUTE touch;
+    RETURN NULL;
+END
+$$;
+REVOKE EXECUTE ON FUNCTION tube_truncate_trigger() FROM PUBLIC;
+COMMENT ON FUNCTION tube_truncate_trigger() IS 'Touches every id of a table that is about to be truncated';

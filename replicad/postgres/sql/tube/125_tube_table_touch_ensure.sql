@@ -1,0 +1,83 @@
+-- tube_table_touch_call(a): the statement of {table}_touch that touches one attachment's tube. Writes nothing itself.
+CREATE OR REPLACE FUNCTION tube_table_touch_call(a tube_attachment) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT CASE WHEN a.routing IS NULL THEN format($sql$
+    pods := pods + %1$s(%2$s, $1, $2, $3, $4);$sql$, touch, a.shard)
+    ELSE format($sql$
+    IF coalesce(cardinality($1), 0) = 0 THEN
+        pods := pods + %1$s(%2$s, $1, $2, $3, $4);
+    ELSE
+        pods := pods + (
+            SELECT coalesce(sum(%1$s(placed.shard, placed.ids, $2, $3, $4)), 0)
+            FROM (
+                SELECT coalesce(stored.tube_shard, %2$s) & 2147483647 AS shard, array_agg(given.id ORDER BY given.n) AS ids
+                FROM unnest($1) WITH ORDINALITY AS given(id, n) LEFT JOIN (%3$s) AS stored ON stored.id = given.id
+                WHERE given.id IS NOT NULL GROUP BY 1 ORDER BY 1
+            ) AS placed);
+    END IF;$sql$, touch, a.shard, tube_rows_sql(tube_qualified(a.tbl), ' AND id = ANY ($1)', a.routing))
+    END
+    FROM format('%I.%I', current_schema(), tube_object_name(a.tube, '_touch')) AS touch
+$$;
+COMMENT ON FUNCTION tube_table_touch_call(tube_attachment) IS 'The part of {table}_touch that serves one tube';
+
+-- tube_table_touch_ensure(tbl): makes {table}_touch(ids, op, payload, chunk_size) in the table's schema for the table's
+-- attachments as they are now. Raises RT005 where a function of other origin has that name. Writes that function.
+--
+-- {table}_touch touches every tube that the table is attached to and returns the number of pods. Predicates do not
+-- apply: whoever touches by hand means it. An id goes to the shard of its row; with no row (deleted), or for a control
+-- pod, to the attachment's. It runs with its owner's rights, so that writers to the table may call it.
+CREATE OR REPLACE FUNCTION tube_table_touch_ensure(tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $outer$
+DECLARE
+    marker text := format('-- replicad: touches the tubes of schema %I', current_schema());
+    full_name text;
+    calls text;
+    path name[];
+    present text;
+    body text;
+BEGIN
+    SELECT format('%I.%I', n.nspname, tube_object_name(c.relname, '_touch')) INTO full_name
+        FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = tbl;
+    SELECT string_agg(tube_table_touch_call(a), '' ORDER BY a.tube) INTO calls
+        FROM tube_attachment a WHERE a.tbl = tube_table_touch_ensure.tbl AND a.tbl = a.root;
+    SELECT array_agg(s) INTO path
+        FROM tube_attachment a, unnest(a.path) s
+        WHERE a.tbl = tube_table_touch_ensure.tbl AND a.tbl = a.root AND a.routing IS NOT NULL;
+    body := format(E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\nBEGIN%s\n    RETURN pods;\nEND\n',
+        marker, calls);
+    SELECT p.prosrc INTO present FROM pg_proc p
+        WHERE p.oid = to_regprocedure(full_name || '(bigint[], character, jsonb, integer)');
+    IF strpos(present, marker) = 0 THEN
+        PERFORM tube_refuse('RT005', format('function %s exists and is not ours', full_name),
+            'rename it, or rename the table: attached tables have a function of that name');
+    ELSIF present IS DISTINCT FROM body THEN
+        EXECUTE format('CREATE OR REPLACE FUNCTION %s(ids bigint[], op character = ''T'', payload jsonb = NULL,'
+            ' chunk_size integer = 250) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = %s'
+            ' SET row_security = off AS %L', full_name, tube_path_text(path), body);
+        EXECUTE format('COMMENT ON FUNCTION %s(bigint[], character, jsonb, integer) IS %L', full_name,
+            'replicad: touches ids in the tubes that the table is attached to');
+    END IF;
+END
+$outer$;
+COMMENT ON FUNCTION tube_table_touch_ensure(regclass) IS 'Makes the function that touches ids of a table by hand';
+
+-- tube_table_touch_sweep(): forgets attachments of dropped tables, and drops those {table}_touch functions of ours whose
+-- table is attached no more, was renamed or dropped. Writes tube_attachment, tube_backfill.
+CREATE OR REPLACE FUNCTION tube_table_touch_sweep() RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    marker text := format('-- replicad: touches the tubes of schema %I', current_schema());
+    stale regprocedure;
+BEGIN
+    DELETE FROM tube_attachment a WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = a.tbl);
+    DELETE FROM tube_backfill b WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = b.tbl);
+    FOR stale IN SELECT p.oid FROM pg_proc p
+        WHERE strpos(p.prosrc, E'\n' || marker || E'\n') = 1 AND NOT EXISTS (
+            SELECT FROM tube_attachment a JOIN pg_class c ON c.oid = a.tbl
+            WHERE a.tbl = a.root AND c.relnamespace = p.pronamespace AND tube_object_name(c.relname, '_touch') = p.proname)
+    LOOP
+        EXECUTE format('DROP FUNCTION %s', stale);
+    END LOOP;
+END
+$$;
+COMMENT ON FUNCTION tube_table_touch_sweep() IS 'Drops {table}_touch functions whose table is not attached';

@@ -1,0 +1,102 @@
+-- tube_index_ensure(tube, partitions): the index by which a partition is read: ((shard % partitions), priority, seq) with
+-- priority 0 for regular and 1 for backfill pods. Raises RT005 where its name is taken. Writes indexes of the tube.
+--
+-- One index serves all partitions and both priorities: an insert costs the same with one partition as with a thousand
+-- (a partial index for each pair costs every insert about 1 us, needed or not).
+-- The index of another number of partitions goes too, unless readers keep the table locked: dropping would make them and
+-- all writers wait, so after a second it stays until the next call; it costs a little and harms nobody.
+CREATE OR REPLACE FUNCTION tube_index_ensure(tube text, partitions integer) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    wanted text := tube || '_pods_' || partitions;
+    patience text := current_setting('lock_timeout');
+    stale regclass;
+BEGIN
+    IF to_regclass(quote_ident(wanted)) IS NULL THEN
+        EXECUTE format('CREATE INDEX %I ON %I ((shard %% %s), ((op = ''B'')::integer), seq)', wanted, tube, partitions);
+    ELSIF NOT EXISTS (SELECT FROM pg_index i
+            WHERE i.indexrelid = to_regclass(quote_ident(wanted)) AND i.indrelid = to_regclass(quote_ident(tube))) THEN
+        PERFORM tube_refuse('RT005', format('%I.%I exists and is no index of tube %L', current_schema(), wanted, tube),
+            'choose another name for the tube, or rename what has it');
+    END IF;
+    FOR stale IN SELECT i.indexrelid FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+        WHERE i.indrelid = to_regclass(quote_ident(tube)) AND c.relname <> wanted
+            AND left(c.relname, length(tube)) = tube AND substr(c.relname, length(tube) + 1) ~ '^_pods_[0-9]+$'
+    LOOP
+        BEGIN
+            PERFORM set_config('lock_timeout', '1s', true);
+            EXECUTE format('DROP INDEX %s', stale);
+        EXCEPTION WHEN lock_not_available THEN
+            RAISE NOTICE 'index % is in use and stays until tube_ensure_exists is called again', stale;
+        END;
+        PERFORM set_config('lock_timeout', patience, true);
+    END LOOP;
+END
+$$;
+COMMENT ON FUNCTION tube_index_ensure(text, integer) IS 'Makes the index for a number of partitions';
+
+-- tube_table_ensure(tube): makes the table of a new tube. Raises RT005 where a name is taken. Writes table and indexes.
+CREATE OR REPLACE FUNCTION tube_table_ensure(tube text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format($sql$
+        CREATE TABLE %1$I (
+            seq bigint NOT NULL DEFAULT nextval(%2$L) PRIMARY KEY,
+            op character(1) NOT NULL CHECK (op IN ('I', 'U', 'D', 'T', 'B')),
+            shard integer NOT NULL CHECK (shard >= 0),
+            ids bigint[] NOT NULL,
+            payload jsonb,
+            ts timestamptz NOT NULL DEFAULT clock_timestamp()
+        ) WITH (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 2000)
+    $sql$, tube, format('%I.tube_seq', current_schema()));
+    EXECUTE format('ALTER TABLE %I ALTER ids SET STORAGE PLAIN', tube);
+    EXECUTE format('CREATE INDEX %I ON %I (shard, seq) WHERE cardinality(ids) = 0', tube || '_control', tube);
+    EXECUTE format('COMMENT ON TABLE %I IS %L', tube, 'replicad: the pods of a tube; use tube_ensure_absent() to drop it');
+EXCEPTION WHEN duplicate_table THEN
+    PERFORM tube_refuse('RT005', format('tube %L needs the name of something that exists: %s', tube, SQLERRM),
+        'choose another name for the tube, or rename what has it');
+END
+$$;
+COMMENT ON FUNCTION tube_table_ensure(text) IS 'Makes the table of a new tube';
+
+-- tube_ensure_exists(tube, partitions, predicate, path): makes the tube, or alters it to be as asked; nothing is written
+-- where it is so already. predicate is SQL on a row of any attached table: only rows for which it is true are touched and
+-- backfilled. Its names are looked up along path, by default the caller's search_path. Pods and attachments are kept.
+-- Raises RT005. Writes tube_registry, the tube's table, indexes, {tube}_touch and its trigger functions.
+--
+-- Altering the number of partitions builds an index, which makes writers wait meanwhile; on a tube with millions of pods
+-- choose a quiet hour, and set lock_timeout where long transactions write.
+CREATE OR REPLACE FUNCTION tube_ensure_exists(
+    tube text, partitions integer = 1, predicate text = NULL, path name[] = current_schemas(false)
+) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    safe name[] := CASE WHEN predicate IS NULL THEN '{}' ELSE tube_safe_path(path) END;
+    a tube_attachment;
+BEGIN
+    PERFORM tube_check_name(tube);
+    IF partitions IS NULL OR partitions NOT BETWEEN 1 AND 32768 THEN
+        PERFORM tube_refuse('RT005', format('tube %L cannot have %s partitions', tube, coalesce(partitions::text, 'NULL')),
+            'a tube has 1 to 32768 partitions');
+    END IF;
+    INSERT INTO tube_registry VALUES (tube, partitions, predicate, safe) ON CONFLICT DO NOTHING;
+    IF FOUND THEN
+        PERFORM tube_table_ensure(tube);
+    ELSE
+        PERFORM tube_lock(tube);
+        UPDATE tube_registry r SET partitions = tube_ensure_exists.partitions, predicate = tube_ensure_exists.predicate, path = safe
+            WHERE r.tube = tube_ensure_exists.tube AND (r.partitions, r.predicate, r.path)
+                IS DISTINCT FROM (tube_ensure_exists.partitions, tube_ensure_exists.predicate, safe);
+    END IF;
+    PERFORM tube_index_ensure(tube, partitions);
+    PERFORM tube_touch_ensure(tube);
+    PERFORM tube_trigger_ensure(tube, NULL, NULL, '{}');
+    FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
+        WHERE x.tube = tube_ensure_exists.tube AND x.tbl = x.root
+    LOOP
+        PERFORM tube_check_expression(a.tbl, 'predicate', predicate, safe);
+        PERFORM tube_trigger_ensure(tube, a.predicate, a.routing, a.path);
+    END LOOP;
+END
+$$;
+COMMENT ON FUNCTION tube_ensure_exists(text, integer, text, name[]) IS 'Creates a tube, or alters it to be as asked';

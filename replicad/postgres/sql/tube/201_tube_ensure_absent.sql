@@ -1,0 +1,23 @@
+-- tube_ensure_absent(tube): detaches all its tables and drops the tube with its pods, leases and what is parked.
+-- Does nothing where there is no such tube. Writes tube_registry and what hangs on it, triggers, functions, the table.
+CREATE OR REPLACE FUNCTION tube_ensure_absent(tube text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    root regclass;
+BEGIN
+    PERFORM FROM tube_registry r WHERE r.tube = tube_ensure_absent.tube FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    FOR root IN SELECT a.tbl FROM tube_attachment a WHERE a.tube = tube_ensure_absent.tube AND a.tbl = a.root
+        ORDER BY a.tbl::oid
+    LOOP
+        PERFORM tube_table_ensure_detached(tube, root);
+    END LOOP;
+    DELETE FROM tube_registry r WHERE r.tube = tube_ensure_absent.tube;
+    EXECUTE format('DROP FUNCTION IF EXISTS %I()', tube_object_name(tube, '_trigger'));
+    EXECUTE format('DROP FUNCTION IF EXISTS %I(integer, bigint[], character, jsonb, integer)', tube_object_name(tube, '_touch'));
+    EXECUTE format('DROP TABLE IF EXISTS %I', tube);
+END
+$$;
+COMMENT ON FUNCTION tube_ensure_absent(text) IS 'Detaches all tables of a tube and drops it';

@@ -1,0 +1,64 @@
+-- tube_lock_table(tbl): until the transaction ends nobody else attaches or detaches this table. Takes an advisory lock:
+-- a lock of the table itself would make its writers wait even where nothing is to be done.
+CREATE OR REPLACE FUNCTION tube_lock_table(tbl regclass) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT pg_advisory_xact_lock(hashtext('replicad tube ' || current_schema()), (tbl::oid::bigint - 2147483648)::integer)
+$$;
+COMMENT ON FUNCTION tube_lock_table(regclass) IS 'Serialises attaching and detaching of a table';
+
+-- tube_member_detach(tube, tbl): takes the tube's triggers off one table or partition. Writes tube_attachment, triggers.
+-- They are found by the functions that they call, so that a renamed table loses them too.
+CREATE OR REPLACE FUNCTION tube_member_detach(tube text, tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    trigger_name name;
+BEGIN
+    FOR trigger_name IN SELECT g.tgname FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
+        WHERE g.tgrelid = tbl AND p.pronamespace = current_schema()::regnamespace
+            AND (obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
+                OR p.proname = 'tube_truncate_trigger'
+                    AND g.tgargs = convert_to(tube, getdatabaseencoding()) || decode('00', 'hex'))
+    LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', trigger_name, tube_qualified(tbl));
+    END LOOP;
+    DELETE FROM tube_attachment a WHERE a.tube = tube_member_detach.tube AND a.tbl = tube_member_detach.tbl;
+END
+$$;
+COMMENT ON FUNCTION tube_member_detach(text, regclass) IS 'Takes a tube''s triggers off one table';
+
+-- tube_table_ensure_detached(tube, tbl): what is written to the table and its partitions no longer touches the tube; with
+-- tube NULL, any tube. Pods that are there stay. Does nothing where nothing is attached. Raises RT005 for a partition
+-- that was attached through its table. Writes tube_attachment, tube_backfill, triggers, functions.
+CREATE OR REPLACE FUNCTION tube_table_ensure_detached(tube text, tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    a tube_attachment;
+    member regclass;
+BEGIN
+    PERFORM tube_lock(x.tube) FROM (
+        SELECT y.tube FROM tube_attachment y
+        WHERE y.tbl = tube_table_ensure_detached.tbl AND y.tube = coalesce(tube_table_ensure_detached.tube, y.tube)
+        ORDER BY y.tube
+    ) AS x;
+    PERFORM tube_lock_table(tbl);
+    FOR a IN SELECT x.* FROM tube_attachment x
+        WHERE x.tbl = tube_table_ensure_detached.tbl AND x.tube = coalesce(tube_table_ensure_detached.tube, x.tube)
+        ORDER BY x.tube
+    LOOP
+        IF a.root <> a.tbl THEN
+            PERFORM tube_refuse('RT005', format('table %s is attached to tube %L through %s', tbl, a.tube, a.root),
+                format('detach %s', a.root));
+        END IF;
+        FOR member IN SELECT x.tbl FROM tube_attachment x WHERE x.tube = a.tube AND x.root = a.tbl LOOP
+            PERFORM tube_member_detach(a.tube, member);
+        END LOOP;
+        DELETE FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
+        PERFORM tube_trigger_sweep(a.tube);
+    END LOOP;
+    IF EXISTS (SELECT FROM tube_attachment x WHERE x.tbl = tube_table_ensure_detached.tbl AND x.root = x.tbl) THEN
+        PERFORM tube_table_touch_ensure(tbl);
+    END IF;
+    PERFORM tube_table_touch_sweep();
+END
+$$;
+COMMENT ON FUNCTION tube_table_ensure_detached(text, regclass) IS 'Detaches a table from a tube, or from all (tube NULL)';

@@ -1,0 +1,22 @@
+-- tube_stats(exact): a row per tube and partition. Regular pods are counted as inc, those of op B as backfill, control pods
+-- in theirs and in control_count as well; times are those of the pods with the lowest and highest seq. shards are those of
+-- attached tables in the partition. inc_ids and backfill_ids count ids.
+-- A partition with more than exact pods of a kind is estimated from its index and its oldest pods, and estimated is true then. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_stats(exact integer = 10000) RETURNS TABLE (
+    tube text, predicate text, partition integer, shards integer[],
+    inc_count bigint, inc_min_seq bigint, inc_max_seq bigint, inc_min_ts timestamptz, inc_max_ts timestamptz,
+    backfill_count bigint, backfill_min_seq bigint, backfill_max_seq bigint,
+    backfill_min_ts timestamptz, backfill_max_ts timestamptz,
+    control_count bigint, inc_ids bigint, backfill_ids bigint, estimated boolean
+)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT r.tube, r.predicate, p, ARRAY(
+            SELECT DISTINCT a.shard FROM tube_attachment a WHERE a.tube = r.tube AND a.shard % r.partitions = p ORDER BY 1),
+        inc.pods, inc.min_seq, inc.max_seq, inc.min_ts, inc.max_ts,
+        bf.pods, bf.min_seq, bf.max_seq, bf.min_ts, bf.max_ts,
+        tube_count_control(r.tube, r.partitions, p), inc.ids, bf.ids, inc.estimated OR bf.estimated
+    FROM tube_registry r, generate_series(0, r.partitions - 1) AS p,
+        tube_count(r, p, false, exact) AS inc, tube_count(r, p, true, exact) AS bf
+    ORDER BY r.tube, p
+$$;
+COMMENT ON FUNCTION tube_stats(integer) IS 'What is in each partition of each tube';

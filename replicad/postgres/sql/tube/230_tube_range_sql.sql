@@ -1,0 +1,52 @@
+-- tube_range_sql(t, partitions, partition, backfill, after, upto, pods): the query of a partition's pods of one priority with
+-- after < seq <= upto, by seq, at most pods of them (NULL: no limit). Writes nothing.
+--
+-- The tube's index serves its own number of partitions, and what is made of whole partitions of it (0/1 above all) by
+-- merging up to 64 of them. A range of another number, a batch planned before it was changed, goes by the primary key.
+CREATE OR REPLACE FUNCTION tube_range_sql(
+    t tube_registry, partitions integer, partition integer, backfill boolean,
+    after bigint = NULL, upto bigint = NULL, pods bigint = NULL
+) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format('SELECT * FROM (%s) AS pods ORDER BY seq%s',
+        string_agg(format('SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s%s%s',
+            tube_relation(t.tube), part.n, part.p, backfill::integer, ' AND seq > ' || after, ' AND seq <= ' || upto),
+            ' UNION ALL ' ORDER BY part.p),
+        ' LIMIT ' || pods)
+    FROM (
+        SELECT t.partitions AS n, p
+        FROM generate_series(partition, t.partitions - 1, partitions) AS p
+        WHERE t.partitions % partitions = 0 AND t.partitions / partitions <= 64
+        UNION ALL
+        SELECT partitions, partition WHERE t.partitions % partitions <> 0 OR t.partitions / partitions > 64
+    ) AS part
+$$;
+COMMENT ON FUNCTION tube_range_sql(tube_registry, integer, integer, boolean, bigint, bigint, bigint)
+    IS 'The query of a partition''s pods of one priority';
+
+-- tube_check_partition(partitions, partition): raises RT005 unless 0 <= partition < partitions <= 32768. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_check_partition(partitions integer, partition integer) RETURNS void
+LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    IF (partitions BETWEEN 1 AND 32768 AND partition BETWEEN 0 AND partitions - 1) IS NOT TRUE THEN
+        PERFORM tube_refuse('RT005', format('%s/%s is no partition', partition, partitions),
+            'a partition is written 0/2, 1/2: counted from 0, below their number');
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION tube_check_partition(integer, integer) IS 'Refuses partitions that cannot be';
+
+-- tube_check_partitions(tube, partitions): true; raises RT003 where the tube has another number of partitions by now, RT001 where there is no tube. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_check_partitions(tube text, partitions integer) RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    present integer := (tube_find(tube)).partitions;
+BEGIN
+    IF present IS DISTINCT FROM partitions THEN
+        PERFORM tube_refuse('RT003', format('tube %L has %s partitions and not %s', tube, present, partitions),
+            format('go on with %s partitions', present));
+    END IF;
+    RETURN true;
+END
+$$;
+COMMENT ON FUNCTION tube_check_partitions(text, integer) IS 'Refuses a number of partitions that is not the tube''s';

@@ -1,0 +1,96 @@
+-- tube_attached(tube, tbl, order_col): the attachment that a backfill is of. Raises RT001, and RT005 where the table is not attached or
+-- has no such column. Locks its row, so that one backfill of it starts at a time. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_attached(tube text, tbl regclass, order_col text) RETURNS tube_attachment
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    t tube_registry := tube_find(tube);
+    a tube_attachment;
+BEGIN
+    SELECT * INTO a FROM tube_attachment x WHERE x.tube = t.tube AND x.tbl = tube_attached.tbl AND x.root = x.tbl
+        FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        PERFORM tube_refuse('RT005', format('table %s is not attached to tube %L', tbl, tube), 'attach it first');
+    END IF;
+    IF NOT EXISTS (SELECT FROM pg_attribute c WHERE c.attrelid = a.tbl AND c.attname = order_col AND c.attnum > 0 AND NOT c.attisdropped) THEN
+        PERFORM tube_refuse('RT005', format('table %s has no column %L to order its backfill by', tbl, order_col),
+            'name a column of the table, id for example');
+    END IF;
+    RETURN a;
+END
+$$;
+COMMENT ON FUNCTION tube_attached(text, regclass, text) IS 'The attachment that a backfill is of';
+
+-- tube_backfilling(tube, tbl, shard): whether this table's shard is being backfilled: it is being put into the tube, or control pods of
+-- its backfill are still there. Pods of other tables in the same shard do not count. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_backfilling(tube text, tbl regclass, shard integer) RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    own tube_backfill;
+    waiting boolean;
+BEGIN
+    SELECT * INTO own FROM tube_backfill b WHERE b.tube = tube_backfilling.tube AND b.tbl = tube_backfilling.tbl;
+    IF own.finished IS FALSE THEN
+        RETURN true;
+    END IF;
+    EXECUTE format($sql$
+        SELECT EXISTS (
+            SELECT FROM %I p
+            WHERE cardinality(p.ids) = 0 AND p.shard = ANY ($1) AND p.payload ->> 'type' IN ('backfill_start', 'backfill_end')
+                AND (p.payload ->> 'start_seq' = $2 OR NOT EXISTS (
+                    SELECT FROM tube_backfill b
+                    WHERE b.tube = $3 AND b.start_seq = p.payload ->> 'start_seq' AND p.shard = ANY (b.shards))))
+    $sql$, tube) INTO waiting USING own.shards || shard, own.start_seq, tube;
+    RETURN waiting;
+END
+$$;
+COMMENT ON FUNCTION tube_backfilling(text, regclass, integer) IS 'Whether a table''s shard is being backfilled';
+
+-- tube_backfill_control(tube, type, start_seq, shards): one control pod of that type per shard. Writes the tube.
+CREATE OR REPLACE FUNCTION tube_backfill_control(tube text, type text, start_seq text, shards integer[]) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format('INSERT INTO %I (op, shard, ids, payload) SELECT ''B'', s, ''{}'', $2 FROM unnest($1) AS s ORDER BY s', tube)
+        USING shards, jsonb_build_object('type', type, 'start_seq', start_seq);
+END
+$$;
+COMMENT ON FUNCTION tube_backfill_control(text, text, text, integer[]) IS 'Puts control pods of a backfill into a tube';
+
+-- tube_backfill_begin(a, start_seq, order_col, shard, shards): notes a new backfill and marks its beginning in shards.
+-- Returns false, and writes nothing, where one is under way. Raises RT005. Writes tube_backfill and the tube.
+CREATE OR REPLACE FUNCTION tube_backfill_begin(
+    a tube_attachment, start_seq text, order_col text, shard integer, shards integer[]
+) RETURNS boolean
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    IF start_seq IS NULL OR start_seq !~ '^[0-9]{1,19}$' THEN
+        PERFORM tube_refuse('RT005', format('%L is not what step 1 of a backfill returned', start_seq),
+            'call tube_backfill_step1() and tube_backfill_step2() first, each in its own transaction');
+    END IF;
+    IF tube_backfilling(a.tube, a.tbl, shard) THEN
+        RAISE NOTICE 'shard % of % is being backfilled already', shard, a.tbl;
+        RETURN false;
+    END IF;
+    DELETE FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
+    INSERT INTO tube_backfill (tube, tbl, shard, start_seq, order_col, shards, approx_ids)
+        SELECT a.tube, a.tbl, shard, start_seq, order_col, shards, sum(c.reltuples)
+        FROM tube_members(a.tbl) m JOIN pg_class c ON c.oid = m WHERE c.reltuples >= 0 AND c.relkind <> 'p';
+    PERFORM tube_backfill_control(a.tube, 'backfill_start', start_seq, shards);
+    RETURN true;
+END
+$$;
+COMMENT ON FUNCTION tube_backfill_begin(tube_attachment, text, text, integer, integer[]) IS 'Marks the beginning of a backfill';
+
+-- tube_backfill_progress(a, more, finished): adds to what is in the tube, and marks the end where it is reached. Writes tube_backfill and the tube.
+CREATE OR REPLACE FUNCTION tube_backfill_progress(a tube_attachment, more bigint, finished boolean) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    b tube_backfill;
+BEGIN
+    UPDATE tube_backfill x SET ids = x.ids + more, finished = tube_backfill_progress.finished, updated_at = clock_timestamp()
+        WHERE x.tube = a.tube AND x.tbl = a.tbl RETURNING * INTO b;
+    IF finished THEN
+        PERFORM tube_backfill_control(b.tube, 'backfill_end', b.start_seq, b.shards);
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION tube_backfill_progress(tube_attachment, bigint, boolean) IS 'Notes how far a backfill has got';

@@ -1,0 +1,51 @@
+-- tube_ack(tube, partitions, partition, term, seqs): the downstream has these pods: deletes those that are in the
+-- partition, and returns how many; fewer than asked for means that some were gone already or belong elsewhere.
+-- The number of partitions is the one under which the pods were read; the lease proves that nobody else has them.
+-- Raises RT002, RT005. Locks the lease's row, writes the tube.
+CREATE OR REPLACE FUNCTION tube_ack(tube text, partitions integer, partition integer, term bigint, seqs bigint[])
+RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_lease_hold(tube, partitions, partition, term);
+    RETURN tube_remove(tube, partitions, partition, seqs);
+END
+$$;
+COMMENT ON FUNCTION tube_ack(text, integer, integer, bigint, bigint[]) IS 'Removes pods that the downstream has';
+
+-- tube_ack_upto(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the same for all
+-- regular pods with after_regular < seq <= upto_regular and all backfill pods in their range.
+CREATE OR REPLACE FUNCTION tube_ack_upto(
+    tube text, partitions integer, partition integer, term bigint,
+    after_regular bigint, after_backfill bigint, upto_regular bigint, upto_backfill bigint
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_lease_hold(tube, partitions, partition, term);
+    RETURN tube_remove_range(tube, partitions, partition, false, after_regular, upto_regular)
+        + tube_remove_range(tube, partitions, partition, true, after_backfill, upto_backfill);
+END
+$$;
+COMMENT ON FUNCTION tube_ack_upto(text, integer, integer, bigint, bigint, bigint, bigint, bigint)
+    IS 'Removes a range of pods that the downstream has';
+
+-- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority with
+-- after < seq <= upto, and asks nothing; returns how many. Writes the tube.
+CREATE OR REPLACE FUNCTION tube_remove_range(
+    tube text, partitions integer, partition integer, backfill boolean, after bigint, upto bigint
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    removed bigint := 0;
+BEGIN
+    IF after < upto THEN
+        EXECUTE format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s AND seq > %s AND seq <= %s',
+            tube, partitions, partition, backfill::integer, after, upto);
+        GET DIAGNOSTICS removed = ROW_COUNT;
+    END IF;
+    RETURN removed;
+END
+$$;
+COMMENT ON FUNCTION tube_remove_range(text, integer, integer, boolean, bigint, bigint)
+    IS 'Deletes a range of pods without asking for a lease';

@@ -52,9 +52,9 @@ def on_database(
             url, size=_POOL, application_name="replicad command", statement_timeout=statement_timeout
         ) as db:
             name = settings.tube_schema if part == "tube" else settings.stream_schema
-            done = await schema.install(db, part, name)
-            if done is not None:
-                say(f"{part} schema {name}: {done}")
+            outcome = await schema.install(db, part, name)
+            if outcome is not schema.Outcome.UNCHANGED:
+                say(f"replicad: schema {name} ({part}) {outcome.value}")
             return await work(db, settings)
 
     with database_url(settings) as url:

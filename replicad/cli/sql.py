@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import click
 
 from replicad.cli.command import ReplicadGroup, option
+from replicad.errors import UsageError
 
-_part = option(
-    "--part",
-    type=click.Choice(["tube", "stream"]),
-    default="tube",
-    show_default=True,
-    help="The tubes' functions, or the registry of streams.",
-)
+if TYPE_CHECKING:
+    from replicad.postgres.schema import Direction, Part
+
+PARTS: tuple[Part, ...] = ("stream", "tube", "federation")
+
+_parts = click.argument("parts", metavar="[PART...]", nargs=-1, type=click.Choice(PARTS))
 _schema = option(
-    "--schema", metavar="SCHEMA", help="Schema to install into, made where missing. Default: the current one."
+    "--schema", metavar="SCHEMA", help="Schema to work in. Default: tube for tubes, replicad for the others."
+)
+_current = option(
+    "--current-schema", is_flag=True, help="Work in whatever schema is first in psql's search_path, whatever its name."
 )
 
 
@@ -25,7 +28,8 @@ def command() -> None:
     """Print the SQL that replicad installs in a database, and its opposite, as scripts for psql.
 
     The daemon installs what it needs by itself; this is for those who read first, or whose daemon may not create
-    anything. Both scripts may be run again and again.
+    anything. PART is tube, stream or federation; without one it is all of them. Each part is a transaction of its own,
+    and both scripts may be run again and again.
     """
 
 
@@ -33,30 +37,38 @@ def command() -> None:
     "up",
     epilog="""\b
 Examples:
-  replicad sql up --schema tube | psql -1 -d app
-  PGOPTIONS='-c search_path=my_tubes' psql -1 -d app -f <(replicad sql up)""",
+  replicad sql up | psql -v ON_ERROR_STOP=1 -d app
+  replicad sql up tube --schema my_tubes | psql -v ON_ERROR_STOP=1 -d app""",
 )
-@_part
+@_parts
 @_schema
-def up(part: Literal["tube", "stream"], schema: str | None) -> None:
-    """Print the script that installs, or brings an older version up to date without loss."""
-    _print(part, schema, "up")
+@_current
+def up(parts: tuple[Part, ...], schema: str | None, current_schema: bool) -> None:
+    """Print the script that installs, or upgrades without loss."""
+    _print(parts or PARTS, schema, "up", current=current_schema)
 
 
 @command.command(
     "down",
     epilog="""\b
 Example:
-  replicad sql down --schema tube | psql -1 -d app""",
+  replicad sql down tube | psql -v ON_ERROR_STOP=1 -d app""",
 )
-@_part
+@_parts
 @_schema
-def down(part: Literal["tube", "stream"], schema: str | None) -> None:
-    """Print the script that removes everything again, its data included: the pods of tubes, the marks of streams."""
-    _print(part, schema, "down")
+@_current
+def down(parts: tuple[Part, ...], schema: str | None, current_schema: bool) -> None:
+    """Print the script that removes everything again.
+
+    Data of replicad's own goes as well: tubes with their pods, the marks of streams. Your tables stay.
+    """
+    _print(tuple(reversed(parts or PARTS)), schema, "down", current=current_schema)
 
 
-def _print(part: Literal["tube", "stream"], schema: str | None, direction: Literal["up", "down"]) -> None:
-    from replicad.postgres.schema import script
+def _print(parts: tuple[Part, ...], schema: str | None, direction: Direction, *, current: bool) -> None:
+    from replicad.postgres.schema import DEFAULT_SCHEMAS, script
 
-    click.echo(script(part, schema, direction), nl=False)
+    if current and schema is not None:
+        raise UsageError("--schema and --current-schema are both given; give one of them")
+    for part in parts:
+        click.echo(script(part, None if current else schema or DEFAULT_SCHEMAS[part], direction))

@@ -54,6 +54,8 @@ class FollowOptions:
 class _GapFound(ConnectionLost):
     """Rows are missing between what we have and what the server goes on with; the connection is given up."""
 
+    code = "gap"
+
 
 class Pursuit:
     """Follows `streams`, a token (see `Follower.want`) for each. `steps` is for one driver, once."""

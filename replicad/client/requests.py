@@ -6,8 +6,9 @@ PINGs and what the server relays to everybody may come in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from replicad.client.refusals import refusal
 from replicad.client.steps import Receive, Send, Steps
@@ -24,6 +25,7 @@ from replicad.protocol.commands import (
     Name,
     Park,
     Parked,
+    Part,
     Ping,
     Pods,
     Release,
@@ -33,6 +35,7 @@ from replicad.protocol.commands import (
     Tube,
 )
 from replicad.protocol.connection import Connection
+from replicad.protocol.tokens import Cursor
 
 # What answers each request, besides ERROR.
 ANSWERS: dict[type[Command], type[Command]] = {
@@ -45,7 +48,38 @@ ANSWERS: dict[type[Command], type[Command]] = {
     Ack: Acked,
     Park: Parked,
 }
+SEQS_PER_LINE = 20_000  # of 19 digits and a comma at most: well below the longest line that a daemon takes
+MAX_ERROR = 10_000  # characters; a traceback's end says what happened
 _ALL_ANSWERS = frozenset(ANSWERS.values())
+
+
+class Bounds(TypedDict, total=False):
+    """What bounds an answer to PODS: pods, ids, backfill pods among them; and seconds to wait when there is nothing."""
+
+    limit: int | None
+    ids: int | None
+    backfill: int | None
+    wait: float | None
+
+
+class Extent(Bounds, total=False):
+    """Bounds, or instead of them `upto`: exactly the pods between two cursors."""
+
+    upto: Cursor | None
+
+
+def ack_requests(tube: str, part: Part, term: int, seqs: Sequence[int]) -> list[Ack]:
+    """As many ACKs as it takes to keep each of them on a line of bearable length; none for no seqs."""
+    return [
+        Ack(tube, part, term, tuple(seqs[begin : begin + SEQS_PER_LINE]))
+        for begin in range(0, len(seqs), SEQS_PER_LINE)
+    ]
+
+
+def park_request(tube: str, part: Part, term: int, seq: int, ids: Sequence[int], *, tries: int, error: str) -> Park:
+    """A PARK whose error stands on one line, whatever the exception's text was."""
+    text = " ".join(error.replace("\0", " ").split())[:MAX_ERROR]
+    return Park(tube, part, term, seq, tuple(ids), tries, text or "unknown")
 
 
 @dataclass(frozen=True, slots=True)

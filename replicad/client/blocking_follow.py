@@ -1,0 +1,99 @@
+"""Following streams on a socket: what `pursuit` asks for, done by the thread that iterates."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from replicad.client.backoff import Backoff
+from replicad.client.events import Reset, RowBatch
+from replicad.client.pursuit import FollowOptions, Pursuit
+from replicad.client.sockets import SocketLink, Target, open_link
+from replicad.client.steps import STEPS, Connect, Sleep
+from replicad.errors import ReplicadError
+
+
+class BlockingFollower(Iterator[Any]):
+    """An endless iterator over RowBatch and Reset events, and over those of the types in `also`.
+
+    It reconnects and resumes by itself; `close`, from any thread, ends it. Iterating raises what trying again does not
+    help against: NotAuthorised, WrongServer, RemoteProtocolError, UnknownStream and BadToken for what the caller
+    asked, or the last ConnectionLost when `patience` is at its end.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        streams: Mapping[str, str | None],
+        options: FollowOptions | None = None,
+        also: Collection[type] = (),
+        *,
+        backoff: Backoff | None = None,
+    ) -> None:
+        """Raises BadToken where a token is none."""
+        self._target = target
+        self._pursuit = Pursuit(streams, options, backoff)
+        self._steps = self._pursuit.steps()
+        self._wanted = frozenset({RowBatch, Reset, *also})
+        self._link: SocketLink | None = None
+        self._stop = threading.Event()
+
+    def __next__(self) -> Any:
+        answer: Any = None
+        error: ReplicadError | None = None
+        while not self._stop.is_set():
+            step = self._steps.send(answer) if error is None else self._steps.throw(error)
+            answer = error = None
+            kind = type(step)
+            if kind in self._wanted:
+                return step
+            if kind in STEPS:
+                try:
+                    answer = self._perform(step)
+                except ReplicadError as failure:
+                    error = failure
+                except BaseException:  # Ctrl-C, say: half a step cannot be resumed
+                    self.close()
+                    raise
+        raise StopIteration
+
+    def _perform(self, step: Any) -> Any:
+        if isinstance(step, Connect):
+            self._disconnect()
+            self._link = open_link(self._target)
+            if self._stop.is_set():  # closed meanwhile, by another thread
+                self._disconnect()
+            return self._link.connection, self._link.server_name
+        if isinstance(step, Sleep):
+            self._disconnect()
+            self._stop.wait(step.seconds)
+            return None
+        assert self._link is not None
+        return self._link.perform(step)
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def token(self, stream: str) -> str | None:
+        """What to follow the stream with later so that nothing handed out comes again and nothing else is missed."""
+        return self._pursuit.follower.token(stream)
+
+    def tokens(self) -> dict[str, str | None]:
+        """`token` of every stream."""
+        return {stream: self.token(stream) for stream in self._pursuit.follower.streams()}
+
+    def close(self) -> None:
+        """End the iteration, also under a thread that waits in it; safe to repeat."""
+        self._stop.set()
+        self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,258 @@
+"""A connection to the daemon on trio: the twin of `sockets`, with tasks where that has a thread.
+
+It moves bytes and minds the time; what is said is for `requests` and `pursuit`. One task reads, so that no read is ever
+cancelled half-way; it stops reading while its owner has not taken what came before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from typing import Any, TypeVar
+
+import trio
+
+from replicad.client.refusals import refusal
+from replicad.client.requests import greet
+from replicad.client.sockets import MAX_ROW, READ_BYTES, Target, reason
+from replicad.client.steps import Receive, Send, Steps
+from replicad.errors import ConnectionLost, ReplicadError
+from replicad.protocol.commands import Command, Error, Ping, Side
+from replicad.protocol.connection import Connection, Due
+
+T = TypeVar("T")
+
+_BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError, ssl.SSLError, OSError)
+
+
+async def open_link(target: Target, nursery: trio.Nursery) -> TrioLink:
+    """Connect, make the TLS handshake, wait for SERVER and introduce us, all within `connect_timeout`.
+
+    The link's tasks live in `nursery` until it is closed.
+
+    Raises:
+        ConnectionLost: it could not be made; the message says why.
+        WrongServer, NotAuthorised, ReplicadError: what the server said, or was.
+    """
+    link: TrioLink | None = None
+    try:
+        with trio.fail_after(target.connect_timeout):
+            link = TrioLink(await _connect(target), target)
+            nursery.start_soon(link.serve)
+            link.server_name = await link.run(greet(link.connection, target.us))
+    except trio.TooSlowError as error:
+        if link is not None:
+            link.close()
+        raise ConnectionLost(f"no connection to {target}: no answer in time") from error
+    except BaseException:
+        if link is not None:
+            link.close()
+        raise
+    return link
+
+
+async def _connect(target: Target) -> trio.abc.Stream:
+    stream: trio.abc.Stream | None = None
+    try:
+        stream = await trio.open_tcp_stream(target.host, target.port)
+        if target.tls is not None:
+            stream = trio.SSLStream(stream, target.tls, server_hostname=target.host, https_compatible=True)
+            await stream.do_handshake()
+    except (OSError, trio.BrokenResourceError) as error:
+        if stream is not None:
+            await trio.aclose_forcefully(stream)
+        raise ConnectionLost(f"no connection to {target}: {_why(error)}") from error
+    except BaseException:
+        if stream is not None:
+            await trio.aclose_forcefully(stream)
+        raise
+    return stream
+
+
+def _why(error: BaseException) -> str:
+    """What went wrong, in words; of the attempts at several addresses, with the first one."""
+    cause = error.__cause__ or error
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return reason(cause)
+
+
+class TrioLink:
+    """An open connection. One task at a time runs steps on it. Any failure closes it for good.
+
+    Use `begin` and `end` around requests: while nobody is busy, what comes is passed over, so that PINGs do not pile up
+    and the end of the connection is noticed at once.
+    """
+
+    def __init__(self, stream: trio.abc.Stream, target: Target) -> None:
+        self.target = target
+        self.server_name = ""
+        self.connection = Connection(Side.CLIENT, now=trio.current_time(), timing=target.timing, max_line=MAX_ROW)
+        self._stream = stream
+        self._sending = trio.Lock()
+        self._into, self._blocks = trio.open_memory_channel[bytes](1)
+        self._deadline = float("inf")
+        self._busy = True
+        self._reading = False
+        self._ended: ReplicadError | None = None
+        self._scope = trio.CancelScope()
+
+    # --- for the owner ---
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is of no more use."""
+        return self._ended is not None
+
+    def begin(self) -> bool:
+        """Before a request: False where the connection turned out to have ended meanwhile."""
+        self._busy = True
+        return not self.closed
+
+    def end(self) -> None:
+        """After the whole answer."""
+        self._busy = False
+        try:
+            while True:
+                self._pass_over(self._blocks.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            pass
+
+    async def run(self, steps: Steps[T]) -> T:
+        """Perform steps that hand nothing over, and return their result."""
+        answer: bytes | None = None
+        try:
+            while True:
+                answer = await self.perform(steps.send(answer))
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+    async def perform(self, step: Any) -> bytes | None:
+        """Perform a Send or a Receive.
+
+        Raises:
+            ConnectionLost: the connection ended, or time is up.
+        """
+        if isinstance(step, Send):
+            await self.send(step.commands)
+            return None
+        assert isinstance(step, Receive)
+        if step.within is not None:
+            self._deadline = trio.current_time() + step.within
+        return await self.receive()
+
+    def close(self) -> None:
+        """Close the connection; safe to repeat. Does not wait."""
+        self._fail(ConnectionLost(f"the connection to {self.target} was closed"))
+
+    # --- sending and receiving ---
+
+    async def send(self, commands: tuple[Command, ...]) -> None:
+        """Send commands in one piece, waiting for the socket for at most `answer_timeout`. Cancelled: closes."""
+        self._check_open()
+        now = trio.current_time()
+        data = b"".join(self.connection.send(command, now) for command in commands)
+        sent = False
+        try:
+            async with self._sending:
+                with trio.move_on_after(self.target.answer_timeout):
+                    await self._stream.send_all(data)
+                    sent = True
+        except _BROKEN as error:
+            self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
+        finally:
+            if not sent:
+                self._fail(ConnectionLost(f"{self.target} takes nothing any more"))
+        self._check_open()
+
+    async def receive(self) -> bytes:
+        """The next whole lines.
+
+        Raises:
+            ConnectionLost: the connection ended, or the deadline has come.
+        """
+        with trio.move_on_at(self._deadline):
+            try:
+                return await self._blocks.receive()
+            except trio.EndOfChannel:
+                self._check_open()
+        self._fail(ConnectionLost(f"{self.target} did not answer in time"))
+        self._check_open()
+        raise AssertionError("unreachable")
+
+    # --- the tasks ---
+
+    async def serve(self) -> None:
+        """Read and keep alive until the link is closed, then close the stream. Raises nothing but cancellation."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._read)
+                    if self.target.keepalive:
+                        nursery.start_soon(self._keep_alive)
+        finally:
+            self.close()
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(self._stream)
+
+    async def _read(self) -> None:
+        """Hand what comes to the owner while it is busy, and pass over it otherwise."""
+        try:
+            while True:
+                self._reading = True
+                data = await self._stream.receive_some(READ_BYTES)
+                self._reading = False
+                if not data:
+                    raise ConnectionLost(f"{self.target} closed the connection")
+                block = self.connection.receive_block(bytes(data), trio.current_time())
+                if block and self._busy:
+                    await self._into.send(block)
+                elif block:
+                    self._pass_over(block)
+        except _BROKEN as error:
+            self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
+        except ReplicadError as error:
+            self._fail(error)
+
+    async def _keep_alive(self) -> None:
+        """Send PINGs when nothing else is sent, and give up on a silent peer."""
+        while not self.closed:
+            now = trio.current_time()
+            if not self._reading:
+                self.connection.pardon(now)  # the peer's words are there, the owner has no time for them
+            match self.connection.due(now):
+                case Due.PING:
+                    with contextlib.suppress(ReplicadError):  # noted, and raised to the owner when it asks next
+                        await self.send((Ping(),))
+                case Due.PEER_SILENT:
+                    silence = self.target.timing.peer_timeout
+                    self._fail(ConnectionLost(f"{self.target} has been silent for {silence:g} s"))
+                case Due.UNFINISHED_LINE:
+                    self._fail(ConnectionLost(f"{self.target} began a line and did not end it"))
+                case None:
+                    await trio.sleep_until(self.connection.next_deadline())
+
+    # --- the end ---
+
+    def _pass_over(self, block: bytes) -> None:
+        """Look at what came while nobody was asking."""
+        try:
+            for line in block.split(b"\n"):
+                command = self.connection.understand(line)
+                if isinstance(command, Error):
+                    raise refusal(command.text)
+            self.connection.check()
+        except ReplicadError as error:
+            self._fail(error)
+
+    def _fail(self, error: ReplicadError) -> None:
+        """Note why it ended, the first reason counts, and end the tasks. What came before can still be received."""
+        if self._ended is None:
+            self._ended = error
+            self._into.close()
+            self._scope.cancel()
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise type(self._ended)(str(self._ended))

@@ -6,6 +6,7 @@ pyarrow in one go; no line is looked at in Python. Knows nothing of sockets and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from replicad.protocol.tubing import Part
 
 TARGET_BYTES = 1 << 20  # of lines in one RecordBatch: large enough for parsing to outweigh the call, small in memory
 _MAX_BYTES = (1 << 31) - 1  # what one block of pyarrow.json may have
+_PAYLOAD_KEY = re.compile(rb',\s*"payload"\s*:')  # no value before it can contain that
 _LIST = pa.list_(pa.field("element", pa.int64()))
 _FIELDS = [
     pa.field("seq", pa.int64()),
@@ -68,7 +70,7 @@ class PodReader:
         head = f"RDATA tube:{self.tube} {self.part} ".encode()
         count = lines.count(b"\n")
         payloads = None
-        if b'"payload":' not in lines and lines.count(b' {"seq":') == lines.count(head) == count:
+        if b'"payload"' not in lines and lines.count(b' {"seq":') == lines.count(head) == count:
             # `RDATA tube:t 0/2 17 {"seq":17,...}` becomes `{"_":17,"seq":17,...}`, without looking at single lines
             rows = lines.replace(head, b'{"_":').replace(b' {"seq":', b',"seq":')
         else:
@@ -105,10 +107,10 @@ def _line_by_line(lines: bytes, head: bytes) -> tuple[bytes, list[str | None]]:
         if not line.startswith(head):
             raise RemoteProtocolError(f"expected a pod of {head.decode()!r}, got {line[:80]!r}")
         row = line[len(head) :].partition(b" ")[2].rstrip(b"\r")
-        front, found, payload = row.partition(b',"payload":')
+        found = _PAYLOAD_KEY.search(row)
         if found:
-            rows.append(front + b"}")
-            payloads.append(payload[:-1].decode())
+            rows.append(row[: found.start()] + b"}")
+            payloads.append(row[found.end() : row.rindex(b"}")].strip().decode())
         else:
             rows.append(row)
             payloads.append(None)

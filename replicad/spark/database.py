@@ -6,6 +6,7 @@ business of `enrich` and of the Postgres sink.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import time
@@ -68,6 +69,13 @@ def forget(url: str) -> None:
             lost.close()
         except Exception:  # noqa: BLE001, S110 - it is broken already, and nothing of it is needed any more
             pass
+
+
+@atexit.register
+def _forget_all() -> None:
+    """Close what is open before the interpreter takes the driver's own means of doing so away."""
+    for _, url, _ in list(_connections):
+        forget(url)
 
 
 def patiently(

@@ -90,7 +90,7 @@ class Option:
     help: str
 
 
-def _option(name: str, parse: Callable[[str], Any], default: Any, use: Use, help: str) -> Any:  # noqa: A002
+def _option(name: str, parse: Callable[[str], Any], default: Any, use: Use, help: str) -> Any:
     secret = name == "token"
     return field(default=default, repr=not secret, metadata={"option": Option(name, parse, use, help)})
 
@@ -133,6 +133,9 @@ class SourceOptions:
     min_pods: int | None = _option("minPodsPerTrigger", _count(1), None, Use.TUBE_STREAM, "wait for that many pods")
     max_trigger_delay: float = _option(
         "maxTriggerDelay", _time(0.001, 86400), 900.0, Use.TUBE_STREAM, "but no longer than that"
+    )
+    max_offsets: int = _option(
+        "maxOffsetsPerTrigger", _count(1), 100_000, Use.STREAM_STREAM, "how far a token moves in a micro-batch at most"
     )
     poll_timeout: float = _option(
         "pollTimeout", _time(0, 300), 1.0, Use.STREAMING, "how long a trigger waits for something to come"

@@ -140,7 +140,8 @@ def find_layout(
     _check_columns(columns, types, {name for _, expressions in found for name in expressions}, rules)
     order = [id_column, *(name for name in columns or types if name != id_column)]
     sources = tuple(
-        Source(rule, {name: expressions[name][0] for name in order if name in expressions}) for rule, expressions in found
+        Source(rule, {name: expressions[name][0] for name in order if name in expressions})
+        for rule, expressions in found
     )
     return Layout(id_column, pa.schema([(name, types[name]) for name in order]), sources)
 

@@ -72,7 +72,9 @@ class Manifest:
         applied = {query: at for query, at in self.applied.items() if query != batch.query}
         applied[batch.query] = (batch.number, batch.step)
         kept = dict(list(applied.items())[-KEPT_QUERIES:])
-        return Manifest(self.version + 1, self.shape, {shard: leaves for shard, leaves in shards.items() if leaves}, kept)
+        return Manifest(
+            self.version + 1, self.shape, {shard: leaves for shard, leaves in shards.items() if leaves}, kept
+        )
 
     def to_json(self) -> str:
         """The text of the file."""

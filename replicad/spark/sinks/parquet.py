@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class ParquetSink(Sink):
     rows_per_file: int = ROWS_PER_FILE
 
     def __post_init__(self) -> None:
-        if "://" in str(self.folder):
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(self.folder)):
             raise UsageError(
                 f"downstream folder {self.folder}: give a path of a file system that the driver and all executors "
                 "share; for an object store use the downstream `delta`"
@@ -94,7 +95,9 @@ class ParquetSink(Sink):
         notes = [json.loads(done.note) for done in applied if done.note]
         if any(note["base"] != base.version for note in notes):
             raise self._taken()
-        changed = {int(shard): [Leaf(*leaf) for leaf in leaves] for note in notes for shard, leaves in note["shards"].items()}
+        changed = {
+            int(shard): [Leaf(*leaf) for leaf in leaves] for note in notes for shard, leaves in note["shards"].items()
+        }
         if not manifest.publish(self.folder, base.with_batch(batch, changed)):
             raise self._taken()
         manifest.drop_old_versions(self.folder)

@@ -43,7 +43,9 @@ _COUNT = "UPDATE {batches} SET written = $4, deleted = $5 WHERE query = $1 AND t
 _UPSERT = """
 WITH done AS (INSERT INTO {table} AS t ({columns}) SELECT {columns} FROM pg_temp.{stage}
 ON CONFLICT ({key}) DO UPDATE SET {assignments} RETURNING 1) SELECT count(*) FROM done"""
-_DELETE = "WITH done AS (DELETE FROM {table} WHERE _shard = $1 AND {id} = ANY($2) RETURNING 1) SELECT count(*) FROM done"
+_DELETE = (
+    "WITH done AS (DELETE FROM {table} WHERE _shard = $1 AND {id} = ANY($2) RETURNING 1) SELECT count(*) FROM done"
+)
 _STALE = "SELECT {id} FROM {table} WHERE _shard = $1 AND _seq < $2 ORDER BY {id} LIMIT $3"
 
 

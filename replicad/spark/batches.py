@@ -1,0 +1,206 @@
+"""One micro-batch of a pipeline, on the driver: run its tasks, commit it downstream, collect garbage, count.
+
+Called by Spark's `foreachBatch`. When it returns, Spark writes its commit log, and with the next batch the source acks the pods.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import structlog
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from replicad.errors import DownstreamError, UsageError
+from replicad.spark import arrow
+from replicad.spark.enrich import Enricher
+from replicad.spark.reports import BatchReport, Outcome, PipelineResult
+from replicad.spark.sinks.base import Batch, Shape, Sink
+from replicad.spark.tasks import (
+    DELETE,
+    KIND,
+    NOTE,
+    STATISTICS,
+    SUMMARY_DDL,
+    WRITE,
+    enriched_schema,
+    run_enrichment,
+    run_sink,
+    run_whole,
+)
+from replicad.spark.touches import Control
+
+GARBAGE_PER_STEP = 100_000  # ids that are asked for at once: bounds the driver's memory
+_FRUITLESS_STEPS = 10  # of garbage collection in which the downstream still names the same ids
+TASKS_AFTER_TRANSFORM = 8  # tasks that write what a transform returned; part of what tells a repeated task
+
+log = structlog.get_logger("replicad.spark")
+
+
+@dataclass(slots=True)
+class BatchRunner:
+    """Runs micro-batches, one after another, and keeps the count. `error` is what ended the last one, if anything."""
+
+    enricher: Enricher
+    sink: Sink
+    shape: Shape
+    transform: Callable[[DataFrame], DataFrame] | None = None
+    on_batch: Callable[[BatchReport, PipelineResult], None] | None = None
+    result: PipelineResult = field(default_factory=PipelineResult)
+    error: BaseException | None = None
+
+    def __call__(self, pods: DataFrame, number: int) -> None:
+        """One micro-batch of the source's rows (with payloads)."""
+        started = time.monotonic()
+        try:
+            batch = Batch(_query_id(pods.sparkSession), number)
+            outcome = self._run(pods, batch)
+            garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
+        except BaseException as error:
+            self.error = error
+            raise
+        if not outcome.pods:  # Spark also makes batches without data
+            return
+        report = BatchReport(
+            number=number,
+            pods=outcome.pods,
+            ids=outcome.ids,
+            distinct=outcome.distinct,
+            written=outcome.written + garbage.written,
+            deleted=outcome.deleted + garbage.deleted,
+            garbage=garbage.ids,
+            repeated=outcome.repeated,
+            seconds=time.monotonic() - started,
+            lag=None if outcome.oldest is None else max(0.0, time.time() - outcome.oldest),
+        )
+        self.result = self.result.plus(report)
+        log.info(
+            "batch_done",
+            batch=number,
+            pods=report.pods,
+            ids=report.ids,
+            written=report.written,
+            deleted=report.deleted,
+            garbage=report.garbage,
+            repeated=report.repeated,
+            seconds=round(report.seconds, 3),
+            lag=None if report.lag is None else round(report.lag, 3),
+        )
+        if self.on_batch is not None:
+            self.on_batch(report, self.result)
+
+    # --- the tasks of one step ---
+
+    def _run(self, pods: DataFrame, batch: Batch) -> Outcome:
+        if self.transform is None:
+            work = run_whole(self.enricher, self.sink, self.shape, batch)
+            outcome = Outcome.of(_collect(pods.mapInArrow(work, SUMMARY_DDL)))
+        else:
+            outcome = self._run_with_transform(pods, batch, self.transform)
+        self.sink.commit(batch, outcome.applied)
+        return outcome
+
+    def _run_with_transform(
+        self, pods: DataFrame, batch: Batch, transform: Callable[[DataFrame], DataFrame]
+    ) -> Outcome:
+        enriched = pods.mapInArrow(
+            run_enrichment(self.enricher), spark_schema(enriched_schema(self.enricher))
+        ).persist()
+        try:
+            is_row = F.col(KIND).isin(WRITE, DELETE)
+            touched = enriched.where(is_row).select("_shard", self.shape.id, "_seq")
+            writes = transform(enriched.where(F.col(KIND) == WRITE).drop(KIND, NOTE)).select(*self.shape.schema.names)
+            both = writes.withColumn(KIND, F.lit(WRITE)).unionByName(
+                touched.withColumn(KIND, F.lit(DELETE)), allowMissingColumns=True
+            )
+            work = run_sink(self.sink, self.shape, batch, TASKS_AFTER_TRANSFORM)
+            placed = both.repartition(TASKS_AFTER_TRANSFORM, "_shard")
+            rows = _collect(placed.mapInArrow(work, SUMMARY_DDL))
+            notes = enriched.where(F.col(KIND) == STATISTICS).select(NOTE).collect()
+            blank = {"written": 0, "deleted": 0, "repeated": False, "note": ""}
+            return Outcome.of([*rows, *({**json.loads(row[0]), **blank} for row in notes)])
+        finally:
+            enriched.unpersist()
+
+    # --- garbage ---
+
+    def _collect_garbage(self, spark: SparkSession, batch: Batch, controls: tuple[Control, ...]) -> _Garbage:
+        """After the end of a backfill: what the downstream holds from before it is asked for like any touch."""
+        done = _Garbage()
+        for control in controls:
+            log.info("control_pod", kind=control.kind, shard=control.shard, seq=control.seq)
+            if control.kind == "backfill_end" and control.start_seq is not None:
+                self._collect_shard(spark, batch, control, done)
+        return done
+
+    def _collect_shard(self, spark: SparkSession, batch: Batch, control: Control, done: _Garbage) -> None:
+        assert control.start_seq is not None
+        seen: pa.Array | None = None
+        fruitless, settled = 0, False
+        while True:
+            stale = self.sink.stale_ids(self.shape, control.shard, control.start_seq, GARBAGE_PER_STEP)
+            if stale is None:
+                log.warning("garbage_kept", shard=control.shard, why="the downstream cannot tell what is stale")
+                return
+            if not len(stale):
+                if settled or not self.sink.settle:
+                    return
+                settled = True
+                time.sleep(self.sink.settle)
+                continue
+            settled = False
+            done.step += 1
+            step = Batch(batch.query, batch.number, done.step)
+            outcome = self._run(_touch(spark, control, stale), step)
+            if outcome.repeated:  # this step was done before a crash, for other ids
+                continue
+            fruitless = fruitless + 1 if seen is not None and stale.equals(seen) else 0
+            if fruitless >= _FRUITLESS_STEPS:
+                raise DownstreamError(
+                    f"the downstream still names {len(stale)} stale ids of shard {control.shard}, e.g. {stale[0]}, after "
+                    "they were written or deleted; does it keep _seq with its rows, and is `settle` long enough?"
+                )
+            if self.sink.settle and fruitless:
+                time.sleep(self.sink.settle)
+            seen = stale
+            done.ids += len(stale)
+            done.written += outcome.written
+            done.deleted += outcome.deleted
+
+
+@dataclass(slots=True)
+class _Garbage:
+    step: int = 0
+    ids: int = 0
+    written: int = 0
+    deleted: int = 0
+
+
+def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
+    """A pod of operation G as the source would yield it, in one partition: the shard has one owner here too."""
+    row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist(), "payload": None, "ts": None}
+    return spark.createDataFrame(pa.Table.from_pylist([row], schema=arrow.schema(payload=True))).coalesce(1)
+
+
+def _collect(frame: DataFrame) -> list[dict[str, Any]]:
+    return [row.asDict() for row in frame.collect()]
+
+
+def _query_id(spark: SparkSession) -> str:
+    """The id that the checkpoint gave to the query; it survives restarts."""
+    found = spark.sparkContext.getLocalProperty("sql.streaming.queryId")
+    if not found:
+        raise UsageError("not within a streaming query: Spark names no sql.streaming.queryId")
+    return str(found)
+
+
+def spark_schema(schema: pa.Schema) -> Any:
+    """The Spark schema of an Arrow one."""
+    from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415 - needs pandas, which takes its time
+
+    return from_arrow_schema(schema)

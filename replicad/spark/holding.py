@@ -1,0 +1,215 @@
+"""The driver's hold on a tube: one connection, one lease on the whole of it, kept alive by a thread.
+
+One query owns one tube. The lease covers `0/1`, every partition whatever their number. A connection that is lost is made
+again; a lease that is lost is claimed again, and the term under which tasks read changes with it. Nothing is connected
+before the first request, because Spark also makes readers in processes that only plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TypeVar
+
+from replicad.client.blocking import BlockingClient
+from replicad.errors import ConnectionLost, CursorAhead, DatabaseUnavailable, LeaseHeld, LeaseLost, ReplicadError
+from replicad.protocol.tokens import Cursor
+from replicad.protocol.tubing import CursorAt, Part
+from replicad.spark.connecting import Retries, endpoint_of
+from replicad.spark.options import SourceOptions
+
+T = TypeVar("T")
+
+WHOLE = Part(0, 1)
+BEATS = 3  # renewals in one time to live: two may fail
+CLAIM_SLICE = 10.0  # seconds of waiting in one CLAIM; daemons bound it
+POSITION_PATIENCE = 5.0  # seconds for which a daemon that has just started may not know the tube's position yet
+_RELEASE_TIMEOUT = 2.0  # seconds that letting go may cost at the end
+
+log = logging.getLogger("replicad.spark")
+
+
+def holder_name(consumer: str | None, kind: str, number: int | str) -> str:
+    """Who holds the lease, as the next one who asks is told: `demo/query@host/4711-c0ffee`."""
+    host = "".join(letter if "!" <= letter <= "~" else "-" for letter in socket.gethostname())
+    return f"{consumer or 'spark'}/{kind}@{host}/{number}"[:255]
+
+
+class TubeHold:
+    """A tube, held for one query. Requests are for one thread at a time; the renewals have a thread of their own.
+
+    `holder` None: a name that no other process ever had, so that nobody takes over our term.
+    """
+
+    def __init__(
+        self, options: SourceOptions, *, holder: str | None = None, ttl: float | None = None, renewing: bool = True
+    ) -> None:
+        assert options.tube is not None
+        self.tube: str = options.tube
+        self.holder = holder or holder_name(options.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
+        self._options = options
+        self._ttl = options.lease_ttl if ttl is None else ttl
+        self._client: BlockingClient | None = None
+        self._lock = threading.RLock()  # the main thread may be interrupted by SIGTERM while it has it
+        self._term: int | None = None
+        self._renewing = renewing
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- requests ---
+
+    def partitions(self) -> int:
+        """The tube's number of partitions now.
+
+        Raises:
+            UnknownTube, ConnectionLost, NotAuthorised.
+        """
+        return self._connected(lambda client: client.tube(self.tube))
+
+    def term(self) -> int:
+        """The term of our lease, which is claimed first where there is none.
+
+        Raises:
+            LeaseHeld: another query has the tube, and still had it after `leaseWait`.
+        """
+        with self._lock:
+            known = self._term
+        return known if known is not None else self._claim()
+
+    def plan(
+        self,
+        part: Part,
+        after: Cursor,
+        *,
+        limit: int,
+        ids: int | None = None,
+        backfill: int | None = None,
+        wait: float = 0.0,
+    ) -> CursorAt:
+        """Where reading a partition from `after` would get to (see `protocol.tubing.Pods`).
+
+        Raises:
+            CursorAhead: `after` lies beyond what the tube has ever had.
+        """
+        return self._leased(
+            lambda client, term: client.plan(
+                self.tube, part, term, after, limit=limit, ids=ids, backfill=backfill, wait=wait
+            )
+        )
+
+    def ack(self, part: Part, after: Cursor, upto: Cursor) -> int:
+        """Remove the pods of (after, upto]; returns how many there were. Safe to repeat."""
+        return self._leased(lambda client, term: client.ack_upto(self.tube, part, term, after=after, upto=upto))
+
+    def _leased(self, request: Callable[[BlockingClient, int], T]) -> T:
+        """Run a request under our lease; once more under a new one where it was lost while nobody looked."""
+        patient_until = time.monotonic() + POSITION_PATIENCE
+        lost_before = False
+        while True:
+            term = self.term()
+            try:
+                return self._connected(lambda client, term=term: request(client, term))  # type: ignore[misc]
+            except LeaseLost as error:
+                self._forget(term)
+                if lost_before:
+                    raise
+                lost_before = True
+                log.warning("lease of tube %s lost, claiming it again: %s", self.tube, error)
+            except CursorAhead:
+                if time.monotonic() >= patient_until:
+                    raise
+                time.sleep(0.1)
+
+    def _connected(self, request: Callable[[BlockingClient], T]) -> T:
+        """Run a request, again where its connection is lost. All requests bear being repeated."""
+        if self._client is None:
+            self._client = endpoint_of(self._options).connect(self.holder)
+        retries = Retries.of(self._options)
+        while True:
+            try:
+                return request(self._client)
+            except (ConnectionLost, DatabaseUnavailable) as error:
+                retries.pause_or_raise(error)
+
+    # --- the lease ---
+
+    def _claim(self) -> int:
+        deadline = time.monotonic() + self._options.claim_wait
+        wait = 0.0
+        while True:
+            try:
+                lease = self._connected(
+                    lambda client, wait=wait: client.claim(  # type: ignore[misc]
+                        self.tube, WHOLE, ttl=self._ttl, wait=wait, holder=self.holder
+                    )
+                )
+                break
+            except LeaseHeld as error:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise LeaseHeld(f"{error} (waited {self._options.claim_wait:g} s, see option leaseWait)") from error
+                if not wait:
+                    log.warning("%s; waiting up to %.0f s for it", error, left)
+                wait = min(left, CLAIM_SLICE)
+        with self._lock:
+            self._term = lease.term
+        if self._renewing and self._thread is None:
+            self._thread = threading.Thread(target=self._renew_forever, name="replicad-renew", daemon=True)
+            self._thread.start()
+        return lease.term
+
+    def _forget(self, term: int | None) -> None:
+        with self._lock:
+            if self._term == term:
+                self._term = None
+
+    def _renew_forever(self) -> None:
+        # a connection of its own: the other one may be in the middle of a long poll
+        failing = False
+        with endpoint_of(self._options).connect(f"{self.holder}/renew"[:255]) as client:
+            while not self._stopping.wait(self._ttl / BEATS):
+                with self._lock:
+                    term = self._term
+                try:
+                    if term is not None:
+                        client.renew(self.tube, WHOLE, term)
+                    failing = False
+                except LeaseLost:
+                    self._forget(term)
+                except ReplicadError as error:  # the next beat tries again; the query's own requests tell the user
+                    if not failing:
+                        log.warning("lease of tube %s not renewed, trying on: %s", self.tube, error)
+                    failing = True
+
+    def release(self) -> None:
+        """Let the tube go now, so that the next query need not wait. Best effort, on a connection of its own, bounded."""
+        with self._lock:
+            term, self._term = self._term, None
+        if term is None:
+            return
+        try:
+            endpoint = endpoint_of(self._options, timeout=_RELEASE_TIMEOUT)
+            with endpoint.connect(f"{self.holder}/release"[:255]) as client:
+                client.release(self.tube, WHOLE, term)
+        except ReplicadError as error:
+            log.warning("lease of tube %s not released, it runs out in %g s: %s", self.tube, self._ttl, error)
+
+    def close(self) -> None:
+        """Close the connection and end the renewals. The lease stays until it runs out; see `release`."""
+        self._stopping.set()
+        if self._client is not None:
+            self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

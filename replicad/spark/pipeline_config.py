@@ -1,0 +1,247 @@
+"""What a pipeline is made of, checked before Spark starts; and the file that says it, in TOML."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replicad.errors import UsageError
+from replicad.settings import seconds
+from replicad.spark.options import SourceOptions, parse_options
+from replicad.spark.sinks.base import Sink
+from replicad.spark.sinks.custom import CustomSink
+from replicad.spark.sinks.parquet import ParquetSink
+from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.tables import NUMERIC_FORMS, ShardSet, TableRule
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+AVAILABLE_NOW = "available_now"
+ALL_COLUMNS = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """A pipeline: tube, rows of its ids, downstream.
+
+    `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or several rules for several sets of shards. `columns`
+    are those that the downstream gets, `*` for all; `id_column` is always among them. `trigger` is
+    `available_now` (end when everything has been read that was there at the start) or an interval in seconds, 0 for as
+    soon as something comes. `options` are further options of the source by their Spark names, e.g.
+    `{"maxPodsPerTrigger": "5000"}`. `transform` gets and returns a DataFrame; a row that it leaves out is deleted
+    downstream; it must keep `id_column`, `_shard` and `_seq` and make no second row of an id.
+
+    Raises UsageError, when it is made, for all that can be known without Spark and Postgres.
+    """
+
+    tube: str
+    database: str = field(repr=False)
+    table: str | Sequence[TableRule]
+    sink: Sink
+    checkpoint: Path
+    host: str = "127.0.0.1"
+    port: int = 9009
+    token: str | None = field(default=None, repr=False)
+    id_column: str = "id"
+    columns: Sequence[str] | str = ALL_COLUMNS
+    numeric: str = "text"
+    trigger: str | float = AVAILABLE_NOW
+    name: str = "pipeline"
+    transform: Callable[[DataFrame], DataFrame] | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.match(r"postgres(ql)?://", self.database):
+            raise UsageError("database: give a URL such as postgresql://user@host:5432/name")
+        if not isinstance(self.sink, Sink):
+            raise UsageError(
+                f"sink: {type(self.sink).__qualname__} is no downstream; give a ParquetSink, a PostgresSink, or your own "
+                "object in a CustomSink"
+            )
+        if self.numeric not in NUMERIC_FORMS:
+            raise UsageError(f"numeric: {self.numeric!r} does not fit; give one of {', '.join(NUMERIC_FORMS)}")
+        if isinstance(self.columns, str) and self.columns != ALL_COLUMNS:
+            raise UsageError(f"columns: give a list of names, or {ALL_COLUMNS!r} for all")
+        if not isinstance(self.columns, str) and not self.columns:
+            raise UsageError(f"columns: the list is empty; name the columns that are needed, or {ALL_COLUMNS!r}")
+        object.__setattr__(self, "checkpoint", Path(self.checkpoint).expanduser())
+        self._check_trigger()
+        if not self.rules:
+            raise UsageError("table: name at least one")
+        parse_options(self.source_options, streaming=True)
+
+    def _check_trigger(self) -> None:
+        if self.trigger == AVAILABLE_NOW:
+            return
+        if isinstance(self.trigger, str):
+            try:
+                object.__setattr__(self, "trigger", seconds(self.trigger))
+            except ValueError as error:
+                raise UsageError(f"trigger: {self.trigger!r} does not fit; give {AVAILABLE_NOW}, or {error}") from None
+        if not 0 <= float(self.trigger) <= 86400:
+            raise UsageError(f"trigger: {self.trigger} is out of range; give seconds from 0 to 86400")
+
+    @property
+    def rules(self) -> tuple[TableRule, ...]:
+        """Which table holds which shards; the first that fits counts."""
+        return (TableRule(self.table),) if isinstance(self.table, str) else tuple(self.table)
+
+    @property
+    def source_options(self) -> dict[str, str]:
+        """The options of the source, by their Spark names."""
+        ours = {"tube": self.tube, "host": self.host, "port": str(self.port), "includePayload": "true"}
+        if self.token is not None:
+            ours["token"] = self.token
+        given = {key.lower() for key in self.options}
+        clash = next((key for key in ours if key.lower() in given), None)
+        if clash is not None:
+            raise UsageError(f"options: {clash} is a field of its own in PipelineConfig; set it there")
+        if "consumer" not in given:
+            ours["consumer"] = re.sub(r"[^!-~]", "-", self.name)
+        return {**ours, **self.options}
+
+    @property
+    def source(self) -> SourceOptions:
+        """The options of the source, read and checked."""
+        return parse_options(self.source_options, streaming=True)
+
+
+# --- the file -------------------------------------------------------------------------------------------
+
+
+_KEYS: dict[str, set[str]] = {
+    "enrich": {"database", "table", "tables", "id", "columns", "numeric"},
+    "run": {"checkpoint", "trigger", "name", "transform"},
+}
+_SINK_KEYS = {"parquet": {"folder", "rows_per_file"}, "postgres": {"url", "table"}, "class": set[str]()}
+
+
+def load_config(path: Path, *, database: str | None = None, trigger: str | None = None) -> PipelineConfig:
+    """Read a pipeline's TOML file. `database` and `trigger` go before what it says; paths are relative to it.
+
+    Raises:
+        UsageError: the file cannot be read, or what it says cannot be; the message names the key.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    unknown = found.keys() - {"source", "enrich", "downstream", "run"}
+    if unknown:
+        raise UsageError(
+            f"{path}: unknown section [{min(unknown)}]; there are [source], [enrich], [downstream] and [run]"
+        )
+    try:
+        return _from_sections(found, path.parent, database, trigger)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None, trigger: str | None) -> PipelineConfig:
+    source = {key: _text(value) for key, value in _section(found, "source").items()}
+    enrich, run, sink = (_section(found, name) for name in ("enrich", "run", "downstream"))
+    for name, section in (("enrich", enrich), ("run", run)):
+        _known(f"[{name}]", section, _KEYS[name])
+    url = database or enrich.get("database")
+    if url is None:
+        raise UsageError("[enrich] has no database, and neither --database nor REPLICAD_DATABASE names one")
+    ours = {key.lower(): key for key in source}
+
+    def take(key: str, default: str | None = None) -> str | None:
+        return source.pop(ours[key]) if key in ours else default
+
+    tube, port = take("tube"), take("port", "9009")
+    if tube is None:
+        raise UsageError("[source] has no tube")
+    if not str(port).isdigit():
+        raise UsageError(f"[source] port: {port!r} is no port")
+    return PipelineConfig(
+        tube=tube,
+        host=take("host", "127.0.0.1") or "",
+        port=int(port or 0),
+        token=take("token"),
+        options=source,
+        database=url,
+        table=_tables(enrich),
+        id_column=enrich.get("id", "id"),
+        columns=enrich.get("columns", ALL_COLUMNS),
+        numeric=enrich.get("numeric", "text"),
+        sink=_sink(sink, folder, url),
+        checkpoint=folder / _required(run, "run", "checkpoint"),
+        trigger=trigger or run.get("trigger", AVAILABLE_NOW),
+        name=run.get("name", "pipeline"),
+        transform=_load("[run] transform", run["transform"]) if "transform" in run else None,
+    )
+
+
+def _section(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = found.get(name)
+    if not isinstance(section, dict):
+        raise UsageError(f"there is no section [{name}]")
+    return dict(section)
+
+
+def _known(where: str, section: Mapping[str, Any], keys: set[str]) -> None:
+    unknown = section.keys() - keys
+    if unknown:
+        raise UsageError(f"{where} has an unknown key {min(unknown)!r}; there are {', '.join(sorted(keys))}")
+
+
+def _required(section: Mapping[str, Any], name: str, key: str) -> Any:
+    if key not in section:
+        raise UsageError(f"[{name}] has no {key}")
+    return section[key]
+
+
+def _tables(enrich: Mapping[str, Any]) -> str | list[TableRule]:
+    if ("table" in enrich) == ("tables" in enrich):
+        raise UsageError('[enrich] needs either table = "..." or tables = [{shards = "0-9", table = "..."}, ...]')
+    if "table" in enrich:
+        return str(enrich["table"])
+    rules = []
+    for entry in enrich["tables"]:
+        _known("[enrich] tables", entry, {"shards", "table"})
+        try:
+            rules.append(TableRule(_required(entry, "enrich.tables", "table"), ShardSet.parse(str(entry["shards"]))))
+        except (KeyError, ValueError) as error:
+            raise UsageError(f"[enrich] tables: shards does not fit; {error}") from None
+    return rules
+
+
+def _sink(section: dict[str, Any], folder: Path, database: str) -> Sink:
+    kind = section.pop("kind", None)
+    if kind not in _SINK_KEYS:
+        raise UsageError(f"[downstream] kind: {kind!r} is none of {', '.join(_SINK_KEYS)}")
+    if kind == "class":
+        made = _load("[downstream] class", _required(section, "downstream", "class"))
+        section.pop("class")
+        try:
+            return CustomSink(made(**section))
+        except TypeError as error:
+            raise UsageError(f"[downstream] class: {error}") from error
+    _known("[downstream]", section, _SINK_KEYS[kind])
+    if kind == "parquet":
+        more = {"rows_per_file": section["rows_per_file"]} if "rows_per_file" in section else {}
+        return ParquetSink(folder / _required(section, "downstream", "folder"), **more)
+    return PostgresSink(section.get("url", database), _required(section, "downstream", "table"))
+
+
+def _load(where: str, text: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = str(text).partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{where}: {text!r} cannot be loaded ({error}); write it like my_module:my_name") from error
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,72 @@
+"""What a task does: read exactly one range of one partition, without side effects, and prove that it was complete.
+
+A connection that is lost half-way is made again and reading goes on behind the last pod that was handed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+
+from replicad.errors import ConnectionLost, DatabaseUnavailable, DataLoss
+from replicad.spark.arrow import PodReader, last_cursor
+from replicad.spark.connecting import Retries, endpoint_of
+from replicad.spark.offsets import Range
+from replicad.spark.options import SourceOptions
+
+log = logging.getLogger("replicad.spark")
+
+
+@dataclass
+class TubePartition(InputPartition):
+    """One task's range, and the term under which it may be read. All that reaches an executor."""
+
+    options: SourceOptions
+    range: Range
+    term: int
+
+    def __repr__(self) -> str:
+        return f"TubePartition({self.options.what} {self.range.part}, ({self.range.after}, {self.range.upto}])"
+
+
+def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
+    """The pods of a range as RecordBatches of the source's schema.
+
+    Raises:
+        DataLoss: fewer pods than were planned are there, and failOnDataLoss is set.
+        LeaseLost: another query has taken the tube over.
+        ConnectionLost: and it stayed so for all retries.
+    """
+    options, wanted = partition.options, partition.range
+    assert options.tube is not None
+    reader = PodReader(options.tube, wanted.part, options.include_payload)
+    retries = Retries.of(options)
+    after, pods = wanted.after, 0
+    while True:
+        try:
+            with endpoint_of(options).connect(f"task/{options.consumer or 'spark'}") as client:
+                chunks = client.pod_chunks(options.tube, wanted.part, partition.term, after=after, upto=wanted.upto)
+                for batch in reader.batches(chunks):
+                    yield batch
+                    pods += batch.num_rows
+                    after = last_cursor(batch, after)
+            break
+        except (ConnectionLost, DatabaseUnavailable) as error:
+            retries.pause_or_raise(error)
+    _prove_complete(options, wanted, pods)
+
+
+def _prove_complete(options: SourceOptions, wanted: Range, pods: int) -> None:
+    if pods >= wanted.pods:  # more than planned would be late ones: they are processed, and acked with the rest
+        return
+    text = (
+        f"{options.what} {wanted.part}: {wanted.pods} pods were planned in ({wanted.after}, {wanted.upto}], {pods} are "
+        "there. Somebody else removed them, or the tube was made anew"
+    )
+    if options.fail_on_data_loss:
+        raise DataLoss(f"{text}. Set failOnDataLoss=false to go on without them, and backfill what they stood for")
+    log.warning("%s", text)

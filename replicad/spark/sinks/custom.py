@@ -1,0 +1,83 @@
+"""A user's own class as the downstream: three methods, called in the tasks.
+
+Delivery is at least once: a batch may come again, as a whole or in part, so `write` and `delete` must bear repetition, and what
+`write` was told last for an id counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from replicad.errors import DownstreamError, ReplicadError, UsageError
+from replicad.spark.enrich import Changes
+from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+
+
+@runtime_checkable
+class Downstream(Protocol):
+    """What a user's class provides. Instances are pickled to the executors: connect in the methods, not in `__init__`.
+
+    An attribute `settle` (seconds, default 0) says how long a write may take to become visible to `stale_ids`.
+    """
+
+    def write(self, rows: pa.Table) -> None:
+        """Take rows as they are now, at most some 10,000 of one shard: the columns asked for, `_shard` and `_seq`.
+
+        Keep `_seq` with the row if garbage is to be collected. When this returns the rows may be acked.
+        """
+
+    def delete(self, shard: int, ids: Sequence[int]) -> None:
+        """Forget these ids of the shard; some may never have been written."""
+
+    def stale_ids(self, shard: int, before: int) -> Iterable[int]:
+        """Ids held for the shard whose `_seq` is below `before`; an empty answer where that cannot be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomSink(Sink):
+    """Adapts a `Downstream`."""
+
+    target: Downstream
+    settle: float = 0.0
+
+    def __post_init__(self) -> None:
+        missing = [name for name in ("write", "delete", "stale_ids") if not callable(getattr(self.target, name, None))]
+        if missing:
+            raise UsageError(
+                f"the downstream {type(self.target).__qualname__} has no method {missing[0]}; it needs "
+                "write(rows), delete(shard, ids) and stale_ids(shard, before)"
+            )
+        object.__setattr__(self, "settle", float(getattr(self.target, "settle", self.settle)))
+
+    def prepare(self, shape: Shape) -> None:
+        """Nothing: the class prepares itself."""
+
+    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+        """Hand the changes over, chunk by chunk."""
+        written = deleted = 0
+        for change in changes:
+            try:
+                if change.writes.num_rows:
+                    self.target.write(change.writes)
+                    written += change.writes.num_rows
+                for shard in pc.unique(change.deletes.column("_shard")).to_pylist():
+                    of_shard = change.deletes.filter(pc.equal(change.deletes.column("_shard"), shard))
+                    self.target.delete(shard, of_shard.column(shape.id).to_pylist())
+                    deleted += of_shard.num_rows
+            except ReplicadError:
+                raise
+            except Exception as error:
+                raise DownstreamError(
+                    f"{type(self.target).__qualname__} did not take batch {batch.number}: {type(error).__name__}: {error}"
+                ) from error
+        return Applied(written, deleted)
+
+    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
+        """What the class says."""
+        return pa.array(list(itertools.islice(self.target.stale_ids(shard, before), limit)), pa.int64())

@@ -1,0 +1,227 @@
+"""The source's readers for streams: one linear order over all writers, one task, tokens as offsets.
+
+A linear token is one integer (with the stream's epoch), and every integer at or below the stream's position is finished, so any
+stretch between two of them can be read again and is the same rows. Nothing is acked; a stream forgets by retention.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from replicad.client.events import PositionMoved, Reset, RowBatch
+from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired
+from replicad.protocol.tokens import Vector
+from replicad.spark.connecting import endpoint_of, patience_of
+from replicad.spark.offsets import StreamOffset
+from replicad.spark.options import EARLIEST, LATEST, SourceOptions
+
+ROWS_PER_BATCH = 10_000  # rows in one RecordBatch
+DDL = "stream string, instance string, token bigint, row string"
+SCHEMA = pa.schema([("stream", pa.string()), ("instance", pa.string()), ("token", pa.int64()), ("row", pa.string())])
+
+log = logging.getLogger("replicad.spark")
+
+
+@dataclass
+class StreamPartition(InputPartition):
+    """The rows of a stream in (`after`, `upto`]. All that reaches an executor."""
+
+    options: SourceOptions
+    after: Vector
+    upto: Vector
+
+    def __repr__(self) -> str:
+        return f"StreamPartition({self.options.what}, ({self.after}, {self.upto}])"
+
+
+class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads a stream for one streaming query. Any number of queries may read one stream."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._available_now = False
+        self._target: Vector | None = None
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        """The query is to end where the stream ends now."""
+        self._available_now = True
+
+    def initialOffset(self) -> dict[str, Any]:
+        """What startingOffsets says, as a token."""
+        return StreamOffset(_beginning(self._options)).to_json()
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """maxOffsetsPerTrigger, in Spark's words."""
+        return ReadMaxRows(self._options.max_offsets)
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        """The stream's position, or as far towards it as a micro-batch may go; waits up to pollTimeout for it to move."""
+        begin = StreamOffset.from_json(start).token
+        if self._available_now:
+            self._target = self._target or position(self._options, None, 0.0)
+            latest = self._target
+        else:
+            latest = position(self._options, begin, self._options.poll_timeout)
+        if latest.epoch != begin.epoch or latest.minimum < begin.minimum:
+            loss = f"{self._options.what} was reset: it stands at {latest}, the checkpoint at {begin}"
+            if self._options.fail_on_data_loss:
+                raise DataLoss(f"{loss}. Start with a new checkpointLocation, or set failOnDataLoss=false")
+            log.warning("%s; reading begins with its first row", loss)
+            begin = Vector(_ask(self._options, "EARLIEST").minimum, epoch=latest.epoch)
+        end = latest.minimum
+        if not isinstance(limit, ReadAllAvailable):
+            most = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
+            end = min(end, begin.minimum + most)
+        return StreamOffset(Vector(end, epoch=latest.epoch)).to_json()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """One task, for the order's sake."""
+        after, upto = StreamOffset.from_json(start).token, StreamOffset.from_json(end).token
+        if after == upto:
+            return []
+        if after.epoch != upto.epoch or after.minimum > upto.minimum:
+            after = Vector(-1, epoch=upto.epoch)  # it was reset in between: from its first row
+        return [StreamPartition(self._options, after, upto)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """In a task: the rows of its stretch."""
+        assert isinstance(partition, StreamPartition)
+        return read_stretch(partition)
+
+
+class StreamBatchReader(DataSourceReader):
+    """Reads what a stream retains now."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+
+    def partitions(self) -> list[InputPartition]:
+        """One task, from startingOffsets to where the stream ends now."""
+        latest = position(self._options, None, 0.0)
+        return [StreamPartition(self._options, _beginning(self._options), latest)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """In a task: the rows of its stretch."""
+        assert isinstance(partition, StreamPartition)
+        return read_stretch(partition)
+
+
+def position(options: SourceOptions, known: Vector | None, wait: float) -> Vector:
+    """Where the stream stands; where that is `known`, up to `wait` seconds later at the latest.
+
+    Raises:
+        UnknownStream, ConnectionLost, NotAuthorised.
+    """
+    assert options.stream is not None
+    client = endpoint_of(options).connect("spark/position")
+    deadline = time.monotonic() + wait
+    follower = client.follow(
+        {options.stream: "NOW"},
+        linear=True,
+        patience=patience_of(options),
+        first_patience=patience_of(options),
+        also=(PositionMoved,),
+    )
+    timer = threading.Timer(max(wait, 0.0), follower.close)
+    found: Vector | None = None
+    with follower:
+        for _ in follower:
+            found = Vector.parse(follower.token(options.stream) or "")
+            if found != known or time.monotonic() >= deadline:
+                break
+            if not timer.is_alive():
+                timer.daemon = True
+                timer.start()
+    timer.cancel()
+    if found is None:
+        raise ConnectionLost(f"{options.what} did not say where it stands")
+    return found
+
+
+def _beginning(options: SourceOptions) -> Vector:
+    if options.starting_offsets == LATEST:
+        return position(options, None, 0.0)
+    return _ask(options, "EARLIEST" if options.starting_offsets == EARLIEST else options.starting_offsets)
+
+
+def _ask(options: SourceOptions, token: str) -> Vector:
+    """Where a subscription from a token begins, as the daemon says: checked, and with the epoch."""
+    assert options.stream is not None
+    client = endpoint_of(options).connect("spark/position")
+    patience = patience_of(options)
+    events = client.follow(
+        {options.stream: token}, linear=True, patience=patience, first_patience=patience, also=(PositionMoved,)
+    )
+    with events:
+        for event in events:
+            if isinstance(event, PositionMoved):
+                return Vector.parse(events.token(options.stream) or "")
+    raise ConnectionLost(f"{options.what} did not say where it begins")
+
+
+def read_stretch(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
+    """The rows of a stretch as RecordBatches of `SCHEMA`, in ascending order of their tokens.
+
+    Raises:
+        DataLoss: rows of the stretch are no longer retained, or the stream was reset, and failOnDataLoss is set.
+    """
+    options, upto = partition.options, partition.upto.minimum
+    held: list[RowBatch] = []
+    size = 0
+    for batch in _rows(options, partition.after, upto):
+        held.append(batch)
+        size += len(batch.rows)
+        if size >= ROWS_PER_BATCH:
+            yield _record_batch(held)
+            held, size = [], 0
+    if held:
+        yield _record_batch(held)
+
+
+def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch]:
+    assert options.stream is not None
+    if after.minimum >= upto:
+        return
+    token, patience = str(after) if after.minimum >= 0 else "EARLIEST", patience_of(options)
+    while True:
+        client = endpoint_of(options).connect("spark/task")
+        events = client.follow(
+            {options.stream: token}, linear=True, patience=patience, first_patience=patience, also=(PositionMoved,)
+        )
+        try:
+            with events:
+                for event in events:
+                    if isinstance(event, Reset):
+                        raise TokenExpired(f"{options.what} was reset ({event.reason})")
+                    if isinstance(event, RowBatch) and event.token <= upto:
+                        yield event
+                    if event.token >= upto:
+                        return
+        except (TokenExpired, TokenAhead, BadToken) as error:
+            if options.fail_on_data_loss or token == "EARLIEST":
+                raise DataLoss(
+                    f"rows of {options.what} behind {after} are gone: {error}. Set failOnDataLoss=false to go on with those "
+                    "that are still there"
+                ) from error
+            log.warning("rows of %s behind %s are gone: %s", options.what, after, error)
+            token = "EARLIEST"
+
+
+def _record_batch(held: list[RowBatch]) -> pa.RecordBatch:
+    stream = held[0].stream
+    instances = [batch.instance for batch in held for _ in batch.rows]
+    tokens = [batch.token for batch in held for _ in batch.rows]
+    rows = [row for batch in held for row in batch.rows]
+    return pa.RecordBatch.from_arrays(
+        [pa.repeat(pa.scalar(stream), len(rows)), pa.array(instances), pa.array(tokens, pa.int64()), pa.array(rows)],
+        schema=SCHEMA,
+    )

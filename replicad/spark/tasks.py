@@ -1,0 +1,148 @@
+"""The pipeline's work inside of Spark's tasks: Arrow batches of pods in, one summary row per task out.
+
+Two shapes of the same work. Without a transform one function does all of it (`run_whole`). With one, enrichment yields rows
+that Spark hands to the transform (`run_enrichment`), and what comes back is written (`run_sink`). Everything in here
+is pickled to the executors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+
+from replicad.spark.enrich import Changes, Enricher, conform
+from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.touches import Touches, collect
+
+Batches = Iterator[pa.RecordBatch]
+
+SUMMARY_DDL = (
+    "pods bigint, ids bigint, `distinct` bigint, oldest double, controls string, "
+    "written bigint, deleted bigint, repeated boolean, note string"
+)
+_SUMMARY = pa.schema(
+    [
+        ("pods", pa.int64()),
+        ("ids", pa.int64()),
+        ("distinct", pa.int64()),
+        ("oldest", pa.float64()),
+        ("controls", pa.string()),
+        ("written", pa.int64()),
+        ("deleted", pa.int64()),
+        ("repeated", pa.bool_()),
+        ("note", pa.string()),
+    ]
+)
+KIND, NOTE = "_kind", "_note"
+WRITE, DELETE, STATISTICS = "W", "D", "S"
+_TASK_BITS = 16  # of a task's number; above them stands how many tasks share the work after a transform
+
+
+@dataclass(frozen=True, slots=True)
+class LookUps(Iterable[Changes]):
+    """The changes of some touches; every iteration looks the rows up anew."""
+
+    enricher: Enricher
+    touches: pa.Table
+
+    def __iter__(self) -> Iterator[Changes]:
+        return self.enricher.changes(self.touches)
+
+
+def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: Batch) -> Callable[[Batches], Batches]:
+    """Deduplicate, look up, write: for `mapInArrow` on the source's rows."""
+
+    def work(batches: Batches) -> Batches:
+        touches = collect(batches)
+        applied = Applied()
+        if touches.table.num_rows:
+            applied = sink.apply(shape, batch, _task_number(), LookUps(enricher, touches.table))
+        yield _summary(touches, applied)
+
+    return work
+
+
+def enriched_schema(enricher: Enricher) -> pa.Schema:
+    """What `run_enrichment` yields: the columns of the rows, `_shard`, `_seq`, `_kind`, `_note`."""
+    return pa.schema([*enricher.schema, (KIND, pa.string()), (NOTE, pa.string())])
+
+
+def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
+    """Deduplicate and look up: rows to write, keys to delete, and the task's statistics, told apart by `_kind`."""
+    schema = enriched_schema(enricher)
+
+    def labelled(table: pa.Table, kind: str, note: str | None = None) -> Batches:
+        count = table.num_rows
+        table = table.append_column(KIND, pa.repeat(pa.scalar(kind), count))
+        table = table.append_column(NOTE, pa.repeat(pa.scalar(note, pa.string()), count))
+        yield from conform(table, schema).to_batches(max_chunksize=20_000)
+
+    def work(batches: Batches) -> Batches:
+        touches = collect(batches)
+        for change in enricher.changes(touches.table):
+            yield from labelled(change.writes, WRITE)
+            yield from labelled(change.deletes, DELETE)
+        yield from labelled(pa.table({"_shard": pa.array([0], pa.int32())}), STATISTICS, _as_note(touches))
+
+    return work
+
+
+def run_sink(sink: Sink, shape: Shape, batch: Batch, tasks: int) -> Callable[[Batches], Batches]:
+    """Write what a transform returned (`_kind` W) and delete the touched ids (`_kind` D) that it did not return.
+
+    All rows of a shard are in one of the `tasks` tasks.
+    """
+    keys = pa.schema([("_shard", pa.int32()), (shape.id, pa.int64()), ("_seq", pa.int64())])
+
+    def work(batches: Batches) -> Batches:
+        held = list(batches)
+        if not held:
+            return
+        rows = pa.Table.from_batches(held)
+        kind = rows.column(KIND)
+        writes = conform(rows.filter(pc.equal(kind, WRITE)), shape.schema)
+        touched = conform(rows.filter(pc.equal(kind, DELETE)), keys)
+        gone = touched.join(writes.select(["_shard", shape.id]), keys=["_shard", shape.id], join_type="left anti")
+        changes = [Changes(writes, conform(gone, keys))]
+        applied = sink.apply(shape, batch, tasks << _TASK_BITS | _task_number(), changes)
+        yield _summary(None, applied)
+
+    return work
+
+
+def _task_number() -> int:
+    context = TaskContext.get()
+    return context.partitionId() if context is not None else 0
+
+
+def _as_note(touches: Touches) -> str:
+    return json.dumps(_facts(touches))
+
+
+def _facts(touches: Touches | None) -> dict[str, object]:
+    if touches is None:
+        return {"pods": 0, "ids": 0, "distinct": 0, "oldest": None, "controls": "[]"}
+    controls = [[control.seq, control.shard, control.payload] for control in touches.controls]
+    return {
+        "pods": touches.pods,
+        "ids": touches.ids,
+        "distinct": touches.table.num_rows,
+        "oldest": touches.oldest,
+        "controls": json.dumps(controls),
+    }
+
+
+def _summary(touches: Touches | None, applied: Applied) -> pa.RecordBatch:
+    row = {
+        **_facts(touches),
+        "written": applied.written,
+        "deleted": applied.deleted,
+        "repeated": applied.repeated,
+        "note": applied.note,
+    }
+    return pa.RecordBatch.from_pylist([row], schema=_SUMMARY)

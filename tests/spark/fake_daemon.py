@@ -1,0 +1,380 @@
+"""A daemon without Postgres: pods, leases and rows in memory, the real protocol core on a real socket, threads.
+
+It does what protocol.md says of tubes and enough of streams for a reader that resumes, and it can misbehave on demand: lose
+all connections, cut an answer short, forget pods. Leases expire by the monotonic clock, here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicad.errors import (
+    CursorAhead,
+    LeaseHeld,
+    LeaseLost,
+    PartitionsChanged,
+    ProtocolError,
+    ReplicadError,
+    TokenAhead,
+    TubeRefused,
+    UnknownStream,
+    UnknownTube,
+)
+from replicad.protocol.commands import (
+    Ack,
+    Acked,
+    Auth,
+    Claim,
+    Command,
+    CursorAt,
+    Error,
+    Lease,
+    Park,
+    Parked,
+    Part,
+    Ping,
+    Pods,
+    Position,
+    Rdata,
+    Release,
+    Renew,
+    Replicate,
+    Server,
+    Side,
+    Tube,
+    Writers,
+)
+from replicad.protocol.connection import Connection
+from replicad.protocol.tokens import Cursor, Vector
+
+STAMP = "2026-01-01T00:00:00.000000+00:00"
+
+
+@dataclass(frozen=True)
+class Pod:
+    seq: int
+    op: str
+    shard: int
+    ids: tuple[int, ...]
+    payload: Any = None
+
+    def line(self, tube: str, part: Part) -> bytes:
+        row: dict[str, Any] = {"seq": self.seq, "op": self.op, "shard": self.shard, "ids": list(self.ids), "ts": STAMP}
+        if self.payload is not None:
+            row["payload"] = self.payload
+        return f"RDATA tube:{tube} {part} {self.seq} {json.dumps(row)}\n".encode()
+
+
+@dataclass
+class Held:
+    part: Part
+    holder: str
+    term: int
+    ttl: float
+    seen: float
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() >= self.seen + self.ttl
+
+
+@dataclass
+class TubeState:
+    partitions: int
+    pods: dict[int, Pod] = field(default_factory=dict)
+    leases: list[Held] = field(default_factory=list)
+    acked: list[Pod] = field(default_factory=list)
+    parked: list[tuple[int, tuple[int, ...], str]] = field(default_factory=list)
+    top: int = 0  # the position: the highest seq ever given out
+
+
+class FakeDaemon:
+    """A daemon on a free port of the loopback. Methods may be called from any thread."""
+
+    def __init__(self, *, token: str | None = None, max_limit: int = 100_000) -> None:
+        self.token = token
+        self.max_limit = max_limit
+        self.tubes: dict[str, TubeState] = {}
+        self.streams: dict[str, list[tuple[int, str, str]]] = {}
+        self.cut_after_pods: int | None = None  # close the connection after so many pods of the next answer, once
+        self.requests: list[str] = []
+        self.moved = threading.Condition()
+        self._seq = itertools.count(1)
+        self._term = itertools.count(1)
+        self._sockets: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+        self.port = 0
+        self.start()
+
+    # --- life ---
+
+    def start(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+        self.port = listener.getsockname()[1]
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Like kill -9: nobody is told anything. State stays, `start` goes on with it."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+        self.drop_connections()
+
+    def drop_connections(self) -> None:
+        for one in list(self._sockets):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> FakeDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # --- what a test does to it ---
+
+    def make_tube(self, tube: str, partitions: int = 1) -> TubeState:
+        with self.moved:
+            state = self.tubes.setdefault(tube, TubeState(partitions))
+            state.partitions = partitions
+            return state
+
+    def touch(self, tube: str, shard: int, ids: Any, op: str = "U", payload: Any = None) -> int:
+        with self.moved:
+            state = self.tubes[tube]
+            seq = next(self._seq)
+            state.pods[seq] = Pod(seq, op, shard, tuple(ids), payload)
+            state.top = seq
+            self.moved.notify_all()
+            return seq
+
+    def append(self, stream: str, instance: str, row: Any) -> int:
+        with self.moved:
+            rows = self.streams.setdefault(stream, [])
+            rows.append((next(self._seq), instance, json.dumps(row)))
+            self.moved.notify_all()
+            return rows[-1][0]
+
+    def count(self, command: str) -> int:
+        """How many requests of that name came."""
+        return sum(line.split(" ", 1)[0] == command for line in self.requests)
+
+    # --- sockets ---
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                one, _ = listener.accept()
+            except OSError:
+                return
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sockets.add(one)
+            threading.Thread(target=self._serve, args=(one,), daemon=True).start()
+
+    def _serve(self, one: socket.socket) -> None:
+        core = Connection(Side.SERVER, now=time.monotonic(), wants_auth=self.token is not None)
+
+        def send(command: Command) -> None:
+            one.sendall(core.send(command, time.monotonic()))
+
+        name = f"{one.getpeername()[1]}"
+        try:
+            send(Server("fake"))
+            send(Ping(str(int(time.time() * 1000))))
+            while data := one.recv(1 << 16):
+                core.receive_data(data, time.monotonic())
+                while (command := core.next_command()) is not None:
+                    self.requests.append(command.render())
+                    self._answer(command, send, one.sendall, name)
+        except ProtocolError as error:
+            with contextlib.suppress(OSError):
+                one.sendall(f"ERROR {error.code}: {error}\n".encode())
+        except OSError:
+            pass
+        finally:
+            self._sockets.discard(one)
+            one.close()
+
+    def _answer(
+        self, command: Command, send: Callable[[Command], None], raw: Callable[[bytes], None], name: str
+    ) -> None:
+        try:
+            match command:
+                case Auth(token=token):
+                    if token != self.token:
+                        send(Error("not_authorised: wrong token"))
+                        raise OSError("wrong token")
+                case Tube(tube=tube):
+                    send(Tube(tube, self._state(tube).partitions))
+                case Claim():
+                    send(self._claim(command, name))
+                case Renew(tube=tube, part=part, term=term):
+                    with self.moved:
+                        held = self._lease(tube, part, term)
+                    send(Lease(tube, held.part, held.term, held.ttl))
+                case Release(tube=tube, part=part, term=term):
+                    with self.moved:
+                        state = self._state(tube)
+                        state.leases = [x for x in state.leases if x.term != term]
+                        self.moved.notify_all()
+                    send(Release(tube, part, term))
+                case Pods():
+                    self._pods(command, send, raw)
+                case Ack():
+                    send(Acked(command.tube, command.part, self._ack(command)))
+                case Park(tube=tube, part=part, term=term, seq=seq, ids=ids, error=error):
+                    with self.moved:
+                        self._lease(tube, part, term)
+                        self._state(tube).parked.append((seq, ids, error))
+                    send(Parked(tube, part, len(ids)))
+                case Replicate(stream=str(stream), token=token):
+                    self._replicate(stream, token or "NOW", send)
+                case _:
+                    pass
+        except ReplicadError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            send(Error(f"{error.code}: {error}"))
+
+    # --- tubes ---
+
+    def _state(self, tube: str) -> TubeState:
+        if tube not in self.tubes:
+            raise UnknownTube(f"there is no tube {tube!r}; the tubes are: {', '.join(self.tubes)}")
+        return self.tubes[tube]
+
+    def _claim(self, command: Claim, name: str) -> Lease:
+        deadline = time.monotonic() + (command.wait or 0)
+        holder = command.holder or name
+        with self.moved:
+            while True:
+                state = self._state(command.tube)
+                if command.part.partitions not in (1, state.partitions):
+                    raise PartitionsChanged(f"tube {command.tube} has {state.partitions} partitions")
+                state.leases = [lease for lease in state.leases if not lease.expired]
+                for lease in state.leases:
+                    if lease.holder == holder and lease.part == command.part:
+                        lease.seen = time.monotonic()
+                        return Lease(command.tube, lease.part, lease.term, lease.ttl)
+                others = [x for x in state.leases if x.part.covers(command.part) or command.part.covers(x.part)]
+                if not others:
+                    made = Held(command.part, holder, next(self._term), command.ttl or 30, time.monotonic())
+                    state.leases.append(made)
+                    return Lease(command.tube, made.part, made.term, made.ttl)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise LeaseHeld(f"tube {command.tube} is held by {others[0].holder}")
+                self.moved.wait(min(left, 0.02))
+
+    def _lease(self, tube: str, part: Part, term: int) -> Held:
+        for lease in self._state(tube).leases:
+            if lease.term == term and lease.part.covers(part):
+                lease.seen = time.monotonic()
+                return lease
+        raise LeaseLost(f"term {term} is not the lease of {part} of tube {tube}")
+
+    def _order(self, tube: str, part: Part, after: Cursor, upto: Cursor | None) -> Iterator[Pod]:
+        pods = [p for p in self._state(tube).pods.values() if p.shard % part.partitions == part.partition]
+        for backfill in (False, True):
+            low, high = (after.backfill, upto and upto.backfill) if backfill else (after.regular, upto and upto.regular)
+            for pod in sorted(pods, key=lambda pod: pod.seq):
+                if (pod.op == "B") == backfill and low < pod.seq and (high is None or pod.seq <= high):
+                    yield pod
+
+    def _select(self, command: Pods) -> list[Pod]:
+        found = self._order(command.tube, command.part, command.after, command.upto)
+        if command.upto is not None:
+            return list(found)
+        chosen: list[Pod] = []
+        backfill = ids = 0
+        for pod in found:
+            if len(chosen) >= min(1000 if command.limit is None else command.limit, self.max_limit):
+                break
+            if pod.op == "B":
+                if command.backfill is not None and backfill >= command.backfill:
+                    break
+                backfill += 1
+            if command.ids is not None and chosen and ids + len(pod.ids) > command.ids:
+                break
+            ids += len(pod.ids)
+            chosen.append(pod)
+        return chosen
+
+    def _check(self, tube: str, cursor: Cursor | None) -> None:
+        if cursor is not None and max(cursor.regular, cursor.backfill) > self._state(tube).top:
+            raise CursorAhead(f"cursor {cursor} lies beyond position {self._state(tube).top} of tube {tube}")
+
+    def _pods(self, command: Pods, send: Callable[[Command], None], raw: Callable[[bytes], None]) -> None:
+        if command.wait is not None and command.wait > 300:
+            raise TubeRefused("wait is too long")
+        deadline = time.monotonic() + (command.wait or 0)
+        with self.moved:
+            while True:
+                self._lease(command.tube, command.part, command.term)
+                self._check(command.tube, command.after)
+                self._check(command.tube, command.upto)
+                chosen = self._select(command)
+                left = deadline - time.monotonic()
+                if chosen or left <= 0:
+                    break
+                self.moved.wait(min(left, 0.5))
+        if not command.plan:
+            cut, self.cut_after_pods = self.cut_after_pods, None
+            lines = [pod.line(command.tube, command.part) for pod in chosen]
+            raw(b"".join(lines[:cut]))
+            if cut is not None and cut < len(lines):
+                raise OSError("cut short")
+        cursor = Cursor(
+            max([pod.seq for pod in chosen if pod.op != "B"], default=command.after.regular),
+            max([pod.seq for pod in chosen if pod.op == "B"], default=command.after.backfill),
+        )
+        send(CursorAt(command.tube, command.part, command.upto or cursor, len(chosen)))
+
+    def _ack(self, command: Ack) -> int:
+        with self.moved:
+            self._lease(command.tube, command.part, command.term)
+            state = self._state(command.tube)
+            if command.upto is None:
+                gone = [state.pods[seq] for seq in command.seqs if seq in state.pods]
+            else:
+                self._check(command.tube, command.upto)
+                gone = list(self._order(command.tube, command.part, command.after, command.upto))
+            for pod in gone:
+                del state.pods[pod.seq]
+                state.acked.append(pod)
+            return len(gone)
+
+    # --- streams ---
+
+    def _replicate(self, stream: str, token: str, send: Callable[[Command], None]) -> None:
+        if stream not in self.streams:
+            raise UnknownStream(f"there is no stream {stream!r}")
+        with self.moved:
+            rows = list(self.streams[stream])
+        numbers = {name: number for number, name in enumerate(sorted({row[1] for row in rows}), 1)}
+        top = rows[-1][0] if rows else 0
+        start = Vector(top) if token == "NOW" else Vector(0) if token == "EARLIEST" else Vector.parse(token)
+        if start.maximum > top:
+            raise TokenAhead(f"token {token} lies beyond {top}")
+        send(Writers(stream, "0123456789ab", tuple(numbers.items())))
+        for name, number in numbers.items():
+            send(Position(stream, name, start.at(number), start.at(number)))
+        last = {name: start.at(number) for name, number in numbers.items()}
+        for seq, name, row in rows:
+            if seq > start.at(numbers[name]):
+                send(Rdata(stream, name, seq, row))
+                last[name] = seq
+        for name, at in last.items():
+            if at < top:
+                send(Position(stream, name, at, top))

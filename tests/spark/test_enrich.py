@@ -1,0 +1,166 @@
+"""Enrichment against a real Postgres: which tables there are, which columns, and what becomes of ids that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pytest
+from helpers import psql
+
+from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, UsageError
+from replicad.spark.database import forget, patiently
+from replicad.spark.enrich import Enricher
+from replicad.spark.tables import ShardSet, TableRule, find_layout
+from replicad.spark.touches import TOUCH_SCHEMA, deduplicate
+
+CITIES = TableRule("shard_{shard:04d}.cities")
+TABLES = r'''
+CREATE TYPE mood AS ENUM ('sad', 'glad');
+CREATE SCHEMA shard_0001; CREATE SCHEMA shard_0002; CREATE SCHEMA "Odd.Schema";
+CREATE TABLE shard_0001.cities (id bigint PRIMARY KEY, name text, area numeric(10,2), tags text[], seen timestamptz,
+  born date, extra jsonb, key uuid, feeling mood, small smallint, span interval, raw bytea, spot point);
+CREATE TABLE shard_0002.cities (LIKE shard_0001.cities INCLUDING ALL);
+CREATE TABLE "Odd.Schema"."My ""Table""" (id integer PRIMARY KEY, name text, height float8);
+INSERT INTO shard_0001.cities VALUES (1, 'Oslo', 480.75, '{a,NULL}', '2026-01-02 03:04:05.678+00', '1048-01-01', '{"a": 1}',
+  '00000000-0000-0000-0000-000000000001', 'glad', 7, '1 day', '\x00ff', '(1,2)');
+INSERT INTO shard_0001.cities VALUES (2);
+INSERT INTO shard_0002.cities (id, name) SELECT n, 'town ' || n FROM generate_series(1, 25) n;
+INSERT INTO "Odd.Schema"."My ""Table""" VALUES (9, 'Nine', 1.5);
+'''
+
+
+@pytest.fixture
+def url(database_url: str) -> Iterator[str]:
+    psql(database_url, TABLES)
+    yield database_url
+    forget(database_url)
+
+
+def touches(*found: tuple[int, int, int]) -> pa.Table:
+    return deduplicate(
+        pa.Table.from_pylist([{"shard": s, "id": i, "seq": q} for s, i, q in found], schema=TOUCH_SCHEMA)
+    )
+
+
+def test_rows_come_with_their_highest_seq_and_missing_ones_are_deletes(url: str) -> None:
+    enricher = Enricher(url, find_layout(url, [CITIES], "id", ["name"], "text"))
+    found = list(enricher.changes(touches((1, 1, 5), (1, 77, 6), (1, 1, 8), (2, 3, 7))))
+    assert [row for change in found for row in change.writes.to_pylist()] == [
+        {"id": 1, "name": "Oslo", "_shard": 1, "_seq": 8},
+        {"id": 3, "name": "town 3", "_shard": 2, "_seq": 7},
+    ]
+    assert [row for change in found for row in change.deletes.to_pylist()] == [{"_shard": 1, "id": 77, "_seq": 6}]
+
+
+def test_every_type_of_column_arrives_in_a_form_that_spark_has(url: str) -> None:
+    layout = find_layout(url, [CITIES], "id", None, "text")
+    (change,) = Enricher(url, layout).changes(touches((1, 1, 5)))
+    (row,) = change.writes.to_pylist()
+    assert (row["area"], row["tags"], row["extra"], row["feeling"]) == ("480.75", ["a", None], '{"a": 1}', "glad")
+    assert (row["key"][-1], row["small"], row["span"], row["raw"], row["spot"]) == (
+        "1",
+        7,
+        "1 day",
+        b"\x00\xff",
+        "(1,2)",
+    )
+    assert row["seen"].isoformat() == "2026-01-02T03:04:05.678000+00:00"
+    assert find_layout(url, [CITIES], "id", ["area"], "float").schema.field("area").type == pa.float64()
+
+
+def test_chunks_are_bounded_and_of_one_shard(url: str) -> None:
+    enricher = Enricher(url, find_layout(url, [CITIES], "id", ["name"], "text"), chunk=10)
+    found = list(enricher.changes(touches(*((2, number, 1) for number in range(1, 31)), (1, 1, 1))))
+    assert [(len(change.writes), len(change.deletes)) for change in found] == [(1, 0), (10, 0), (10, 0), (5, 5)]
+
+
+def test_several_tables_feed_one_tube_with_the_columns_of_all(url: str) -> None:
+    rules = [TableRule('"Odd.Schema"."My ""Table"""', ShardSet.parse("9")), CITIES]
+    layout = find_layout(url, rules, "id", ["name", "height", "born"], "text")
+    found = list(Enricher(url, layout).changes(touches((9, 9, 1), (1, 1, 2))))
+    rows = {
+        row["_shard"]: (row["name"], row["height"], row["born"])
+        for change in found
+        for row in change.writes.to_pylist()
+    }
+    assert rows[9] == ("Nine", 1.5, None)
+    assert rows[1][0] == "Oslo"
+    assert rows[1][1] is None
+
+
+@pytest.mark.parametrize(
+    ("rules", "id_column", "columns", "says"),
+    [
+        ([TableRule("shard_{shard:04d}.towns")], "id", None, "no table matches"),
+        (
+            [TableRule("shard_{shard:04d}.cities", ShardSet.parse("7-9"))],
+            "id",
+            None,
+            "shards 7-9; there are shard_0001.cit",
+        ),
+        ([CITIES], "key_id", None, "has no column 'key_id'; its columns are id, name"),
+        ([CITIES], "name", None, "is no integer"),
+        ([CITIES], "id", ["nam"], "no column 'nam' in .* there are .*name"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_there_is(
+    url: str, rules: list[TableRule], id_column: str, columns: list[str] | None, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        find_layout(url, rules, id_column, columns, "text")
+
+
+def test_columns_of_two_types_and_of_our_own_names_are_refused(url: str) -> None:
+    psql(url, 'CREATE TABLE a_1 (id bigint, name bigint); CREATE TABLE b_1 (id bigint, "_seq" text)')
+    with pytest.raises(UsageError, match="column name is int64 in one table and string in"):
+        find_layout(url, [TableRule("a_{shard}"), CITIES], "id", None, "text")
+    with pytest.raises(UsageError, match="kept for replicad's own columns"):
+        find_layout(url, [TableRule("b_{shard}")], "id", None, "text")
+
+
+@pytest.mark.parametrize("text", ["cities{", "{table}", "{0}", "{shard:zz}", "a; DROP TABLE b", " "])
+def test_a_template_that_cannot_be_one_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no template"):
+        TableRule(text)
+
+
+def test_shard_sets_say_what_is_in_them() -> None:
+    found = ShardSet.parse("0-3, 7")
+    assert [shard for shard in range(10) if shard in found] == [0, 1, 2, 3, 7]
+    assert 12345 in ShardSet.parse("all")
+    with pytest.raises(ValueError, match="0-15"):
+        ShardSet.parse("3-1")
+
+
+def test_a_touch_of_a_shard_without_table_is_an_error_not_a_delete(url: str) -> None:
+    layout = find_layout(url, [TableRule("shard_{shard:04d}.cities", ShardSet.parse("1-2"))], "id", ["name"], "text")
+    with pytest.raises(UsageError, match="shard 3 was touched"):
+        list(Enricher(url, layout).changes(touches((3, 1, 1))))
+    psql(url, "ALTER TABLE shard_0001.cities DROP COLUMN name")
+    with pytest.raises(DatabaseError, match='column "name" does not exist'):
+        list(Enricher(url, layout).changes(touches((1, 1, 1))))
+
+
+def test_a_connection_that_postgres_ended_is_made_again(url: str) -> None:
+    enricher = Enricher(url, find_layout(url, [CITIES], "id", ["name"], "text"))
+    assert next(enricher.changes(touches((2, 1, 1)))).writes.num_rows == 1
+    psql(url, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'replicad spark'")
+    assert next(enricher.changes(touches((2, 1, 1)))).writes.num_rows == 1
+
+
+def test_an_absent_postgres_is_waited_for_only_so_long(url: str) -> None:
+    slept: list[float] = []
+    clock = iter(range(0, 1000, 1))
+    with pytest.raises(DatabaseUnavailable, match="Connection refused"):
+        patiently(
+            "postgresql://nobody:secret@127.0.0.1:1/x",
+            len,
+            patience=6,
+            now=lambda: float(next(clock)),
+            sleep=slept.append,
+        )
+    assert slept == sorted(slept)
+    assert 2 <= len(slept) <= 6
+    with pytest.raises(DatabaseRefused, match="does not exist"):
+        patiently(url.replace("/test_", "/no_test_"), len)

@@ -1,0 +1,280 @@
+"""The downstreams: what a batch that comes again, a crash between two steps and two writers at once leave behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import psql
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicad.errors import DownstreamError, UsageError
+from replicad.spark.database import forget
+from replicad.spark.enrich import Changes
+from replicad.spark.sinks import manifest, parquet
+from replicad.spark.sinks.base import Batch, Shape
+from replicad.spark.sinks.custom import CustomSink
+from replicad.spark.sinks.parquet import ParquetSink
+from replicad.spark.sinks.postgres import PostgresSink
+
+SHAPE = Shape(
+    pa.schema([("id", pa.int64()), ("name", pa.string()), ("_shard", pa.int32()), ("_seq", pa.int64())]), "id"
+)
+KEYS = pa.schema([("_shard", pa.int32()), ("id", pa.int64()), ("_seq", pa.int64())])
+
+
+def changes(writes: dict[tuple[int, int], str], deletes: list[tuple[int, int]] = [], seq: int = 1) -> list[Changes]:  # noqa: B006
+    rows = [{"id": i, "name": name, "_shard": shard, "_seq": seq} for (shard, i), name in writes.items()]
+    gone = [{"_shard": shard, "id": i, "_seq": seq} for shard, i in deletes]
+    return [Changes(pa.Table.from_pylist(rows, SHAPE.schema), pa.Table.from_pylist(gone, KEYS))]
+
+
+def held(rows: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+    found = {(row["_shard"], row["id"]): row["name"] for row in rows}
+    assert len(found) == len(rows), "an id is there twice"
+    return found
+
+
+# --- Parquet ---
+
+
+def parquet_rows(folder: Path) -> dict[tuple[int, int], str]:
+    return held(parquet.table(folder).to_pylist())
+
+
+def put(sink: ParquetSink, number: int, *tasks: list[Changes], step: int = 0) -> None:
+    batch = Batch("q", number, step)
+    sink.commit(batch, [sink.apply(SHAPE, batch, task, found) for task, found in enumerate(tasks)])
+
+
+steps = st.lists(
+    st.tuples(
+        st.dictionaries(st.tuples(st.integers(0, 1), st.integers(-20, 20)), st.text("abc", max_size=2), max_size=15),
+        st.lists(st.tuples(st.integers(0, 1), st.integers(-20, 20)), max_size=10),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps)
+def test_a_parquet_folder_equals_a_dictionary_after_any_batches(
+    tmp_path_factory: pytest.TempPathFactory, found: list[tuple[dict[tuple[int, int], str], list[tuple[int, int]]]]
+) -> None:
+    sink, model = ParquetSink(tmp_path_factory.mktemp("p"), rows_per_file=4), dict[tuple[int, int], str]()
+    sink.prepare(SHAPE)
+    for number, (writes, deletes) in enumerate(found):
+        gone = [key for key in dict.fromkeys(deletes) if key not in writes]
+        of_shard = [({k: v for k, v in writes.items() if k[0] == s}, [k for k in gone if k[0] == s]) for s in (0, 1)]
+        put(sink, number, *(changes(w, d, number) for w, d in of_shard))
+        model = {key: name for key, name in {**model, **writes}.items() if key not in gone}
+        assert parquet_rows(sink.folder) == model
+    for leaves in manifest.latest(sink.folder).shards.values():  # type: ignore[union-attr]
+        lows = [leaf.low for leaf in leaves]
+        assert lows == sorted(set(lows))
+        assert all(leaf.rows < 2 * 4 for leaf in leaves)
+
+
+def test_a_batch_that_was_not_committed_is_not_seen_and_comes_again(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.prepare(SHAPE)
+    put(sink, 0, changes({(1, 1): "old"}))
+    sink.apply(SHAPE, Batch("q", 1), 0, changes({(1, 1): "half"}))  # and the driver dies
+    assert parquet_rows(tmp_path) == {(1, 1): "old"}
+    ParquetSink(tmp_path).prepare(SHAPE)
+    put(ParquetSink(tmp_path), 1, changes({(1, 1): "new"}))
+    assert parquet_rows(tmp_path) == {(1, 1): "new"}
+
+
+def test_a_committed_batch_that_comes_again_is_not_applied_again(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.prepare(SHAPE)
+    put(sink, 4, changes({(1, 1): "first"}))
+    again = sink.apply(SHAPE, Batch("q", 4), 0, changes({(1, 1): "second"}))
+    assert again.repeated
+    sink.commit(Batch("q", 4), [again])
+    put(sink, 3, changes({(1, 1): "late"}))
+    assert parquet_rows(tmp_path) == {(1, 1): "first"}
+    put(sink, 4, changes({(1, 1): "garbage step"}), step=1)
+    assert parquet_rows(tmp_path) == {(1, 1): "garbage step"}
+
+
+def test_of_two_writers_one_is_refused_and_nothing_is_mixed(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.prepare(SHAPE)
+    mine = sink.apply(SHAPE, Batch("mine", 0), 0, changes({(1, 1): "mine"}))
+    put(sink, 0, changes({(1, 2): "theirs"}))
+    with pytest.raises(DownstreamError, match="another pipeline writes"):
+        sink.commit(Batch("mine", 0), [mine])
+    assert parquet_rows(tmp_path) == {(1, 2): "theirs"}
+
+
+def test_old_files_go_after_some_batches_and_current_ones_stay(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.prepare(SHAPE)
+    put(sink, 0, changes({(2, 1): "stays"}))
+    for number in range(1, 30):
+        put(sink, number, changes({(1, 1): f"v{number}"}))
+        assert all(path.exists() for path in parquet.current(tmp_path))
+    assert len(list((tmp_path / "data").glob("*/*.parquet"))) <= manifest.KEPT_VERSIONS + 1
+    assert pq.read_table(parquet.current(tmp_path)[0]).num_columns == 4
+
+
+def test_stale_ids_are_those_that_a_backfill_did_not_touch(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path, rows_per_file=2)
+    sink.prepare(SHAPE)
+    put(sink, 0, changes({(1, number): "old" for number in range(6)}, seq=5))
+    put(sink, 1, changes({(1, 2): "new", (1, 3): "new"}, seq=9))
+    assert sink.stale_ids(SHAPE, 1, 9, 100).to_pylist() == [0, 1, 4, 5]
+    assert len(sink.stale_ids(SHAPE, 1, 9, 3)) == 3
+    assert sink.stale_ids(SHAPE, 2, 9, 100).to_pylist() == []
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.csv").write_text("1")
+    with pytest.raises(UsageError, match="not empty"):
+        ParquetSink(tmp_path).prepare(SHAPE)
+    with pytest.raises(UsageError, match="delta"):
+        ParquetSink(Path("s3://bucket/x"))
+    sink = ParquetSink(tmp_path / "other")
+    sink.prepare(SHAPE)
+    with pytest.raises(UsageError, match="other columns"):
+        sink.prepare(Shape(pa.schema([*SHAPE.schema, ("more", pa.string())]), "id"))
+    with pytest.raises(UsageError, match="holds no table"):
+        parquet.current(tmp_path / "nowhere")
+
+
+# --- Postgres ---
+
+
+@pytest.fixture
+def url(database_url: str) -> Iterator[str]:
+    yield database_url
+    forget(database_url)
+
+
+def postgres_rows(url: str) -> dict[tuple[int, int], str]:
+    lines = psql(url, 'SELECT _shard, id, name FROM dw."Cit ies" ORDER BY 1, 2').splitlines()
+    return {(int(s), int(i)): name for s, i, name in (line.split("|") for line in lines)}
+
+
+def test_a_postgres_table_takes_a_batch_once(url: str) -> None:
+    sink = PostgresSink(url, 'dw."Cit ies"')
+    sink.prepare(SHAPE)
+    sink.prepare(SHAPE)
+    done = sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}))
+    assert (done.written, done.deleted, done.repeated) == (2, 0, False)
+    assert sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "again"})).repeated
+    assert not sink.apply(SHAPE, Batch("q", 0), 1, changes({(2, 1): "other task"})).repeated
+    done = sink.apply(SHAPE, Batch("q", 1), 0, changes({(1, 2): "B"}, [(1, 1), (1, 99)]))
+    assert (done.written, done.deleted) == (1, 1)
+    assert sink.apply(SHAPE, Batch("q", 0, 5), 0, changes({(1, 2): "zombie"})).repeated
+    assert postgres_rows(url) == {(1, 2): "B", (2, 1): "other task"}
+    assert sink.stale_ids(SHAPE, 1, 2, 10).to_pylist() == [2]
+    assert psql(url, "SELECT batch, written, deleted FROM dw.replicad_batches WHERE task = 0") == "1|1|1"
+
+
+def test_a_task_that_fails_in_the_middle_leaves_nothing(url: str) -> None:
+    sink = PostgresSink(url, 'dw."Cit ies"')
+    sink.prepare(SHAPE)
+
+    def half() -> Iterator[Changes]:
+        yield from changes({(1, 1): "half"})
+        raise RuntimeError("the executor dies")
+
+    with pytest.raises(RuntimeError):
+        sink.apply(SHAPE, Batch("q", 0), 0, half())
+    assert postgres_rows(url) == {}
+    assert not sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "whole"})).repeated
+    assert postgres_rows(url) == {(1, 1): "whole"}
+
+
+def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_skip(url: str) -> None:
+    """Two drivers write one batch at once; the second waits for the first one's transaction and then changes nothing."""
+    sink = PostgresSink(url, 'dw."Cit ies"')
+    sink.prepare(SHAPE)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[Changes]:
+        yield from changes({(1, 1): "zombie"})
+        inside.set()
+        assert go_on.wait(30)
+
+    def zombie() -> None:
+        results.append(sink.apply(SHAPE, Batch("q", 0), 0, slow()))
+
+    results: list[Any] = []
+    thread = threading.Thread(target=zombie)
+    thread.start()
+    assert inside.wait(30)
+    other = PostgresSink(f"{url}&connect_timeout=9", sink.table)  # another text, hence another connection
+    second = threading.Thread(
+        target=lambda: results.append(other.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "x"})))
+    )
+    second.start()
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    while psql(url, waits) != "1":
+        assert second.is_alive()
+    go_on.set()
+    thread.join(30)
+    second.join(30)
+    assert [done.repeated for done in results] == [False, True]
+    assert postgres_rows(url) == {(1, 1): "zombie"}
+
+
+def test_a_table_that_lacks_a_column_is_refused(url: str) -> None:
+    psql(url, "CREATE TABLE public.mine (id bigint, _shard integer, _seq bigint, PRIMARY KEY (_shard, id))")
+    with pytest.raises(UsageError, match="has no column 'name'; add it"):
+        PostgresSink(url, "mine").prepare(SHAPE)
+    with pytest.raises(UsageError, match="no counterpart"):
+        PostgresSink(url, "other").prepare(
+            Shape(pa.schema([*SHAPE.schema, ("s", pa.struct([("a", pa.int64())]))]), "id")
+        )
+    with pytest.raises(UsageError, match="is no name of a table"):
+        PostgresSink(url, "a; DROP TABLE b")
+    assert "secret" not in repr(PostgresSink("postgresql://u:secret@h/d", "t"))
+
+
+# --- one's own class ---
+
+
+class Mine:
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], str] = {}
+
+    def write(self, rows: pa.Table) -> None:
+        self.rows.update(held(rows.to_pylist()))
+
+    def delete(self, shard: int, ids: list[int]) -> None:
+        for one in ids:
+            self.rows.pop((shard, one), None)
+
+    def stale_ids(self, shard: int, before: int) -> list[int]:
+        return [one for at, one in self.rows if at == shard]
+
+
+def test_an_own_class_is_told_what_to_write_and_delete() -> None:
+    sink = CustomSink(Mine())
+    done = sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (2, 1): "b"}, [(2, 7)]))
+    assert (done.written, done.deleted, sink.target.rows) == (2, 1, {(1, 1): "a", (2, 1): "b"})  # type: ignore[attr-defined]
+    sink.apply(SHAPE, Batch("q", 1), 0, changes({}, [(1, 1)]))
+    assert sink.stale_ids(SHAPE, 2, 9, 10).to_pylist() == [1]
+
+
+def test_an_own_class_that_lacks_a_method_or_fails_is_named() -> None:
+    with pytest.raises(UsageError, match="object has no method write"):
+        CustomSink(object())  # type: ignore[arg-type]
+
+    class Broken(Mine):
+        def write(self, rows: pa.Table) -> None:
+            raise OSError("disk full")
+
+    with pytest.raises(DownstreamError, match="Broken did not take batch 3: OSError: disk full"):
+        CustomSink(Broken()).apply(SHAPE, Batch("q", 3), 0, changes({(1, 1): "a"}))

@@ -1,0 +1,407 @@
+"""The source, call by call as Spark makes them, against a daemon in memory: acks, replay, leases, limits, faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from fake_daemon import FakeDaemon
+from harness import QUERIES, Query, make_source, struct
+from helpers import options
+
+from replicad.errors import ConnectionLost, CursorAhead, DataLoss, LeaseHeld, LeaseLost, NotAuthorised, UnknownTube
+from replicad.spark.reading import read_range
+
+QUICK = {"pollTimeout": "0", "retryInterval": "10ms"}
+
+
+@pytest.fixture(autouse=True)
+def _no_query_outlives_its_test() -> Iterator[None]:
+    yield
+    while QUERIES:
+        QUERIES.pop().die()
+
+
+def wait_until(condition: Callable[[], bool], within: float = 10.0) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def test_pods_are_read_once_in_order_and_acked_only_when_their_batch_is_committed(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(10):
+        daemon.touch("t", 3, [number])
+    query = Query(options(daemon, **QUICK, maxPodsPerTrigger="4"))
+    assert query.trigger()
+    assert len(tube.pods) == 10  # read, and not acked before the next trigger says that the batch is committed
+    assert query.trigger()
+    assert len(tube.pods) == 6
+    query.drain()
+    assert [len(batch) for batch in query.rows] == [4, 4, 2]
+    assert query.ids == list(range(10))
+    assert tube.pods == {}
+
+
+def test_the_last_batch_is_acked_by_an_idle_trigger(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    daemon.touch("t", 3, [1])
+    query = Query(options(daemon, **QUICK))
+    assert query.trigger()
+    assert not query.trigger()
+    assert tube.pods == {}
+
+
+def test_regular_pods_come_before_backfill_and_backfill_has_its_own_limit(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t", 2)
+    for number in range(6):
+        daemon.touch("t", number, [number], op="B")
+    for number in range(10, 13):
+        daemon.touch("t", number, [number])
+    query = Query(options(daemon, **QUICK, maxPodsPerTrigger="100", maxBackfillPodsPerTrigger="2"))
+    query.drain()
+    assert [sorted({row["op"] for row in batch}) for batch in query.rows] == [["B", "U"], ["B"], ["B"]]
+    for batch in query.rows:
+        assert sum(row["op"] == "B" for row in batch) == 2
+    assert sorted(query.ids) == [0, 1, 2, 3, 4, 5, 10, 11, 12]
+
+
+def test_backfill_can_be_left_out(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    daemon.touch("t", 1, [1], op="B")
+    daemon.touch("t", 1, [2])
+    query = Query(options(daemon, **QUICK, maxBackfillPodsPerTrigger="0"))
+    query.drain()
+    assert query.ids == [2]
+    assert [pod.op for pod in tube.pods.values()] == ["B"]
+
+
+def test_a_killed_driver_replays_its_batch_exactly_although_more_pods_came(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t", 2)
+    for number in range(8):
+        daemon.touch("t", number, [number])
+    query = Query(options(daemon, **QUICK, maxPodsPerTrigger="4", leaseTtl="100ms", leaseWait="5s"))
+    query.trigger()
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    query.before_commit = die
+    with pytest.raises(KeyboardInterrupt):
+        query.trigger()
+    planned = query.rows.pop()  # what the sink of the dead driver got, half of it perhaps
+    daemon.touch("t", 0, [100])
+    daemon.touch("t", 1, [101], op="B")
+    again = query.kill()
+    assert again.rows[-1] == planned
+    again.drain()
+    assert sorted(again.ids) == [*range(8), 100, 101]
+    assert tube.pods == {}
+
+
+def test_an_ack_that_was_done_before_the_crash_is_no_data_loss(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(6):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK, maxPodsPerTrigger="3", leaseTtl="100ms", leaseWait="5s"))
+    query.trigger()
+    query.reader.latestOffset(query.offsets[-1], query.limit)  # acks batch 0, plans batch 1, and dies before the log has it
+    assert len(tube.acked) == 3
+    again = query.kill()
+    again.drain()
+    assert again.ids == list(range(6))
+
+
+def test_pods_that_somebody_else_removed_are_data_loss_or_a_warning(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(4):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK, leaseTtl="100ms"))
+    end = query.reader.latestOffset(query.offsets[0], query.limit)
+    del tube.pods[2]
+    (partition,) = query.reader.partitions(query.offsets[0], end)
+    with pytest.raises(DataLoss, match="4 pods were planned .* 3 are there.*failOnDataLoss"):
+        list(read_range(partition))
+    query.die()
+    lenient = Query(options(daemon, **QUICK, failOnDataLoss="false", leaseWait="5s"), [query.offsets[0], end])
+    assert lenient.ids == [0, 2, 3]
+
+
+def test_a_changed_number_of_partitions_loses_and_repeats_nothing(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t", 2)
+    for number in range(40):
+        daemon.touch("t", number, [number])
+    query = Query(options(daemon, **QUICK, maxPodsPerTrigger="10"))
+    query.trigger()
+    daemon.make_tube("t", 3)
+    query.trigger()
+    assert query.offsets[-1]["n"] == 3
+    daemon.make_tube("t", 1)
+    query.drain()
+    assert sorted(query.ids) == list(range(40))
+    assert tube.pods == {}
+
+
+def test_a_batch_of_an_older_number_of_partitions_replays_under_its_own(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t", 2)
+    for number in range(6):
+        daemon.touch("t", number, [number])
+    query = Query(options(daemon, **QUICK, leaseTtl="100ms", leaseWait="5s"))
+    end = query.reader.latestOffset(query.offsets[0], query.limit)
+    query.offsets.append(end)
+    daemon.make_tube("t", 5)
+    again = query.kill()
+    assert sorted(again.ids) == list(range(6))
+    again.drain()
+    assert sorted(again.ids) == list(range(6))
+    assert daemon.tubes["t"].pods == {}
+
+
+def test_available_now_ends_at_what_was_there_when_it_began(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t", 2)
+    for number in range(10):
+        daemon.touch("t", number, [number], op="B" if number < 5 else "U")
+    query = Query(options(daemon, maxPodsPerTrigger="3", maxBackfillPodsPerTrigger="1"), available_now=True)
+    batches = 0
+    while query.trigger():
+        batches += 1
+        daemon.touch("t", batches, [1000 + batches], op="B")
+        assert batches < 20
+    assert set(query.ids) >= set(range(10))
+    assert len(query.ids) < 10 + batches
+
+
+def test_a_trigger_waits_for_the_first_pod_of_any_partition_and_no_longer(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t", 4)
+    query = Query(options(daemon, pollTimeout="20s"))
+    timer = threading.Timer(0.2, daemon.touch, ("t", 3, [7]))
+    timer.start()
+    started = time.monotonic()
+    assert query.trigger()
+    assert 0.15 < time.monotonic() - started < 5
+    assert query.ids == [7]
+
+
+def test_an_idle_trigger_costs_a_few_requests_not_thousands(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t", 2)
+    query = Query(options(daemon, pollTimeout="100ms"))
+    assert not query.trigger()
+    before = len(daemon.requests)
+    for _ in range(3):
+        assert not query.trigger()
+    assert len(daemon.requests) - before <= 9
+
+
+def test_enough_pods_are_waited_for_but_not_for_ever(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t", 2)
+    more = {"minPodsPerTrigger": "5", "maxTriggerDelay": "400ms", "pollTimeout": "50ms"}
+    query = Query(options(daemon, **more))
+    daemon.touch("t", 0, [1])
+    assert not query.trigger()
+    for number in range(2, 6):
+        daemon.touch("t", number, [number])
+    assert query.trigger()
+    assert len(query.ids) == 5
+    daemon.touch("t", 1, [6])
+    assert not query.trigger()
+    wait_until(query.trigger, within=5)
+    assert query.ids[-1] == 6
+
+
+def test_ids_bound_a_batch_too(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    for number in range(6):
+        daemon.touch("t", 1, range(number * 10, number * 10 + 10))
+    query = Query(options(daemon, **QUICK, maxIdsPerTrigger="25"))
+    query.drain()
+    assert [len(batch) for batch in query.rows] == [2, 2, 2]
+
+
+def test_the_second_query_is_told_who_has_the_tube(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    first = Query(options(daemon, **QUICK, consumer="nightly"))
+    first.trigger()
+    with pytest.raises(LeaseHeld, match=r"held by nightly/query@.*leaseWait"):
+        Query(options(daemon, **QUICK)).trigger()
+
+
+def test_the_second_query_takes_over_when_the_first_ends_and_never_sooner(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    first = Query(options(daemon, **QUICK))
+    first.drain()
+    second = Query(options(daemon, **QUICK, leaseWait="20s"))
+    took = threading.Event()
+
+    def take() -> None:
+        second.trigger()
+        took.set()
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    assert not took.wait(0.3)
+    daemon.touch("t", 1, [2])
+    first.reader.stop()  # idle: it lets the tube go at once
+    assert took.wait(5)
+    assert second.ids == [2]
+
+
+def test_a_query_that_ends_within_a_batch_keeps_the_tube_until_its_tasks_must_be_dead(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    query = Query(options(daemon, **QUICK))
+    query.trigger()
+    query.reader.stop()
+    assert len(tube.leases) == 1
+
+
+def test_the_lease_is_renewed_while_a_batch_takes_long(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    query = Query(options(daemon, **QUICK, leaseTtl="300ms"))
+    query.trigger()
+    before = daemon.count("RENEW")
+    wait_until(lambda: daemon.count("RENEW") >= before + 6)
+    assert not tube.leases[0].expired
+
+
+def test_a_zombies_tasks_and_acks_are_refused_and_it_claims_anew(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(4):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK, maxPodsPerTrigger="2"))
+    query.trigger()
+    end = query.reader.latestOffset(query.offsets[-1], query.limit)
+    (partition,) = query.reader.partitions(query.offsets[-1], end)
+    with daemon.moved:
+        tube.leases[0].holder, tube.leases[0].term = "somebody else", 4711
+    with pytest.raises(LeaseLost):
+        list(read_range(partition))
+    acked = len(tube.acked)
+    with pytest.raises(LeaseHeld, match="somebody else"):
+        query.reader.commit(end)
+    assert len(tube.acked) == acked
+    with daemon.moved:
+        tube.leases.clear()
+    query.drain()
+    assert query.ids == list(range(4))
+
+
+def test_a_restarted_daemon_is_waited_for_and_the_term_stays(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    query = Query(options(daemon, **QUICK, leaseTtl="20s"))
+    query.trigger()
+    term = tube.leases[0].term
+    daemon.stop()
+    threading.Timer(0.3, daemon.start).start()
+    daemon.touch("t", 1, [2])
+    query.drain()
+    assert query.ids == [1, 2]
+    assert tube.leases[0].term == term
+
+
+def test_a_daemon_that_stays_away_ends_the_query_with_a_sentence(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    query = Query(options(daemon, **QUICK, numRetries="2"))
+    daemon.stop()
+    with pytest.raises(ConnectionLost, match=f"127.0.0.1:{daemon.port}"):
+        query.trigger()
+
+
+def test_a_task_whose_connection_breaks_goes_on_behind_the_last_pod(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.spark.arrow.TARGET_BYTES", 200)  # so that batches are handed over before the break
+    daemon.make_tube("t")
+    for number in range(300):
+        daemon.touch("t", 1, [number], op="B" if number % 3 == 0 else "U")
+    query = Query(options(daemon, **QUICK))
+    daemon.cut_after_pods = 250
+    query.trigger()
+    assert sorted(query.ids) == list(range(300))
+
+
+def test_a_checkpoint_ahead_of_a_restored_tube_is_refused_or_begun_anew(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.spark.holding.POSITION_PATIENCE", 0.1)
+    tube = daemon.make_tube("t")
+    for number in range(5):
+        daemon.touch("t", 1, [number])
+    query = Query(options(daemon, **QUICK))
+    query.drain()
+    tube.top = 2  # a backup was restored
+    tube.pods = {pod.seq: pod for pod in tube.acked if pod.seq <= 2}
+    with pytest.raises(CursorAhead, match="failOnDataLoss=false"):
+        query.trigger()
+    assert len(tube.pods) == 2  # nothing was acked that is no longer what it was
+    query.reader.stop()
+    lenient = Query(options(daemon, **QUICK, failOnDataLoss="false", leaseWait="5s"), query.offsets, query.commits)
+    assert lenient.trigger()
+    assert lenient.ids == [0, 1]
+    lenient.drain()
+    assert tube.pods == {}
+
+
+def test_a_wrong_token_and_an_unknown_tube_are_said_at_once() -> None:
+    with FakeDaemon(token="right") as daemon:
+        daemon.make_tube("t")
+        with pytest.raises(NotAuthorised):
+            Query(options(daemon, token="wrong"))
+        with pytest.raises(UnknownTube, match="the tubes are: t"):
+            Query({**options(daemon, token="right"), "tube": "nope"})
+
+
+def test_payloads_come_as_json_text_when_asked_for(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    daemon.touch("t", 1, [], op="B", payload={"type": "backfill_end", "start_seq": "5"})
+    daemon.touch("t", 1, [5])
+    query = Query(options(daemon, **QUICK, includePayload="true"))
+    query.drain()
+    found = {row["seq"]: row["payload"] for row in query.rows[0]}
+    assert found[2] is None
+    assert '"backfill_end"' in found[1]
+
+
+def test_progress_tells_how_far_the_tube_goes(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t", 2)
+    for number in range(50):
+        daemon.touch("t", number, [number])
+    query = Query(options(daemon, **QUICK, maxPodsPerTrigger="10"))
+    end = query.reader.latestOffset(query.offsets[0], query.limit)
+    latest = query.reader.reportLatestOffset()
+    assert sum(place["c"] for place in latest["p"].values()) == 50
+    assert sum(place["c"] for place in end["p"].values()) == 10
+
+
+def test_a_batch_read_leaves_pods_where_they_are_and_may_be_repeated(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t", 2)
+    for number in range(9):
+        daemon.touch("t", number, [number], op="B" if number == 4 else "U")
+    found = options(daemon)
+    for _ in range(2):
+        source = make_source(found)
+        reader = source.reader(struct(source))
+        rows = [row for one in reader.partitions() for batch in reader.read(one) for row in batch.to_pylist()]
+        assert sorted(one for row in rows for one in row["ids"]) == list(range(9))
+    assert len(tube.pods) == 9
+
+
+def test_an_empty_tube_reads_as_nothing_and_is_let_go(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    source = make_source(options(daemon))
+    assert source.reader(struct(source)).partitions() == []
+    assert tube.leases == []
+
+
+def test_making_readers_connects_to_nothing(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    source = make_source(options(daemon))
+    source.reader(struct(source))
+    source.streamReader(struct(source))
+    assert daemon.requests == []

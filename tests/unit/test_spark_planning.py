@@ -1,0 +1,123 @@
+"""Planning a micro-batch over the partitions of a tube: never too much, never nothing where there is something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicad.protocol.tokens import Cursor
+from replicad.protocol.tubing import CursorAt, Part
+from replicad.spark.offsets import TubeOffset
+from replicad.spark.planning import Budget, Target, plan_all, plan_batch, shares
+
+
+@dataclass
+class Tube:
+    """What a daemon answers to PODS with plan=1: `pods[partition]` is a list of (seq, is backfill)."""
+
+    pods: list[list[tuple[int, bool]]]
+    most: int = 10**9
+    asked: list[Part] = field(default_factory=list)
+
+    def __call__(
+        self,
+        part: Part,
+        after: Cursor,
+        *,
+        limit: int,
+        ids: int | None = None,
+        backfill: int | None = None,
+        wait: float = 0.0,
+    ) -> CursorAt:
+        assert limit > 0
+        self.asked.append(part)
+        mine = self.pods[part.partition]
+        regular = sorted(seq for seq, late in mine if not late and seq > after.regular)
+        late = sorted(seq for seq, late in mine if late and seq > after.backfill)[
+            : 10**9 if backfill is None else backfill
+        ]
+        room = min(limit, self.most, 10**9 if ids is None else ids)  # one id in each pod
+        regular, late = regular[:room], late[: max(0, room - len(regular))]
+        cursor = Cursor(max(regular, default=after.regular), max(late, default=after.backfill))
+        return CursorAt("t", part, cursor, len(regular) + len(late))
+
+    def start(self) -> TubeOffset:
+        return TubeOffset.beginning(len(self.pods))
+
+
+def tube_of(*counts: tuple[int, int]) -> Tube:
+    """Partitions with so many regular and backfill pods."""
+    seqs = iter(range(1, 10**6))
+    return Tube([[(next(seqs), late) for late in [False] * regular + [True] * back] for regular, back in counts])
+
+
+tubes = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6).map(lambda c: tube_of(*c))
+
+
+@given(tubes, st.integers(1, 100), st.one_of(st.none(), st.integers(0, 50)))
+def test_a_plan_keeps_its_budget_and_takes_something_where_there_is_something(
+    tube: Tube, pods: int, backfill: int | None
+) -> None:
+    end = plan_batch(tube, tube.start(), Budget(pods, None, backfill))
+    assert end.pods <= pods
+    late = sum(
+        flag and seq <= place.cursor.backfill
+        for mine, place in zip(tube.pods, end.places, strict=True)
+        for seq, flag in mine
+    )
+    assert backfill is None or late <= backfill
+    there = sum(not late or backfill != 0 for mine in tube.pods for _, late in mine)
+    assert (end.pods > 0) == (there > 0)
+
+
+@given(tubes, st.integers(1, 30), st.one_of(st.none(), st.integers(1, 30)), st.one_of(st.none(), st.integers(1, 30)))
+def test_planning_on_and_on_reads_everything_once(tube: Tube, pods: int, ids: int | None, backfill: int | None) -> None:
+    offset, total = tube.start(), sum(map(len, tube.pods))
+    for _ in range(total + 1):
+        end = plan_batch(tube, offset, Budget(pods, ids, backfill))
+        if end == offset:
+            break
+        offset = end
+    assert offset.pods == total
+
+
+def test_what_one_partition_leaves_goes_to_the_others() -> None:
+    end = plan_batch(tube_of((100, 0), (3, 0), (0, 0)), TubeOffset.beginning(3), Budget(30, None, 10))
+    assert [place.pods for place in end.places] == [27, 3, 0]
+
+
+def test_regular_pods_of_all_partitions_go_before_backfill() -> None:
+    end = plan_batch(tube_of((0, 100), (50, 100)), TubeOffset.beginning(2), Budget(52, None, 20))
+    assert [place.pods for place in end.places] == [1, 51]
+
+
+def test_partitions_take_turns_at_coming_first() -> None:
+    tube = tube_of((50, 0), (50, 0), (50, 0))
+    offset = tube.start()
+    for _ in range(3):
+        offset = plan_batch(tube, offset, Budget(1))
+    assert [place.pods for place in offset.places] == [1, 1, 1]
+    assert shares(7, 3) == [3, 2, 2]
+
+
+@given(tubes, st.integers(1, 20))
+def test_plan_all_gets_everything_from_a_daemon_that_gives_little_at_once(tube: Tube, most: int) -> None:
+    tube.most = most
+    assert plan_all(tube, tube.start()).pods == sum(map(len, tube.pods))
+
+
+def test_an_available_now_run_ends_although_regular_pods_keep_coming() -> None:
+    tube = tube_of((5, 30), (5, 0))
+    budget = Budget(4, None, 2)
+    target = Target([place.cursor for place in plan_all(tube, tube.start()).places])
+    offset, seq = tube.start(), 10_000
+    for batches in range(100):
+        if target.reached(offset):
+            break
+        offset = plan_batch(tube, offset, target.budget(offset, budget))
+        for mine in tube.pods:  # more than a micro-batch may hold comes between two of them
+            mine.extend((seq := seq + 1, False) for _ in range(5))
+    assert target.reached(offset)
+    assert batches < 40

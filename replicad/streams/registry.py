@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
+from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.rows import RowSource, wire_instance
 from replicad.streams.queries import SCHEMA, Queries, installed, statement
 
@@ -143,6 +144,16 @@ def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
         writers=tuple(stream.writers),
         schema=schema,
     )
+
+
+def horizon_source(stream: Stream) -> Source:
+    """How the horizon learns the positions of this stream."""
+    if stream.method is Method.RESERVATION:
+        return ReservationSource(number=stream.number, sequence=stream.sequence_oid)
+    if stream.method is Method.POSITIONS_TABLE:
+        assert stream.positions_oid is not None  # a constraint of adding it
+        return TableSource(table=stream.positions_oid, stream_name=stream.name)
+    return LockSource(table=stream.table_oid, sequence=stream.sequence_oid)
 
 
 async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, schema: str = SCHEMA) -> dict[str, int]:

@@ -5,12 +5,14 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     last bigint := pg_sequence_last_value(sequence);
 BEGIN
-    IF last IS NULL THEN
+    -- NULL also means that we may not look, which must not pass for "none yet"
+    IF last IS NULL AND has_sequence_privilege(sequence, 'USAGE, SELECT') THEN
         SELECT s.seqstart - 1 INTO last FROM pg_sequence s WHERE s.seqrelid = sequence;
     END IF;
     IF last IS NULL OR last < 0 OR last >> 48 <> 0 THEN
-        PERFORM stream_refuse(format('sequence %s stands at %s', sequence, last),
-            'a reservation needs a sequence between 0 and 281474976710655 that you may read: GRANT USAGE ON SEQUENCE');
+        PERFORM stream_refuse(format('sequence %s stands at %s', sequence, coalesce(last::text, 'what you may not see')),
+            format('reservation needs a value from 0 to 281474976710655, and the right to use it: GRANT USAGE ON SEQUENCE '
+                '%s TO %I', sequence, current_user));
     END IF;
     RETURN last;
 END

@@ -11,7 +11,7 @@ BEGIN
     END IF;
     IF EXISTS (SELECT FROM stream s WHERE s.name = stream_check_name.name) THEN
         PERFORM stream_refuse(format('there is a stream %s already', name),
-            format('take another name, or run: SELECT stream_remove(%L)', name));
+            format('take another name, or run: SELECT %I.stream_remove(%L)', current_schema(), name));
     END IF;
 END
 $$;

@@ -27,7 +27,8 @@ LANGUAGE sql STABLE AS $$
             'for ids taken earlier use the method reservation', s.id_column, s.sequence)
         WHERE s.method = 'lock_watch' AND stream_sequence(s.relation, s.id_column) IS DISTINCT FROM s.sequence
         UNION ALL
-        SELECT 7, format('writers take their ids from stream_next(%L); an id that is not reserved is refused', s.name)
+        SELECT 7, format('writers take their ids from %I.stream_next(%L); an id that is not reserved is refused',
+            current_schema(), s.name)
         WHERE s.method = 'reservation'
     ) notes
 $$;

@@ -7,7 +7,7 @@ DECLARE
 BEGIN
     IF s.instance_column IS NOT NULL THEN
         EXECUTE format('SELECT array_agg(DISTINCT instance) FROM ('
-            'SELECT t.%I::text FROM %s AS t ORDER BY t.%I DESC LIMIT 100000) newest(instance)',
+            'SELECT t.%I::text COLLATE "C" FROM %s AS t ORDER BY t.%I DESC LIMIT 100000) newest(instance)',
             s.instance_column, s.relation, s.id_column) INTO names;
     END IF;
     PERFORM stream_writers_ensure(s.number, names);

@@ -1,17 +1,18 @@
 -- stream_remove(name): the table is a stream no more; it and its rows stay. Raises RS001.
--- Writes stream and what hangs on it, and drops the guard's triggers.
+-- Writes stream and what hangs on it; drops the guard.
 CREATE OR REPLACE FUNCTION stream_remove(name text) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
     s stream := stream_find(name);
-    guard record;
+    member regclass;
 BEGIN
-    FOR guard IN SELECT t.tgrelid::regclass AS member, t.tgname FROM pg_trigger t
-        WHERE t.tgrelid IN (SELECT stream_tables(s.relation)) AND t.tgparentid = 0
-            AND t.tgname LIKE format('replicad\_guard\_%s\_%%', s.number)
+    FOR member IN SELECT t.tgrelid FROM pg_trigger t
+        WHERE t.tgname = 'replicad_guard_' || s.number AND t.tgparentid = 0
+            AND t.tgfoid = to_regprocedure(format('stream_guard_%s()', s.number))
     LOOP
-        EXECUTE format('DROP TRIGGER %I ON %s', guard.tgname, guard.member);
+        EXECUTE format('DROP TRIGGER %I ON %s', 'replicad_guard_' || s.number, member);
     END LOOP;
+    EXECUTE format('DROP FUNCTION IF EXISTS stream_guard_%s()', s.number);
     DELETE FROM stream x WHERE x.number = s.number;
 END
 $$;

@@ -6,8 +6,9 @@
 -- The bound that is kept is a certified one: no position above it was ever published while it is held. A bound that is
 -- read and then locked may be stale when the lock is there, so it is locked hand over hand: lock what was read, read again,
 -- lock that, let go of the first. Raises RS001, RS002; a session in which it failed must be closed or reset.
-CREATE OR REPLACE FUNCTION stream_reserve(stream text, n integer, held bigint = NULL, OUT number integer, OUT bound bigint,
-    OUT ids bigint[])
+CREATE OR REPLACE FUNCTION stream_reserve(
+    stream text, n integer, held bigint = NULL, OUT number integer, OUT bound bigint, OUT ids bigint[]
+)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     s stream := stream_find_reserved(stream);
@@ -25,8 +26,7 @@ BEGIN
     END IF;
     ids := ARRAY(SELECT nextval(s.sequence) FROM generate_series(1, n));
     IF ids[1] <= coalesce(held, bound) THEN
-        PERFORM stream_refuse(format('sequence %s issued %s after %s', s.sequence, ids[1], bound),
-            'a sequence of a stream has CACHE 1 and is never set back while writers are at work');
+        PERFORM stream_refuse_step(s.sequence, ids[1], coalesce(held, bound));
     END IF;
 END
 $$;

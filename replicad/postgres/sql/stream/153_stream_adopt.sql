@@ -1,11 +1,15 @@
 -- stream_adopt(number, setting, id): makes this transaction responsible for an id that another session reserved, so that it
 -- stays covered until the transaction ends even if that session ends before. Takes the same bound and looks again: only a
--- bound that was held with its certificate before and after leaves no gap. Raises RS003 where nobody holds the id.
+-- bound that was held with its certificate before and after leaves no gap. Called by the guard. A row without an id is
+-- never sent and needs no cover. Raises RS003 where nobody holds the id.
 CREATE OR REPLACE FUNCTION stream_adopt(number integer, setting text, id bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     bound bigint := stream_certified(number, id - 1);
 BEGIN
+    IF id IS NULL THEN
+        RETURN;
+    END IF;
     IF bound IS NOT NULL THEN
         PERFORM pg_advisory_xact_lock_shared(stream_lock_key(number, bound));
         IF stream_certified(number, bound) IS NOT NULL THEN
@@ -16,7 +20,7 @@ BEGIN
     RAISE EXCEPTION USING ERRCODE = 'RS003',
         MESSAGE = format('id %s of stream %s is not reserved (any more): readers may have passed it', id,
             (SELECT s.name FROM stream s WHERE s.number = stream_adopt.number)),
-        HINT = 'take the id from stream_next() in the transaction that inserts it, or insert it before the writer completes';
+        HINT = 'take the id from stream_next() in the transaction that inserts it, or insert it before its writer completes it';
 END
 $$;
 COMMENT ON FUNCTION stream_adopt(integer, text, bigint) IS 'Covers an id that another session reserved; RS003 if nobody does';

@@ -1,6 +1,7 @@
 -- Who may do what: writers of any role reserve ids and insert under the guard, so they may look streams up and use the
 -- functions on that way. Administration is the owner's: a row expression is SQL that the daemon runs.
--- Every function looks its neighbours up in this schema alone, whatever the caller's search_path.
+-- Every function looks its neighbours up in this schema alone, whatever the caller's search_path, but for those that are
+-- inlined or called for every row: they need no neighbours, or name them in full.
 DO $rights$
 DECLARE
     f record;
@@ -8,16 +9,18 @@ BEGIN
     EXECUTE format('GRANT USAGE ON SCHEMA %I TO PUBLIC', current_schema());
     GRANT SELECT ON stream, stream_writer, stream_position TO PUBLIC;
     FOR f IN SELECT p.oid::regprocedure AS name, p.proname
-        FROM pg_proc p WHERE p.pronamespace = current_schema()::regnamespace AND p.proname LIKE 'stream\_%'
+        FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+        WHERE n.nspname = current_schema() AND p.proname ~ '^stream_' AND p.proname !~ '^stream_guard_\d+$'
     LOOP
-        IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key') THEN  -- one expression: to be inlined
+        IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key') THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
         IF f.proname IN ('stream_add', 'stream_remove', 'stream_trim', 'stream_reset', 'stream_publish',
                 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_guard_attach',
-                'stream_check', 'stream_check_row') THEN
+                'stream_guard_build', 'stream_check', 'stream_check_row') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;
+    PERFORM stream_guard_build(s) FROM stream s WHERE s.method = 'reservation';  -- by the template of this version
 END
 $rights$;

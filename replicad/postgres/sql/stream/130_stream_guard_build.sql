@@ -1,0 +1,25 @@
+-- stream_guard_build(s): the trigger function that guards one reserved stream: an id that is inserted, or written by an
+-- UPDATE, must be above the bound that its transaction holds. One function per stream, since only then can the id be read
+-- without a detour; the condition is in here, for a WHEN clause would be prepared anew for every statement.
+-- Writes stream_guard_N(). The installation builds them all anew, so that they follow this template.
+CREATE OR REPLACE FUNCTION stream_guard_build(s stream) RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    EXECUTE format($template$
+        CREATE OR REPLACE FUNCTION %1$I.stream_guard_%2$s() RETURNS trigger LANGUAGE plpgsql AS $guard$
+        DECLARE
+            held text := current_setting(%3$L, true);
+        BEGIN
+            IF split_part(held, ':', 1) = pg_current_xact_id()::text AND NEW.%4$I > split_part(held, ':', 2)::bigint THEN
+                RETURN NULL;
+            END IF;
+            IF TG_OP = 'INSERT' OR NEW.%4$I IS DISTINCT FROM OLD.%4$I THEN
+                PERFORM %1$I.stream_adopt(%2$s, %3$L, NEW.%4$I);
+            END IF;
+            RETURN NULL;
+        END
+        $guard$
+        $template$, current_schema(), s.number, s.setting, s.id_column);
+END
+$$;
+COMMENT ON FUNCTION stream_guard_build(stream) IS 'Builds the function that guards a reserved stream';

@@ -1,0 +1,2 @@
+-- The guards of reserved streams sit on the users' tables.
+SELECT stream_remove(name) FROM stream ORDER BY name

@@ -1,0 +1,63 @@
+"""Removing the oldest rows of a stream, in bounded batches, so that a reader who needs them is told and not misled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from replicad.errors import BadToken, UsageError
+from replicad.protocol.tokens import Vector
+from replicad.streams.queries import SCHEMA, Queries, statement
+from replicad.streams.registry import load_stream
+
+BATCH: Final = 10_000  # rows per transaction: some 50 ms of work, and as long a wait for whoever updates those rows
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """How many rows were removed; tokens below `upto` are expired from now on (None: nothing was ever trimmed)."""
+
+    rows: int
+    upto: int | None
+
+
+async def trim(
+    db: Queries,
+    name: str,
+    *,
+    before: str | int | None = None,
+    older_than: timedelta | None = None,
+    batch: int = BATCH,
+    schema: str = SCHEMA,
+) -> Trimmed:
+    """Remove rows that a reader at token `before` no longer needs, or those that were published longer ago than that.
+
+    The age comes from what daemons noted while they served the stream (to the minute for a day, to the hour before);
+    where their notes do not go back so far, nothing is removed. Each batch is a transaction of its own, so an
+    interrupted trim has removed what it has removed. Positions do not wait for it.
+
+    Raises:
+        UsageError: not exactly one of `before` and `older_than`.
+        UnknownStream: there is no such stream.
+        BadToken: the token does not parse, or belongs to another epoch.
+        StreamRefused: it lies beyond what was published; rows that no reader was sent must stay.
+    """
+    if (before is None) == (older_than is None):
+        raise UsageError("trim takes either a token or an age.")
+    stream = await load_stream(db, name, schema=schema)
+    upto: int | None
+    if before is not None:
+        token = Vector.parse(str(before))
+        if token.epoch not in (None, stream.epoch):
+            raise BadToken(f"token {before} is of another epoch than stream {name}, which is in {stream.epoch}.")
+        upto = token.minimum
+    else:
+        upto = await db.fetch_value(statement("stream_position_at", schema), name, older_than)
+    rows = 0
+    while upto is not None:
+        deleted = await db.fetch_value(statement("stream_trim", schema), name, upto, batch)
+        if not deleted:
+            break
+        rows += deleted
+    return Trimmed(rows, (await load_stream(db, name, schema=schema)).trimmed_upto)

@@ -1,0 +1,443 @@
+"""Any table with a sequence-fed id becomes a stream with one call; what cannot is refused with a remedy that works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import trio
+
+from replicad.errors import (
+    BadToken,
+    DatabaseError,
+    DatabaseRefused,
+    SchemaMissing,
+    StreamRefused,
+    TokenExpired,
+    UnknownStream,
+    UsageError,
+)
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.horizon import LockSource
+from replicad.protocol.tokens import Vector
+from replicad.streams import registry, status, trimming
+from replicad.streams.registry import Method
+
+EVENTS = "CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)"
+
+
+@pytest.fixture
+async def db(database: Database) -> Database:
+    await schema.install(database, "stream", "replicad")
+    return database
+
+
+async def test_one_call_makes_a_table_a_stream_that_every_daemon_sees(db: Database) -> None:
+    await db.execute(EVENTS)
+    await db.execute("INSERT INTO events (instance_name) VALUES ('b'), ('a'), ('b'), (NULL)")
+    added = await registry.add(
+        db, "events", "events", "id", instance_column="instance_name", row="jsonb_build_array(t.id, body)"
+    )
+    stream = added.stream
+    assert stream == (await registry.load_streams(db))["events"]
+    assert (stream.table, stream.sequence) == ("public.events", "public.events_id_seq")
+    assert (stream.method, stream.row_type, stream.unique_ids) == (Method.LOCK_WATCH, "jsonb", True)
+    assert stream.writers == {"a": 1, "b": 2, "master": 3}
+    assert (stream.fault, stream.trimmed_upto, stream.resets) == (None, None, 0)
+    assert added.notes == ("rows without instance_name are sent as those of master",)
+    assert registry.horizon_source(stream) == LockSource(stream.table_oid, stream.sequence_oid)
+    assert Vector.parse(f"{stream.epoch}!5").epoch == stream.epoch
+
+    await registry.remove(db, "events")
+    assert await registry.load_streams(db) == {}
+    assert await db.fetch_value("SELECT count(*) FROM events") == 4
+    with pytest.raises(UnknownStream, match="events"):
+        await registry.load_stream(db, "events")
+    again = (await registry.add(db, "events", "public.events", "id")).stream
+    assert again.epoch != stream.epoch, "tokens of the stream that was removed must not pass for this one's"
+    assert again.writers == {"master": 1}
+
+
+REFUSALS: list[tuple[str, dict[str, str | None], str, str]] = [
+    # set up, arguments, the reason, the remedy; a remedy `run: ...` is run, and must mend it
+    ("", {"table": "nowhere"}, "no table or sequence nowhere", "public.events"),
+    ("", {"table": "a.b.c.d.e"}, "no table or sequence a.b.c.d.e", "with its schema"),
+    ("", {"id_column": "nope"}, "has no column nope", "its columns: id, instance_name, body"),
+    ("", {"instance_column": "who"}, "has no column who", "its columns: id"),
+    ("", {"id_column": "instance_name"}, "is of type text", "bigint"),
+    ("", {"name": "two words"}, "no name for a stream", "white space"),
+    ("", {"name": "no\u00a0break"}, "no name for a stream", "white space"),
+    ("", {"name": "zero\u200bwidth"}, "no name for a stream", "unprintable"),
+    ("", {"name": "x" * 201}, "no name for a stream", "1 to 200"),
+    ("", {"name": ""}, "no name for a stream", "1 to 200"),
+    ("", {"name": "tube:x"}, "no name for a stream", "tube:"),
+    ("", {"name": "taken"}, "a stream taken already", r"run: SELECT replicad\.stream_remove\('taken'\)"),
+    ("", {"method": "hope"}, "no method 'hope'", "lock_watch, reservation, positions_table"),
+    ("", {"method": "positions_table"}, "needs the table", "stream_name, instance_name and stream_id"),
+    ("", {"method": "positions_table", "positions_table": "events"}, "no column stream_name", "its columns"),
+    ("", {"positions_table": "events"}, "goes with the method positions_table", "leave it out"),
+    ("", {"sequence": "events_pkey"}, "events_pkey is not a sequence", "name the sequence"),
+    ("", {"row": "body -> 'a' ->"}, "expression fails: syntax error", "one SQL expression"),
+    ("", {"row": "jsonb_build_array(t.nope)"}, "expression fails: column t.nope does not exist", "called t"),
+    ("", {"row": "jsonb_agg(body)"}, "expression fails: .*GROUP BY", "one SQL expression"),
+    ("", {"row": "jsonb_array_elements('[1, 2]')"}, "expression fails: set-returning", "one SQL expression"),
+    ("", {"row": "body), (body"}, "expression fails", "one SQL expression"),
+    ("", {"row": "t.id"}, "yields bigint, not JSON", r"wrap it: to_jsonb\(t.id\)"),
+    ("INSERT INTO events VALUES (DEFAULT, 'not JSON')", {"row": "instance_name"}, "invalid input syntax", "JSON"),
+    ("INSERT INTO events DEFAULT VALUES", {"row": "to_jsonb(1 / (t.id - t.id))"}, "division by zero", "JSON"),
+    ("ALTER SEQUENCE events_id_seq CACHE 20", {}, "CACHE 20: sessions keep ids", "run: "),
+    ("ALTER SEQUENCE events_id_seq CYCLE", {}, "starts again at its end", "run: "),
+    ("ALTER SEQUENCE events_id_seq INCREMENT -1 MINVALUE -9 START -1 RESTART", {}, "counts downwards", "upwards"),
+    ("ALTER SEQUENCE events_id_seq MINVALUE -9", {"method": "reservation"}, "below 1", "run: "),
+    ("ALTER TABLE events DROP CONSTRAINT events_pkey", {}, "no index on id", "run: CREATE INDEX CONCURRENTLY"),
+    ("ALTER TABLE events ALTER id DROP DEFAULT; DROP SEQUENCE events_id_seq", {}, "no sequence feeds", "run: "),
+    ("ALTER TABLE events SET UNLOGGED; ALTER SEQUENCE events_id_seq SET LOGGED", {}, "unlogged", "run: "),
+    ("ALTER SEQUENCE events_id_seq SET UNLOGGED", {}, "not logged", "run: "),
+    ("CREATE TEMP TABLE gone AS SELECT", {"table": "pg_temp.gone"}, "no table|temporary", "with its schema|permanent"),
+    ("CREATE VIEW seen AS SELECT * FROM events", {"table": "seen"}, "is a view", "written to"),
+    (
+        "CREATE FOREIGN DATA WRAPPER w; CREATE SERVER s FOREIGN DATA WRAPPER w;"
+        "CREATE FOREIGN TABLE far (id bigint) SERVER s",
+        {"table": "far"}, "not an ordinary table", "where it lives",
+    ),
+    (
+        "CREATE TABLE parted (id bigserial) PARTITION BY RANGE (id);"
+        "CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM (0) TO (1000)",
+        {"table": "parted"}, "parted_1 has no index on id", r"run: CREATE INDEX ON \w+\.parted",
+    ),
+]  # fmt: skip
+
+
+async def test_what_cannot_be_a_stream_is_refused_with_the_reason_and_a_remedy_that_mends_it(db: Database) -> None:
+    mended = 0
+    for setup, changes, reason, remedy in REFUSALS:
+        arguments: dict[str, str | None] = {"name": "new", "table": "events", "id_column": "id", **changes}
+        name, table, id_column = (str(arguments.pop(key)) for key in ("name", "table", "id_column"))
+        await db.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+        await db.execute("DROP SERVER IF EXISTS s CASCADE; DROP FOREIGN DATA WRAPPER IF EXISTS w")
+        await db.execute("DELETE FROM replicad.stream")
+        await db.execute(EVENTS)
+        await db.execute("CREATE TABLE taken (id bigserial PRIMARY KEY)")
+        await registry.add(db, "taken", "taken", "id")
+        if setup:
+            await db.execute(setup)
+        with pytest.raises(StreamRefused) as refused:
+            await registry.add(db, name, table, id_column, **arguments)  # type: ignore[arg-type]
+        text = str(refused.value)
+        assert re.search(reason, text), f"{reason} is not in: {text}"
+        assert re.search(remedy, text), f"{remedy} is not in: {text}"
+        assert list(await registry.load_streams(db)) == ["taken"], "nothing is left of a refused stream"
+        run = re.search(r"run: (.*?)(, or .*)?\.$", text)
+        if run is not None:
+            await db.execute(run[1])
+            await registry.add(db, name, table, id_column, **arguments)  # type: ignore[arg-type]
+            mended += 1
+    assert mended == sum("run: " in remedy for _, _, _, remedy in REFUSALS) >= 9
+
+
+async def test_tables_of_every_shape_that_can_be_a_stream_are_taken(db: Database) -> None:
+    await db.execute(
+        """
+        CREATE SCHEMA "Odd. One";
+        CREATE TABLE "Odd. One"."My ""Events"" too" ("The Id" bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, t text);
+        CREATE TABLE small (id serial PRIMARY KEY);
+        CREATE TABLE parted (id bigserial, at date) PARTITION BY RANGE (at);
+        CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM ('2020-01-01') TO ('2030-01-01');
+        CREATE INDEX ON parted (id);
+        CREATE TABLE parent (id bigserial PRIMARY KEY);
+        CREATE TABLE heir (PRIMARY KEY (id)) INHERITS (parent);
+        CREATE SEQUENCE shared;
+        CREATE TABLE one (id bigint DEFAULT nextval('shared') NOT NULL UNIQUE);
+        CREATE TABLE two (id bigint DEFAULT nextval('shared') NOT NULL, also bigint DEFAULT nextval('shared'));
+        CREATE INDEX ON two (id);
+        CREATE TABLE given (id bigint PRIMARY KEY, body varchar(99));
+        """
+    )
+    quoted = '"Odd. One"."My ""Events"" too"'
+    odd = (await registry.add(db, "odd", quoted, "The Id", row="to_jsonb(t.*) -- all of it")).stream
+    assert odd.unique_ids
+    assert odd.sequence == '"Odd. One"."My ""Events"" too_The Id_seq"'
+    assert (await registry.add(db, "small", "small", "id")).stream.unique_ids
+    assert not (await registry.add(db, "parted", "parted", "id")).stream.unique_ids
+    assert not (await registry.add(db, "parent", "parent", "id")).stream.unique_ids, "a heir may repeat an id"
+    one = await registry.add(db, "one", "one", "id")
+    assert re.search("also feeds public.two.also, public.two.id", one.notes[0])
+    assert (await registry.add(db, "two", "two", "id")).stream.sequence_oid == one.stream.sequence_oid
+    given = await registry.add(db, "given", "given", "id", sequence="shared", row="body")
+    assert len(given.notes) == 3
+    assert given.stream.row_type == "text"
+    assert [s.number for s in (await registry.load_streams(db)).values()] == [7, 1, 5, 4, 3, 2, 6]
+
+
+async def test_a_psql_user_adds_streams_with_the_same_refusals(db: Database) -> None:
+    await db.execute(EVENTS)
+    await db.execute("SELECT replicad.stream_add('events', 'events', 'id')")
+    with pytest.raises(StreamRefused, match=r"a stream events already.*stream_remove\('events'\)"):
+        await db.execute("SELECT replicad.stream_add('events', 'public.events', 'id', method => 'reservation')")
+    await db.execute("SELECT replicad.stream_remove('events')")
+    with pytest.raises(UnknownStream, match="streams: none yet"):
+        await db.execute("SELECT replicad.stream_remove('events')")
+
+
+async def test_a_stream_whose_table_or_sequence_changed_says_why_it_cannot_be_served(db: Database) -> None:
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id", instance_column="instance_name")).stream
+    for change, fault in (
+        ("ALTER SEQUENCE events_id_seq CACHE 5", "CACHE 5.*ALTER SEQUENCE public.events_id_seq CACHE 1"),
+        ("ALTER TABLE events DROP instance_name", "no column instance_name any more; remove the stream"),
+        ("DROP TABLE events", r"dropped; run: SELECT replicad\.stream_remove\('events'\)"),
+    ):
+        await db.execute(change)
+        stream = await registry.load_stream(db, "events")
+        assert stream.fault is not None
+        assert re.search(fault, stream.fault), stream.fault
+        with pytest.raises(StreamRefused, match="cannot be served"):
+            registry.row_source(stream)
+        assert (await status.show(db, "events")).problem == stream.fault
+    await registry.remove(db, "events")
+    with pytest.raises(SchemaMissing, match="elsewhere"):
+        await registry.load_streams(db, schema="elsewhere")
+
+
+async def test_numbers_of_writers_are_stable_and_given_once_whoever_asks(db: Database) -> None:
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    seen: list[dict[str, int]] = []
+
+    async def ask(names: list[str]) -> None:
+        seen.append(await registry.ensure_writers(db, stream, names))
+
+    async with trio.open_nursery() as nursery:
+        for first in range(12):
+            nursery.start_soon(ask, [f"w {number % 12}" for number in range(first, first + 4)])
+    numbers: dict[str, int] = {}
+    for found in seen:
+        for name, number in found.items():
+            assert numbers.setdefault(name, number) == number
+    assert sorted(numbers.values()) == list(range(2, 14))
+    assert "w_3" in numbers, "names stand as on the wire"
+    assert (await registry.load_stream(db, "events")).writers == {"master": 1, **numbers}
+
+
+async def test_what_was_published_grows_and_a_reset_voids_it_once_for_all_daemons(db: Database) -> None:
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    assert await registry.published(db) == {}
+    assert await registry.publish(db, stream, 50, {"master": 60, "not numbered yet": 70})
+    assert await registry.publish(db, stream, 40, {"master": 61})
+    kept = (await registry.published(db))["events"]
+    assert (kept.position, kept.per_writer) == (50, {"master": 61})
+
+    after, other = await registry.announce_reset(db, stream, 7), await registry.announce_reset(db, stream, 9)
+    assert after.epoch == other.epoch != stream.epoch
+    assert (await registry.published(db))["events"].position == 7
+    assert not await registry.publish(db, stream, 55, {}), "a daemon that has not heard of the reset"
+    assert await registry.publish(db, after, 8, {"master": 8})
+    assert (await registry.published(db))["events"].per_writer == {"master": 8}
+    later = await registry.announce_reset(db, after, 1)
+    assert later.epoch not in {after.epoch, stream.epoch}
+    await registry.remove(db, "events")
+    assert not await registry.publish(db, later, 9, {})
+    with pytest.raises(UnknownStream):
+        await registry.announce_reset(db, later, 0)
+
+
+async def test_trimming_keeps_what_nobody_was_sent_and_expires_the_tokens_below(db: Database) -> None:
+    await db.execute(EVENTS)
+    await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 100)")
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    source = registry.row_source(stream)
+    for before in (1, "1", f"{stream.epoch}!1"):
+        with pytest.raises(StreamRefused, match=r"published up to nothing.*must stay"):
+            await trimming.trim(db, "events", before=before)
+    await registry.publish(db, stream, 60, {"master": 60})
+    with pytest.raises(StreamRefused, match="published up to 60"):
+        await trimming.trim(db, "events", before=61)
+    with pytest.raises(BadToken, match="another epoch"):
+        await trimming.trim(db, "events", before="00000000!5")
+    with pytest.raises(UsageError):
+        await trimming.trim(db, "events")
+    assert await source.earliest(db) == 0
+
+    assert await trimming.trim(db, "events", before="30~1.55", batch=7) == trimming.Trimmed(30, 30)
+    assert await source.earliest(db) == 30
+    assert (await registry.load_stream(db, "events")).trimmed_upto == 30
+    assert await db.fetch_value("SELECT min(id) FROM events") == 31
+    assert await trimming.trim(db, "events", before=10) == trimming.Trimmed(0, 30), "it never goes back"
+
+    async def drop(_: object) -> None: ...
+
+    assert await source.copy_range(db, 30, 60, drop) == 30
+    with pytest.raises(TokenExpired, match=r"retained from 30 on, and 29 is older.*EARLIEST"):
+        await source.copy_range(db, 29, 60, drop)
+    with pytest.raises(TokenExpired):
+        await source.copy_vector(db, {"master": (29, 60)}, drop)
+
+
+async def test_a_reader_never_misses_rows_that_a_trim_takes_away_under_it(db: Database, database_url: str) -> None:
+    await db.execute(EVENTS)
+    await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 3000)")
+    stream = (await registry.add(db, "events", "events", "id", row="body")).stream
+    source = registry.row_source(stream)
+    await registry.publish(db, stream, 3000, {})
+    read_all, expired = trio.Event(), trio.Event()
+
+    async def read() -> None:
+        while not expired.is_set():
+            rows: list[int] = []
+
+            async def keep(chunk: object, rows: list[int] = rows) -> None:
+                rows.append(chunk.rows)  # type: ignore[attr-defined]
+
+            try:
+                await source.copy_range(db, 1000, 3000, keep)
+                assert sum(rows) == 2000
+                read_all.set()
+            except TokenExpired:
+                expired.set()
+
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await read_all.wait()
+            for upto in range(980, 1020):
+                await trimming.trim(db, "events", before=upto)
+
+
+async def test_trimming_by_age_uses_what_daemons_noted_and_the_notes_stay_few(db: Database) -> None:
+    await db.execute(EVENTS)
+    await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 5000)")
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    assert (await trimming.trim(db, "events", older_than=timedelta(0))).upto is None, "nothing was noted yet"
+    now = datetime.now(UTC)
+    # four days of a daemon that publishes every 45 seconds
+    await db.execute(
+        "SELECT replicad.stream_publish($1, 0, n / 2, '{}', '{}', $2::timestamptz + n * interval '45 seconds')"
+        "FROM generate_series(1, 7680) n",
+        stream.number,
+        now - timedelta(days=4),
+    )
+    notes = await db.fetch_value("SELECT count(*) FROM replicad.stream_mark")
+    assert 96 - 24 + 700 < notes < 96 + 970, "one an hour, and the last day by the minute or so"
+    trimmed = await trimming.trim(db, "events", older_than=timedelta(hours=2))
+    assert trimmed.upto == pytest.approx(3840 - 80, abs=3)
+    assert trimmed.rows == trimmed.upto
+    trimmed = await trimming.trim(db, "events", older_than=timedelta(seconds=90))
+    assert trimmed.upto == pytest.approx(3840 - 1, abs=3)
+    assert await db.fetch_value("SELECT count(*) FROM replicad.stream_mark") < 5, "notes of what is gone go too"
+    assert (await trimming.trim(db, "events", older_than=timedelta(days=9))).rows == 0
+
+
+async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Database, database_url: str) -> None:
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 5)")
+    await registry.publish(db, stream, 5, {"master": 5})
+    [calm] = await status.list_streams(db)
+    assert (calm.position, calm.last_value, calm.lag_rows, calm.held_by) == (5, 5, 0, None)
+    async with open_database(database_url, size=1, application_name="the culprit") as other:
+        async with other.connection() as culprit, culprit.transaction():
+            await culprit.execute("INSERT INTO events DEFAULT VALUES")
+            await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 3)")
+            held = await status.show(db, "events")
+            assert (held.position, held.last_value, held.lag_rows) == (5, 9, 3)
+            assert held.held_by is not None
+            assert (held.held_by.application_name, held.held_by.query) == (
+                "the culprit", "INSERT INTO events DEFAULT VALUES",
+            )  # fmt: skip
+            assert 0 < held.lag_seconds < 60
+    assert (await status.show(db, "events")).lag_rows == 0
+
+
+async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
+    db: Database, database_url: str
+) -> None:
+    role = f"app_{abs(hash(database_url)) % 10**9}"
+    await db.execute("CREATE TABLE facts (id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY, body text)")
+    await db.execute("CREATE TABLE hidden (id bigserial PRIMARY KEY)")
+    await registry.add(db, "facts", "facts", "id", method=Method.RESERVATION)
+    await db.execute(f"CREATE ROLE {role}; GRANT INSERT ON facts TO {role}")
+    try:
+        async with open_database(database_url, size=1, application_name="app") as app:
+            await app.execute(f"SET ROLE {role}; SET search_path = pg_temp")
+            with pytest.raises((DatabaseRefused, StreamRefused), match="sequence"):
+                await app.execute("INSERT INTO public.facts VALUES (replicad.stream_next('facts'))")
+            await db.execute(f"GRANT USAGE ON SEQUENCE facts_id_seq TO {role}")
+            await app.execute("INSERT INTO public.facts VALUES (replicad.stream_next('facts'))")
+            await app.execute("INSERT INTO public.facts SELECT unnest(replicad.stream_next_mult('facts', 2))")
+            with pytest.raises(StreamRefused, match="id 4 of stream facts is not reserved"):
+                await app.execute("INSERT INTO public.facts DEFAULT VALUES")
+            for administration in (
+                "SELECT replicad.stream_add('x', 'public.hidden', 'id')",
+                "SELECT replicad.stream_remove('facts')",
+                "SELECT replicad.stream_trim('facts', 1)",
+                "SELECT replicad.stream_publish(1, 0, 9, '{}', '{}')",
+                "SELECT replicad.stream_reset(1, 0, 0)",
+                "INSERT INTO replicad.stream_writer VALUES (1, 5, 'x')",
+            ):
+                with pytest.raises(DatabaseRefused, match="permission denied"):
+                    await app.execute(administration)
+    finally:
+        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+    assert await db.fetch_value("SELECT count(*) FROM facts") == 3
+
+
+async def test_upgrading_keeps_streams_and_renews_their_guards_and_removing_leaves_no_trace(db: Database) -> None:
+    await db.execute("CREATE TABLE facts (id bigserial PRIMARY KEY)")
+    stream = (await registry.add(db, "facts", "facts", "id", method=Method.RESERVATION)).stream
+    await registry.publish(db, stream, 3, {"master": 3})
+    await db.execute(
+        "CREATE OR REPLACE FUNCTION replicad.stream_guard_1() RETURNS trigger"
+        " LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
+    )
+    await db.execute("UPDATE replicad.stream_version SET digest = 'of another build'")
+    assert await schema.install(db, "stream", "replicad") is schema.Outcome.UPGRADED
+    assert await registry.load_stream(db, "facts") == stream
+    assert (await registry.published(db))["facts"].per_writer == {"master": 3}
+    with pytest.raises(StreamRefused, match="not reserved"):
+        await db.execute("INSERT INTO facts DEFAULT VALUES")
+
+    assert await schema.uninstall(db, "stream", "replicad")
+    await db.execute("INSERT INTO facts DEFAULT VALUES")
+    assert await db.fetch("SELECT tgname FROM pg_trigger WHERE NOT tgisinternal") == []
+    assert await db.fetch("SELECT proname FROM pg_proc WHERE proname ~ '^stream_'") == []
+    assert await db.fetch_value("SELECT to_regnamespace('replicad')") is None
+
+
+async def test_removing_a_reserved_stream_takes_its_guard_away(db: Database) -> None:
+    await db.execute(
+        "CREATE TABLE facts (id bigserial PRIMARY KEY) PARTITION BY RANGE (id);"
+        "CREATE TABLE facts_1 PARTITION OF facts FOR VALUES FROM (0) TO (100);"
+        "CREATE TABLE parent (id bigserial PRIMARY KEY); CREATE TABLE heir (PRIMARY KEY (id)) INHERITS (parent)"
+    )
+    for table in ("facts", "parent"):
+        await registry.add(db, table, table, "id", method=Method.RESERVATION)
+    for table in ("facts", "facts_1", "parent", "heir"):
+        with pytest.raises(StreamRefused, match="not reserved"):
+            await db.execute(f"INSERT INTO {table} VALUES (5)")
+    for table in ("facts", "parent"):
+        await registry.remove(db, table)
+    for table in ("facts", "parent", "heir"):
+        await db.execute(f"INSERT INTO {table} VALUES (5)")
+    assert await db.fetch("SELECT proname FROM pg_proc WHERE proname ~ '^stream_guard_[0-9]'") == []
+
+
+async def test_streams_live_in_any_schema(database: Database) -> None:
+    await schema.install(database, "stream", 'Odd "One"')
+    await database.execute(EVENTS)
+    stream = (await registry.add(database, "events", "events", "id", schema='Odd "One"')).stream
+    assert await registry.publish(database, stream, 0, {}, schema='Odd "One"')
+    rows: list[bytes] = []
+
+    async def keep(chunk: object) -> None:
+        rows.append(chunk.data)  # type: ignore[attr-defined]
+
+    await database.execute("INSERT INTO events (body) VALUES ('[]')")
+    source = registry.row_source(replace(stream, row="t.body", row_type="text"), schema='Odd "One"')
+    await source.copy_range(database, 0, 1, keep)
+    assert rows == [b"RDATA events master 1 []\n"]
+    with pytest.raises(DatabaseError):
+        await database.execute("SELECT 'public'::regnamespace, stream_find('events')")

@@ -136,6 +136,17 @@ async def change_shard(db: Database, shard: Shard) -> Changes:
     return Changes(*counts)
 
 
+async def make_census(db: Database) -> None:
+    """Make the table of the stream `census` anew."""
+    await db.execute((_SQL / "census.sql").read_text(encoding="utf-8"))
+
+
+async def note_census(db: Database, shard: Shard, changes: Changes) -> None:
+    """Add the row of the census that tells of a shard's changes."""
+    sql = (_SQL / "note.sql").read_text(encoding="utf-8")
+    await db.execute(sql, shard.number, changes.updated, changes.deleted, changes.inserted)
+
+
 async def _affected(connection: Connection, sql: str) -> int:
     tag = await connection.execute(sql)
     return int(tag.rpartition(" ")[2])

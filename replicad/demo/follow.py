@@ -1,0 +1,101 @@
+"""The pipeline of the demonstration: its configuration, its process, and what it has counted so far."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import trio
+
+from replicad.config import Address
+from replicad.demo.processes import clean_environment, running
+from replicad.errors import EnvironmentRefused
+
+TUBE = "cities"
+CONFIG = """\
+# The pipeline of the demonstration. Run it again with: replicad pipeline run {path}
+
+[source]                      # options of spark.readStream.format("replicad")
+tube = "{tube}"
+host = "{host}"
+port = {port}
+
+[enrich]                      # where the rows of the touched ids are; REPLICAD_DATABASE goes before it
+database = "{database}"
+table = "shard_{{shard:04d}}.cities"
+
+[downstream]
+kind = "parquet"
+folder = "downstream"
+
+[run]
+checkpoint = "checkpoint"
+trigger = "500ms"
+"""
+
+
+@dataclass
+class Following:
+    """A pipeline that runs; the counts are those of the micro-batches that it has logged."""
+
+    process: trio.Process
+    log: Path
+    pods: int = 0
+    ids: int = 0
+    written: int = 0
+    deleted: int = 0
+    batches: int = 0
+    last_line: str = "it said nothing"
+    _file: IO[str] | None = field(default=None, repr=False)
+    _rest: str = ""
+
+    def look(self) -> None:
+        """Take in what has been logged since the last look.
+
+        Raises:
+            EnvironmentRefused: the pipeline has ended; the message has its last words.
+        """
+        self._file = self._file or self.log.open(encoding="utf-8", errors="replace")
+        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        for line in lines:
+            self._take(line)
+        if self.process.poll() is not None:
+            raise EnvironmentRefused(f"the pipeline ended: {self.last_line[:300]} (all of it is in {self.log})")
+
+    def _take(self, line: str) -> None:
+        self.last_line = line.strip() or self.last_line
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(event, dict) and event.get("event") == "batch_done":
+            self.batches += 1
+            self.pods += event["pods"]
+            self.ids += event["ids"]
+            self.written += event["written"]
+            self.deleted += event["deleted"]
+
+
+def write_config(folder: Path, server: Address, database: str) -> Path:
+    """Write the pipeline's configuration into the folder and return its path."""
+    path = folder / "pipeline.toml"
+    text = CONFIG.format(path=path, tube=TUBE, host=server.host, port=server.port, database=database)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@asynccontextmanager
+async def following(folder: Path, config: Path, url: str) -> AsyncIterator[Following]:
+    """Run the pipeline in a process of its own, with its logs in the folder, until the end of the block."""
+    log = folder / "pipeline.log"
+    command = [
+        sys.executable, "-m", "replicad", "pipeline", "run", str(config),
+        "--log-format", "json", "--spark-log", str(folder / "spark.log"),
+    ]  # fmt: skip
+    async with running(command, log, clean_environment(REPLICAD_DATABASE=url)) as process:
+        yield Following(process, log)

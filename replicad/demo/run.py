@@ -1,0 +1,207 @@
+"""The demonstration from end to end: real rows, a tube on them, the daemon, Spark, and a copy that follows.
+
+Every part is the real one and runs as a person would run it; what is printed as a command is run as that command.
+Nothing is assumed: figures come from what was counted, and both sides are compared row by row.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from replicad.config import Address
+from replicad.demo import data
+from replicad.demo.check import Comparison, compare, read_downstream
+from replicad.demo.follow import TUBE, Following, following, write_config
+from replicad.demo.processes import clean_environment, running_daemon, until_interrupted
+from replicad.demo.show import Show, program
+from replicad.demo.words import QUERY, next_steps
+from replicad.errors import EnvironmentRefused
+from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.embedded import embedded_postgres
+from replicad.spark.java import find_java
+
+PARTITIONS = 4  # of the tube: as many tasks as Spark runs at once on a usual machine
+DEFAULT_FOLDER = Path(".replicad/demo")
+
+_LOOK = 0.2  # seconds between two looks at how far the pipeline is
+_PATIENCE = 300.0  # seconds without any progress of the pipeline after which something is wrong
+
+
+@dataclass
+class Demo:
+    """One run in `folder`."""
+
+    folder: Path
+    show: Show = field(default_factory=Show)
+    url: str = ""
+    loaded: int = 0
+    changes: data.Changes = field(default_factory=data.Changes)
+
+    async def run(self) -> bool:
+        """Run it all; True when both sides were equal, twice.
+
+        Raises:
+            EnvironmentRefused: something is missing or did not start.
+            KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP, when every process that was started is gone.
+        """
+        started = time.monotonic()
+        find_java(os.environ)
+        shards = data.load_shards()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        async with until_interrupted(), AsyncExitStack() as stack:
+            db = await self._database(stack)
+            await self._load(db, shards)
+            server = await self._serve(stack)
+            pipeline = await self._pipeline(stack, server)
+            first = await self._follow(db, pipeline, shards, "the backfill")
+            await self._change(db, shards, server)
+            second = await self._follow(db, pipeline, shards, "the changes")
+            self._query()
+            equal = self._summary(db, pipeline, (first, second), time.monotonic() - started)
+            self.show.step("Ending the pipeline, the daemon and Postgres")
+        self.show.line(next_steps(self.folder, self.url))
+        return equal
+
+    async def _database(self, stack: AsyncExitStack) -> Database:
+        folder = self.folder / "postgres"
+        self.show.step(f"Starting an embedded Postgres in {folder}")
+        self.url = stack.enter_context(embedded_postgres(folder))
+        db = await stack.enter_async_context(open_database(self.url, size=3, application_name="replicad demo"))
+        self.show.line(str(await db.fetch_value("SELECT version()")).partition(" on ")[0])
+        return db
+
+    async def _load(self, db: Database, shards: Sequence[data.Shard]) -> None:
+        self.show.step("Loading cities of the world, a schema per continent")
+        self.loaded = 0
+        if await db.fetch_value("SELECT to_regprocedure('tube.tube_ensure_absent(text)') IS NOT NULL"):
+            await db.execute("SELECT tube.tube_ensure_absent($1)", TUBE)  # of a run before
+        for name in ("downstream", "checkpoint"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for shard in shards:
+            self.loaded += await data.fill_shard(db, shard)
+            self.show.progress(f"{self.loaded:,} rows, {shard.table} is there")
+        await data.make_census(db)
+        self.show.line(f"{self.loaded:,} rows in {len(shards)} tables")
+        self.show.step("Making a tube, and attaching the tables to it")
+        await self._command("tubes", "create", TUBE, "--partitions", str(PARTITIONS))
+        await self._command("tubes", "attach", TUBE, data.TABLE, "--shards", "all")
+
+    async def _serve(self, stack: AsyncExitStack) -> Address:
+        self.show.step("Starting the daemon")
+        server = await stack.enter_async_context(running_daemon(self.url, self.folder))
+        self.show.command("serve", "--listen", str(server))
+        await self._command("ping", str(server))
+        await self._command("streams", "remove", "census", quiet=True)
+        await self._command("streams", "add", "census", "--table", "public.census", "--id", "id")
+        return server
+
+    async def _pipeline(self, stack: AsyncExitStack, server: Address) -> Following:
+        self.show.step("Scheduling a backfill, and starting Spark as a client of the daemon")
+        await self._command("tubes", "backfill", TUBE, "--shards", "all")
+        config = write_config(self.folder, server, self.url)
+        self.show.command("pipeline", "run", str(config))
+        return await stack.enter_async_context(following(self.folder, config, self.url))
+
+    async def _follow(self, db: Database, pipeline: Following, shards: Sequence[data.Shard], what: str) -> Comparison:
+        """Wait until the tube is empty, and compare."""
+        began = time.monotonic()
+        moved, ids = began, -1
+        while True:
+            pipeline.look()
+            if pipeline.ids != ids:
+                moved, ids = time.monotonic(), pipeline.ids
+            elif time.monotonic() - moved > _PATIENCE:
+                raise EnvironmentRefused(f"nothing has moved for {_PATIENCE:g} s; see the logs in {self.folder}")
+            waiting = await db.fetch_value(
+                "SELECT sum(inc_count + backfill_count) FROM tube.tube_stats() WHERE tube = $1", TUBE
+            )
+            if not waiting:
+                break
+            self.show.progress(f"{ids:,} ids read, {int(waiting):,} pods wait, {time.monotonic() - began:.0f} s")
+            await trio.sleep(_LOOK)
+        pipeline.look()
+        found = compare(await data.read_rows(db, shards), read_downstream(self.folder / "downstream"))
+        seconds = time.monotonic() - began
+        self.show.line(
+            f"Caught up with {what} in {seconds:.1f} s: {found.right:,} rows downstream, {found.equal:,} equal"
+        )
+        if not found.is_equal:
+            self.show.line(f"NOT EQUAL: {found.describe()}")
+        return found
+
+    async def _change(self, db: Database, shards: Sequence[data.Shard], server: Address) -> None:
+        self.show.step("Changing, deleting and inserting rows, as an application would")
+        self.changes = data.Changes()
+        for shard in shards:
+            done = await data.change_shard(db, shard)
+            await data.note_census(db, shard, done)
+            self.changes += done
+        c = self.changes
+        self.show.line(f"{c.updated:,} rows updated, {c.deleted:,} deleted, {c.inserted:,} inserted")
+        await self._command(
+            "tail", "census", "--server", str(server), "--from", "EARLIEST", "--count", str(len(shards))
+        )
+
+    def _query(self) -> None:
+        self.show.step("Asking the copy")
+        folder = self.folder / "downstream"
+        text = QUERY.format(folder=folder)
+        self.show.line(text)
+        names: dict[str, object] = {}
+        exec(text, names)  # noqa: S102 - our own text, printed as it is run
+        self.show.line(str(names["answer"]))
+
+    def _summary(
+        self, _db: Database, pipeline: Following, found: tuple[Comparison, Comparison], seconds: float
+    ) -> bool:
+        self.show.step(f"What was counted, in {seconds:.0f} s")
+        first, second = found
+        self.show.figures(
+            [
+                ("rows loaded", self.loaded),
+                ("rows changed, deleted, inserted since", self.changes.total),
+                ("pods read over TCP", pipeline.pods),
+                ("ids in them", pipeline.ids),
+                ("micro-batches", pipeline.batches),
+                ("rows written downstream", pipeline.written),
+                ("rows deleted downstream", pipeline.deleted),
+                ("rows in Postgres now", second.left),
+                ("rows downstream now", second.right),
+                ("rows that are equal in every column", second.equal),
+            ]
+        )
+        equal = first.is_equal and second.is_equal and first.left == self.loaded
+        self.show.line("Both sides are equal." if equal else "THE TWO SIDES ARE NOT EQUAL.")
+        return equal
+
+    async def _command(self, *words: str, quiet: bool = False) -> None:
+        """Run a command of ours on the demonstration's database, and show it with what it prints.
+
+        Raises:
+            EnvironmentRefused: it failed, and is not `quiet`.
+        """
+        if not quiet:
+            self.show.command(*words)
+        done = await trio.run_process(
+            [sys.executable, "-m", "replicad", *words],
+            capture_stdout=True,
+            stderr=subprocess.STDOUT,
+            check=False,
+            env=clean_environment(REPLICAD_DATABASE=self.url),
+            start_new_session=True,
+        )
+        if quiet:
+            return
+        self.show.line(done.stdout.decode("utf-8", "replace").rstrip())
+        if done.returncode != 0:
+            raise EnvironmentRefused(f"`{program()} {' '.join(words)}` failed with status {done.returncode}, see above")

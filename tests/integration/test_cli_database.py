@@ -1,0 +1,226 @@
+"""Commands on a real Postgres: tubes, streams and SQL scripts, on one database and on several."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import pytest
+
+from replicad.cli import app
+from replicad.postgres.embedded import find_programs
+from tests.conftest import psql
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command line on the test's database; returns its output, or the JSON objects of `--json`."""
+    monkeypatch.setenv("REPLICAD_DATABASE", database_url)
+
+    def run_words(*words: str, status: int = 0) -> Any:
+        assert app.run(words) == status, capsys.readouterr().err
+        out, err = capsys.readouterr()
+        if status:
+            assert err.splitlines()[-1].startswith("replicad: ")
+            assert "Traceback" not in err
+            return err.splitlines()[-1]
+        return [json.loads(line) for line in out.splitlines()] if "--json" in words else out
+
+    return run_words
+
+
+@pytest.fixture
+def shards(database_url: str) -> None:
+    """Three shard schemas with a table of three rows each, and one table that is no shard's."""
+    for number in (1, 2, 7):
+        psql(
+            database_url,
+            f"CREATE SCHEMA shard_{number:04};"
+            f"CREATE TABLE shard_{number:04}.cities (id bigint PRIMARY KEY, name text);"
+            f"INSERT INTO shard_{number:04}.cities SELECT {number} * 10 + g, 'x' FROM generate_series(1, 3) g",
+        )
+    psql(database_url, "CREATE TABLE cities (id bigint PRIMARY KEY)")
+
+
+def test_a_tube_is_created_altered_listed_and_dropped(run: Run) -> None:
+    run("tubes", "create", "cities", "--partitions", "2", "--predicate", "id > 0")
+    run("tubes", "alter", "cities", "--partitions", "4")
+    (tube,) = run("tubes", "list", "--json")
+    assert (tube["partitions"], tube["predicate"]) == (4, "id > 0")
+    run("tubes", "alter", "cities", "--no-predicate")
+    assert run("tubes", "list", "--json")[0]["predicate"] is None
+    assert "cities" in run("tubes", "list")
+    run("tubes", "drop", "cities")
+    assert "no tubes" in run("tubes", "list")
+    assert "no tube" in run("tubes", "drop", "cities", status=1)
+    assert "nothing to change" in run("tubes", "alter", "cities", status=2)
+
+
+@pytest.mark.usefixtures("shards")
+def test_tables_are_attached_by_shards_or_by_name(run: Run, database_url: str) -> None:
+    run("tubes", "create", "t", "--partitions", "2")
+    run("tubes", "attach", "t", "cities", "--shards", "1-2,7")
+    run("tubes", "attach", "t", "public.cities", "--shard", "40", "--predicate", "id % 2 = 0")
+    listed = run("tubes", "list", "--json")
+    assert {row["tbl"]: row["shard"] for row in listed} == {
+        "shard_0001.cities": 1, "shard_0002.cities": 2, "shard_0007.cities": 7, "cities": 40,
+    }  # fmt: skip
+    psql(database_url, "UPDATE shard_0007.cities SET name = 'y'; INSERT INTO cities VALUES (1), (2)")
+    stats = run("tubes", "stats", "t", "--json")
+    assert {row["partition"]: row["inc_ids"] for row in stats} == {0: 1, 1: 3}
+    assert "2 pods" in run("tubes", "drop", "t", status=2)
+    run("tubes", "detach", "t", "cities", "--shards", "all")
+    assert [row["tbl"] for row in run("tubes", "list", "--json")] == ["cities"]
+    assert "no schema" in run("tubes", "attach", "t", "cities", "--shards", "3-6", status=1)
+    assert "give the table's name alone" in run("tubes", "attach", "t", "a.cities", "--shards", "all", status=2)
+    run("tubes", "drop", "t", "--yes")
+
+
+@pytest.mark.usefixtures("shards")
+def test_backfills_are_scheduled_once_per_shard(run: Run) -> None:
+    run("tubes", "create", "t")
+    run("tubes", "attach", "t", "cities", "--shards", "all")
+    assert run("tubes", "backfill", "t", "--shards", "1-2") == "2 shards scheduled\n"
+    assert run("tubes", "backfill", "t") == "1 shards scheduled\n"
+    assert sum(row["control_count"] for row in run("tubes", "stats", "--json")) == 3
+
+
+def test_ids_are_touched_from_arguments_stdin_and_queries(
+    run: Run, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("tubes", "create", "My-Tube")
+    assert run("tubes", "touch", "My-Tube", "--shard", "3", "1,2", "3", "--op", "u") == "3 ids in 1 pods\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("4\n5\n"))
+    assert run("tubes", "touch", "My-Tube", "--shard", "3", "-") == "2 ids in 1 pods\n"
+    assert run("tubes", "touch", "My-Tube", "--shard", "3", "--payload", '{"a":1}') == "0 ids in 1 pods\n"
+    query = "SELECT g AS id, g AS row_number FROM generate_series(1, 1000) g"
+    assert run("tubes", "insert", "My-Tube", query, "--shard", "3") == "1,000 ids\n"
+    assert psql(database_url, "SELECT string_agg(op || cardinality(ids), ',' ORDER BY seq) FROM tube.\"My Tube\"") == (
+        "U3,T2,T0,B250,B250,B250,B250"
+    )
+    assert "not JSON" in run("tubes", "touch", "My-Tube", "--shard", "3", "--payload", "{", status=2)
+    assert "'x'" in run("tubes", "touch", "My-Tube", "--shard", "3", "x", status=2)
+    assert "nothing to touch" in run("tubes", "touch", "My-Tube", "--shard", "3", status=2)
+    assert "there is no tube" in run("tubes", "touch", "other", "--shard", "3", "1", status=1)
+
+
+def test_what_is_parked_is_listed_replayed_and_dropped(run: Run, database_url: str) -> None:
+    run("tubes", "create", "t")
+    run("tubes", "touch", "t", "--shard", "3", "1,2,3")
+    assert "nothing is parked" in run("tubes", "parked", "list", "t")
+    psql(
+        database_url,
+        "SET search_path = tube; INSERT INTO tube_parked (tube, seq, op, shard, ids, ts, tries, error) "
+        "SELECT 't', g, 'U', 3, ARRAY[g], now(), 5, 'column gone' FROM generate_series(1, 3) g",
+    )
+    parked = run("tubes", "parked", "list", "t", "--json")
+    assert [(row["ids"], row["tries"], row["error"]) for row in parked] == [([n], 5, "column gone") for n in (1, 2, 3)]
+    assert "column gone" in run("tubes", "parked", "list", "t")
+    run("tubes", "parked", "replay", "t", str(parked[0]["parked"]))
+    assert len(run("tubes", "parked", "list", "t", "--json")) == 2
+    run("tubes", "parked", "drop", "t", "--all")
+    assert run("tubes", "parked", "list", "t", "--json") == []
+    assert run("tubes", "stats", "--json")[0]["inc_ids"] == 4
+    assert "--all" in run("tubes", "parked", "drop", "t", status=2)
+
+
+def test_one_command_manages_the_tubes_of_several_databases(run: Run, database_url: str, postgres_url: str) -> None:
+    parts = urlsplit(database_url)
+    name = f"{parts.path.lstrip('/')}_other"
+    other = urlunsplit(parts._replace(path=f"/{name}"))
+    psql(postgres_url, f"CREATE DATABASE {name}")
+    try:
+        both = ("--database", database_url, "--database", other)
+        run("tubes", "create", "t", *both)
+        rows = run("tubes", "list", "--json", *both)
+        assert [row["tube"] for row in rows] == ["t", "t"]
+        assert len({row["island"] for row in rows}) == 2
+        assert "island" in run("tubes", "stats", *both)
+        run("tubes", "drop", "t", "--database", other)
+        assert [row["tube"] for row in run("tubes", "list", "--json", *both)] == ["t"]
+        assert "one database" in run("tubes", "touch", "t", "--shard", "1", "1", *both, status=2)
+    finally:
+        psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def test_a_table_becomes_a_stream_and_a_table_again(run: Run, database_url: str) -> None:
+    psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY, writer text, data text)")
+    run("streams", "add", "events", "--table", "public.events", "--id", "id", "--instance-column", "writer")
+    psql(database_url, "INSERT INTO events (writer, data) SELECT 'w' || g % 2, 'x' FROM generate_series(1, 10) g")
+    (row,) = run("streams", "list", "--json")
+    assert (row["name"], row["position"], row["lag_rows"], row["problem"]) == ("events", 10, 0, None)
+    assert "events" in run("streams", "list")
+    assert "public.events" in run("streams", "show", "events")
+    run("streams", "remove", "events")
+    assert "no streams" in run("streams", "list")
+    assert psql(database_url, "SELECT count(*) FROM events") == "10"
+
+
+def test_streams_that_cannot_be_are_refused_with_the_remedy(run: Run, database_url: str) -> None:
+    psql(
+        database_url,
+        "CREATE SEQUENCE s CACHE 10; CREATE TABLE c (id bigint PRIMARY KEY DEFAULT nextval('s'), plain bigint UNIQUE)",
+    )
+    assert "public.nothing" in run("streams", "add", "x", "--table", "public.nothing", "--id", "id", status=1)
+    assert "ALTER SEQUENCE" in run("streams", "add", "x", "--table", "public.c", "--id", "id", status=1)
+    assert "plain" in run("streams", "add", "x", "--table", "public.c", "--id", "plain", status=1)
+    assert "no stream 'x'" in run("streams", "show", "x", status=1)
+    assert "one of them" in run("streams", "trim", "x", status=2)
+    assert "--older-than" in run("streams", "trim", "x", "--older-than", "often", status=2)
+
+
+def test_a_holder_of_a_position_is_named_in_the_list(run: Run, database_url: str) -> None:
+    psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY)")
+    run("streams", "add", "events", "--table", "public.events", "--id", "id")
+    command = [find_programs() / "psql", "-XqtA", "-d", database_url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdin.write(
+            "SET application_name = 'slow app'; BEGIN; INSERT INTO events DEFAULT VALUES RETURNING id;\n"
+        )
+        writer.stdin.flush()
+        assert writer.stdout.readline() == "1\n"
+        (row,) = run("streams", "list", "--json")
+        assert "slow app" in row["held_back_by"]
+        assert "INSERT INTO events" in row["held_back_by"]
+        writer.stdin.write("COMMIT;\n")
+        writer.stdin.close()
+        assert writer.wait(30) == 0
+    assert run("streams", "list", "--json")[0]["held_back_by"] is None
+
+
+@pytest.mark.parametrize("where", [[], ["--schema", "elsewhere"]])
+def test_the_scripts_install_and_remove_without_a_trace_by_plain_psql(
+    run: Run, database_url: str, where: list[str], tmp_path: Path
+) -> None:
+    objects = (
+        "SELECT (SELECT count(*) FROM pg_class WHERE relnamespace NOT IN (SELECT oid FROM pg_namespace WHERE nspname ~ "
+        "'^(pg_|information_schema)')) + (SELECT count(*) FROM pg_proc WHERE pronamespace NOT IN (SELECT oid FROM "
+        "pg_namespace WHERE nspname ~ '^(pg_|information_schema)')) + (SELECT count(*) FROM pg_namespace)"
+    )
+    before = int(psql(database_url, objects))
+    up, down = tmp_path / "up.sql", tmp_path / "down.sql"
+    up.write_text(run("sql", "up", *where))
+    down.write_text(run("sql", "down", *where))
+    psql(database_url, f"\\i {up}")
+    installed = int(psql(database_url, objects))
+    psql(database_url, f"\\i {up}")
+    assert int(psql(database_url, objects)) == installed > before
+    psql(database_url, f"\\i {down}")
+    assert int(psql(database_url, objects)) == before
+    psql(database_url, f"\\i {down}")
+
+
+def test_a_database_that_cannot_be_reached_is_one_sentence(run: Run) -> None:
+    line = run("tubes", "list", "--database", "postgresql://u:hunter2@127.0.0.1:1/x", status=1)
+    assert "127.0.0.1:1" in line
+    assert "hunter2" not in line

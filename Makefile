@@ -32,7 +32,7 @@ bench: check-java $(VENV)/.dev ## measure; prints tables
 	@$(RUN) -m bench
 
 stress: $(VENV)/.dev ## the long form of the concurrency checks
-	@$(RUN) -m pytest -m stress $(PYTEST_ARGS)
+	@REPLICAD_STRESS_SECONDS="$${REPLICAD_STRESS_SECONDS:-180}" $(RUN) -m pytest -m stress -s $(PYTEST_ARGS)
 
 dist: $(VENV)/.dev ## sdist and wheel into dist/
 	@rm -rf dist

@@ -36,7 +36,12 @@ def database_url(postgres_url: str) -> Iterator[str]:
     name = f"test_{os.getpid()}_{next(_numbers)}"
     psql(postgres_url, f"CREATE DATABASE {name}")
     parts = urlsplit(postgres_url)
-    yield urlunsplit(parts._replace(path=f"/{name}"))
+    url = urlunsplit(parts._replace(path=f"/{name}"))
+    yield url
+    if psql(postgres_url, f"SELECT 1 FROM pg_prepared_xacts WHERE database = '{name}'"):
+        gids = psql(url, "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
+        for gid in gids.splitlines():
+            psql(url, f"ROLLBACK PREPARED '{gid}'")
     psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
 
 

@@ -256,7 +256,9 @@ async def open_database(
     target = failures.parse_target(url)
     session = dict(_SESSION, application_name=application_name)
     session["statement_timeout"] = str(round((statement_timeout or 0) * 1000))
-    settings = Settings(url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS)
+    settings = Settings(
+        url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS, asyncpg.InternalClientError
+    )
     async with _asyncio_loop() as loop:
         database = Database(loop, settings, size, wait_timeout)
         try:

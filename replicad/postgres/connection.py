@@ -54,7 +54,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all connections of a pool have in common; `driver_errors` are the exceptions that the driver raises."""
+    """What all connections of a pool have in common.
+
+    `driver_errors` are the exceptions that the driver raises, `confused` the one by which it says that it has lost
+    track of the conversation, as it does when a backend is killed between two statements.
+    """
 
     url: str
     target: failures.Target
@@ -62,6 +66,7 @@ class Settings:
     connect_timeout: float
     statement_timeout: float | None
     driver_errors: tuple[type[BaseException], ...]
+    confused: type[Exception]
 
 
 class _Handoff:
@@ -198,7 +203,7 @@ class Connection:
 
         A commit during which the connection breaks raises DatabaseUnavailable: its outcome is unknown.
         """
-        outermost = not self._driver.is_in_transaction()
+        outermost = not self._in_transaction()
         if outermost:
             access = "READ ONLY" if readonly else "READ WRITE"
             begin, commit, rollback = f"BEGIN ISOLATION LEVEL {_ISOLATION[isolation]} {access}", "COMMIT", "ROLLBACK"
@@ -226,12 +231,12 @@ class Connection:
         """Make the connection fit for its next holder, shielded and bounded; False when it had to be thrown away."""
         if self.is_closed:
             return False
-        if not (reset or self._dirty or self._driver.is_in_transaction()):
+        if not (reset or self._dirty or self._in_transaction()):
             return True
         usable = False
         with trio.move_on_after(_SETTLE, shield=True):
             try:
-                if self._dirty or self._driver.is_in_transaction():
+                if self._dirty or self._in_transaction():
                     await self.execute("ROLLBACK")
                 await self._run(self._driver.reset)
                 usable = not self.is_closed
@@ -294,8 +299,7 @@ class Connection:
             with _deadline(self._patience()) as patience:
                 result = await self._loop.run_aio_coroutine(method(*args, **named))
         except self._settings.driver_errors as error:
-            lost = self.is_closed
-            self._counters.lost += lost
+            lost = self._is_lost(error)
             raise failures.while_running(error, self._settings.target, connection_lost=lost) from error
         except BaseException:
             self._dirty = True
@@ -304,6 +308,18 @@ class Connection:
         if patience.cancelled_caught:
             raise self._silent()
         return result
+
+    def _is_lost(self, error: BaseException) -> bool:
+        """Whether the connection is of no use after this error, though the driver may not have noticed yet."""
+        fatal = getattr(error, "severity_en", None) in ("FATAL", "PANIC") or isinstance(error, self._settings.confused)
+        lost = fatal or self.is_closed
+        if lost:
+            self.terminate()
+            self._counters.lost += 1
+        return lost
+
+    def _in_transaction(self) -> bool:
+        return not self.is_closed and bool(self._driver.is_in_transaction())
 
     def _patience(self) -> float | None:
         limit = self._settings.statement_timeout

@@ -86,7 +86,7 @@ async def running_daemon(url: str, folder: Path) -> AsyncIterator[Address]:
     command = [sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
     async with running(command, log, clean_environment(REPLICAD_DATABASE=url)) as process:
         with trio.move_on_after(_START):
-            while process.poll() is None and not ready.exists():  # noqa: ASYNC110 - a file has no event
+            while process.poll() is None and not ready.exists():
                 await trio.sleep(_LOOK)
         if not ready.exists():
             raise EnvironmentRefused(f"the daemon did not start: {last_line(log)} (all of it is in {log})")

@@ -103,7 +103,7 @@ def test_ids_are_touched_from_arguments_stdin_and_queries(
     assert run("tubes", "touch", "My-Tube", "--shard", "3", "--payload", '{"a":1}') == "0 ids in 1 pods\n"
     query = "SELECT g AS id, g AS row_number FROM generate_series(1, 1000) g"
     assert run("tubes", "insert", "My-Tube", query, "--shard", "3") == "1,000 ids\n"
-    assert psql(database_url, "SELECT string_agg(op || cardinality(ids), ',' ORDER BY seq) FROM tube.\"My Tube\"") == (
+    assert psql(database_url, "SELECT string_agg(op || cardinality(ids), ',' ORDER BY seq) FROM tube.\"My-Tube\"") == (
         "U3,T2,T0,B250,B250,B250,B250"
     )
     assert "not JSON" in run("tubes", "touch", "My-Tube", "--shard", "3", "--payload", "{", status=2)

@@ -165,11 +165,11 @@ class LockWatch:
         found: dict[str, _Held] = {}
         for hold in holds:
             known = self._held.get(hold.key)
-            if known is None:
-                bound = inherited if hold.prepared else fresh
-                if hold.bound is not None:
-                    bound = hold.bound if bound is None else max(bound, hold.bound)
-                found[hold.key] = _Held(bound, hold.writer)
+            if known is None and hold.bound is not None:
+                # As it is, though it may be older than the last poll: ids change hands under their old bound.
+                found[hold.key] = _Held(hold.bound, hold.writer)
+            elif known is None:
+                found[hold.key] = _Held(inherited if hold.prepared else fresh, hold.writer)
             else:
                 # A name changed within a transaction says no longer whose rows it holds.
                 found[hold.key] = _Held(known.bound, hold.writer if hold.writer == known.writer else None)

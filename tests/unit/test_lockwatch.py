@@ -67,6 +67,12 @@ def test_reservation_counts_by_its_own_bound_even_at_the_first_poll() -> None:
     assert fed(watch, 9, Hold("r", bound=6)) == 6
 
 
+def test_reservation_that_changes_hands_keeps_counting_by_its_own_bound() -> None:
+    watch = LockWatch(published=0)
+    assert fed(watch, 20, Hold("writer", bound=5)) == 5
+    assert fed(watch, 40, Hold("who inserts its id", bound=5)) == 5
+
+
 def test_reservation_locked_late_does_not_pull_the_position_back() -> None:
     watch = LockWatch(published=0)
     fed(watch, 20)

@@ -25,8 +25,8 @@ BEGIN
         PERFORM pg_advisory_unlock_shared(stream_lock_key(number, first));
     END IF;
     ids := ARRAY(SELECT nextval(s.sequence) FROM generate_series(1, n));
-    IF ids[1] <= coalesce(held, bound) THEN
-        PERFORM stream_refuse_step(s.sequence, ids[1], coalesce(held, bound));
+    IF ids[1] <= bound THEN
+        PERFORM stream_refuse_step(s.sequence, ids[1], bound);
     END IF;
 END
 $$;

@@ -1,19 +1,24 @@
 -- stream_adopt(number, setting, id): makes this transaction responsible for an id that another session reserved, so that it
--- stays covered until the transaction ends even if that session ends before. Takes the same bound and looks again: only a
--- bound that was held with its certificate before and after leaves no gap. Called by the guard. A row without an id is
--- never sent and needs no cover. Raises RS003 where nobody holds the id.
+-- stays covered until the transaction ends even if that session ends before. Takes a bound below the id first and looks for
+-- a certified one afterwards: while one is held, nothing above it was published; from then on our own lock counts. Called
+-- by the guard. A row without an id is never sent and needs no cover. Raises RS003 where nobody holds the id.
 CREATE OR REPLACE FUNCTION stream_adopt(number integer, setting text, id bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    bound bigint := stream_certified(number, id - 1);
+    xid text := pg_current_xact_id()::text;
+    bound bigint := id - 1;
 BEGIN
     IF id IS NULL THEN
         RETURN;
     END IF;
+    IF split_part(current_setting(setting, true), ':', 1) = xid THEN
+        -- Ids that come in falling order must not take a lock each: take the bound that covers more of them.
+        bound := stream_certified(number, id - 1);
+    END IF;
     IF bound IS NOT NULL THEN
         PERFORM pg_advisory_xact_lock_shared(stream_lock_key(number, bound));
-        IF stream_certified(number, bound) IS NOT NULL THEN
-            PERFORM set_config(setting, pg_current_xact_id()::text || ':' || bound, true);
+        IF stream_certified(number, id - 1) IS NOT NULL THEN
+            PERFORM set_config(setting, xid || ':' || bound, true);
             RETURN;
         END IF;
     END IF;

@@ -170,10 +170,14 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
 
 async def _install(db: Database, settings: ServerSettings) -> None:
     """Install what is missing, upgrade what is older, and say so."""
-    for part, name in (("stream", settings.database.stream_schema), ("tube", settings.database.tube_schema)):
-        done = await schema.install(db, part, name)
-        if done is not None:
-            log.info("schema_" + done, part=part, schema=name)
+    parts: tuple[tuple[schema.Part, str], ...] = (
+        ("stream", settings.database.stream_schema),
+        ("tube", settings.database.tube_schema),
+    )
+    for part, name in parts:
+        outcome = await schema.install(db, part, name)
+        if outcome is not schema.Outcome.UNCHANGED:
+            log.info(f"schema_{outcome.value}", part=part, schema=name)
 
 
 async def _turn_away(stream: trio.abc.Stream, settings: ServerSettings) -> None:

@@ -242,6 +242,11 @@ class Feed:
         """The journal of the order per writer."""
         return self._main.channel
 
+    @property
+    def told_upto(self) -> int:
+        """All rows up to here were told to readers of the order per writer, whoever wrote them."""
+        return min(self.channel.seam.positions.values(), default=self._known_upto)
+
     def linear_channel(self) -> Channel:
         """The journal of the linear order, begun when it is first asked for."""
         if self._linear is None:
@@ -341,7 +346,8 @@ class Feed:
         if self.stream.instance_column is None or upto <= self._known_upto:
             return
         found = await self._source.last_tokens(self._db, self._known_upto, upto)
-        await self._welcome(found.keys() - self.numbers.keys())
+        for told in await self._welcome(found.keys() - self.numbers.keys()):
+            await told.wait()
         self._known_upto = upto
 
     async def _welcome(self, names: Set[str]) -> list[trio.Event]:

@@ -112,9 +112,9 @@ class Subscriptions:
             while _ahead(feed, token, channel.seam.positions):
                 await channel.wait_sealed()
         now = channel.seam.positions
-        for instance in _ahead(feed, token, now):
+        if _ahead(feed, token, now):
             raise TokenAhead(
-                f"token {token} lies beyond the position {now[instance]} of {feed.name} {instance}; "
+                f"token {token} lies beyond where {feed.name} stands, which is {feed.told_upto}; "
                 "check that this is the database that the token came from"
             )
         start = {instance: _at(feed, token, instance) for instance in now}
@@ -131,7 +131,7 @@ class Subscriptions:
         """Copy (start, seam] to the client, then join the journal at the seam; where it has moved on, once more."""
         session = self._session
         told = dict(start)
-        lowest = min(start.values(), default=0)
+        lowest = min(start.values(), default=feed.told_upto)
         while True:
             seam = channel.seam
             for instance in seam.positions.keys() - told.keys():  # a writer that joined meanwhile
@@ -172,6 +172,8 @@ def _at(feed: Feed, token: Vector, instance: str) -> int:
     return token.minimum if instance == LINEAR else token.at(feed.numbers[instance])
 
 
-def _ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> list[str]:
-    """The writers for which the token knows more than we have told anybody."""
-    return [instance for instance, position in positions.items() if _at(feed, token, instance) > position]
+def _ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> bool:
+    """Whether the token knows more than we have told anybody."""
+    return token.minimum > feed.told_upto or any(
+        _at(feed, token, instance) > position for instance, position in positions.items()
+    )

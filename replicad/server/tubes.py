@@ -46,7 +46,7 @@ RENEW_SHARE = 5  # a request renews its lease when this part of the time to live
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     tube: str
     part: Part
@@ -157,6 +157,7 @@ class TubeService:
         return found
 
     async def _tube(self, session: Session, command: Tube) -> None:
+        await self._look_at_tubes()  # the number of partitions may have changed just now
         info = await self._info(command.tube)
         session.post(Tube(info.name, info.partitions))
 

@@ -55,6 +55,13 @@ class Netcat:
             found.append(line)
         return found
 
+    async def until(self, pattern: str) -> list[str]:
+        """All lines up to and with the first that matches the pattern in full."""
+        found = [await self.line()]
+        while not re.fullmatch(pattern, found[-1]):
+            found.append(await self.line())
+        return found
+
     async def expect_exactly(self, *lines: str) -> None:
         await self.expect(*map(re.escape, lines))
 

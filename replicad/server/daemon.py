@@ -60,26 +60,49 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
+def _uninterruptible() -> Iterator[None]:
+    """While the embedded Postgres is stopped, which is bounded: a second Ctrl-C must not leave it behind."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
 def _postgres(settings: ServerSettings) -> Iterator[tuple[str, Recover | None]]:
     """The database's URL, and how to start it again if it dies, where it is our own."""
     if settings.database.database is not None:
         yield settings.database.database, None
         return
     log.info("postgres_starting", folder=str(settings.database.data_folder))
-    with EmbeddedPostgres(settings.database.data_folder) as server:
+    server = EmbeddedPostgres(settings.database.data_folder).__enter__()
 
-        async def recover() -> None:
-            await trio.to_thread.run_sync(server.ensure_running)
+    async def recover() -> None:
+        await trio.to_thread.run_sync(server.ensure_running)
 
+    try:
         yield server.url, recover
+    finally:
+        with _uninterruptible():
+            server.__exit__()
 
 
 async def _serve_until_signal(settings: ServerSettings, url: str, recover: Recover | None) -> None:
+    stop = trio.Event()
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with open_daemon(settings, url, recover):
-            async for number in signals:
+
+        async def listen() -> None:
+            async for number in signals:  # also those that come while we stop already: they must not cut it short
                 log.info("stopping", signal=signal.Signals(number).name)
-                break
+                stop.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listen)
+            async with open_daemon(settings, url, recover):
+                await stop.wait()
+            nursery.cancel_scope.cancel()
     log.info("stopped")
 
 

@@ -5,7 +5,6 @@ SET LOCAL client_min_messages = warning;
 DO $down$
 DECLARE
     folder text := coalesce({schema}, current_schema());
-    made boolean;
     statement text;
     kind record;
 BEGIN
@@ -14,7 +13,6 @@ BEGIN
     END IF;
     PERFORM pg_advisory_xact_lock(hashtext('replicad schema'), hashtext(folder));
     PERFORM set_config('search_path', quote_ident(folder) || ', pg_temp', true);
-    SELECT made_schema INTO made FROM {part}_version;
 {prelude}
     -- Each kind in one statement: what depends on each other goes together.
     SELECT 'DROP ROUTINE ' || string_agg(p.oid::regprocedure::text, ', ') INTO statement
@@ -37,10 +35,10 @@ BEGIN
     IF statement IS NOT NULL THEN
         EXECUTE statement;
     END IF;
-    IF made AND NOT EXISTS (
-            SELECT relnamespace FROM pg_class WHERE relnamespace = current_schema()::regnamespace
-            UNION ALL SELECT pronamespace FROM pg_proc WHERE pronamespace = current_schema()::regnamespace
-            UNION ALL SELECT typnamespace FROM pg_type WHERE typnamespace = current_schema()::regnamespace) THEN
+    IF obj_description(to_regnamespace(quote_ident(folder)), 'pg_namespace') = 'made by replicad' AND NOT EXISTS (
+            SELECT FROM pg_class WHERE relnamespace = to_regnamespace(quote_ident(folder))
+            UNION ALL SELECT FROM pg_proc WHERE pronamespace = to_regnamespace(quote_ident(folder))
+            UNION ALL SELECT FROM pg_type WHERE typnamespace = to_regnamespace(quote_ident(folder))) THEN
         EXECUTE format('DROP SCHEMA %I', folder);
     END IF;
 END

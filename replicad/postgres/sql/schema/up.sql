@@ -6,7 +6,6 @@ SET LOCAL check_function_bodies = on;
 DO $up$
 DECLARE
     folder text := {schema};
-    made boolean := false;
     present integer;
 BEGIN
     IF folder IS NULL THEN
@@ -19,13 +18,12 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtext('replicad schema'), hashtext(folder));
     IF to_regnamespace(quote_ident(folder)) IS NULL THEN
         EXECUTE format('CREATE SCHEMA %I', folder);
-        made := true;
+        EXECUTE format('COMMENT ON SCHEMA %I IS %L', folder, 'made by replicad');  -- then it goes with the last part in it
     END IF;
     PERFORM set_config('search_path', quote_ident(folder) || ', pg_temp', true);
     CREATE TABLE IF NOT EXISTS {part}_version (
         version integer NOT NULL,
-        digest text NOT NULL,              -- of the script; tells two builds of one version apart
-        made_schema boolean NOT NULL,      -- then it goes, if empty, when the part is uninstalled
+        digest text NOT NULL,  -- of the files; tells two builds of one version apart
         installed_at timestamptz NOT NULL DEFAULT clock_timestamp()
     );
     COMMENT ON TABLE {part}_version IS 'replicad: what is installed in this schema';
@@ -35,7 +33,7 @@ BEGIN
             USING ERRCODE = '55000', HINT = 'use the newer replicad';
     END IF;
     IF present IS NULL THEN
-        INSERT INTO {part}_version VALUES (0, '', made);
+        INSERT INTO {part}_version VALUES (0, '');
     END IF;
 {steps}
 END

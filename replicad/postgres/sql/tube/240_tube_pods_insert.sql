@@ -4,8 +4,8 @@ CREATE OR REPLACE FUNCTION tube_progress(first bigint, last bigint, every intege
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 BEGIN
     IF last / every > first / every THEN
-        RAISE NOTICE '% ids%', last / every * every, coalesce(
-            format(' of about %s (%s %%)', total, least(100, 100 * last / nullif(total, 0))), '');
+        RAISE NOTICE '% ids%', last / every * every,
+            coalesce(' of about ' || total || ' (' || least(100, 100 * last / nullif(total, 0)) || ' %)', '');
     END IF;
     RETURN true;
 END

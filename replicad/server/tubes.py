@@ -35,6 +35,7 @@ from replicad.protocol.commands import (
 from replicad.protocol.tokens import Cursor
 from replicad.server.poller import Poller
 from replicad.server.session import Session
+from replicad.tubes.backfill import Backfiller
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
 
@@ -64,6 +65,7 @@ class TubeService:
         self.tubes: dict[str, TubeInfo] = {}
         self._limits = settings.limits
         self._pods = PodBook(db, ack_db, bulk_db, schema)
+        self._backfiller = Backfiller(db, ack_db, schema)
         self._poller = poller
         self._positions: dict[str, int] = {}
         self._moved = trio.Event()
@@ -92,6 +94,7 @@ class TubeService:
                 try:
                     await self._look_at_tubes()
                     await self._look_at_leases()
+                    await self._backfiller.run(list(self.tubes.values()), nursery)
                 except DatabaseError as error:  # the poller reports the outage; here it only means "later"
                     log.debug("tubes_unseen", error=str(error))
 

@@ -120,21 +120,24 @@ class LeaseBook:
                 await trio.sleep(min(remaining, RETRY_INTERVAL))
 
     async def renew(self, tube: str, part: Part, term: int) -> Lease:
-        """Say that the holder is alive.
+        """Say that the holder is alive. `part` is what was claimed, or a part of it.
 
         Raises:
-            LeaseLost: there is no such lease any more.
+            LeaseLost: there is no such lease any more, or it does not cover `part`.
         """
-        where = (tube, part.partitions, part.partition, term)
-        await self._db.fetch_value(f"SELECT {self._schema}.tube_lease_renew($1, $2, $3, $4)", *where)
-        ttl = await self._db.fetch_value(
-            f"SELECT extract(epoch FROM ttl)::float8 FROM {self._schema}.tube_lease WHERE tube = $1 AND term = $2",
+        row = await self._db.fetch_row(
+            f"SELECT partitions, partition, extract(epoch FROM ttl)::float8 AS ttl FROM {self._schema}.tube_lease "
+            "WHERE tube = $1 AND term = $2",
             tube,
             term,
         )
-        if ttl is None:
-            raise LeaseLost(f"the lease of {part} of tube {tube} under term {term} went just now")
-        return Lease(tube, part, term, ttl)
+        claimed = part if row is None else Part(row["partition"], row["partitions"])
+        if row is not None and not claimed.covers(part):
+            raise LeaseLost(f"term {term} holds {claimed} of tube {tube}, which does not cover {part}")
+        where = (tube, claimed.partitions, claimed.partition, term)
+        await self._db.fetch_value(f"SELECT {self._schema}.tube_lease_renew($1, $2, $3, $4)", *where)
+        assert row is not None  # else the statement has just raised
+        return Lease(tube, claimed, term, row["ttl"])
 
     async def release(self, tube: str, part: Part, term: int) -> bool:
         """Give the lease back; False when it was not held under that term any more."""

@@ -1,16 +1,25 @@
--- tube_range_sql(t, partitions, partition, backfill, after, upto, pods): the query of a partition's pods of one priority with
--- after < seq <= upto, by seq, at most pods of them (NULL: no limit). Writes nothing.
+-- tube_served_sql(): the condition that leaves out what is the backfiller's, not a reader's. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_served_sql() RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT '(cardinality(ids) > 0 OR payload ->> ''type'' IS DISTINCT FROM ''backfill_schedule'')'
+$$;
+COMMENT ON FUNCTION tube_served_sql() IS 'The condition on pods that are handed to readers';
+
+-- tube_range_sql(t, partitions, partition, backfill, after, upto, pods, served): the query of a partition's pods of one
+-- priority with after < seq <= upto, by seq, at most pods of them (NULL: no limit). served leaves out the control pods
+-- backfill_schedule: those are for the backfiller, which comes and goes on its own time. Writes nothing.
 --
 -- The tube's index serves its own number of partitions, and what is made of whole partitions of it (0/1 above all) by
 -- merging up to 64 of them. A range of another number, a batch planned before it was changed, goes by the primary key.
 CREATE OR REPLACE FUNCTION tube_range_sql(
     t tube_registry, partitions integer, partition integer, backfill boolean,
-    after bigint = NULL, upto bigint = NULL, pods bigint = NULL
+    after bigint = NULL, upto bigint = NULL, pods bigint = NULL, served boolean = false
 ) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format('SELECT * FROM (%s) AS pods ORDER BY seq%s',
-        string_agg(format('SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s%s%s',
-            tube_relation(t.tube), part.n, part.p, backfill::integer, ' AND seq > ' || after, ' AND seq <= ' || upto),
+        string_agg(format('SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s%s%s%s',
+            tube_relation(t.tube), part.n, part.p, backfill::integer, ' AND seq > ' || after, ' AND seq <= ' || upto,
+            CASE WHEN served AND backfill THEN ' AND ' || tube_served_sql() END),
             ' UNION ALL ' ORDER BY part.p),
         ' LIMIT ' || pods)
     FROM (
@@ -21,7 +30,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         SELECT partitions, partition WHERE t.partitions % partitions <> 0 OR t.partitions / partitions > 64
     ) AS part
 $$;
-COMMENT ON FUNCTION tube_range_sql(tube_registry, integer, integer, boolean, bigint, bigint, bigint)
+COMMENT ON FUNCTION tube_range_sql(tube_registry, integer, integer, boolean, bigint, bigint, bigint, boolean)
     IS 'The query of a partition''s pods of one priority';
 
 -- tube_check_partition(partitions, partition): raises RT005 unless 0 <= partition < partitions <= 32768. Writes nothing.

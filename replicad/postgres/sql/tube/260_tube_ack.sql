@@ -40,8 +40,8 @@ DECLARE
     removed bigint := 0;
 BEGIN
     IF after < upto THEN
-        EXECUTE format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s AND seq > %s AND seq <= %s',
-            tube, partitions, partition, backfill::integer, after, upto);
+        EXECUTE format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s AND seq > %s AND seq <= %s AND %s',
+            tube, partitions, partition, backfill::integer, after, upto, tube_served_sql());
         GET DIAGNOSTICS removed = ROW_COUNT;
     END IF;
     RETURN removed;

@@ -37,7 +37,7 @@ BEGIN
         RETURN;
     END IF;
     SELECT * INTO half FROM tube_plan_half(
-        tube_range_sql(t, partitions, partition, true, after_backfill, upto, max_backfill), max_ids - ids, 1 - least(pods, 1));
+        tube_range_sql(t, partitions, partition, true, after_backfill, upto, max_backfill, true), max_ids - ids, 1 - least(pods, 1));
     backfill := coalesce(half.last, after_backfill);
     pods := pods + half.pods;
     ids := ids + half.ids;

@@ -20,7 +20,7 @@ BEGIN
         ',"ids":', array_to_json(ids), ',"ts":"', to_char(ts AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US'), '+00:00"',
         ',"payload":' || payload::text, '}') AS line FROM (%s) AS half WHERE %s$sql$,
             format('RDATA tube:%s %s/%s ', tube, partition, partitions),
-            tube_range_sql(t, partitions, partition, halves.backfill, halves.after, halves.upto), fence),
+            tube_range_sql(t, partitions, partition, halves.backfill, halves.after, halves.upto, NULL, true), fence),
             ' UNION ALL ' ORDER BY halves.backfill)
         INTO statement
         FROM (VALUES (false, after_regular, upto_regular), (true, after_backfill, upto_backfill)) AS halves (backfill, after, upto)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
@@ -19,15 +22,32 @@ FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
 _numbers = itertools.count(1)
 
 
+@contextmanager
+def server_folder() -> Iterator[Path]:
+    """A fresh folder for an EmbeddedPostgres.
+
+    Not one of pytest's: every new run of pytest closes those to other accounts, and root's servers run as another one.
+    """
+    with tempfile.TemporaryDirectory(prefix="replicad-test-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """URL of a Postgres where we are superuser: a fresh embedded one, or the one that REPLICAD_TEST_POSTGRES names."""
     named = os.environ.get("REPLICAD_TEST_POSTGRES")
     if named:
         yield named
     else:
-        with EmbeddedPostgres(tmp_path_factory.mktemp("postgres"), FAST) as server:
+        with server_folder() as folder, EmbeddedPostgres(folder, FAST) as server:
             yield server.url
+
+
+@pytest.fixture
+def postgres_folder() -> Iterator[Path]:
+    """`server_folder` as a fixture."""
+    with server_folder() as folder:
+        yield folder
 
 
 @pytest.fixture

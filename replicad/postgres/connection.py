@@ -154,9 +154,9 @@ class Connection:
     async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
         """Stream the lines of a query with one text column into `sink`; returns how many there were.
 
-        Each value becomes its bytes and a newline; values must not be empty and hold no newline and no control
-        characters U+0001 and U+0002 (JSON text and our lines never do). `sink` gets chunks of about COPY_CHUNK bytes
-        that need not end at a line's end, in the calling task; while it waits, Postgres waits. `timeout` (seconds)
+        Each value becomes its bytes and a newline; a value must not be empty nor `\\.`, and hold no newline and no
+        control character U+0001 or U+0002 (JSON text and our lines never do). `sink` gets chunks of about COPY_CHUNK
+        bytes that need not end at a line's end, in the calling task; while it waits, Postgres waits. `timeout` (seconds)
         bounds the whole; the pool's statement_timeout applies besides, and counts the time that the sink takes.
 
         Raises what the sink raises; the COPY is cancelled in Postgres then.

@@ -16,6 +16,7 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, StandbyRefused
 from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import HolderKind, Horizon, LockSource, Reading
+from tests.conftest import server_folder
 
 pytestmark = pytest.mark.postgres
 
@@ -24,8 +25,8 @@ LAZY = {"wal_writer_delay": "10s", "bgwriter_delay": "10s", "autovacuum": "off",
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
-    with EmbeddedPostgres(tmp_path_factory.mktemp("lazy"), LAZY) as running:
+def server() -> Iterator[EmbeddedPostgres]:
+    with server_folder() as folder, EmbeddedPostgres(folder, LAZY) as running:
         yield running
 
 
@@ -226,11 +227,11 @@ async def cancel_after(scope: trio.CancelScope, steps: int) -> None:
     scope.cancel()
 
 
-async def test_standby_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with EmbeddedPostgres(tmp_path, LAZY):
+async def test_standby_is_refused_with_the_reason(postgres_folder: Path) -> None:
+    with EmbeddedPostgres(postgres_folder, LAZY):
         pass
-    (tmp_path / "data" / "standby.signal").touch()
-    with EmbeddedPostgres(tmp_path, LAZY) as standby:
+    (postgres_folder / "data" / "standby.signal").touch()
+    with EmbeddedPostgres(postgres_folder, LAZY) as standby:
         async with open_database(standby.url, size=2, application_name="x") as db, Horizon(db) as horizon:
             horizon.watch("t", LockSource(1, 2))
             for _ in range(2):

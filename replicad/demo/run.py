@@ -26,6 +26,7 @@ from replicad.demo.processes import clean_environment, running_daemon, until_int
 from replicad.demo.show import Show, program
 from replicad.demo.words import QUERY, next_steps
 from replicad.errors import EnvironmentRefused
+from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import embedded_postgres
 from replicad.spark.java import find_java
@@ -83,8 +84,8 @@ class Demo:
     async def _load(self, db: Database, shards: Sequence[data.Shard]) -> None:
         self.show.step("Loading cities of the world, a schema per continent")
         self.loaded = 0
-        if await db.fetch_value("SELECT to_regprocedure('tube.tube_ensure_absent(text)') IS NOT NULL"):
-            await db.execute("SELECT tube.tube_ensure_absent($1)", TUBE)  # of a run before
+        for part in reversed(schema.DEFAULT_SCHEMAS):  # what a run before has left: every run begins anew
+            await schema.uninstall(db, part)
         for name in ("downstream", "checkpoint"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for shard in shards:
@@ -101,7 +102,6 @@ class Demo:
         server = await stack.enter_async_context(running_daemon(self.url, self.folder))
         self.show.command("serve", "--listen", str(server))
         await self._command("ping", str(server))
-        await self._command("streams", "remove", "census", quiet=True)
         await self._command("streams", "add", "census", "--table", "public.census", "--id", "id")
         return server
 
@@ -184,14 +184,13 @@ class Demo:
         self.show.line("Both sides are equal." if equal else "THE TWO SIDES ARE NOT EQUAL.")
         return equal
 
-    async def _command(self, *words: str, quiet: bool = False) -> None:
+    async def _command(self, *words: str) -> None:
         """Run a command of ours on the demonstration's database, and show it with what it prints.
 
         Raises:
-            EnvironmentRefused: it failed, and is not `quiet`.
+            EnvironmentRefused: it failed.
         """
-        if not quiet:
-            self.show.command(*words)
+        self.show.command(*words)
         done = await trio.run_process(
             [sys.executable, "-m", "replicad", *words],
             capture_stdout=True,
@@ -200,8 +199,6 @@ class Demo:
             env=clean_environment(REPLICAD_DATABASE=self.url),
             start_new_session=True,
         )
-        if quiet:
-            return
         self.show.line(done.stdout.decode("utf-8", "replace").rstrip())
         if done.returncode != 0:
             raise EnvironmentRefused(f"`{program()} {' '.join(words)}` failed with status {done.returncode}, see above")

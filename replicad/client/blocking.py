@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Generic, Self, TypeVar, Unpack, cast
 
+from replicad.client.backoff import Backoff
 from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.pods import Pod, parse_pods
-from replicad.client.pursuit import FollowOptions
+from replicad.client.pursuit import FollowOptions, Pursuit
 from replicad.client.refusals import concerns_one_request
 from replicad.client.requests import Bounds, Extent, Introduction, ack_requests, ask, ask_for_pods, park_request
 from replicad.client.sockets import SocketLink, Target, open_link
@@ -168,17 +169,19 @@ class BlockingClient:
         patience: float | None = None,
         first_patience: float | None = 10.0,
         also: Collection[type] = (),
+        backoff: Backoff | None = None,
     ) -> BlockingFollower:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
         Iterate over it for RowBatch and Reset events, and for those of the types in `also`: PositionMoved, Connected,
-        Disconnected, and the commands RemoteServerUp and LockReleased. The other arguments are FollowOptions'.
+        Disconnected, and the commands RemoteServerUp and LockReleased. `backoff` decides how long to wait between two
+        tries to connect; the other arguments are those of FollowOptions.
 
         Raises:
             BadToken: a token is none.
         """
         options = FollowOptions(linear, after_reset, patience, first_patience, self._target.answer_timeout)
-        return BlockingFollower(self._target, streams, options, also)
+        return BlockingFollower(self._target, Pursuit(streams, options, backoff), also)
 
     # --- tubes ---
 

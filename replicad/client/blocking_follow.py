@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Reset, RowBatch
-from replicad.client.pursuit import FollowOptions, Pursuit
+from replicad.client.pursuit import Pursuit
 from replicad.client.sockets import SocketLink, Target, open_link
 from replicad.client.steps import STEPS, Connect, Sleep
 from replicad.errors import ReplicadError
@@ -23,19 +22,10 @@ class BlockingFollower(Iterator[Any]):
     asked, or the last ConnectionLost when `patience` is at its end.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        streams: Mapping[str, str | None],
-        options: FollowOptions | None = None,
-        also: Collection[type] = (),
-        *,
-        backoff: Backoff | None = None,
-    ) -> None:
-        """Raises BadToken where a token is none."""
+    def __init__(self, target: Target, pursuit: Pursuit, also: Collection[type] = ()) -> None:
         self._target = target
-        self._pursuit = Pursuit(streams, options, backoff)
-        self._steps = self._pursuit.steps()
+        self._pursuit = pursuit
+        self._steps = pursuit.steps()
         self._wanted = frozenset({RowBatch, Reset, *also})
         self._link: SocketLink | None = None
         self._stop = threading.Event()
@@ -44,7 +34,11 @@ class BlockingFollower(Iterator[Any]):
         answer: Any = None
         error: ReplicadError | None = None
         while not self._stop.is_set():
-            step = self._steps.send(answer) if error is None else self._steps.throw(error)
+            try:
+                step = self._steps.send(answer) if error is None else self._steps.throw(error)
+            except ReplicadError:
+                self.close()
+                raise
             answer = error = None
             kind = type(step)
             if kind in self._wanted:

@@ -8,6 +8,7 @@ read and written by two threads at once.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import ssl
@@ -94,6 +95,8 @@ def reason(error: BaseException) -> str:
         return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
     if isinstance(error, TimeoutError):
         return "no answer in time"
+    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
@@ -226,6 +229,7 @@ class SocketLink:
             except ssl.SSLWantReadError:
                 wanted = select.POLLIN
             except OSError as error:
+                self._pass_over()  # it may have said why before it hung up
                 self._lose(error)
             else:
                 continue

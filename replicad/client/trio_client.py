@@ -115,8 +115,8 @@ class TrioClient:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
         Iterate over it (`async for`) for RowBatch and Reset events, and for those of the types in `also`:
-        PositionMoved, Connected, Disconnected, and the commands RemoteServerUp and LockReleased. The other arguments
-        are those of FollowOptions.
+        PositionMoved, Connected, Disconnected, and the commands RemoteServerUp and LockReleased. `backoff` decides how
+        long to wait between two tries to connect; the other arguments are those of FollowOptions.
 
         Raises:
             BadToken: a token is none.

@@ -22,6 +22,7 @@ from replicad.protocol.connection import Connection, Due
 
 T = TypeVar("T")
 
+_LAST_WORDS = 0.5  # seconds for an ERROR that is already on its way here
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError, ssl.SSLError, OSError)
 
 
@@ -160,6 +161,8 @@ class TrioLink:
                     await self._stream.send_all(data)
                     sent = True
         except _BROKEN as error:
+            with trio.move_on_after(_LAST_WORDS), contextlib.suppress(trio.EndOfChannel):
+                self._pass_over(await self._blocks.receive())  # it may have said why before it hung up
             self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
         finally:
             if not sent:

@@ -1,0 +1,60 @@
+"""A world, a fake daemon that serves it, and clients of both kinds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from replicad.client.blocking import BlockingClient
+
+from .both import TrioInThread
+from .fake import FakeDaemon, FakeStream, FakeTube, World
+
+PATIENCE = 10.0  # seconds for what should take milliseconds: the machine may be busy
+
+MakeClient = Callable[..., Any]
+
+
+@pytest.fixture
+def world() -> World:
+    """Streams `events` and `caches`, tube `cities` of two partitions; all empty."""
+    made = World()
+    made.streams = {"events": FakeStream(), "caches": FakeStream()}
+    made.tubes = {"cities": FakeTube(partitions=2)}
+    return made
+
+
+@pytest.fixture
+def fake(world: World) -> Iterator[FakeDaemon]:
+    """A running fake daemon."""
+    daemon = FakeDaemon(world)
+    daemon.start()
+    yield daemon
+    daemon.kill()
+
+
+@pytest.fixture(params=[BlockingClient, TrioInThread], ids=["blocking", "trio"])
+def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
+    """Makes clients of a port; every test that uses it holds for the blocking client and for the trio client."""
+    with ExitStack() as stack:
+        yield lambda port, **options: stack.enter_context(
+            request.param("127.0.0.1", port, **{"name": "a test", **options})
+        )
+
+
+@pytest.fixture
+def client(make_client: MakeClient, fake: FakeDaemon) -> Any:
+    """A client of the fake daemon."""
+    return make_client(fake.port)
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Look again and again until the condition holds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.005)

@@ -16,7 +16,7 @@ BEGIN
 {prelude}
     -- Each kind in one statement: what depends on each other goes together.
     SELECT 'DROP ROUTINE ' || string_agg(p.oid::regprocedure::text, ', ') INTO statement
-        FROM pg_proc p WHERE p.pronamespace = current_schema()::regnamespace AND p.proname = ANY ({routines});
+        FROM pg_proc p WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = ANY ({routines});
     IF statement IS NOT NULL THEN
         EXECUTE statement;
     END IF;
@@ -24,14 +24,14 @@ BEGIN
         ORDER BY place
     LOOP
         SELECT format('DROP %s %s', kind.name, string_agg(format('%I', c.relname), ', ')) INTO statement
-            FROM pg_class c WHERE c.relnamespace = current_schema()::regnamespace AND c.relkind = kind.relkind
+            FROM pg_class c WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = kind.relkind
                 AND c.relname = ANY ({relations}) HAVING count(*) > 0;
         IF statement IS NOT NULL THEN
             EXECUTE statement;
         END IF;
     END LOOP;
     SELECT 'DROP TYPE ' || string_agg(format('%I', t.typname), ', ') INTO statement
-        FROM pg_type t WHERE t.typnamespace = current_schema()::regnamespace AND t.typname = ANY ({types});
+        FROM pg_type t WHERE t.typnamespace = quote_ident(current_schema())::regnamespace AND t.typname = ANY ({types});
     IF statement IS NOT NULL THEN
         EXECUTE statement;
     END IF;

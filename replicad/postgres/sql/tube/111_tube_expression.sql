@@ -51,8 +51,9 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     own_path text := current_setting('search_path');
     their_path text := tube_path_text(path);
-    -- In WHERE neither aggregates nor sets are allowed; the alias is the one that the triggers use.
-    trial text := format(E'SELECT FROM %s AS tube_row WHERE (\n%s\n) IS NULL LIMIT 0', tube_qualified(tbl), expression);
+    -- WHERE allows neither aggregates nor sets, and a number no OR behind a bracket that the expression closes. The alias
+    -- is the one that the triggers use.
+    trial text := format(E'SELECT FROM %s AS tube_row WHERE num_nulls(\n%s\n) = 2 LIMIT 0', tube_qualified(tbl), expression);
     typing text := format(E'SELECT pg_typeof((SELECT (\n%s\n) FROM %s AS tube_row LIMIT 0))',
         expression, tube_qualified(tbl));
     remedy text := format('write SQL on the columns of %s alone; names were looked up along %s', tbl, their_path);

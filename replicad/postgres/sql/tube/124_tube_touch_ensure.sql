@@ -24,7 +24,7 @@ BEGIN
 END
 $body$, tube_relation(tube), current_schema(), tube_op_sql('$3'));
 BEGIN
-    IF NOT EXISTS (SELECT FROM pg_proc p WHERE p.pronamespace = current_schema()::regnamespace AND p.proname = name
+    IF NOT EXISTS (SELECT FROM pg_proc p WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
             AND p.prosrc = body) THEN
         EXECUTE format('CREATE OR REPLACE FUNCTION %I(shard integer, ids bigint[], op character, payload jsonb = NULL,'
             ' chunk_size integer = 250) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_temp'

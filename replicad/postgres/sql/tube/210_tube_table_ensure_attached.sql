@@ -16,7 +16,7 @@ DECLARE
     fault text;
 BEGIN
     SELECT CASE
-            WHEN c.relnamespace = current_schema()::regnamespace THEN 'it lies in the schema of the tubes'
+            WHEN c.relnamespace = quote_ident(current_schema())::regnamespace THEN 'it lies in the schema of the tubes'
             WHEN c.relpersistence = 't' THEN 'it is temporary'
             WHEN c.relkind NOT IN ('r', 'p') THEN 'it is no ordinary or partitioned table'
             WHEN i.atttypid IS NULL THEN 'it has no column called id'

@@ -14,7 +14,7 @@ DECLARE
     trigger_name name;
 BEGIN
     FOR trigger_name IN SELECT g.tgname FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
-        WHERE g.tgrelid = tbl AND p.pronamespace = current_schema()::regnamespace
+        WHERE g.tgrelid = tbl AND p.pronamespace = quote_ident(current_schema())::regnamespace
             AND (obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
                 OR p.proname = 'tube_truncate_trigger'
                     AND g.tgargs = convert_to(tube, getdatabaseencoding()) || decode('00', 'hex'))

@@ -61,8 +61,8 @@ class Facts:
         self.position, self.rows = reading.position, found
         return reading
 
-    async def insert(self, *ids: int, via: Database | Connection | None = None) -> None:
-        await (via or self.db).execute("INSERT INTO facts (id) SELECT unnest($1::bigint[])", list(ids))
+    async def insert(self, *ids: int, via: Database | Connection | None = None, instance: str = "one") -> None:
+        await (via or self.db).execute("INSERT INTO facts SELECT unnest($1::bigint[]), $2", list(ids), instance)
 
     async def spend(self, n: int) -> None:
         """Move the sequence on, as other writers do."""
@@ -118,7 +118,7 @@ async def test_positions_follow_the_example_of_the_definition(facts: Facts, name
             if action == "reserve":
                 blocks[number] = AsyncExitStack()
                 assert await blocks[number].enter_async_context(writer.get_next()) == number
-                await facts.insert(number)
+                await facts.insert(number, instance=writer.instance)
             else:
                 await blocks.pop(number).aclose()
             assert (await facts.poll()).position == expected, (action, number)
@@ -134,7 +134,7 @@ async def test_a_writer_holds_back_its_own_position_and_a_stranger_that_of_all(f
     async with open_writer(facts.db, "facts", "one") as one, open_writer(facts.db, "facts", "two") as two:
         async with one.get_next_mult(3) as ids:
             async with two.get_next() as mine:
-                await facts.insert(mine)
+                await facts.insert(mine, instance="two")
             assert (two.get_current_token(), one.get_current_token()) == (4, 0)
             assert one.get_minimum_and_maximum() == (0, ids[-1])
             reading = await facts.poll()
@@ -327,6 +327,21 @@ async def test_an_id_that_outlived_its_reservation_is_refused(facts: Facts) -> N
     assert facts.rows == {5}
 
 
+async def test_a_session_that_is_called_after_a_writer_may_insert_only_that_writers_ids(facts: Facts) -> None:
+    # What it holds back is that writer's position alone, and another's may be beyond the id already.
+    async with open_writer(facts.db, "facts", "one") as writer, writer.get_next() as number:
+        async with facts.transaction("two") as other:
+            assert (await facts.poll()).per_writer == {"one": 0, "two": 1, "three": 1}
+            with pytest.raises(StreamRefused, match="of writer one, and this session is called two"):
+                await facts.insert(number, via=other, instance="one")
+        with pytest.raises(StreamRefused, match="not reserved"):
+            await facts.insert(number, instance="two")
+        for name in ("one", "nobody that is known"):
+            async with facts.transaction(name) as fitting:
+                await facts.insert(number, via=fitting, instance="one")
+                assert (await facts.poll()).per_writer["one"] == 0
+
+
 async def test_a_bound_that_another_transaction_holds_covers_nobody_else(facts: Facts) -> None:
     # What another transaction holds may be stale: read before, and locked after, a position beyond it was published.
     async with facts.transaction() as other:
@@ -361,6 +376,23 @@ async def test_the_bound_of_a_session_is_read_again_after_it_was_locked(facts: F
             with pytest.raises(StreamRefused, match="not reserved"):
                 await facts.insert(5)
             await facts.insert(8)
+
+
+async def test_the_lock_passes_hand_over_hand_to_what_is_still_in_flight(facts: Facts) -> None:
+    async with open_writer(facts.db, "facts", "one") as writer, facts.transaction() as blocker:
+        async with AsyncExitStack() as first, trio.open_nursery() as nursery:
+            await first.enter_async_context(writer.get_next())
+            await facts.spend(4)
+            async with writer.get_next() as later:
+                key = await facts.db.fetch_value("SELECT replicad.stream_lock_key($1, 5)", facts.stream.number)
+                await blocker.execute("SELECT pg_advisory_xact_lock($1)", key)
+                nursery.start_soon(first.aclose)
+                await until(facts.db, "SELECT count(*) > 0 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+                assert (await facts.poll()).position == 0, "the old lock stays until the new one is there"
+                await blocker.execute("COMMIT")
+                await until(facts.db, "SELECT count(*) = 2 FROM pg_locks WHERE locktype = 'advisory' AND granted")
+                assert (await facts.poll()).position == 5
+        assert later == 6
 
 
 async def test_a_certificate_without_its_lock_covers_nothing(facts: Facts) -> None:

@@ -14,12 +14,14 @@ BEGIN
                 RETURN NULL;
             END IF;
             IF TG_OP = 'INSERT' OR NEW.%4$I IS DISTINCT FROM OLD.%4$I THEN
-                PERFORM %1$I.stream_adopt(%2$s, %3$L, NEW.%4$I);
+                PERFORM %1$I.stream_adopt(%2$s, %3$L, NEW.%4$I, %5$s);
             END IF;
             RETURN NULL;
         END
         $guard$
-        $template$, current_schema(), s.number, s.setting, s.id_column);
+        $template$, current_schema(), s.number, s.setting, s.id_column,
+        CASE WHEN s.instance_column IS NULL THEN '''master'''
+            ELSE format('%I.stream_instance(NEW.%I::text)', current_schema(), s.instance_column) END);
 END
 $$;
 COMMENT ON FUNCTION stream_guard_build(stream) IS 'Builds the function that guards a reserved stream';

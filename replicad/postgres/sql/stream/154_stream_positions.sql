@@ -10,7 +10,7 @@ DECLARE
 BEGIN
     RETURN QUERY
     WITH held AS MATERIALIZED (
-        SELECT stream_instance(a.application_name) AS holder, l.key & 281474976710655 AS bound
+        SELECT a.application_name AS holder, l.key & 281474976710655 AS bound
         FROM (SELECT p.pid, (p.classid::bigint << 32) | p.objid::bigint AS key FROM pg_locks p
               WHERE p.locktype = 'advisory' AND p.objsubid = 1 AND p.mode = 'ShareLock' AND p.granted
                 AND p.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())) l
@@ -20,7 +20,7 @@ BEGIN
         SELECT w.name FROM stream_writer w WHERE w.stream = s.number
     )
     SELECT k.name, least(last, (SELECT min(h.bound) FROM held h
-        WHERE h.holder = k.name OR h.holder NOT IN (SELECT o.name FROM known o)))
+        WHERE h.holder IS NULL OR stream_holds_back(s.number, h.holder, k.name)))
     FROM known k
     UNION ALL
     SELECT NULL, least(last, (SELECT min(h.bound) FROM held h));

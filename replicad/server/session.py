@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RECEIVE_BYTES = 65536
 MAX_POSTED = 1000  # commands; relays and answers of a few bytes each, for a peer that reads nothing
+DRAIN_BYTES = 4 << 20  # of what a peer that we hang up on still sends; it is thrown away
 ERROR_GRACE = 1.0  # seconds for the last ERROR to leave, best effort
 
 _REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
@@ -209,8 +210,9 @@ class Session:
                     await self._stream.send_all(Error(text).render().encode() + b"\n")
                     if isinstance(self._stream, trio.abc.HalfCloseableStream):
                         await self._stream.send_eof()
-                    while await self._stream.receive_some(RECEIVE_BYTES):  # else a reset could overtake the ERROR
-                        pass
+                    left = DRAIN_BYTES  # unread input would make the close a reset, which could overtake the ERROR
+                    while left > 0 and (data := await self._stream.receive_some(RECEIVE_BYTES)):
+                        left -= len(data)
             except (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError):
                 pass  # the peer is gone: nobody is left to be told
         await trio.aclose_forcefully(self._stream)

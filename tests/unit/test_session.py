@@ -18,6 +18,8 @@ from replicad.server.hub import Hub
 from replicad.server.journal import Channel, JournalLimits
 from replicad.server.session import Session
 
+Start = Callable[..., "Bench"]
+
 
 class Peer:
     """The other end: reads lines, remembers what it did not expect."""
@@ -64,7 +66,7 @@ class Bench:
 
 
 @pytest.fixture
-def start(nursery: trio.Nursery) -> Callable[..., Bench]:
+def start(nursery: trio.Nursery) -> Start:
     def make(
         handle: Callable[..., Any] | None = None, *, token: str | None = None, small_pipe: bool = False, **limits: Any
     ) -> Bench:
@@ -76,7 +78,7 @@ def start(nursery: trio.Nursery) -> Callable[..., Bench]:
     return make
 
 
-async def test_it_names_itself_and_pings_first_and_every_five_seconds(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_it_names_itself_and_pings_first_and_every_five_seconds(start: Start, autojump_clock: object) -> None:
     bench = start()
     first, ping = await bench.peer.lines(2)
     assert first == "SERVER example.com"
@@ -87,7 +89,7 @@ async def test_it_names_itself_and_pings_first_and_every_five_seconds(start: Cal
         assert trio.current_time() - began == pytest.approx(5 * tick)
 
 
-async def test_only_a_peer_that_pinged_is_timed_out(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_only_a_peer_that_pinged_is_timed_out(start: Start, autojump_clock: object) -> None:
     silent, pinging = start(), start()
     began = trio.current_time()
     await pinging.peer.stream.send_all(b"PING 1\n")
@@ -98,7 +100,7 @@ async def test_only_a_peer_that_pinged_is_timed_out(start: Callable[..., Bench],
     assert (pinging.reason, silent.reason) == (CloseReason.PEER_SILENT, None)
 
 
-async def test_any_command_keeps_a_pinging_peer_alive(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_any_command_keeps_a_pinging_peer_alive(start: Start, autojump_clock: object) -> None:
     bench = start()
     await bench.peer.stream.send_all(b"PING 1\n")
     for _ in range(10):
@@ -122,7 +124,7 @@ async def test_any_command_keeps_a_pinging_peer_alive(start: Callable[..., Bench
     ],
 )
 async def test_a_broken_line_gets_an_error_that_says_so_and_the_end(
-    start: Callable[..., Bench], autojump_clock: object, sent: bytes, code: str
+    start: Start, autojump_clock: object, sent: bytes, code: str
 ) -> None:
     bench = start(max_line=4096)
     await bench.peer.stream.send_all(b"\n \r\nNAME somebody\r\n" + sent)
@@ -132,7 +134,7 @@ async def test_a_broken_line_gets_an_error_that_says_so_and_the_end(
     assert bench.hub.statistics().closed == {"bad_line": 1}
 
 
-async def test_a_line_that_trickles_in_has_a_deadline(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_a_line_that_trickles_in_has_a_deadline(start: Start, autojump_clock: object) -> None:
     bench = start(line_timeout=30)
     began = trio.current_time()
 
@@ -152,7 +154,7 @@ async def test_a_line_that_trickles_in_has_a_deadline(start: Callable[..., Bench
     assert 30 <= trio.current_time() - began <= 36
 
 
-async def test_where_a_token_is_wanted_nothing_is_answered_before_it(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_where_a_token_is_wanted_nothing_is_answered_before_it(start: Start, autojump_clock: object) -> None:
     wrong, early, late, right = (start(token="secret", auth_timeout=10) for _ in range(4))
     await wrong.peer.stream.send_all(b"AUTH guess\n")
     assert (await wrong.peer.read_to_end())[-1].startswith("ERROR not_authorised: the token is wrong")
@@ -167,7 +169,7 @@ async def test_where_a_token_is_wanted_nothing_is_answered_before_it(start: Call
     assert right.reason is None
 
 
-async def test_a_refused_request_leaves_the_connection_open(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_a_refused_request_leaves_the_connection_open(start: Start, autojump_clock: object) -> None:
     bench = start()
     await bench.peer.lines(2)
     bench.session.refuse(UnknownStream("there is no stream 'x'\nindeed"))
@@ -175,7 +177,7 @@ async def test_a_refused_request_leaves_the_connection_open(start: Callable[...,
     assert bench.reason is None
 
 
-async def test_a_defect_of_ours_ends_one_session_with_a_word(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_a_defect_of_ours_ends_one_session_with_a_word(start: Start, autojump_clock: object) -> None:
     async def fail(_: Session, command: Command) -> None:
         raise ZeroDivisionError
 
@@ -187,7 +189,9 @@ async def test_a_defect_of_ours_ends_one_session_with_a_word(start: Callable[...
     assert bench.reason is CloseReason.INTERNAL_ERROR
 
 
-async def test_what_is_posted_comes_before_the_journal_that_is_joined_after_it(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_what_is_posted_comes_before_the_journal_that_is_joined_after_it(
+    start: Start, autojump_clock: object
+) -> None:
     bench = start()
     channel = Channel("s", {"master": 0})
     await channel.append(b"RDATA s master 1 []\n")
@@ -196,7 +200,9 @@ async def test_what_is_posted_comes_before_the_journal_that_is_joined_after_it(s
     assert (await bench.peer.lines(4))[2:] == ["REMOTE_SERVER_UP x", "RDATA s master 1 []"]
 
 
-async def test_a_peer_that_takes_nothing_is_cut_off_and_holds_one_chunk_at_most(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_a_peer_that_takes_nothing_is_cut_off_and_holds_one_chunk_at_most(
+    start: Start, autojump_clock: object
+) -> None:
     bench = start(small_pipe=True, stall_timeout=60)
     channel = Channel("s", {}, JournalLimits(max_bytes=1000))
     bench.session.read(channel, 0, extended=False)
@@ -208,7 +214,7 @@ async def test_a_peer_that_takes_nothing_is_cut_off_and_holds_one_chunk_at_most(
     assert bench.reason is CloseReason.SLOW_READER
 
 
-async def test_relays_to_a_peer_that_reads_nothing_are_bounded(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_relays_to_a_peer_that_reads_nothing_are_bounded(start: Start, autojump_clock: object) -> None:
     bench = start(small_pipe=True)
     for _ in range(100_000):
         bench.session.post(RemoteServerUp("x"))
@@ -218,7 +224,7 @@ async def test_relays_to_a_peer_that_reads_nothing_are_bounded(start: Callable[.
     assert bench.reason is CloseReason.SLOW_READER
 
 
-async def test_stopping_tells_every_client(start: Callable[..., Bench], autojump_clock: object) -> None:
+async def test_stopping_tells_every_client(start: Start, autojump_clock: object) -> None:
     benches = [start() for _ in range(3)]
     await trio.testing.wait_all_tasks_blocked()
     for bench in benches:

@@ -352,6 +352,39 @@ async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Datab
     assert (await status.show(db, "events")).lag_rows == 0
 
 
+async def test_writers_that_publish_their_positions_themselves_are_believed(db: Database) -> None:
+    await db.execute(EVENTS)
+    await db.execute(
+        "CREATE TABLE stream_positions (stream_name text, instance_name text, stream_id bigint);"
+        "INSERT INTO stream_positions VALUES ('events', 'a', 7), ('events', 'b', 4), ('other', 'a', 1)"
+    )
+    await db.execute("INSERT INTO events (instance_name) SELECT 'a' FROM generate_series(1, 9)")
+    stream = (
+        await registry.add(
+            db, "events", "events", "id", instance_column="instance_name",
+            method="positions_table", positions_table="stream_positions",
+        )
+    ).stream  # fmt: skip
+    assert stream.positions_table == "public.stream_positions"
+    found = await status.show(db, "events")
+    assert (found.position, dict(found.per_writer), found.lag_rows) == (4, {"a": 7, "b": 4}, 5)
+    assert found.held_by is not None
+    assert found.held_by.application_name == "b"
+    await db.execute("DROP TABLE stream_positions")
+    assert "table of positions was dropped" in str((await registry.load_stream(db, "events")).fault)
+
+
+async def test_positions_do_not_wait_for_a_trim(db: Database) -> None:
+    await db.execute(EVENTS)
+    await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 10)")
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    await registry.publish(db, stream, 10, {})
+    async with db.connection() as trimmer, trimmer.transaction():
+        await trimmer.execute("SELECT replicad.stream_trim('events', 5)")
+        await db.execute("INSERT INTO events (body) VALUES ('{}')")
+        assert (await status.show(db, "events")).position == 11
+
+
 async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
     db: Database, database_url: str
 ) -> None:

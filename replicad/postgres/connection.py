@@ -156,8 +156,8 @@ class Connection:
 
         Each value becomes its bytes and a newline; a value must not be empty nor `\\.`, and hold no newline and no
         control character U+0001 or U+0002 (JSON text and our lines never do). `sink` gets chunks of about COPY_CHUNK
-        bytes that need not end at a line's end, in the calling task; while it waits, Postgres waits. `timeout` (seconds)
-        bounds the whole; the pool's statement_timeout applies besides, and counts the time that the sink takes.
+        bytes that need not end at a line's end, in the calling task; while it waits, Postgres waits. `timeout`
+        (seconds) bounds the whole; the pool's statement_timeout applies besides, and counts the sink's time too.
 
         Raises what the sink raises; the COPY is cancelled in Postgres then.
         """

@@ -206,20 +206,24 @@ class EmbeddedPostgres:
             )
 
     def _start(self, deadline: float) -> None:
-        """One try. A postmaster killed a moment ago may have left children that still hold the shared memory."""
+        """One try; it may fail without an error where children of a killed postmaster still hold the shared memory."""
+        folder = self._choose_socket_folder()
         recorded = self._recorded_pid()
         if recorded is not None and _alive(recorded):
-            # The id now belongs to another program: Postgres itself would believe it and refuse to start for ever.
+            # That id is a zombie's (process 1 of a container may never reap it) or belongs to another program by
+            # now. Postgres would believe its lock files and refuse to start for ever.
             (self.data / "postmaster.pid").unlink(missing_ok=True)
+            (Path(folder) / f".s.PGSQL.{self._settings['port']}.lock").unlink(missing_ok=True)
         log = self.data / "server.log"
         if log.exists() and log.stat().st_size > _LOG_MAX:
             log.replace(self.data / "server.log.old")
-        folder = self._choose_socket_folder()
         settings = {**self._settings, "unix_socket_directories": '"' + folder.replace('"', '""') + '"'}
         options = " ".join(f"-c {shlex.quote(f'{name}={value}')}" for name, value in settings.items())
         seconds = max(1, round(deadline - time.monotonic()))
         args = ("-D", str(self.data), "-l", str(log), "-o", options, "-w", "-t", str(seconds), "-s", "start")
-        if self._run("pg_ctl", *args, timeout=seconds + 5) != 0 and time.monotonic() + 1 > deadline - _START + _STOP:
+        if self._run("pg_ctl", *args, timeout=seconds + 5) == 0:
+            return
+        if not any("pre-existing shared memory block" in line for line in _last_lines(log, 5)):
             raise self._refused("pg_ctl start")
 
     def _stop(self) -> None:

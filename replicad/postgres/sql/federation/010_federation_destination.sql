@@ -1,0 +1,22 @@
+-- federation_destination: one row per destination that was ever written to. Written by the sender that serves it.
+-- txn_... is the transaction under way: written down before it is sent, so that it is repeated as it was.
+CREATE TABLE IF NOT EXISTS federation_destination (
+    name text COLLATE "C" PRIMARY KEY,
+    last_successful_stream_ordering bigint NOT NULL DEFAULT 0,  -- it has every fact up to here
+    last_successful_part integer NOT NULL DEFAULT 0,            -- which of the rows that share that token
+    serial bigint NOT NULL DEFAULT 0,                           -- transactions made so far; part of their ids
+    txn_id text,                                                -- NULL: none under way
+    txn_ts bigint,                                              -- when it was made, ms since 1970
+    txn_stream_ordering bigint,                                 -- last_successful_... once it is taken
+    txn_part integer,
+    txn_edus text[],                                            -- its updates
+    txn_edu_ids bigint[],                                       -- those of them that stand in federation_edu
+    txn_pdus text[],                                            -- its facts, where others stand in for them; else NULL
+    failures integer NOT NULL DEFAULT 0,                        -- in a row
+    failing_since timestamptz,
+    retry_at timestamptz,
+    last_error text,
+    catching_up boolean NOT NULL DEFAULT false                  -- of a room's facts only the latest is still wanted
+);
+ALTER TABLE federation_destination SET (fillfactor = 60);  -- updated in place, again and again
+COMMENT ON TABLE federation_destination IS 'replicad sender: destinations, how far each has got, and their back-off';

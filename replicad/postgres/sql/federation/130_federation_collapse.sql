@@ -1,0 +1,22 @@
+-- federation_collapse(names): of the facts of a room that a destination has yet to take, only the latest stays; a
+-- transaction under way is left whole. Returns how many are no longer wanted. Writes federation_destination_room.
+CREATE OR REPLACE FUNCTION federation_collapse(names text[]) RETURNS bigint
+LANGUAGE sql AS $$
+    WITH superseded AS (
+        SELECT r.destination, r.stream_ordering, r.part
+        FROM (
+            SELECT h.destination, h.stream_ordering, h.part,
+                lead(true) OVER (PARTITION BY h.destination, h.room ORDER BY h.stream_ordering, h.part) AS followed
+            FROM federation_destination_room h
+            WHERE h.destination = ANY (names) AND h.room IS NOT NULL
+        ) r
+        JOIN federation_destination d ON d.name = r.destination
+        WHERE r.followed AND (d.txn_id IS NULL OR (r.stream_ordering, r.part) > (d.txn_stream_ordering, d.txn_part))
+    ), gone AS (
+        DELETE FROM federation_destination_room r USING superseded s
+        WHERE r.destination = s.destination AND r.stream_ordering = s.stream_ordering AND r.part = s.part
+        RETURNING 1
+    )
+    SELECT count(*) FROM gone
+$$;
+COMMENT ON FUNCTION federation_collapse(text[]) IS 'Leaves only the latest fact of each room to destinations';

@@ -1,0 +1,11 @@
+-- federation_edus(destination, most): the oldest updates that it has yet to take, one more than `most` where there are
+-- more.
+CREATE OR REPLACE FUNCTION federation_edus(destination text, most integer) RETURNS TABLE (id bigint, body text)
+LANGUAGE sql STABLE AS $$
+    SELECT u.id, u.body::text
+    FROM federation_edu u
+    WHERE u.destination = federation_edus.destination
+    ORDER BY u.id
+    LIMIT federation_edus.most + 1
+$$;
+COMMENT ON FUNCTION federation_edus(text, integer) IS 'The oldest updates that a destination has yet to take';

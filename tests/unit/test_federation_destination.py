@@ -1,0 +1,413 @@
+"""A destination against a model of its store and of the server at the other end, with kills at any moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replicad.errors import LocalProtocolError
+from replicad.federation.backoff import Backoff
+from replicad.federation.destination import Destination, Phase, Terms
+from replicad.federation.items import Edu, Memory, Order, Page, Pdu, Standing, Transaction, Wanted
+
+BACKOFF = Backoff(first=1.0, most=20.0, jitter=0.5)
+TERMS = Terms(pdus=3, edus=2, transaction_bytes=60, queue_pdus=4, queue_edus=2, catch_up_after=3.0, backoff=BACKOFF)
+MEMORY = 5000
+
+
+@dataclass
+class Shelf:
+    """What Postgres would keep of one destination, and nothing else: it survives a kill."""
+
+    supersede: bool
+    facts: dict[Order, Pdu] = field(default_factory=dict)
+    edus: dict[int, Edu] = field(default_factory=dict)
+    success: Order = Order(0, 0)
+    serial: int = 0
+    failures: int = 0
+    retry_at: float | None = None
+    catching_up: bool = False
+    transaction: Transaction | None = None
+    edu_count: int = 0
+
+    def add_edu(self, key: str | None, body: str) -> None:
+        for number in [number for number, edu in self.edus.items() if key is not None and edu.key == key]:
+            del self.edus[number]
+        self.edu_count += 1
+        self.edus[self.edu_count] = Edu(body, key, self.edu_count)
+
+    def write(self, destination: Destination, kept: Transaction | None, done: Transaction | None) -> None:
+        self.success, self.serial = destination.success, destination.serial
+        self.failures, self.retry_at = destination.failures, destination.retry_at
+        self.catching_up = destination.catching_up
+        self.transaction = destination.transaction or kept
+        self.facts = {order: pdu for order, pdu in self.facts.items() if order > self.success}
+        for number in done.edu_numbers if done else ():
+            self.edus.pop(number, None)
+
+    def page(self, wanted: Wanted, most: int) -> Page:
+        if wanted.collapse:
+            self._collapse()
+        if wanted.transaction and self.transaction is not None:
+            return Page(transaction=self.transaction)
+        facts, edus = sorted(self.facts), sorted(self.edus)
+        return Page(
+            pdus=tuple(Pdu(o, self.facts[o].room, self.facts[o].body) for o in facts[:most]) if wanted.pdus else (),
+            edus=tuple(Edu(self.edus[n].body, self.edus[n].key, n) for n in edus[:most]) if wanted.edus else (),
+            more_pdus=len(facts) > most,
+            more_edus=len(edus) > most,
+        )
+
+    def _collapse(self) -> None:
+        assert self.supersede
+        upto = self.transaction.upto if self.transaction else Order(0, 0)
+        last = {pdu.room: order for order, pdu in sorted(self.facts.items())}
+        self.facts = {
+            order: pdu
+            for order, pdu in self.facts.items()
+            if order <= upto or pdu.room is None or order == last[pdu.room]
+        }
+
+    def standing(self, now: float) -> Standing:
+        return Standing(
+            self.success,
+            self.serial,
+            self.failures,
+            None if self.retry_at is None else max(0.0, self.retry_at - now),
+            self.catching_up,
+            bool(self.facts or self.edus or self.transaction),
+        )
+
+
+class DestinationModel(RuleBasedStateMachine):
+    """Rules do what the world may do at any time; the checks are what must hold whatever it did."""
+
+    @initialize(supersede=st.booleans())
+    def begin_life(self, supersede: bool) -> None:
+        self.terms = Terms(**{**{k: getattr(TERMS, k) for k in TERMS.__slots__}, "supersede": supersede})
+        self.now = 1000.0
+        self.shelf = Shelf(supersede)
+        self.memory = Memory(MEMORY)
+        self.destination = Destination("a.example", self.terms, self.memory, self.now)
+        self.token = 0
+        self.sent_facts: dict[str, tuple[Order, str | None]] = {}  # all that ever were, by body
+        self.durable: dict[str, str | None] = {}  # all updates that may not be dropped: body to key
+        self.taken: dict[str, Transaction] = {}  # by the server at the other end, by id, in order
+        self.given_up: list[Transaction] = []
+        self.ever_caught_up = False
+        self.recorded: list[Pdu] = []  # the store has them, the destination was not told yet
+        self.wanted: Wanted | None = None
+        self.page: Page | None = None
+
+    # --- what comes in ---
+
+    @rule(room=st.sampled_from(["r1", "r2", None]), gap=st.integers(1, 3), parts=st.integers(1, 3))
+    def fact(self, room: str | None, gap: int, parts: int) -> None:
+        self.token += gap
+        for part in range(parts):
+            pdu = Pdu(Order(self.token, part), room, f'"f{self.token}.{part}"')
+            self.sent_facts[pdu.body] = (pdu.order, room)
+            self.shelf.facts[pdu.order] = pdu
+            self.recorded.append(pdu)
+
+    @rule()
+    def facts_are_accepted(self) -> None:
+        """The store has had them for a while: it may have been read since."""
+        for pdu in self.recorded:
+            self.destination.enqueue(pdu)
+            assert not self.destination.enqueue(pdu), "queued twice"
+        self.recorded.clear()
+
+    @rule(key=st.sampled_from(["k", None]))
+    def durable_edu(self, key: str | None) -> None:
+        body = f'"d{len(self.durable)}"'
+        self.durable[body] = key
+        self.shelf.add_edu(key, body)
+        self.destination.expect_edus()
+
+    @rule(key=st.sampled_from(["typing", "receipt", None]), size=st.integers(1, 80))
+    def droppable_edu(self, key: str | None, size: int) -> None:
+        self.destination.enqueue_edu(Edu('"' + "e" * size + '"', key))
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 25.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def wake(self) -> None:
+        self.destination.wake(self.now)
+
+    # --- the visit of a worker, step by step ---
+
+    @precondition(lambda self: self.due() and self.destination.wants)
+    @rule()
+    def load_begins(self) -> None:
+        self.wanted = self.destination.load()
+        self.page = None
+
+    @precondition(lambda self: self.destination.phase is Phase.LOADING and self.page is None)
+    @rule()
+    def store_is_read(self) -> None:
+        assert self.wanted is not None
+        self.page = self.shelf.page(self.wanted, self.terms.pdus)
+
+    @precondition(lambda self: self.destination.phase is Phase.LOADING and self.page is not None)
+    @rule()
+    def load_ends(self) -> None:
+        assert self.wanted is not None and self.page is not None
+        self.destination.loaded(self.page, self.wanted)
+
+    @precondition(lambda self: self.due() and not self.destination.wants)
+    @rule()
+    def begin(self) -> None:
+        before = self.destination.serial
+        if not self.destination.begin(int(self.now * 1000)):
+            return
+        made = self.destination.transaction
+        assert made is not None
+        with pytest.raises(LocalProtocolError):
+            self.destination.begin(0)  # never two in flight
+        self.check_limits(made)
+        if not self.destination.written:
+            assert made.serial == before + 1
+            self.shelf.write(self.destination, None, None)
+            self.destination.written = True
+        assert self.shelf.transaction == made, "what is sent is not what was written down"
+
+    @precondition(lambda self: self.destination.phase is Phase.SENDING)
+    @rule()
+    def answer_is_good(self) -> None:
+        self.server_takes()
+        done = self.destination.succeeded()
+        self.shelf.write(self.destination, None, done)
+
+    @precondition(lambda self: self.destination.phase is Phase.SENDING)
+    @rule(
+        taken=st.booleans(),
+        refused=st.booleans(),
+        chance=st.floats(0, 1, exclude_max=True),
+        at_least=st.sampled_from([0.0, 7.0, 500.0]),
+    )
+    def answer_is_bad(self, taken: bool, refused: bool, chance: float, at_least: float) -> None:
+        if taken and not refused:
+            self.server_takes()  # and the answer was lost
+        sent = self.destination.transaction
+        given_up = self.destination.failed(self.now, chance, at_least=at_least, refused=refused)
+        self.shelf.write(self.destination, None if given_up else sent, given_up)
+        assert self.destination.retry_at is not None
+        pause = self.destination.retry_at - self.now
+        interval = BACKOFF.interval(self.destination.failures)
+        assert interval * (1 - BACKOFF.jitter) <= pause <= BACKOFF.most
+        assert pause <= max(interval, min(at_least, BACKOFF.most))
+        assert self.destination.due(self.now) == self.destination.retry_at
+        assert self.destination.catching_up or interval <= self.terms.catch_up_after
+        if given_up is not None:
+            assert refused and self.destination.catching_up
+            self.given_up.append(given_up)
+
+    @rule(
+        ends=st.lists(st.sampled_from(["good", "lost", "failed", "refused"]), min_size=1, max_size=5),
+        meanwhile=st.sampled_from(["", "recorded", "accepted", "edu"]),
+        wait=st.booleans(),
+    )
+    def visits(self, ends: list[str], meanwhile: str, wait: bool) -> None:
+        """Whole visits at once, so that long stories are told in few steps."""
+        for end in ends:
+            if wait and self.destination.retry_at is not None:
+                self.now = max(self.now, self.destination.retry_at)
+            if not self.due():
+                return
+            if self.destination.wants:
+                self.load_begins()
+                if meanwhile == "recorded":
+                    self.fact("r1", 1, 1)
+                self.store_is_read()
+                if meanwhile == "accepted":
+                    self.fact("r2", 1, 1)
+                    self.facts_are_accepted()
+                elif meanwhile == "edu":
+                    self.durable_edu(None)
+                self.load_ends()
+            while self.destination.wants:
+                self.load_begins()
+                self.store_is_read()
+                self.load_ends()
+            self.begin()
+            if self.destination.phase is Phase.SENDING and end == "good":
+                self.answer_is_good()
+            elif self.destination.phase is Phase.SENDING:
+                self.answer_is_bad(end == "lost", end == "refused", 0.5, 0.0)
+
+    @rule(taken=st.booleans())
+    def killed(self, taken: bool) -> None:
+        if taken and self.destination.phase is Phase.SENDING:
+            self.server_takes()
+        self.memory = Memory(MEMORY)
+        self.recorded.clear()
+        standing = self.shelf.standing(self.now)
+        self.destination = Destination("a.example", self.terms, self.memory, self.now, standing)
+
+    # --- what must hold ---
+
+    def due(self) -> bool:
+        due = self.destination.due(self.now)
+        return due is not None and due <= self.now
+
+    def server_takes(self) -> None:
+        made = self.destination.transaction
+        assert made is not None
+        if made.id in self.taken:
+            assert self.taken[made.id] == made, "one id, two contents"
+        self.taken[made.id] = made
+
+    def check_limits(self, made: Transaction) -> None:
+        assert made.pdus or made.edus
+        assert len(made.pdus) <= self.terms.pdus and len(made.edus) <= self.terms.edus
+        bodies = [*made.pdus, *made.edus]
+        assert len(bodies) == 1 or sum(map(len, bodies)) <= self.terms.transaction_bytes
+
+    @invariant()
+    def facts_come_once_and_in_order(self) -> None:
+        if not hasattr(self, "taken"):
+            return
+        bodies = [body for made in self.taken.values() for body in made.pdus]
+        orders = [self.sent_facts[body][0] for body in bodies]
+        assert orders == sorted(set(orders)), "out of order, or twice under two ids"
+
+    @invariant()
+    def memory_is_bounded_and_given_back(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        d = self.destination
+        assert self.memory.held >= 0
+        if d.phase is Phase.RESTING and d.retry_at is not None and d.retry_at > self.now:
+            queued = sum(edu.size for edu in d._edus.values())
+            assert self.memory.held == queued, "a destination that backs off holds facts in memory"
+        assert len(d._pdus) <= max(self.terms.queue_pdus, self.terms.pdus)
+        assert len(d._edus) <= self.terms.queue_edus
+
+    def teardown(self) -> None:
+        if not hasattr(self, "destination"):
+            return
+        if self.destination.phase is Phase.SENDING:
+            self.answer_is_good()
+        elif self.destination.phase is Phase.LOADING:
+            self.killed(False)
+        self.facts_are_accepted()
+        ever_superseded = self.shelf.supersede
+        for _ in range(2000):
+            self.now += 100
+            if not self.destination.has_work:
+                break
+            if self.destination.wants:
+                self.load_begins()
+                self.store_is_read()
+                self.load_ends()
+            else:
+                self.begin()
+                if self.destination.phase is Phase.SENDING:
+                    self.answer_is_good()
+        assert not self.destination.has_work and not self.destination.catching_up
+        assert not self.shelf.facts and not self.shelf.edus and self.shelf.transaction is None
+        assert self.memory.held == 0
+        for made in self.given_up:
+            for other in self.taken.values():
+                assert other.id == made.id or not set(made.pdus) & set(other.pdus), "given up, and sent again"
+        got = {body for made in [*self.taken.values(), *self.given_up] for body in made.pdus}
+        last = {room: order for order, room in self.sent_facts.values() if room is not None}
+        for body, (order, room) in self.sent_facts.items():
+            if body not in got:
+                assert ever_superseded and room is not None and order < last[room], f"{body} is lost"
+        got_edus = {body for made in [*self.taken.values(), *self.given_up] for body in made.edus}
+        newest = {key: body for body, key in self.durable.items() if key is not None}
+        for body, key in self.durable.items():
+            assert body in got_edus or (key is not None and newest[key] != body), f"{body} is lost"
+
+
+DestinationModel.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestDestinationModel = DestinationModel.TestCase
+
+
+def deliver(destination: Destination) -> Transaction:
+    """One good visit of a destination that needs nothing from the store."""
+    assert destination.begin(0)
+    return destination.succeeded()
+
+
+def test_a_keyed_update_takes_the_place_of_the_one_before_and_keeps_its_turn() -> None:
+    memory = Memory(10_000)
+    destination = Destination("a.example", Terms(), memory, 0.0)
+    for key, body in (("t1", '"on"'), ("t2", '"on"'), (None, '"x"'), (None, '"x"'), ("t1", '"off"')):
+        destination.enqueue_edu(Edu(body, key))
+    assert deliver(destination).edus == ('"off"', '"on"', '"x"', '"x"')
+    assert memory.held == 0
+
+
+def test_only_droppable_updates_are_dropped_and_the_oldest_first() -> None:
+    terms = Terms(queue_edus=2, edus=10)
+    destination = Destination("a.example", terms, Memory(10_000), 0.0)
+    destination.expect_edus()
+    for number in range(4):
+        destination.enqueue_edu(Edu(f'"{number}"'))
+    wanted = destination.load()
+    destination.loaded(Page(edus=(Edu('"kept"', number=7),)), wanted)
+    assert deliver(destination).edus == ('"kept"', '"2"', '"3"')
+    assert destination.dropped == 2
+
+
+def test_a_full_memory_sends_facts_to_the_store_and_not_away() -> None:
+    memory = Memory(1)
+    destination = Destination("a.example", Terms(), memory, 0.0)
+    destination.enqueue(Pdu(Order(1, 0), None, '"1"'))
+    destination.enqueue(Pdu(Order(2, 0), None, '"2"'))
+    assert deliver(destination).pdus == ('"1"',)
+    assert destination.wants is not None
+    assert destination.wants.pdus
+
+
+def test_one_body_counts_once_however_many_hold_it() -> None:
+    memory = Memory(1 << 20)
+    many = [Destination(f"{number}.example", Terms(), memory, 0.0) for number in range(1000)]
+    pdu = Pdu(Order(1, 0), None, '"' + "x" * 1000 + '"')
+    for destination in many:
+        destination.enqueue(pdu)
+    assert memory.held == pdu.size
+    for destination in many:
+        deliver(destination)
+    assert memory.held == 0
+
+
+def test_facts_that_stand_in_for_one_are_not_parted() -> None:
+    destination = Destination("a.example", Terms(pdus=3), Memory(10_000), 0.0, Standing(outstanding=True))
+    wanted = destination.load()
+    stand_ins = [Pdu(Order(2, 0), "r2", f'"end{n}"', substituted=True) for n in range(2)]
+    own = [Pdu(Order(1, 0), "r1", '"1"'), *stand_ins, Pdu(Order(3, 0), "r3", '"3"')]
+    destination.loaded(Page(pdus=tuple(own)), wanted)
+    first = deliver(destination)
+    assert (first.pdus, first.upto, first.substituted) == (('"1"', '"end0"', '"end1"'), Order(2, 0), True)
+    assert (deliver(destination).pdus, destination.success) == (('"3"',), Order(3, 0))
+
+
+def test_equal_content_twice_is_two_transactions() -> None:
+    destination = Destination("a.example", Terms(), Memory(10_000), 0.0)
+    ids = set()
+    for _ in range(3):
+        destination.enqueue_edu(Edu('"typing"', "k"))
+        ids.add(deliver(destination).id)
+    assert len(ids) == 3
+
+
+def test_waking_while_a_probe_is_under_way_makes_its_failure_count_as_the_first() -> None:
+    destination = Destination(
+        "a.example", Terms(backoff=BACKOFF), Memory(10_000), 0.0, Standing(failures=9, retry_in=9)
+    )
+    destination.enqueue(Pdu(Order(1, 0), None, "1"))
+    assert destination.due(0.0) == 9.0
+    destination.begin(0)
+    destination.wake(5.0)
+    destination.failed(6.0, 0.0)
+    assert (destination.failures, destination.retry_at) == (1, 7.0)

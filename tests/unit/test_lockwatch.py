@@ -79,6 +79,13 @@ def test_reservation_locked_late_does_not_pull_the_position_back() -> None:
     assert fed(watch, 21, Hold("r", bound=10)) == 20
 
 
+def test_reservation_that_another_session_takes_over_keeps_its_old_bound() -> None:
+    watch = LockWatch(published=0)
+    fed(watch, 6, Hold("w:5", bound=5))
+    fed(watch, 100, Hold("w:5", bound=5))
+    assert fed(watch, 101, Hold("c:5", bound=5)) == 5
+
+
 def test_known_writer_holds_back_only_itself_and_an_unknown_holder_everybody() -> None:
     watch = LockWatch(published=0)
     names = ("A", "B")

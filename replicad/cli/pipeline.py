@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -66,10 +65,10 @@ def run(config: Path, database: str | None, trigger: str | None, spark_log: Path
     from replicad.spark.session import build_session
 
     loaded = load_config(config, database=url, trigger=trigger)
-    with _stop_on_signals() as stop:
+    with _stop_on_signals() as asked_to_stop:
         session = build_session(f"replicad {loaded.name}", log_file=spark_log)
         try:
-            result = pipeline.run(loaded, session, until=lambda _: stop.is_set())
+            result = pipeline.run(loaded, session, until=lambda _: asked_to_stop())
         finally:
             session.stop()
     click.echo(as_json_line(asdict(result)) if as_json else summary(result))
@@ -85,18 +84,26 @@ def summary(result: PipelineResult) -> str:
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    """An event that the first SIGTERM or SIGINT sets; a second one ends the program at once."""
-    stop = threading.Event()
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and SIGINT end what is starting at once; after the first call of the function that this yields, they
+    make it return True. A second signal ends the program in any case.
+    """
+    gently = wanted = False
 
     def handle(_number: int, _frame: object) -> None:
-        if stop.is_set():
+        nonlocal wanted
+        if wanted or not gently:
             raise KeyboardInterrupt
-        stop.set()
+        wanted = True
+
+    def asked_to_stop() -> bool:
+        nonlocal gently
+        gently = True
+        return wanted
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield stop
+        yield asked_to_stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -16,6 +16,24 @@ from replicad.postgres.schema import script
 
 _numbers = itertools.count(1)
 
+# A new database for each test would cost ten times as much.
+CLEAN = """
+DO $$
+DECLARE
+    folder name;
+BEGIN
+    PERFORM pg_terminate_backend(pid) FROM pg_stat_activity
+        WHERE datname = current_database() AND state LIKE '%in transaction%' AND pid <> pg_backend_pid();
+    PERFORM tube.tube_ensure_absent(tube) FROM tube.tube_registry;
+    FOR folder IN SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' AND nspname NOT IN ('tube', 'information_schema')
+    LOOP
+        EXECUTE format('DROP SCHEMA %I CASCADE', folder);
+    END LOOP;
+    CREATE SCHEMA public;
+END
+$$
+"""
+
 Pod = tuple[str, int, list[int]]  # op, shard, ids
 
 
@@ -38,30 +56,23 @@ def psql_script() -> Callable[[str, str], str]:
 
 
 @pytest.fixture(scope="session")
-def tube_template(postgres_url: str) -> Iterator[str]:
-    """Name of a database with the tube part in schema `tube`, to be copied."""
-    name = f"test_{os.getpid()}_tube_template"
+def tube_url(postgres_url: str) -> Iterator[str]:
+    """URL of a database with the tubes installed, shared by all tests of a run; `db` leaves it as it found it."""
+    name = f"test_{os.getpid()}_tube"
     assert run_psql(postgres_url, f"CREATE DATABASE {name}").returncode == 0
-    done = run_psql(_in_database(postgres_url, name), script("tube", "tube", "up"))
+    url = urlunsplit(urlsplit(postgres_url)._replace(path=f"/{name}"))
+    done = run_psql(url, script("tube", "tube", "up"))
     assert done.returncode == 0, done.stderr
-    yield name
-    assert run_psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)").returncode == 0
-
-
-@pytest.fixture
-def tube_url(postgres_url: str, tube_template: str) -> Iterator[str]:
-    """URL of a fresh database with the tubes installed, dropped after the test."""
-    name = f"test_{os.getpid()}_tube_{next(_numbers)}"
-    assert run_psql(postgres_url, f"CREATE DATABASE {name} TEMPLATE {tube_template}").returncode == 0
-    yield _in_database(postgres_url, name)
+    yield url
     assert run_psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)").returncode == 0
 
 
 @pytest.fixture
 async def db(tube_url: str) -> AsyncIterator[Database]:
-    """A pool of 12 connections to a fresh database with the tubes installed."""
+    """A pool of 12 connections to a database that holds nothing but the tubes' SQL, in schema `tube`."""
     async with open_database(tube_url, size=12, application_name="replicad test") as opened:
         yield opened
+        await opened.execute(CLEAN)
 
 
 @pytest.fixture
@@ -87,6 +98,3 @@ def explain(db: Database) -> Callable[[str], Awaitable[str]]:
 
     return read
 
-
-def _in_database(url: str, name: str) -> str:
-    return urlunsplit(urlsplit(url)._replace(path=f"/{name}"))

@@ -62,6 +62,8 @@ DECLARE
 BEGIN
     IF expression IS NULL THEN
         RETURN;
+    ELSIF btrim(expression) = '' THEN
+        PERFORM tube_refuse('RT005', format('the %s for table %s is empty', what, tbl), 'leave it out, or say NULL');
     END IF;
     BEGIN
         PERFORM set_config('search_path', their_path, true);

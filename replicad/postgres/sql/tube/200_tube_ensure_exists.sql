@@ -89,15 +89,20 @@ BEGIN
             WHERE r.tube = tube_ensure_exists.tube AND (r.partitions, r.predicate, r.path)
                 IS DISTINCT FROM (tube_ensure_exists.partitions, tube_ensure_exists.predicate, safe);
     END IF;
-    PERFORM tube_index_ensure(tube, partitions);
-    PERFORM tube_touch_ensure(tube);
-    PERFORM tube_trigger_ensure(tube, NULL, NULL, '{}');
     FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
         WHERE x.tube = tube_ensure_exists.tube AND x.tbl = x.root
     LOOP
         PERFORM tube_check_expression(a.tbl, 'predicate', predicate, safe);
         PERFORM tube_trigger_ensure(tube, a.predicate, a.routing, a.path);
     END LOOP;
+    BEGIN
+        PERFORM tube_trigger_ensure(tube, NULL, NULL, '{}');
+    EXCEPTION WHEN syntax_error THEN
+        PERFORM tube_refuse('RT005', format('the predicate %L is not SQL: %s', predicate, split_part(SQLERRM, E'\n', 1)),
+            'write SQL on the columns that the attached tables have in common');
+    END;
+    PERFORM tube_index_ensure(tube, partitions);
+    PERFORM tube_touch_ensure(tube);
 END
 $$;
 COMMENT ON FUNCTION tube_ensure_exists(text, integer, text, name[]) IS 'Creates a tube, or alters it to be as asked';

@@ -22,8 +22,8 @@ BEGIN
             WHEN i.atttypid IS NULL THEN 'it has no column called id'
             WHEN i.atttypid NOT IN ('int2'::regtype, 'int4'::regtype, 'int8'::regtype) THEN
                 format('its id is %s and not bigint', format_type(i.atttypid, i.atttypmod))
-            WHEN a.root <> tube_check_table.tbl THEN format('it is attached through %s', a.root)
             WHEN c.oid <> tube_check_table.tbl AND a.root = a.tbl THEN 'it is attached by itself'
+            WHEN a.root <> tube_check_table.tbl THEN format('it is attached through %s', a.root)
             WHEN NOT has_table_privilege(f.proowner, c.oid, 'SELECT') THEN
                 format('%s, who owns these functions, may not read it', f.proowner::regrole)
         END || CASE WHEN c.oid <> tube_check_table.tbl THEN format(' (partition %s)', c.oid::regclass) ELSE '' END

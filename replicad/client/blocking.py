@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ssl
 import threading
+import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Generic, Self, TypeVar, Unpack, cast
 from replicad.client.backoff import Backoff
 from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.pods import Pod, parse_pods
-from replicad.client.pursuit import FollowOptions, Pursuit
+from replicad.client.pursuit import FollowOptions, FollowWishes, Pursuit
 from replicad.client.refusals import concerns_one_request
 from replicad.client.requests import Bounds, Extent, Introduction, ack_requests, ask, ask_for_pods, park_request
 from replicad.client.sockets import SocketLink, Target, open_link
@@ -162,26 +163,26 @@ class BlockingClient:
 
     def follow(
         self,
-        streams: Mapping[str, str | None],
+        streams: Mapping[str, str | None] | None,
         linear: bool = False,
         *,
-        after_reset: str = "EARLIEST",
-        patience: float | None = None,
-        first_patience: float | None = 10.0,
         also: Collection[type] = (),
         backoff: Backoff | None = None,
+        **wishes: Unpack[FollowWishes],
     ) -> BlockingFollower:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
+        `streams` None: every stream from `begin`, and those that are added later, from where they stand then.
+
         Iterate over it for RowBatch and Reset events, and for those of the types in `also`: PositionMoved, Connected,
-        Disconnected, and the commands RemoteServerUp and LockReleased. `backoff` decides how long to wait between two
-        tries to connect; the other arguments are those of FollowOptions.
+        Disconnected, StreamsChanged, and the commands RemoteServerUp and LockReleased. `backoff` decides how long to
+        wait between two tries to connect; for the wishes see FollowOptions.
 
         Raises:
             BadToken: a token is none.
         """
-        options = FollowOptions(linear, after_reset, patience, first_patience, self._target.answer_timeout)
-        return BlockingFollower(self._target, Pursuit(streams, options, backoff), also)
+        options = FollowOptions(linear, answer_timeout=self._target.answer_timeout, **wishes)
+        return BlockingFollower(self._target, Pursuit(streams, options, backoff, now=time.monotonic), also)
 
     # --- tubes ---
 

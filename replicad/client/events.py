@@ -68,4 +68,8 @@ class Disconnected(NamedTuple):
     retry_in: float
 
 
-Event = RowBatch | PositionMoved | Reset | Gap | Connected | Disconnected
+class StreamsChanged(NamedTuple):
+    """Told to whoever follows every stream: some were added, and are followed from here on, or removed."""
+
+    added: tuple[str, ...]
+    gone: tuple[str, ...]

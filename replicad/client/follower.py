@@ -79,8 +79,13 @@ class Follower:
         Raises:
             BadToken: the token is none of these.
         """
+        self.drop(stream)
         self._streams[stream] = StreamProgress(stream, token, linear=linear)
-        self._lanes = {prefix: lane for prefix, lane in self._lanes.items() if lane.stream != stream}
+
+    def drop(self, stream: str) -> None:
+        """Follow a stream no longer; its rows, should any come, are passed over."""
+        self._streams.pop(stream, None)
+        self._forget_lanes(stream)
 
     def streams(self) -> list[str]:
         """The streams that are wanted, in the order in which they were asked for."""
@@ -254,6 +259,9 @@ class Follower:
             return
         progress.answered = True
         if progress.set_writers(told.epoch, dict(told.numbers)):
-            self._lanes = {prefix: lane for prefix, lane in self._lanes.items() if lane.stream != told.stream}
+            self._forget_lanes(told.stream)
             progress.live = False
             yield Reset(told.stream, None, None, "epoch")
+
+    def _forget_lanes(self, stream: str) -> None:
+        self._lanes = {prefix: lane for prefix, lane in self._lanes.items() if lane.stream != stream}

@@ -6,11 +6,12 @@ stands what a refusal, a gap or a lost connection means for the subscriptions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, Reset
+from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged
 from replicad.client.follower import BatchLimits, Follower
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
 from replicad.client.steps import Connect, Receive, Send, Sleep, Steps
@@ -23,12 +24,13 @@ from replicad.errors import (
     TokenAhead,
     TokenExpired,
 )
-from replicad.protocol.commands import Command, Error, Replicate
+from replicad.protocol.commands import Command, Error, Replicate, Streams
 from replicad.protocol.connection import Connection
 
 FOREVER = float("inf")  # between two rows of a quiet stream nothing but PINGs comes
 REFUSALS = 8  # in a row of what was accepted before, some 20 s: a daemon may have just started, or be behind another
 FIRST_REFUSALS = 4  # of a caller's token that lies ahead, about a second: the daemon may be some polls behind another
+LOOK_INTERVAL = 10.0  # seconds between two looks at which streams there are, for who follows all of them
 GAPS = 3  # in a row: one may be chance, but a server that leaves one every time would have us reconnect for ever
 
 
@@ -36,7 +38,8 @@ GAPS = 3  # in a row: one may be chance, but a server that leaves one every time
 class FollowOptions:
     """How streams are followed. Times in seconds.
 
-    `linear`: rows in strictly ascending order over all writers. `after_reset`: where a stream begins again whose
+    `linear`: rows in strictly ascending order over all writers. `begin`: where streams begin that were not named, NOW
+    or EARLIEST. `after_reset`: where a stream begins again whose
     token the server no longer takes, EARLIEST (nothing that still exists is lost, rows may come again) or NOW.
     `patience`: how long to wait in all for a connection that was lost before the error is raised (None: for ever),
     `first_patience` the same for the first one. `answer_timeout`: how long the server may take to accept a
@@ -44,11 +47,21 @@ class FollowOptions:
     """
 
     linear: bool = False
+    begin: str = "NOW"
     after_reset: str = "EARLIEST"
     patience: float | None = None
     first_patience: float | None = 10.0
     answer_timeout: float = 60.0
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
+
+
+class FollowWishes(TypedDict, total=False):
+    """The FollowOptions that `follow` of both clients takes by name."""
+
+    begin: str
+    after_reset: str
+    patience: float | None
+    first_patience: float | None
 
 
 class _GapFound(ConnectionLost):
@@ -58,18 +71,31 @@ class _GapFound(ConnectionLost):
 
 
 class Pursuit:
-    """Follows `streams`, a token (see `Follower.want`) for each. `steps` is for one driver, once."""
+    """Follows `streams`, a token (see `Follower.want`) for each; None: every stream there is, or will be.
+
+    `now` is a monotonic clock in seconds. `steps` is for one driver, once.
+    """
 
     def __init__(
-        self, streams: Mapping[str, str | None], options: FollowOptions | None = None, backoff: Backoff | None = None
+        self,
+        streams: Mapping[str, str | None] | None,
+        options: FollowOptions | None = None,
+        backoff: Backoff | None = None,
+        *,
+        now: Callable[[], float],
     ) -> None:
         """Raises BadToken where a token is none."""
         self._options = options or FollowOptions()
+        self._now = now
         self._backoff = backoff or Backoff()
         self.follower = Follower(self._options.batch_limits)
-        for stream, token in streams.items():
+        for stream, token in (streams or {}).items():
             self.follower.want(stream, token, linear=self._options.linear)
         self._accepted: set[str] = set()  # streams of which the server took our token at least once
+        self._every = streams is None
+        self._looked = False  # which streams there are is known
+        self._next_look = 0.0
+        self._names: tuple[str, ...] | None = None  # what the server answered
         self._connection: Connection
         self._asking: str | None = None  # the stream whose subscription is not answered yet
         self._refused: ReplicadError | None = None
@@ -96,8 +122,7 @@ class Pursuit:
         connected: tuple[Connection, str] = yield Connect()
         self._connection, server_name = connected
         self.follower.new_connection()
-        for stream in self.follower.streams():
-            yield from self._subscribe(stream)
+        yield from self._subscribe_all()
         self._refusals = 0
         yield Connected(server_name)
         yield from self._take((yield Receive(FOREVER)))
@@ -105,7 +130,39 @@ class Pursuit:
         self._waited = 0.0
         self._gaps = 0
         while True:
-            yield from self._take((yield Receive()))
+            if self._every and self._now() >= self._next_look:
+                yield from self._subscribe_all()
+            yield from self._take((yield Receive(FOREVER)))
+
+    def _subscribe_all(self) -> Steps[None]:
+        """Subscribe to what is wanted and not subscribed to; for who follows every stream, look which there are."""
+        changed: StreamsChanged | None = None
+        if self._every:
+            changed = yield from self._look()
+        for stream in self.follower.streams():
+            if not self.follower.answered(stream):
+                yield from self._subscribe(stream)
+        if changed is not None:
+            yield changed
+
+    def _look(self) -> Steps[StreamsChanged | None]:
+        self._names = None
+        yield Send((Streams(),))
+        within: float | None = self._options.answer_timeout
+        while self._names is None:
+            yield from self._take((yield Receive(within)))
+            within = None
+        self._next_look = self._now() + LOOK_INTERVAL
+        known = self.follower.streams()
+        added = tuple(name for name in self._names if name not in known)
+        gone = tuple(name for name in known if name not in self._names)
+        for name in gone:
+            self.follower.drop(name)
+        for name in added:
+            begin = "NOW" if self._looked else self._options.begin
+            self.follower.want(name, begin, linear=self._options.linear)
+        first, self._looked = not self._looked, True
+        return StreamsChanged(added, gone) if (added or gone) and not first else None
 
     def _subscribe(self, stream: str) -> Steps[None]:
         """Ask for the stream until the server takes its token or its reset."""
@@ -133,6 +190,9 @@ class Pursuit:
 
     def _understand(self, line: bytes) -> Command | None:
         command = self._connection.understand(line)
+        if isinstance(command, Streams):
+            self._names = command.names
+            return None
         if not isinstance(command, Error):
             return command
         error = refusal(command.text)
@@ -176,6 +236,6 @@ class Pursuit:
         if self._asking is None:
             return True  # something about a stream that we follow: subscribing again will tell what
         self._refusals += 1
-        if self._asking in self._accepted:
+        if self._every or self._asking in self._accepted:
             return self._refusals <= REFUSALS
         return isinstance(error, TokenAhead) and self._refusals < FIRST_REFUSALS

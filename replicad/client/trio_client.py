@@ -17,7 +17,7 @@ import trio
 from replicad.client.backoff import Backoff
 from replicad.client.events import Reset, RowBatch
 from replicad.client.pods import Pod, parse_pods
-from replicad.client.pursuit import FollowOptions, Pursuit
+from replicad.client.pursuit import FollowOptions, FollowWishes, Pursuit
 from replicad.client.refusals import concerns_one_request
 from replicad.client.requests import Bounds, Extent, Introduction, ack_requests, ask, ask_for_pods, park_request
 from replicad.client.sockets import Target
@@ -103,26 +103,28 @@ class TrioClient:
 
     def follow(
         self,
-        streams: Mapping[str, str | None],
+        streams: Mapping[str, str | None] | None,
         linear: bool = False,
         *,
-        after_reset: str = "EARLIEST",
-        patience: float | None = None,
-        first_patience: float | None = 10.0,
         also: Collection[type] = (),
         backoff: Backoff | None = None,
+        **wishes: Unpack[FollowWishes],
     ) -> TrioFollower:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
-        Iterate over it (`async for`) for RowBatch and Reset events, and for those of the types in `also`:
-        PositionMoved, Connected, Disconnected, and the commands RemoteServerUp and LockReleased. `backoff` decides how
-        long to wait between two tries to connect; the other arguments are those of FollowOptions.
+        `streams` None: every stream from `begin`, and those that are added later, from where they stand then.
+
+        Iterate over it for RowBatch and Reset events, and for those of the types in `also`: PositionMoved, Connected,
+        Disconnected, StreamsChanged, and the commands RemoteServerUp and LockReleased. `backoff` decides how long to
+        wait between two tries to connect; for the wishes see FollowOptions.
 
         Raises:
             BadToken: a token is none.
         """
-        options = FollowOptions(linear, after_reset, patience, first_patience, self._target.answer_timeout)
-        return TrioFollower(self._target, self._nursery, Pursuit(streams, options, backoff), also)
+        options = FollowOptions(linear, answer_timeout=self._target.answer_timeout, **wishes)
+        return TrioFollower(
+            self._target, self._nursery, Pursuit(streams, options, backoff, now=trio.current_time), also
+        )
 
     # --- tubes ---
 

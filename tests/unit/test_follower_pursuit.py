@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, Gap, Reset, RowBatch
-from replicad.client.pursuit import FIRST_REFUSALS, GAPS, REFUSALS, FollowOptions, Pursuit
+from replicad.client.events import Connected, Disconnected, Gap, Reset, RowBatch, StreamsChanged
+from replicad.client.pursuit import FIRST_REFUSALS, GAPS, LOOK_INTERVAL, REFUSALS, FollowOptions, Pursuit
 from replicad.client.steps import Connect, Receive, Send, Sleep
 from replicad.errors import (
     BadToken,
@@ -80,11 +79,9 @@ class Drive:
             step = steps.throw(error) if error else steps.send(answer)
 
 
-def following(
-    *streams: str, chance: Callable[[], float] = lambda: 1.0, token: str | None = None, **options: Any
-) -> Drive:
+def following(*streams: str, token: str | None = None, **options: Any) -> Drive:
     wanted = dict.fromkeys(streams or ("events",), token)
-    return Drive(Pursuit(wanted, FollowOptions(**options), Backoff(first=1, cap=8, chance=chance)))
+    return Drive(Pursuit(wanted, FollowOptions(**options), Backoff(1, 8, lambda: 1.0), now=lambda: 0.0))
 
 
 def test_streams_are_subscribed_to_one_after_the_other_and_rows_that_come_meanwhile_are_handed_over() -> None:
@@ -259,6 +256,59 @@ def test_a_server_that_leaves_the_same_gap_every_time_is_found_out() -> None:
         drive.say(gap, *[answer] * GAPS)
 
 
+# --- every stream ---
+
+
+class Clock:
+    time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def following_all(clock: Clock, begin: str = "NOW") -> Drive:
+    return Drive(Pursuit(None, FollowOptions(begin=begin), Backoff(1, 8, lambda: 1.0), now=clock))
+
+
+def test_who_names_no_stream_gets_every_stream_and_those_that_come_later() -> None:
+    clock = Clock()
+    drive = following_all(clock, "EARLIEST")
+    drive.say("STREAMS caches events\n", accepted("caches"), accepted("events"), "PING 1\n")
+    assert drive.asked == ["STREAMS", "REPLICATE caches EARLIEST", "REPLICATE events EARLIEST"]
+
+    clock.time = LOOK_INTERVAL - 1
+    drive.say("PING 2\n")
+    assert len(drive.asked) == 3
+    clock.time = LOOK_INTERVAL
+    events = drive.say("PING 3\n", "RDATA events w1 6 [1]\nSTREAMS audit caches events\n", accepted("audit"))
+    assert drive.asked[3:] == ["STREAMS", "REPLICATE audit NOW"]
+    told = [event for event in events if isinstance(event, RowBatch | StreamsChanged)]
+    assert told == [RowBatch("events", "w1", 6, ["[1]"]), StreamsChanged(("audit",), ())]
+
+
+def test_after_a_loss_the_streams_that_are_gone_are_left_out_and_the_others_resumed() -> None:
+    drive = following_all(Clock())
+    drive.say("STREAMS caches events\n", accepted("caches"), accepted("events"), "PING 1\n")
+    removed = "ERROR stream_refused: stream caches is no longer served: it was removed\n"
+    events = drive.say(removed, "STREAMS events new\n", accepted("events"), accepted("new"))
+    assert StreamsChanged(("new",), ("caches",)) in events
+    assert drive.asked[3:] == ["STREAMS", f"REPLICATE events {EPOCH}!5", "REPLICATE new NOW"]
+
+
+def test_a_stream_that_goes_between_the_list_and_the_subscription_is_no_error() -> None:
+    drive = following_all(Clock())
+    drive.say("STREAMS caches events\n", "ERROR unknown_stream: no\n", "STREAMS events\n", accepted("events"))
+    assert drive.asked[2:] == ["STREAMS", "REPLICATE events NOW"]
+
+
+def test_no_stream_at_all_is_waited_for() -> None:
+    clock = Clock()
+    drive = following_all(clock)
+    drive.say("STREAMS\n", "PING 1\n")
+    clock.time = LOOK_INTERVAL
+    assert StreamsChanged(("events",), ()) in drive.say("PING 2\n", "STREAMS events\n", accepted())
+
+
 # --- the rest ---
 
 
@@ -269,4 +319,4 @@ def test_what_the_server_relays_to_everybody_is_handed_over() -> None:
 
 def test_a_token_that_is_none_is_refused_before_anything_is_connected() -> None:
     with pytest.raises(BadToken):
-        Pursuit({"events": "yesterday"})
+        Pursuit({"events": "yesterday"}, now=lambda: 0.0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamsChanged
 from replicad.errors import (
     BadToken,
     ConnectionLost,
@@ -28,7 +28,7 @@ from replicad.protocol.commands import Part
 from replicad.protocol.connection import Timing
 
 from .conftest import MakeClient, wait_until
-from .fake import FakeDaemon, World
+from .fake import FakeDaemon, FakeStream, World
 from .proxy import FaultProxy
 
 QUICK = Timing(ping_interval=0.05, peer_timeout=0.25, line_timeout=30)
@@ -203,6 +203,21 @@ def test_what_else_is_asked_for_is_handed_over_too(fake: FakeDaemon, world: Worl
         assert take(follower, 2) == [PositionMoved("events", "w1", 0), PositionMoved("events", "w1", 1)]
         client.send(c.RemoteServerUp("a.org"))
         assert next(follower) == c.RemoteServerUp("a.org")
+
+
+def test_every_stream_is_followed_where_none_is_named(
+    fake: FakeDaemon, world: World, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.client.pursuit.LOOK_INTERVAL", 0.0)
+    write_facts(world, random.Random(3), 20)
+    facts = sum(len(stream.facts) for stream in world.streams.values())
+    with make_client(fake.port).follow(None, begin="EARLIEST", also=(StreamsChanged,)) as follower:
+        check(world, take(follower, facts))
+        world.streams["later"] = FakeStream()
+        fake.say("PING 1")
+        assert next(follower) == StreamsChanged(("later",), ())
+        world.commit("later", "w1", "[1]")
+        assert next(follower) == RowBatch("later", "w1", 1, ["[1]"])
 
 
 # --- what is raised ---

@@ -1,7 +1,7 @@
 """Registers the data source `replicad` by being installed: PySpark imports every top-level module named `pyspark_*`.
 
-One such module that fails to import would switch all of them off without a word, so this one never fails: where something is
-missing it defines nothing, and `replicad.spark.register(spark)` says what.
+One such module that fails to import would switch all of them off without a word, so this one never fails: where
+something is missing it defines nothing, and `replicad.spark.register(spark)` says what.
 """
 
 try:

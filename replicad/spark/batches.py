@@ -1,6 +1,7 @@
 """One micro-batch of a pipeline, on the driver: run its tasks, commit it downstream, collect garbage, count.
 
-Called by Spark's `foreachBatch`. When it returns, Spark writes its commit log, and with the next batch the source acks the pods.
+Called by Spark's `foreachBatch`. When it returns, Spark writes its commit log, and with the next batch the source acks
+the pods.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ log = structlog.get_logger("replicad.spark")
 
 @dataclass(slots=True)
 class BatchRunner:
-    """Runs micro-batches, one after another, and keeps the count. `error` is what ended the last one, if anything."""
+    """Runs micro-batches, one after another, and keeps the count.
+
+    `busy`: one is under way. `error` is what ended the last one, if anything.
+    """
 
     enricher: Enricher
     sink: Sink
@@ -53,10 +57,12 @@ class BatchRunner:
     on_batch: Callable[[BatchReport, PipelineResult], None] | None = None
     result: PipelineResult = field(default_factory=PipelineResult)
     error: BaseException | None = None
+    busy: bool = False
 
     def __call__(self, pods: DataFrame, number: int) -> None:
         """One micro-batch of the source's rows (with payloads)."""
         started = time.monotonic()
+        self.busy = True
         try:
             batch = Batch(_query_id(pods.sparkSession), number)
             outcome = self._run(pods, batch)
@@ -64,6 +70,8 @@ class BatchRunner:
         except BaseException as error:
             self.error = error
             raise
+        finally:
+            self.busy = False
         if not outcome.pods:  # Spark also makes batches without data
             return
         report = BatchReport(
@@ -162,8 +170,8 @@ class BatchRunner:
             fruitless = fruitless + 1 if seen is not None and stale.equals(seen) else 0
             if fruitless >= _FRUITLESS_STEPS:
                 raise DownstreamError(
-                    f"the downstream still names {len(stale)} stale ids of shard {control.shard}, e.g. {stale[0]}, after "
-                    "they were written or deleted; does it keep _seq with its rows, and is `settle` long enough?"
+                    f"the downstream still names {len(stale)} stale ids of shard {control.shard}, e.g. {stale[0]}, "
+                    "after they were written or deleted; does it keep _seq with its rows, and is `settle` long enough?"
                 )
             if self.sink.settle and fruitless:
                 time.sleep(self.sink.settle)

@@ -1,12 +1,13 @@
 """Postgres through ADBC, as the executors use it: one cached connection per worker process, patient with outages.
 
-The errors of the driver become those of `replicad.errors`, their cause kept and passwords masked. Which SQL is run is the
-business of `enrich` and of the Postgres sink.
+The errors of the driver become those of `replicad.errors`, their cause kept and passwords masked. Which SQL is run is
+the business of `enrich` and of the Postgres sink.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import time
@@ -61,14 +62,14 @@ def _connect(url: str, transactional: bool) -> Any:
     return made
 
 
-def forget(url: str) -> None:
-    """Close this process' connections to `url`."""
-    for key in [key for key in _connections if key[:2] == (os.getpid(), url)]:
-        lost = _connections.pop(key)
-        try:
-            lost.close()
-        except Exception:  # noqa: BLE001, S110 - it is broken already, and nothing of it is needed any more
-            pass
+def forget(url: str, *, transactional: bool | None = None) -> None:
+    """Close this process' connections to `url`, or those of one kind; what they had not committed is undone."""
+    kinds = (True, False) if transactional is None else (transactional,)
+    for key in [(os.getpid(), url, kind) for kind in kinds]:
+        lost = _connections.pop(key, None)
+        if lost is not None:
+            with contextlib.suppress(Exception):  # it is broken already, and nothing of it is needed any more
+                lost.close()
 
 
 @atexit.register
@@ -100,7 +101,7 @@ def patiently(
         try:
             return work(connection(url, transactional=transactional))
         except Exception as error:
-            forget(url)
+            forget(url, transactional=transactional)
             known = error if isinstance(error, DatabaseError) else _driver_error(error)
             if not isinstance(known, DatabaseUnavailable) or now() + pause > deadline:
                 if known is error or known is None:

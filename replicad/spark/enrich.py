@@ -1,7 +1,7 @@
 """Enrichment: from touched ids to rows as they are now, and to deletes for those that are gone.
 
-Runs in a task, or on the driver for garbage collection. Every statement reads what is committed when it begins, and that is
-after the touch was, so what it finds is never older than the touch: this needs the primary, not a standby.
+Runs in a task, or on the driver for garbage collection. Every statement reads what is committed when it begins, and
+that is after the touch was, so what it finds is never older than the touch: this needs the primary, not a standby.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What one chunk of touches comes to. `writes`: rows as they are now, then _shard and _seq; `deletes`: _shard, id, _seq."""
+    """What one chunk of touches comes to. `writes`: rows as they are now, then _shard and _seq;
+    `deletes`: _shard, id, _seq."""
 
     writes: pa.Table
     deletes: pa.Table

@@ -1,8 +1,8 @@
 """The driver's hold on a tube: one connection, one lease on the whole of it, kept alive by a thread.
 
-One query owns one tube. The lease covers `0/1`, every partition whatever their number. A connection that is lost is made
-again; a lease that is lost is claimed again, and the term under which tasks read changes with it. Nothing is connected
-before the first request, because Spark also makes readers in processes that only plan.
+One query owns one tube. The lease covers `0/1`, every partition whatever their number. A connection that is lost is
+made again; a lease that is lost is claimed again, and the term under which tasks read changes with it. Nothing is
+connected before the first request, because Spark also makes readers in processes that only plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHOLE = Part(0, 1)
 BEATS = 3  # renewals in one time to live: two may fail
 CLAIM_SLICE = 10.0  # seconds of waiting in one CLAIM; daemons bound it
 POSITION_PATIENCE = 5.0  # seconds for which a daemon that has just started may not know the tube's position yet
-_RELEASE_TIMEOUT = 2.0  # seconds that letting go may cost at the end
+_SIDE_TIMEOUT = 5.0  # seconds for an answer to a renewal, and that letting go may cost at the end
 
 log = logging.getLogger("replicad.spark")
 
@@ -55,7 +55,9 @@ class TubeHold:
         self.holder = holder or holder_name(options.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
         self._options = options
         self._ttl = options.lease_ttl if ttl is None else ttl
-        self._client: BlockingClient | None = None
+        self._client = endpoint_of(options).connect(self.holder)
+        # for renewals: the other connection may be in the middle of a long poll
+        self._side = endpoint_of(options, timeout=_SIDE_TIMEOUT).connect(f"{self.holder}/renew"[:255])
         self._lock = threading.RLock()  # the main thread may be interrupted by SIGTERM while it has it
         self._term: int | None = None
         self._renewing = renewing
@@ -128,8 +130,6 @@ class TubeHold:
 
     def _connected(self, request: Callable[[BlockingClient], T]) -> T:
         """Run a request, again where its connection is lost. All requests bear being repeated."""
-        if self._client is None:
-            self._client = endpoint_of(self._options).connect(self.holder)
         retries = Retries.of(self._options)
         while True:
             try:
@@ -157,12 +157,13 @@ class TubeHold:
                 if not wait:
                     log.warning("%s; waiting up to %.0f s for it", error, left)
                 wait = min(left, CLAIM_SLICE)
+        term: int = lease.term
         with self._lock:
-            self._term = lease.term
+            self._term = term
         if self._renewing and self._thread is None:
             self._thread = threading.Thread(target=self._renew_forever, name="replicad-renew", daemon=True)
             self._thread.start()
-        return lease.term
+        return term
 
     def _forget(self, term: int | None) -> None:
         with self._lock:
@@ -170,41 +171,43 @@ class TubeHold:
                 self._term = None
 
     def _renew_forever(self) -> None:
-        # a connection of its own: the other one may be in the middle of a long poll
         failing = False
-        with endpoint_of(self._options).connect(f"{self.holder}/renew"[:255]) as client:
-            while not self._stopping.wait(self._ttl / BEATS):
+        with self._side:
+            while not self._stopping.is_set():
                 with self._lock:
                     term = self._term
                 try:
                     if term is not None:
-                        client.renew(self.tube, WHOLE, term)
+                        self._side.renew(self.tube, WHOLE, term)
                     failing = False
                 except LeaseLost:
                     self._forget(term)
                 except ReplicadError as error:  # the next beat tries again; the query's own requests tell the user
-                    if not failing:
+                    if not failing and not self._stopping.is_set():
                         log.warning("lease of tube %s not renewed, trying on: %s", self.tube, error)
                     failing = True
+                self._stopping.wait(self._ttl / BEATS)
 
     def release(self) -> None:
-        """Let the tube go now, so that the next query need not wait. Best effort, on a connection of its own, bounded."""
+        """Let the tube go now, so that the next query need not wait. Best effort, and bounded.
+
+        Goes over the connection of the renewals: it stands already, and where Spark stops a query it leaves this
+        process a millisecond or two before it kills it.
+        """
         with self._lock:
             term, self._term = self._term, None
         if term is None:
             return
         try:
-            endpoint = endpoint_of(self._options, timeout=_RELEASE_TIMEOUT)
-            with endpoint.connect(f"{self.holder}/release"[:255]) as client:
-                client.release(self.tube, WHOLE, term)
+            self._side.release(self.tube, WHOLE, term)
         except ReplicadError as error:
             log.warning("lease of tube %s not released, it runs out in %g s: %s", self.tube, self._ttl, error)
 
     def close(self) -> None:
         """Close the connection and end the renewals. The lease stays until it runs out; see `release`."""
         self._stopping.set()
-        if self._client is not None:
-            self._client.close()
+        self._client.close()
+        self._side.close()
 
     def __enter__(self) -> Self:
         return self

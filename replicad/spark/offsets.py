@@ -1,9 +1,10 @@
-"""Offsets: how far a query has got, as Spark keeps it in the checkpoint. Pure functions; knows neither Spark nor sockets.
+"""Offsets: how far a query has got, as Spark keeps it in the checkpoint. Pure functions; knows neither Spark nor
+sockets.
 
 Spark compares offsets as raw JSON text, so one position has exactly one text: keys are sorted everywhere. A tube's
-offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the tube's number of partitions and, for each of
-them, the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far, which lets a task prove that
-it received every pod that was planned. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
+offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the tube's number of partitions and, for each
+of them, the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far, which lets a task prove that it
+received every pod that was planned. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ What is done in a micro-batch stands in `batches`; here a query is put together,
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 OnBatch = Callable[[BatchReport, PipelineResult], None]
 
+_PATIENCE = 60.0  # seconds for the batch in hand when a pipeline is to end
 _LOOK = 0.2  # seconds between two looks at whether the query has ended or is to end
 _KEYS = {"_shard": pa.int32(), "_seq": pa.int64()}
 
@@ -40,9 +42,9 @@ def run(
 ) -> PipelineResult:
     """Run a pipeline to its end and return what it counted.
 
-    With the trigger `available_now` it ends when everything has been read that was there at the start; with an interval, when
-    `until` says so (asked after every batch and some times a second), or with KeyboardInterrupt. `on_batch` is
-    called after every micro-batch, in another thread. `spark` None: a local session for this run alone.
+    With the trigger `available_now` it ends when everything has been read that was there at the start; with an
+    interval, when `until` says so (asked after every batch and some times a second), or with KeyboardInterrupt.
+    `on_batch` is called after every micro-batch, in another thread. `spark` None: a local session for this run alone.
 
     Raises:
         UsageError, EnvironmentRefused: before anything runs.
@@ -55,6 +57,7 @@ def run(
         try:
             while not query.awaitTermination(_LOOK):
                 if until is not None and until(runner.result):
+                    _let_finish(query, runner)
                     break
         except BaseException as error:
             raise explain(error, runner.error) from error
@@ -64,6 +67,13 @@ def run(
     finally:
         if spark is None:
             session.stop()
+
+
+def _let_finish(query: StreamingQuery, runner: BatchRunner) -> None:
+    """Give the batch in hand the time to end: one that is cut short comes again."""
+    deadline = time.monotonic() + _PATIENCE
+    while runner.busy and time.monotonic() < deadline and not query.awaitTermination(_LOOK):
+        pass
 
 
 def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None = None) -> StreamingQuery:
@@ -134,7 +144,8 @@ _OURS = re.compile(r"replicad\.errors\.([A-Za-z]+): (.+)")
 
 
 def explain(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """The error of ours that ended a query: `cause` where it is one, else found in what Spark says; else `error` itself."""
+    """The error of ours that ended a query: `cause` where it is one, else found in what Spark says;
+    else `error` itself."""
     if isinstance(error, (ReplicadError, KeyboardInterrupt, SystemExit)):
         return error
     if isinstance(cause, ReplicadError):

@@ -30,8 +30,8 @@ ALL_COLUMNS = "*"
 class PipelineConfig:
     """A pipeline: tube, rows of its ids, downstream.
 
-    `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or several rules for several sets of shards. `columns`
-    are those that the downstream gets, `*` for all; `id_column` is always among them. `trigger` is
+    `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or several rules for several sets of shards.
+    `columns` are those that the downstream gets, `*` for all; `id_column` is always among them. `trigger` is
     `available_now` (end when everything has been read that was there at the start) or an interval in seconds, 0 for as
     soon as something comes. `options` are further options of the source by their Spark names, e.g.
     `{"maxPodsPerTrigger": "5000"}`. `transform` gets and returns a DataFrame; a row that it leaves out is deleted
@@ -61,8 +61,8 @@ class PipelineConfig:
             raise UsageError("database: give a URL such as postgresql://user@host:5432/name")
         if not isinstance(self.sink, Sink):
             raise UsageError(
-                f"sink: {type(self.sink).__qualname__} is no downstream; give a ParquetSink, a PostgresSink, or your own "
-                "object in a CustomSink"
+                f"sink: {type(self.sink).__qualname__} is no downstream; give a ParquetSink, a PostgresSink, "
+                "or your own object in a CustomSink"
             )
         if self.numeric not in NUMERIC_FORMS:
             raise UsageError(f"numeric: {self.numeric!r} does not fit; give one of {', '.join(NUMERIC_FORMS)}")

@@ -84,7 +84,8 @@ class _Plan:
     def fill(self, total: int, *, regular: bool) -> int:
         """Share `total` pods out to the partitions; returns what nobody wanted.
 
-        Whatever a partition leaves goes to the next one, and what is left then to those that took all they were offered.
+        Whatever a partition leaves goes to the next one, and what is left then to those that took all they were
+        offered.
         """
         hungry = self._order
         for _ in range(_ROUNDS):
@@ -101,7 +102,8 @@ class _Plan:
         return total
 
     def fill_at_once(self, budget: Budget) -> None:
-        """One answer from each partition. It does not say how many ids or backfill pods it has, only that it has none."""
+        """One answer from each partition. It does not say how many ids or backfill pods it has,
+        only that it has none."""
         count = len(self._order)
         carried = [0, 0, 0]
         for number, *three in zip(
@@ -132,7 +134,8 @@ class _Plan:
 
 
 def _to_the_end(ask: Ask, part: Part, place: Place, backfill: int | None) -> Place:
-    """Everything that a partition has now. It ends although writers go on: the first answer that is not full is the last."""
+    """Everything that a partition has now. It ends although writers go on:
+    the first answer that is not full is the last."""
     full = 1
     while True:
         got = ask(part, place.cursor, limit=MOST_PODS, backfill=backfill)

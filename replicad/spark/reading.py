@@ -22,7 +22,7 @@ log = logging.getLogger("replicad.spark")
 
 
 @dataclass
-class TubePartition(InputPartition):
+class TubePartition(InputPartition):  # type: ignore[misc]
     """One task's range, and the term under which it may be read. All that reaches an executor."""
 
     options: SourceOptions

@@ -13,10 +13,11 @@ from replicad.spark.touches import Control
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """One micro-batch. `ids` as they came, `distinct` each once per shard; `garbage` are ids that a finished backfill left over.
+    """One micro-batch. `ids` as they came, `distinct` each once per shard; `garbage` are ids that a finished backfill
+    left over.
 
-    `repeated`: a part of it had been written before a crash and was not written again. `seconds` is what it took, `lag` the
-    age in seconds of its oldest pod when it was done (None without pods), by the clocks of two machines.
+    `repeated`: a part of it had been written before a crash and was not written again. `seconds` is what it took, `lag`
+    the age in seconds of its oldest pod when it was done (None without pods), by the clocks of two machines.
     """
 
     number: int

@@ -1,6 +1,7 @@
 """A local SparkSession with settings that suit a pipeline: no web page, quiet, UTC, this interpreter for the workers.
 
-For a cluster, make the session as you always do (`spark-submit`) and hand it to `pipeline.run`; nothing here is needed then.
+For a cluster, make the session as you always do (`spark-submit`) and hand it to `pipeline.run`; nothing here is needed
+then.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def build_session(
 ) -> Any:
     """Start a SparkSession in this process, or return the one that runs.
 
-    `log_file`: where the JVM and the Python workers write their logs, instead of this process' stderr. `config` goes over the
-    settings made here.
+    `log_file`: where the JVM and the Python workers write their logs, instead of this process' stderr. `config` goes
+    over the settings made here.
 
     Raises:
         EnvironmentRefused: Java or PySpark is missing or too old, or the JVM does not start.

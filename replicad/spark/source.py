@@ -1,9 +1,9 @@
 """The data source `replicad`: `spark.readStream.format("replicad")` and `spark.read.format("replicad")`.
 
-Here stand Spark's calls and their order, as found by experiment. `latestOffset(start)` comes only when the batch that ends at
-`start` is in the commit log, so that is where acks happen; `commit` repeats them, because the last one never gets a
-`commit`, and after a crash the first call may be `partitions` with offsets from the log. Readers are also made in
-processes that only plan, so making one opens nothing.
+Here stand Spark's calls and their order, as found by experiment. `latestOffset(start)` comes only when the batch that
+ends at `start` is in the commit log, so that is where acks happen; `commit` repeats them, because the last one never
+gets a `commit`, and after a crash the first call may be `partitions` with offsets from the log. Readers are also made
+in processes that only plan, so making one opens nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BATCH_TTL = 5.0  # seconds for which a batch read keeps others from the tube aft
 log = logging.getLogger("replicad.spark")
 
 
-class ReplicadDataSource(DataSource):
+class ReplicadDataSource(DataSource):  # type: ignore[misc]
     """Pods of a tube, or rows of a stream. The options stand in `options.OPTIONS`."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ class ReplicadDataSource(DataSource):
         return parse_options(self._given, streaming=streaming)
 
 
-class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     """Reads a tube for one streaming query. One query owns the tube; a second one is told who that is."""
 
     def __init__(self, options: SourceOptions) -> None:
@@ -128,6 +128,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     "checkpointLocation and a backfill, or set failOnDataLoss=false to begin with its first pod"
                 ) from error
             log.warning("%s; reading begins anew", error)
+            self._acked = begin  # nothing of it is there to be acked
             begin = TubeOffset.beginning(hold.partitions())
             end = self._next(hold, begin, limit)
         if end == begin:
@@ -181,11 +182,11 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _held(self) -> TubeHold:
         if self._hold is None:
             self._hold = TubeHold(self._options)
-            self._on_sigterm()
+            self._on_signals()
         return self._hold
 
-    def _on_sigterm(self) -> None:
-        """Spark ends this process with SIGTERM where a query stops normally; then `stop` would never be called."""
+    def _on_signals(self) -> None:
+        """Where a query stops normally Spark ends this process by signals, and mostly `stop` would not be called."""
         if threading.current_thread() is not threading.main_thread():
             return
 
@@ -194,7 +195,8 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self.stop()
             os.kill(os.getpid(), number)
 
-        signal.signal(signal.SIGTERM, end)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, end)
 
     def _ack(self, offset: TubeOffset) -> None:
         """Ack everything up to an offset; what this process has acked before is not asked for again."""
@@ -219,6 +221,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             everything = plan_all(hold.plan, begin, _only_zero(options.max_backfill_pods))
             self._target = Target([place.cursor for place in everything.places])
         if self._target.reached(begin):
+            hold.release()  # all is acked and the query ends now; should Spark ask again, it is claimed again
             return begin
         return plan_batch(hold.plan, begin, self._target.budget(begin, budget))
 
@@ -226,7 +229,9 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Plan, waiting for enough pods for as long as the options say; `begin` where there are not enough."""
         deadline = time.monotonic() + self._options.poll_timeout
         end = begin
-        if self._idle_at != begin or not self._options.poll_timeout:  # else there was nothing a moment ago, and waiting sees what came since
+        if (
+            self._idle_at != begin or not self._options.poll_timeout
+        ):  # else there was nothing a moment ago, and waiting sees what came since
             end = plan_batch(hold.plan, begin, budget)
         while not self._is_enough(begin, end):
             left = deadline - time.monotonic()
@@ -255,14 +260,15 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return pods > 0
 
 
-class TubeBatchReader(DataSourceReader):
+class TubeBatchReader(DataSourceReader):  # type: ignore[misc]
     """Reads what a tube holds now and leaves it there. Needs the tube for itself while it reads."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        """A task for every partition that has pods. The lease runs out by itself, nobody says when the tasks are done."""
+        """A task for every partition that has pods. The lease runs out by itself,
+        nobody says when the tasks are done."""
         # the same holder for every action of one Spark application, so that they do not wait for each other
         holder = holder_name(self._options.consumer, "batch", os.getppid())
         with TubeHold(self._options, holder=holder, ttl=BATCH_TTL, renewing=False) as hold:

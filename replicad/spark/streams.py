@@ -1,7 +1,8 @@
 """The source's readers for streams: one linear order over all writers, one task, tokens as offsets.
 
-A linear token is one integer (with the stream's epoch), and every integer at or below the stream's position is finished, so any
-stretch between two of them can be read again and is the same rows. Nothing is acked; a stream forgets by retention.
+A linear token is one integer (with the stream's epoch), and every integer at or below the stream's position is
+finished, so any stretch between two of them can be read again and is the same rows. Nothing is acked; a stream forgets
+by retention.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
+from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import PositionMoved, Reset, RowBatch
 from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired
 from replicad.protocol.tokens import Vector
@@ -24,6 +26,7 @@ from replicad.spark.connecting import endpoint_of, patience_of
 from replicad.spark.offsets import StreamOffset
 from replicad.spark.options import EARLIEST, LATEST, SourceOptions
 
+_FIRST = "EARLIEST"  # the wire's word for the first row that is retained
 ROWS_PER_BATCH = 10_000  # rows in one RecordBatch
 DDL = "stream string, instance string, token bigint, row string"
 SCHEMA = pa.schema([("stream", pa.string()), ("instance", pa.string()), ("token", pa.int64()), ("row", pa.string())])
@@ -32,7 +35,7 @@ log = logging.getLogger("replicad.spark")
 
 
 @dataclass
-class StreamPartition(InputPartition):
+class StreamPartition(InputPartition):  # type: ignore[misc]
     """The rows of a stream in (`after`, `upto`]. All that reaches an executor."""
 
     options: SourceOptions
@@ -43,7 +46,7 @@ class StreamPartition(InputPartition):
         return f"StreamPartition({self.options.what}, ({self.after}, {self.upto}])"
 
 
-class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     """Reads a stream for one streaming query. Any number of queries may read one stream."""
 
     def __init__(self, options: SourceOptions) -> None:
@@ -64,7 +67,8 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadMaxRows(self._options.max_offsets)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """The stream's position, or as far towards it as a micro-batch may go; waits up to pollTimeout for it to move."""
+        """The stream's position, or as far towards it as a micro-batch may go;
+        waits up to pollTimeout for it to move."""
         begin = StreamOffset.from_json(start).token
         if self._available_now:
             self._target = self._target or position(self._options, None, 0.0)
@@ -76,7 +80,7 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if self._options.fail_on_data_loss:
                 raise DataLoss(f"{loss}. Start with a new checkpointLocation, or set failOnDataLoss=false")
             log.warning("%s; reading begins with its first row", loss)
-            begin = Vector(_ask(self._options, "EARLIEST").minimum, epoch=latest.epoch)
+            begin = Vector(_ask(self._options, _FIRST).minimum, epoch=latest.epoch)
         end = latest.minimum
         if not isinstance(limit, ReadAllAvailable):
             most = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
@@ -98,7 +102,7 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return read_stretch(partition)
 
 
-class StreamBatchReader(DataSourceReader):
+class StreamBatchReader(DataSourceReader):  # type: ignore[misc]
     """Reads what a stream retains now."""
 
     def __init__(self, options: SourceOptions) -> None:
@@ -150,7 +154,7 @@ def position(options: SourceOptions, known: Vector | None, wait: float) -> Vecto
 def _beginning(options: SourceOptions) -> Vector:
     if options.starting_offsets == LATEST:
         return position(options, None, 0.0)
-    return _ask(options, "EARLIEST" if options.starting_offsets == EARLIEST else options.starting_offsets)
+    return _ask(options, _FIRST if options.starting_offsets == EARLIEST else options.starting_offsets)
 
 
 def _ask(options: SourceOptions, token: str) -> Vector:
@@ -191,29 +195,35 @@ def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch
     assert options.stream is not None
     if after.minimum >= upto:
         return
-    token, patience = str(after) if after.minimum >= 0 else "EARLIEST", patience_of(options)
+    begin, patience = str(after) if after.minimum >= 0 else _FIRST, patience_of(options)
     while True:
         client = endpoint_of(options).connect("spark/task")
         events = client.follow(
-            {options.stream: token}, linear=True, patience=patience, first_patience=patience, also=(PositionMoved,)
+            {options.stream: begin}, linear=True, patience=patience, first_patience=patience, also=(PositionMoved,)
         )
         try:
             with events:
-                for event in events:
-                    if isinstance(event, Reset):
-                        raise TokenExpired(f"{options.what} was reset ({event.reason})")
-                    if isinstance(event, RowBatch) and event.token <= upto:
-                        yield event
-                    if event.token >= upto:
-                        return
+                yield from _up_to(events, upto)
         except (TokenExpired, TokenAhead, BadToken) as error:
-            if options.fail_on_data_loss or token == "EARLIEST":
+            if options.fail_on_data_loss or begin == _FIRST:
                 raise DataLoss(
-                    f"rows of {options.what} behind {after} are gone: {error}. Set failOnDataLoss=false to go on with those "
-                    "that are still there"
+                    f"rows of {options.what} behind {after} are gone: {error}. Set failOnDataLoss=false to go on with "
+                    "those that are still there"
                 ) from error
             log.warning("rows of %s behind %s are gone: %s", options.what, after, error)
-            token = "EARLIEST"
+            begin = _FIRST
+        else:
+            return
+
+
+def _up_to(events: BlockingFollower, upto: int) -> Iterator[RowBatch]:
+    for event in events:
+        if isinstance(event, Reset):
+            raise TokenExpired(f"{event.stream} was reset ({event.reason})")
+        if isinstance(event, RowBatch) and event.token <= upto:
+            yield event
+        if event.token >= upto:
+            return
 
 
 def _record_batch(held: list[RowBatch]) -> pa.RecordBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import string
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -56,7 +57,8 @@ class ShardSet:
 
 @dataclass(frozen=True, slots=True)
 class TableRule:
-    """The table of some shards: an SQL name in which `{shard}` stands for the number, e.g. `shard_{shard:04d}.cities`."""
+    """The table of some shards: an SQL name in which `{shard}` stands for the number, e.g.
+    `shard_{shard:04d}.cities`."""
 
     table: str
     shards: ShardSet = ShardSet("all", ())
@@ -124,7 +126,8 @@ def find_layout(
     listed = patiently(url, _list_tables, patience=10)
     for rule in rules:
         table = _example_of(rule, listed)
-        found.append((rule, patiently(url, lambda driver, name=table: _columns(driver, name, numeric), patience=10)))
+        look = functools.partial(_columns, table=table, numeric=numeric)
+        found.append((rule, patiently(url, look, patience=10)))
         _check_id(found[-1][1], id_column, table)
     types: dict[str, pa.DataType] = {id_column: pa.int64()}
     for rule, expressions in found:

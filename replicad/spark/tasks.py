@@ -1,8 +1,8 @@
 """The pipeline's work inside of Spark's tasks: Arrow batches of pods in, one summary row per task out.
 
-Two shapes of the same work. Without a transform one function does all of it (`run_whole`). With one, enrichment yields rows
-that Spark hands to the transform (`run_enrichment`), and what comes back is written (`run_sink`). Everything in here
-is pickled to the executors.
+Two shapes of the same work. Without a transform one function does all of it (`run_whole`). With one, enrichment yields
+rows that Spark hands to the transform (`run_enrichment`), and what comes back is written (`run_sink`). Everything in
+here is pickled to the executors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A daemon without Postgres: pods, leases and rows in memory, the real protocol core on a real socket, threads.
 
-It does what protocol.md says of tubes and enough of streams for a reader that resumes, and it can misbehave on demand: lose
-all connections, cut an answer short, forget pods. Leases expire by the monotonic clock, here too.
+It does what protocol.md says of tubes and enough of streams for a reader that resumes, and it can misbehave on demand:
+lose all connections, cut an answer short, forget pods. Leases expire by the monotonic clock, here too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicad.errors import (
+    BadToken,
     CursorAhead,
     LeaseHeld,
     LeaseLost,
@@ -24,6 +25,7 @@ from replicad.errors import (
     ProtocolError,
     ReplicadError,
     TokenAhead,
+    TokenExpired,
     TubeRefused,
     UnknownStream,
     UnknownTube,
@@ -104,6 +106,9 @@ class FakeDaemon:
         self.max_limit = max_limit
         self.tubes: dict[str, TubeState] = {}
         self.streams: dict[str, list[tuple[int, str, str]]] = {}
+        self.tops: dict[str, int] = {}  # positions of streams; may be above the last row
+        self.trimmed: dict[str, int] = {}  # up to where rows of streams were forgotten
+        self.epoch = "0123456789ab"
         self.cut_after_pods: int | None = None  # close the connection after so many pods of the next answer, once
         self.requests: list[str] = []
         self.moved = threading.Condition()
@@ -163,6 +168,7 @@ class FakeDaemon:
         with self.moved:
             rows = self.streams.setdefault(stream, [])
             rows.append((next(self._seq), instance, json.dumps(row)))
+            self.tops[stream] = rows[-1][0]
             self.moved.notify_all()
             return rows[-1][0]
 
@@ -185,8 +191,11 @@ class FakeDaemon:
     def _serve(self, one: socket.socket) -> None:
         core = Connection(Side.SERVER, now=time.monotonic(), wants_auth=self.token is not None)
 
+        sending = threading.Lock()
+
         def send(command: Command) -> None:
-            one.sendall(core.send(command, time.monotonic()))
+            with sending:
+                one.sendall(core.send(command, time.monotonic()))
 
         name = f"{one.getpeername()[1]}"
         try:
@@ -238,8 +247,8 @@ class FakeDaemon:
                         self._lease(tube, part, term)
                         self._state(tube).parked.append((seq, ids, error))
                     send(Parked(tube, part, len(ids)))
-                case Replicate(stream=str(stream), token=token):
-                    self._replicate(stream, token or "NOW", send)
+                case Replicate():
+                    self._replicate(command, send)
                 case _:
                     pass
         except ReplicadError as error:
@@ -357,24 +366,40 @@ class FakeDaemon:
 
     # --- streams ---
 
-    def _replicate(self, stream: str, token: str, send: Callable[[Command], None]) -> None:
+    def _replicate(self, command: Replicate, send: Callable[[Command], None]) -> None:
+        """Subscribe, linear; rows go out from a thread of their own until the connection is gone."""
+        stream, token = str(command.stream), command.token or "NOW"
+        assert command.linear
         if stream not in self.streams:
             raise UnknownStream(f"there is no stream {stream!r}")
         with self.moved:
-            rows = list(self.streams[stream])
-        numbers = {name: number for number, name in enumerate(sorted({row[1] for row in rows}), 1)}
-        top = rows[-1][0] if rows else 0
-        start = Vector(top) if token == "NOW" else Vector(0) if token == "EARLIEST" else Vector.parse(token)
-        if start.maximum > top:
+            top = self.tops.get(stream, 0)
+            oldest = self.trimmed.get(stream, 0)
+        if token in ("NOW", "EARLIEST"):
+            start = top if token == "NOW" else oldest
+        else:
+            vector = Vector.parse(token)
+            if vector.epoch not in (None, self.epoch):
+                raise BadToken(f"token {token} is of another epoch than {self.epoch}")
+            start = vector.minimum
+        if start > top:
             raise TokenAhead(f"token {token} lies beyond {top}")
-        send(Writers(stream, "0123456789ab", tuple(numbers.items())))
-        for name, number in numbers.items():
-            send(Position(stream, name, start.at(number), start.at(number)))
-        last = {name: start.at(number) for name, number in numbers.items()}
-        for seq, name, row in rows:
-            if seq > start.at(numbers[name]):
-                send(Rdata(stream, name, seq, row))
-                last[name] = seq
-        for name, at in last.items():
-            if at < top:
-                send(Position(stream, name, at, top))
+        if start < oldest:
+            raise TokenExpired(f"token {token} is older than {oldest}")
+        send(Writers(stream, self.epoch, (("one", 1), ("two", 2))))
+        send(Position(stream, "*", start, start))
+        threading.Thread(target=self._follow, args=(stream, start, send), daemon=True).start()
+
+    def _follow(self, stream: str, at: int, send: Callable[[Command], None]) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with self.moved:
+                    self.moved.wait_for(lambda at=at: self.tops.get(stream, 0) > at, timeout=30)  # type: ignore[misc]
+                    rows = [row for row in self.streams[stream] if row[0] > at]
+                    top = self.tops.get(stream, 0)
+                for seq, name, text in rows:
+                    send(Rdata(stream, name, seq, text))
+                    at = seq
+                if top > at:
+                    send(Position(stream, "*", at, top))
+                    at = top

@@ -1,4 +1,5 @@
-"""Spark's calls without Spark: offsets go through JSON text, readers and partitions through pickle, in the order of a real query.
+"""Spark's calls without Spark: offsets go through JSON text, readers and partitions through pickle, in the order of a
+real query.
 
 `Query` keeps an offset log and a commit log, so it can be killed between any two calls and begun again from its logs.
 """

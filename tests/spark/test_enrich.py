@@ -22,7 +22,8 @@ CREATE TABLE shard_0001.cities (id bigint PRIMARY KEY, name text, area numeric(1
   born date, extra jsonb, key uuid, feeling mood, small smallint, span interval, raw bytea, spot point);
 CREATE TABLE shard_0002.cities (LIKE shard_0001.cities INCLUDING ALL);
 CREATE TABLE "Odd.Schema"."My ""Table""" (id integer PRIMARY KEY, name text, height float8);
-INSERT INTO shard_0001.cities VALUES (1, 'Oslo', 480.75, '{a,NULL}', '2026-01-02 03:04:05.678+00', '1048-01-01', '{"a": 1}',
+INSERT INTO shard_0001.cities VALUES (1, 'Oslo', 480.75, '{a,NULL}', '2026-01-02 03:04:05.678+00', '1048-01-01', '{"a":
+1}',
   '00000000-0000-0000-0000-000000000001', 'glad', 7, '1 day', '\x00ff', '(1,2)');
 INSERT INTO shard_0001.cities VALUES (2);
 INSERT INTO shard_0002.cities (id, name) SELECT n, 'town ' || n FROM generate_series(1, 25) n;

@@ -108,7 +108,9 @@ def test_an_ack_that_was_done_before_the_crash_is_no_data_loss(daemon: FakeDaemo
         daemon.touch("t", 1, [number])
     query = Query(options(daemon, **QUICK, maxPodsPerTrigger="3", leaseTtl="100ms", leaseWait="5s"))
     query.trigger()
-    query.reader.latestOffset(query.offsets[-1], query.limit)  # acks batch 0, plans batch 1, and dies before the log has it
+    query.reader.latestOffset(
+        query.offsets[-1], query.limit
+    )  # acks batch 0, plans batch 1, and dies before the log has it
     assert len(tube.acked) == 3
     again = query.kill()
     again.drain()
@@ -123,7 +125,7 @@ def test_pods_that_somebody_else_removed_are_data_loss_or_a_warning(daemon: Fake
     end = query.reader.latestOffset(query.offsets[0], query.limit)
     del tube.pods[2]
     (partition,) = query.reader.partitions(query.offsets[0], end)
-    with pytest.raises(DataLoss, match="4 pods were planned .* 3 are there.*failOnDataLoss"):
+    with pytest.raises(DataLoss, match=r"4 pods were planned .* 3 are there.*failOnDataLoss"):
         list(read_range(partition))
     query.die()
     lenient = Query(options(daemon, **QUICK, failOnDataLoss="false", leaseWait="5s"), [query.offsets[0], end])

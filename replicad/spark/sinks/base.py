@@ -1,8 +1,8 @@
 """What a downstream of the pipeline must do, and what it is told.
 
-A micro-batch goes to a downstream in two steps: `apply` in every task, with that task's changes, and then `commit` once on
-the driver, with what the tasks returned. Spark may run a task again and may replay a whole batch after a crash: the same
-(query, number, step) comes again, and a downstream that remembers it writes nothing twice.
+A micro-batch goes to a downstream in two steps: `apply` in every task, with that task's changes, and then `commit` once
+on the driver, with what the tasks returned. Spark may run a task again and may replay a whole batch after a crash: the
+same (query, number, step) comes again, and a downstream that remembers it writes nothing twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from replicad.spark.enrich import Changes
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What rows look like: the columns of `Changes.writes` (`_shard` and `_seq` among them) and which of them is the id.
+    """What rows look like: the columns of `Changes.writes` (`_shard` and `_seq` among them) and which of them is the
+    id.
 
     A row's identity is (`_shard`, id). `_seq` is the seq of the last touch that it was written for.
     """
@@ -70,7 +71,8 @@ class Sink(ABC):
 
     @abstractmethod
     def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
-        """In a task: take its changes. Tasks of a batch are numbered alike when it comes again; -1 is the driver itself.
+        """In a task: take its changes. Tasks of a batch are numbered alike when it comes again; -1 is the driver
+        itself.
 
         An id is in one task only, once. Every iteration over `changes` looks the rows up anew, in bounded pieces; not
         iterating saves the look-up.
@@ -80,7 +82,8 @@ class Sink(ABC):
         """On the driver, after all tasks: make the batch visible. When it returns the batch may be acked."""
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array | None:
-        """On the driver: up to `limit` ids (bigint) that the downstream holds for the shard with a `_seq` below `before`.
+        """On the driver: up to `limit` ids (bigint) that the downstream holds for the shard with a `_seq` below
+        `before`.
 
         None: this downstream cannot tell, and garbage stays.
         """

@@ -1,7 +1,7 @@
 """A user's own class as the downstream: three methods, called in the tasks.
 
-Delivery is at least once: a batch may come again, as a whole or in part, so `write` and `delete` must bear repetition, and what
-`write` was told last for an id counts.
+Delivery is at least once: a batch may come again, as a whole or in part, so `write` and `delete` must bear repetition,
+and what `write` was told last for an id counts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CustomSink(Sink):
     def prepare(self, shape: Shape) -> None:
         """Nothing: the class prepares itself."""
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Hand the changes over, chunk by chunk."""
         written = deleted = 0
         for change in changes:
@@ -74,10 +74,11 @@ class CustomSink(Sink):
                 raise
             except Exception as error:
                 raise DownstreamError(
-                    f"{type(self.target).__qualname__} did not take batch {batch.number}: {type(error).__name__}: {error}"
+                    f"{type(self.target).__qualname__} did not take batch {batch.number}: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
         return Applied(written, deleted)
 
-    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
+    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:  # noqa: ARG002
         """What the class says."""
         return pa.array(list(itertools.islice(self.target.stale_ids(shard, before), limit)), pa.int64())

@@ -1,7 +1,7 @@
 """The manifest of a Parquet folder: which files make up the table now, and which batches are in it.
 
-`manifest/<version>.json` is written whole and then linked to its name, which fails when that version is there already: a
-version either exists completely or does not, and two writers cannot both make it. Each shard's files cut its ids into
+`manifest/<version>.json` is written whole and then linked to its name, which fails when that version is there already:
+a version either exists completely or does not, and two writers cannot both make it. Each shard's files cut its ids into
 ranges, as the leaves of a tree would: a file holds the ids from its `low` up to the next one's. Knows no row.
 """
 
@@ -41,7 +41,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version of the table. `shards` maps a shard to its leaves by `low`; `applied` a query to its last (batch, step)."""
+    """One version of the table. `shards` maps a shard to its leaves by `low`;
+    `applied` a query to its last (batch, step)."""
 
     version: int
     shape: Shape

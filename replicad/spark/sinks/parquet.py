@@ -1,8 +1,8 @@
 """A folder of Parquet files as the downstream: a table that follows upserts and deletes, and never shows half a batch.
 
-The files of a shard are ranges of ids. A task rewrites the files whose ids were touched and leaves the old ones in place;
-when all tasks are done, the driver publishes a manifest that names the new ones (`manifest`). What a crash leaves behind
-is not in any manifest. `current` lists the files of the table as it is now; any tool reads those. All
+The files of a shard are ranges of ids. A task rewrites the files whose ids were touched and leaves the old ones in
+place; when all tasks are done, the driver publishes a manifest that names the new ones (`manifest`). What a crash
+leaves behind is not in any manifest. `current` lists the files of the table as it is now; any tool reads those. All
 executors and the driver see the same folder: on one machine, or on a shared file system.
 """
 
@@ -66,13 +66,13 @@ class ParquetSink(Sink):
             manifest.publish(self.folder, Manifest(0, shape))
         elif found.shape != shape:
             raise UsageError(
-                f"downstream folder {self.folder} holds a table with other columns ({_named(found.shape)}, now it would "
-                f"be {_named(shape)}); name another folder and start with a new checkpoint and a backfill"
+                f"downstream folder {self.folder} holds a table with other columns ({_named(found.shape)}, now it "
+                f"would be {_named(shape)}); name another folder and start with a new checkpoint and a backfill"
             )
         for path in manifest.orphans(self.folder, time.time() - _ORPHAN_AGE):
             path.unlink(missing_ok=True)
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Write new files for what the changes touch. They are not the table's before `commit`."""
         base = self._latest()
         if base.holds(batch):
@@ -119,7 +119,8 @@ class ParquetSink(Sink):
 
     def _taken(self) -> DownstreamError:
         return DownstreamError(
-            f"another pipeline writes to {self.folder} at the same time; stop one of them, this one goes on when restarted"
+            f"another pipeline writes to {self.folder} at the same time; "
+            "stop one of them, this one goes on when it is started again"
         )
 
     def _rewrite_shard(

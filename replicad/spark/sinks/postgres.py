@@ -1,8 +1,8 @@
 """A Postgres table as the downstream: upserts and deletes in one transaction with the batch's number.
 
-Each task has one transaction. Its first statement moves this task's row in `replicad_batches` on to the batch, and does nothing
-when it is there already; so a task that runs twice, a batch that comes again, and a driver that was thought dead and
-still writes change nothing: exactly once in effect. What is written is the business of `enrich`.
+Each task has one transaction. Its first statement moves this task's row in `replicad_batches` on to the batch, and does
+nothing when it is there already; so a task that runs twice, a batch that comes again, and a driver that was thought
+dead and still writes change nothing: exactly once in effect. What is written is the business of `enrich`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _STALE = "SELECT {id} FROM {table} WHERE _shard = $1 AND _seq < $2 ORDER BY {id}
 class PostgresSink(Sink):
     """Keeps `table` (`name` or `schema.name`, as in SQL) at `url` in step. Made when it is missing.
 
-    An existing table needs the columns of the rows, `_shard integer` and `_seq bigint`, and a unique key (`_shard`, id).
+    An existing table needs the columns of the rows, `_shard integer` and `_seq bigint`, and a unique key (`_shard`,
+    id).
     """
 
     url: str
@@ -105,13 +106,9 @@ class PostgresSink(Sink):
         """One transaction: the batch's number, the writes, the deletes."""
 
         def work(driver: Any) -> Applied:
-            try:
-                with driver.cursor() as cursor:
-                    applied = self._apply(cursor, shape, batch, task, changes)
-                driver.commit()
-            except BaseException:
-                driver.rollback()
-                raise
+            with driver.cursor() as cursor:
+                applied = self._apply(cursor, shape, batch, task, changes)
+            driver.commit()
             return applied
 
         return patiently(self.url, work, transactional=True, patience=self.patience)

@@ -11,7 +11,7 @@ import click
 from replicad.cli.command import ReplicadCommand, option, settings_options
 from replicad.cli.failures import one_line, say
 from replicad.config import ClientSettings, read_settings
-from replicad.errors import UnknownStream, UsageError
+from replicad.errors import UsageError
 
 if TYPE_CHECKING:
     from replicad.client.blocking import BlockingClient
@@ -48,7 +48,7 @@ Examples:
 def command(
     *, streams: tuple[str, ...], token: str, linear: bool, count: int | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Print the rows of STREAMs (of all that there are now, without any) as they come, one per line.
+    """Print the rows of STREAMs as they come, one per line; without any STREAM, of all there are or will be.
 
     A line is stream, writer, token and the row as JSON. It survives restarts of the daemon and lost connections
     without missing a row; Ctrl-C ends it, and tells how to go on from there.
@@ -64,18 +64,17 @@ def command(
         settings.server.host, settings.server.port, name="replicad tail", token=settings.token,
         tls=settings.ssl_context(), keepalive=False,
     ) as client:  # fmt: skip
-        names = streams or client.streams()
-        if not names:
-            raise UnknownStream("the daemon serves no stream; make one: replicad streams add")
-        _follow(client, names, token, linear=linear, left=count, as_json=as_json)
+        _follow(client, streams, token, linear=linear, left=count, as_json=as_json)
 
 
 def _follow(
     client: BlockingClient, names: Sequence[str], token: str, *, linear: bool, left: int | None, as_json: bool
 ) -> None:
-    from replicad.client.events import Connected, Disconnected, Reset, RowBatch
+    from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged
 
-    with client.follow(dict.fromkeys(names, token), linear, also=(Connected, Disconnected)) as events:
+    wanted = dict.fromkeys(names, token) if names else None
+    begin = "NOW" if names else token
+    with client.follow(wanted, linear, begin=begin, also=(Connected, Disconnected, StreamsChanged)) as events:
         try:
             for event in events:
                 match event:
@@ -89,7 +88,12 @@ def _follow(
                         what = event.stream if event.instance is None else f"{event.stream} of {event.instance}"
                         say(f"replicad: {what} was reset ({event.reason}); what was known of it no longer holds")
                     case Connected():
-                        say(f"replicad: following {', '.join(names)} at {event.server_name}")
+                        followed = ", ".join(sorted(events.tokens())) or "every stream; there is none yet"
+                        say(f"replicad: following {followed} at {event.server_name}")
+                    case StreamsChanged():
+                        for what, changed in (("now follows", event.added), ("no longer there:", event.gone)):
+                            if changed:
+                                say(f"replicad: {what} {', '.join(changed)}")
                     case Disconnected():
                         say(f"replicad: {one_line(str(event.error))}; trying again in {event.retry_in:.1f} s")
         except KeyboardInterrupt:

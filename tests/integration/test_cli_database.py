@@ -224,3 +224,25 @@ def test_a_database_that_cannot_be_reached_is_one_sentence(run: Run) -> None:
     line = run("tubes", "list", "--database", "postgresql://u:hunter2@127.0.0.1:1/x", status=1)
     assert "127.0.0.1:1" in line
     assert "hunter2" not in line
+
+
+def test_top_shows_who_has_what_and_marks_what_is_wrong(run: Run, shards: None, database_url: str) -> None:
+    run("tubes", "create", "cities", "--partitions", "2")
+    run("tubes", "attach", "cities", "cities", "--shards", "all")
+    psql(database_url, "INSERT INTO shard_0002.cities SELECT g, 'x' FROM generate_series(100, 102) g")
+    waiting, idle = run("top", "--json")
+    assert (waiting["partition"], waiting["pods"], waiting["ids"]) == (0, 1, 3)
+    assert (waiting["holder"], waiting["state"], waiting["wrong"]) == (None, "nobody reads", True)
+    assert (idle["pods"], idle["state"], idle["wrong"]) == (0, "ok", False)
+    psql(database_url, "SELECT tube.tube_lease_claim('cities', 1, 0, 'alice', '30 s', '{}')")
+    assert [row["holder"] for row in run("top", "--json")] == ["alice", "alice"]
+    assert run("top", "--json", "--warn", "0")[0]["state"] == "late"
+    assert "alice" in run("top", "--once")
+
+
+def test_top_goes_on_with_the_islands_that_answer(run: Run, database_url: str) -> None:
+    run("tubes", "create", "cities")
+    there, gone = run("top", "--json", "--database", database_url, "--database", f"{database_url}_gone")
+    assert (there["tube"], there["wrong"]) == ("cities", False)
+    assert gone["wrong"]
+    assert "_gone" in gone["state"]

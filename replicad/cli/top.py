@@ -1,0 +1,151 @@
+"""`replicad top`: every partition of every tube, live; coloured where something is wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replicad.cli.command import ReplicadCommand, option
+from replicad.cli.database import database_url
+from replicad.cli.islands import island_options, json_option
+from replicad.cli.output import as_json_line, table
+from replicad.config import DatabaseSettings, colour_allowed, read_settings
+from replicad.errors import DatabaseError
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Database
+
+Row = dict[str, Any]
+COLUMNS = ("tube", "partition", "holder", "pods", "ids", "lag_s", "backfill", "parked", "in_s", "out_s", "state")
+
+
+@click.command("top", cls=ReplicadCommand, short_help="Watch the tubes live: holders, lag, backfills, rates.")
+@option("--once", is_flag=True, help="Print once and end; so it does where the output is no terminal.")
+@option("--interval", metavar="SECONDS", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
+@option(
+    "--warn",
+    metavar="SECONDS",
+    type=click.FloatRange(0),
+    default=60.0,
+    show_default=True,
+    help="A partition whose oldest regular pod is older than this is marked.",
+)
+@json_option
+@island_options
+def command(once: bool, interval: float, warn: float, as_json: bool, **options: Any) -> None:
+    """Watch every partition of every tube.
+
+    lag_s is the age of the oldest regular pod, in_s and out_s are the pods of the whole tube per second since the last
+    look. A partition is marked when pods wait and nobody has its lease, when its lag is above --warn, and when ids are
+    parked. An island that cannot be reached is shown as such and tried again.
+    """
+    import trio
+
+    trio.run(_watch, options, once or as_json or not sys.stdout.isatty(), interval, warn, as_json)
+
+
+async def _watch(options: Mapping[str, Any], once: bool, interval: float, warn: float, as_json: bool) -> None:
+    import trio
+
+    urls: Sequence[str | None] = options.get("database") or (None,)
+    async with AsyncExitStack() as stack:
+        islands = [Island(read_settings(DatabaseSettings, {**options, "database": url}), warn) for url in urls]
+        for island in islands:
+            island.url = stack.enter_context(database_url(island.settings))
+        while True:
+            rows = [row for island in islands for row in await island.look()]
+            if len(islands) == 1:
+                for row in rows:
+                    del row["island"]
+            if as_json:
+                for row in rows:
+                    click.echo(as_json_line(row))
+            else:
+                _show(rows, clear=not once)
+            if once:
+                return
+            await trio.sleep(interval)
+
+
+class Island:
+    """One database: its pool, made anew when it was lost, and the counts of the last look, for rates."""
+
+    def __init__(self, settings: DatabaseSettings, warn: float) -> None:
+        self.settings = settings
+        self.url = ""
+        self._warn = warn
+        self._before: dict[str, tuple[float, int, int]] = {}
+
+    async def look(self) -> list[Row]:
+        """A row per partition; one row that says why where the database cannot be asked."""
+        from replicad.postgres import schema
+        from replicad.postgres.bridge import load_sql, quote_ident
+
+        query = load_sql("tube_top").format(schema=quote_ident(self.settings.tube_schema))
+        try:
+            async with self._pool() as db:
+                await schema.require(db, "tube", self.settings.tube_schema)
+                found = await db.fetch(query)
+                name = str(db.target)
+        except DatabaseError as error:
+            return [{"island": self.settings.shown, "state": str(error), "wrong": True}]
+        now = time.monotonic()
+        rows = [self._row(name, dict(row), now) for row in found]
+        self._before = {row["tube"]: (now, row["moved_in"], row["moved_out"]) for row in found}
+        return rows
+
+    @asynccontextmanager
+    async def _pool(self) -> AsyncIterator[Database]:
+        from replicad.postgres.bridge import open_database
+
+        async with open_database(self.url, size=1, application_name="replicad top", connect_timeout=5) as db:
+            yield db
+
+    def _row(self, island: str, row: Row, now: float) -> Row:
+        then, came, went = self._before.get(row["tube"], (now, row["moved_in"], row["moved_out"]))
+        seconds = max(now - then, 0.001)
+        moved_in, moved_out = row.pop("moved_in"), row.pop("moved_out")
+        trouble = []
+        if row["pods"] and row["holder"] is None:
+            trouble.append("nobody reads")
+        if (row["lag_s"] or 0) > self._warn:
+            trouble.append("late")
+        if row["parked"]:
+            trouble.append("parked")
+        return {
+            "island": island,
+            **row,
+            "in_s": (moved_in - came) / seconds,
+            "out_s": (moved_out - went) / seconds,
+            "state": ", ".join(trouble) or "ok",
+            "wrong": bool(trouble),
+        }
+
+
+def _show(rows: Sequence[Row], *, clear: bool) -> None:
+    shown = [{**row, "backfill": _backfill(row)} for row in rows]
+    columns = [*(["island"] if any("island" in row for row in rows) else []), *COLUMNS]
+    lines = (
+        table(columns, shown).split("\n") if rows else ["there are no tubes yet: make one with `replicad tubes create`"]
+    )
+    if clear:
+        click.clear()
+        click.echo(time.strftime("replicad top  %H:%M:%S   (Ctrl-C ends it)\n"))
+    click.echo(lines[0])
+    colour = colour_allowed()
+    for line, row in zip(lines[1:], rows, strict=False):
+        click.echo(click.style(line, fg="red" if row["wrong"] else None) if colour else line)
+
+
+def _backfill(row: Mapping[str, Any]) -> str | None:
+    """How far it is: what is in the tube of what there is, and how many pods of it wait."""
+    done, total, waiting = row.get("backfill_done"), row.get("backfill_of"), row.get("backfill_pods")
+    if done is not None:
+        share = f" of {total:,}" if total else ""
+        return f"{done:,}{share} ids in, {waiting:,} pods wait"
+    return f"{waiting:,} pods wait" if waiting else None

@@ -1,0 +1,17 @@
+-- One row per tube and partition: what waits, since when, who has it, how far its backfills are, what was put aside.
+-- moved_in and moved_out count the pods of the whole tube since its table was made.
+SELECT s.tube, s.partition, s.inc_count AS pods, s.inc_ids AS ids, s.backfill_count AS backfill_pods, s.estimated,
+    greatest(extract(epoch FROM clock_timestamp() - s.inc_min_ts), 0)::float8 AS lag_s,
+    greatest(extract(epoch FROM clock_timestamp() - s.backfill_min_ts), 0)::float8 AS backfill_lag_s,
+    (SELECT l.holder FROM {schema}.tube_lease l WHERE l.tube = s.tube AND s.partition % l.partitions = l.partition
+        AND r.partitions % l.partitions = 0 ORDER BY l.term DESC LIMIT 1) AS holder,
+    (SELECT sum(b.ids) FROM {schema}.tube_backfill b
+        WHERE b.tube = s.tube AND NOT b.finished AND b.shard % r.partitions = s.partition)::bigint AS backfill_done,
+    (SELECT sum(b.approx_ids) FROM {schema}.tube_backfill b
+        WHERE b.tube = s.tube AND NOT b.finished AND b.shard % r.partitions = s.partition)::bigint AS backfill_of,
+    (SELECT count(*) FROM {schema}.tube_parked p WHERE p.tube = s.tube AND p.shard % r.partitions = s.partition) AS parked,
+    t.n_tup_ins AS moved_in, t.n_tup_del AS moved_out
+FROM {schema}.tube_stats() s
+JOIN {schema}.tube_registry r USING (tube)
+LEFT JOIN pg_stat_user_tables t ON t.relid = to_regclass(format('{schema}.%I', s.tube))
+ORDER BY s.tube, s.partition

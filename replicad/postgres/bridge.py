@@ -287,4 +287,7 @@ async def _asyncio_loop() -> AsyncIterator[Any]:
 
 def _log_stray_error(_loop: Any, context: dict[str, Any]) -> None:
     """What asyncio reports when nobody waits for an error: by default trio_asyncio would end the whole loop for it."""
-    log.warning("asyncio_error", message=context.get("message"), error=repr(context.get("exception")))
+    error = context.get("exception")
+    # The driver's own errors have been raised to whoever waited; those left over are copies of them.
+    tell = log.debug if isinstance(error, _DRIVER_ERRORS) else log.warning
+    tell("asyncio_error", message=context.get("message"), error=repr(error))

@@ -102,7 +102,9 @@ async def make_table(db: Database) -> None:
 async def run_writers(url: str, number: int, done: Counter[str]) -> None:
     command = [sys.executable, Path(__file__).with_name("writers.py"), url, str(SECONDS), str(WRITERS), str(number)]
     process = await trio.run_process(list(map(str, command)), capture_stdout=True)
-    done.update(json.loads(process.stdout))
+    *told, counts = process.stdout.decode().splitlines()
+    print(*told, sep="\n")
+    done.update(json.loads(counts))
 
 
 async def follow_until_cancelled(db: Database, horizon: Horizon, readers: list[Reader], polls: list[float]) -> None:

@@ -132,7 +132,7 @@ class Horizon:
         self._readings.pop(name, None)
 
     async def poll(self) -> Mapping[str, Reading]:
-        """One round for all watched streams.
+        """One round for all watched streams. The mapping is the same object as long as there is nothing new to say.
 
         Raises DatabaseUnavailable and other DatabaseErrors (poll again later: no position was lost or is too high) and
         StandbyRefused.
@@ -140,17 +140,20 @@ class Horizon:
         connection = await self._pinned()
         now = self._now()
         if now >= self._inspect_at:
+            self._inspect_at = now + _INSPECT_EVERY  # before looking: a watch that begins meanwhile sets it back
             await self._inspect(connection)
-            self._inspect_at = now + _INSPECT_EVERY
+        # Only what has been looked at; others may begin and end watches while we wait for Postgres.
+        watched = [w for w in self._watched.values() if w.inspected]
         changed = bool(self._blocked)
         if self._blocked and now >= self._look_again_at:
             self._blocked = await self._blockers(connection, list(self._blocked))
             self._look_again_at = now + _LOOK_AGAIN
-        changed |= await self._poll_sequences(connection, now)
-        changed |= await self._poll_tables(connection)
-        changed |= await self._flush(connection, now)
-        if changed or len(self._readings) != len(self._watched) or any(r.reset for r in self._readings.values()):
-            self._readings = {name: w.reading(now, self._stuck_after) for name, w in self._watched.items()}
+        changed |= await self._poll_sequences(connection, watched, now)
+        changed |= await self._poll_tables(connection, watched)
+        changed |= await self._flush(connection, watched, now)
+        if changed or len(self._readings) != len(watched) or any(r.reset for r in self._readings.values()):
+            current = [w for w in watched if self._watched.get(w.name) is w]
+            self._readings = {w.name: w.reading(now, self._stuck_after) for w in current}
         return self._readings
 
     async def _pinned(self) -> Connection:
@@ -186,22 +189,24 @@ class Horizon:
 
     async def _inspect(self, connection: Connection) -> None:
         """Refuse what cannot be served, accept what was mended."""
-        tables = [w.source.table for w in self._watched.values() if not isinstance(w.source, ReservationSource)]
-        sequences = [w.source.sequence for w in self._watched.values() if not isinstance(w.source, TableSource)]
+        looked_at = list(self._watched.values())
+        tables = [w.source.table for w in looked_at if not isinstance(w.source, ReservationSource)]
+        sequences = [w.source.sequence for w in looked_at if not isinstance(w.source, TableSource)]
         rows = await connection.fetch(load_sql("horizon_inspect"), tables, sequences)
         found = {row["oid"]: row for row in rows}
         self._names = {oid: row["name"] for oid, row in found.items()}
         self._unused = {}
-        for watched in self._watched.values():
+        for watched in looked_at:
+            watched.inspected = True
             reason = watched.unfit(found)
             if reason is None:
                 watched.accept()
             elif watched.refused is None or str(watched.refused) != reason:
                 watched.refuse(reason)
 
-    async def _poll_sequences(self, connection: Connection, now: float) -> bool:
+    async def _poll_sequences(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
         """Steps 1 and 2; True when there may be something new to say."""
-        active = [w for w in self._watched.values() if w.locks is not None and w.refused is None]
+        active = [w for w in all_watched if w.locks is not None and w.refused is None]
         values = await self._last_values(connection, {_sequence(w) for w in active})
         for watched in active:
             watched.blocked_by = self._blocked.get(_sequence(watched))
@@ -277,14 +282,17 @@ class Horizon:
         rows = await connection.fetch(load_sql("horizon_blockers"), sequences)
         return {row["sequence"]: holder_of(row, HolderKind.SEQUENCE_LOCK) for row in rows}
 
-    async def _poll_tables(self, connection: Connection) -> bool:
+    async def _poll_tables(self, connection: Connection, all_watched: list[Watched]) -> bool:
         """The streams whose writers publish their own positions; True when one of them has something new."""
         changed = False
-        for watched in self._watched.values():
+        for watched in all_watched:
             source = watched.source
             if not isinstance(source, TableSource) or watched.table is None or watched.refused is not None:
                 continue
-            query = load_sql("horizon_positions_table").replace("{table}", self._names[source.table])
+            name = self._names.get(source.table)
+            if name is None:  # unwatched while we waited
+                continue
+            query = load_sql("horizon_positions_table").replace("{table}", name)
             try:
                 rows = await connection.fetch(query, source.stream_name)
             except errors.DatabaseUnavailable:
@@ -301,9 +309,9 @@ class Horizon:
             watched.table.flushed_upto(_highest(rows, "flushed"))
         return changed
 
-    async def _flush(self, connection: Connection, now: float) -> bool:
+    async def _flush(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
         """Step 3, at most every _BARRIER_EVERY seconds; in between the writers' own commits usually do it."""
-        waiting = [w.watch for w in self._watched.values() if w.watch.waits_for_flush]
+        waiting = [w.watch for w in all_watched if w.watch.waits_for_flush]
         if not waiting or now < self._barrier_at:
             return False
         await connection.fetch_value(self._barrier)

@@ -118,6 +118,7 @@ class Watched:
         self.locks = None if isinstance(source, TableSource) else LockWatch(published, per_writer)
         self.table = TableWatch(published, per_writer) if isinstance(source, TableSource) else None
         self.writers = frozenset(writers)
+        self.inspected = False  # whether its table and sequence have been looked at
         self.refused: StreamRefused | None = None
         self.blocked_by: Holder | None = None
         self._holders: dict[str, Holder] = {}

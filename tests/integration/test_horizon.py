@@ -477,10 +477,31 @@ async def test_locked_sequence_stops_its_own_stream_only_and_the_culprit_is_name
             assert readings["t"].position == 1
         await cleaner.execute("ROLLBACK")
     with trio.fail_after(5):
-        while (await t.poll()).held_by is not None:  # noqa: ASYNC110 - it looks again when it is polled
+        while (await t.poll()).held_by is not None:
             await trio.sleep(0.01)
     await t.insert()
     assert (await t.poll()).position == 2
+
+
+async def test_watches_may_begin_and_end_while_a_poll_waits_for_postgres(t: Table) -> None:
+    await t.make()
+    await t.db.execute("CREATE UNLOGGED TABLE u (id bigserial)")
+    table, sequence = await t.db.fetch_row("SELECT 'u'::regclass::oid, 'u_id_seq'::regclass::oid") or (0, 0)
+    for statement in (load_sql("horizon_inspect"), LAST_VALUES, HOLDERS):
+
+        async def change() -> None:
+            t.horizon.unwatch("t")
+            t.horizon.watch("u", LockSource(table, sequence))
+            t.horizon.watch("p", TableSource(table, "x"))
+
+        t.horizon.watch("t", LockSource(t.table, t.sequence))
+        t.between.when, t.between.then = statement, change
+        assert not await t.horizon.poll()
+        readings = await t.horizon.poll()
+        assert set(readings) == {"u", "p"}
+        assert "SET LOGGED" in str(readings["u"].refused)
+        t.horizon.unwatch("u")
+        t.horizon.unwatch("p")
 
 
 async def test_idle_poll_costs_one_statement_and_a_busy_one_two(t: Table) -> None:

@@ -79,8 +79,7 @@ class Subscriptions:
         channel = feed.linear_channel() if command.linear else feed.channel
         start = await self._start_of(feed, command, channel)
         self._streams.add(name)
-        if not command.linear:
-            self._session.post(feed.writers())
+        self._session.post(feed.writers())  # in linear order too, for the epoch: a token without it survives no restore
         self._tell(feed, start)
         self._join(feed, channel, start, linear=command.linear, extended=not command.linear)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from replicad.client.backoff import Backoff
 from replicad.client.blocking import BlockingClient
 from replicad.client.events import RowBatch, StreamsChanged
 from replicad.client.pods import parse_pods
-from replicad.errors import CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged, UnknownTube
+from replicad.errors import BadToken, CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
@@ -171,6 +172,25 @@ async def test_every_stream_is_followed_and_those_that_are_added_and_removed(
     with trio.CancelScope(shield=True):
         await trio.to_thread.run_sync(follower.close)
         await trio.to_thread.run_sync(client.close)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+async def test_tokens_carry_the_epoch_so_that_a_restore_cannot_pass_unnoticed(
+    events: Database, make_client: Callable[[], Any], linear: bool
+) -> None:
+    await events.execute("INSERT INTO events (body) VALUES ('1')")
+
+    def read() -> None:
+        with make_client() as client:
+            with client.follow({"events": "EARLIEST"}, linear) as follower:
+                next(follower)
+                token = follower.token("events")
+            assert re.fullmatch("[0-9a-f]{8,32}!1", token)
+            with client.follow({"events": f"0123456789abcdef!{token[-1]}"}, linear) as follower:
+                with pytest.raises(BadToken, match="is of epoch 0123456789abcdef"):
+                    next(follower)
+
+    await trio.to_thread.run_sync(read)
 
 
 @pytest.mark.parametrize("linear", [False, True])

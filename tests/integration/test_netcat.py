@@ -196,7 +196,7 @@ def netcat_linear(nc: Netcat) -> AbstractAsyncContextManager[Netcat]:
             other = Netcat(stream)
             await other.expect(*HELLO)
             await other.send("REPLICATE many 0 linear")
-            await other.expect("POSITION many \\* 0 0")
+            await other.expect("WRITERS many [0-9a-f]+ .*", "POSITION many \\* 0 0")
             yield other
 
     return connect()

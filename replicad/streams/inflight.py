@@ -84,7 +84,12 @@ class InFlight:
         after = self.held
         return None if before is None or before == after else Handover(before, after)
 
-    def lost(self) -> None:
-        """The lock is gone: nothing in flight is protected any more. The next reservation takes a lock of its own."""
-        for reservation in self._reserved:
+    def lost(self) -> int:
+        """The lock is gone: nothing in flight is protected any more, and the next reservation takes a lock of its own.
+
+        Returns how many reservations lost it just now.
+        """
+        affected = [r for r in self._reserved if r.bound is not None and not r.completed]
+        for reservation in affected:
             reservation.bound = None
+        return len(affected)

@@ -15,7 +15,7 @@ and an id that outlived it is refused by the table itself. Nothing needs to be t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -29,7 +29,7 @@ from replicad.streams.queries import SCHEMA, installed, statement
 
 MAX_IN_FLIGHT: Final = 1000  # reservations of one writer at once; more would say that completions are not reached
 MAX_IDS: Final = 10_000  # ids per reservation, the bound of stream_reserve()
-COMPLETE_TIMEOUT: Final = 5.0  # seconds to let go of a lock; after that the connection is given up, which does it too
+COMPLETE_TIMEOUT: Final = 5.0  # seconds to let go of a lock; then the connection is cut, which does it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,7 @@ class Writer:
             try:
                 yield reservation.ids
             finally:
-                with trio.CancelScope(shield=True):
-                    await self._complete(reservation)
+                await self._complete(reservation)
 
     def get_current_token(self) -> int:
         """The largest id such that this writer has completed all of its own up to there. No question to Postgres."""
@@ -148,21 +147,30 @@ class Writer:
                 raise
 
     async def _complete(self, reservation: Reservation) -> None:
-        """Never raises for want of a connection: the lock went with it, and the id is as complete as it can be."""
-        async with self._turn:
-            move = self._in_flight.complete(reservation)
-            if move is None or self._connection is None or self._connection.is_closed:
-                return
-            held = False
-            with trio.move_on_after(COMPLETE_TIMEOUT):
-                try:
-                    held = await self._connection.fetch_value(
-                        statement("stream_complete", self._schema), self._number, move.release, move.take
-                    )
-                except DatabaseError:
-                    held = False
+        """Shielded and bounded, and never fails: where the lock cannot be let go of, the whole connection is."""
+        with trio.move_on_after(COMPLETE_TIMEOUT, shield=True) as patience:
+            async with self._turn:
+                await self._let_go(reservation)
+        if patience.cancelled_caught and not reservation.completed:  # somebody else's statement hangs
+            if self._connection is not None:
+                self._connection.terminate()
+            self._lost += self._in_flight.lost()
+            self._in_flight.complete(reservation)
+
+    async def _let_go(self, reservation: Reservation) -> None:
+        move = self._in_flight.complete(reservation)
+        if move is None or self._connection is None or self._connection.is_closed:
+            return
+        held = False
+        try:
+            with suppress(DatabaseError):
+                held = await self._connection.fetch_value(
+                    statement("stream_complete", self._schema), self._number, move.release, move.take
+                )
+        finally:
             if not held:
-                await self._leave()
+                with trio.CancelScope(shield=True):
+                    await self._leave()
 
     async def _session(self) -> Connection:
         """The connection that holds the locks, a new one where it broke."""
@@ -177,8 +185,7 @@ class Writer:
 
     async def _leave(self) -> None:
         """Let go of the connection: reset or broken, it holds no locks afterwards."""
-        self._lost += len(self._in_flight)
-        self._in_flight.lost()
+        self._lost += self._in_flight.lost()
         self._connection = None
         await self._pin.aclose()
         self._pin = AsyncExitStack()
@@ -211,30 +218,32 @@ class Asks(Protocol):
     def fetchval(self, query: str, *args: object) -> Awaitable[Any]: ...
 
 
-async def next_id(connection: Asks, stream: str, *, schema: str = SCHEMA) -> int:
+async def next_id(connection: Asks | Connection, stream: str, *, schema: str = SCHEMA) -> int:
     """Reserve the next id in the caller's transaction; it is complete when that ends, committed or rolled back.
+
+    Takes a connection of asyncpg, or one of replicad's own. What Postgres refuses comes as that one's exception (with
+    SQLSTATE RS001, RS002), and a row whose id is no longer reserved as RS003.
 
     Raises:
         StreamRefused: the connection is not in a transaction, where an id would be complete at once.
-
-    What Postgres refuses comes as the driver's own exception (SQLSTATE RS001, RS002).
     """
-    _must_be_in_transaction(connection)
-    return int(await connection.fetchval(statement("stream_next", schema), stream))
+    return int(await _ask(connection, statement("stream_next", schema), stream))
 
 
-async def next_ids(connection: Asks, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
+async def next_ids(connection: Asks | Connection, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
     """As `next_id`, n ids at once (1 to 10,000), ascending."""
-    _must_be_in_transaction(connection)
-    return parse_ids(await connection.fetchval(statement("stream_next_mult", schema), stream, n))
+    return parse_ids(await _ask(connection, statement("stream_next_mult", schema), stream, n))
+
+
+async def _ask(connection: Asks | Connection, sql: str, *args: object) -> Any:
+    if isinstance(connection, Connection):
+        return await connection.fetch_value(sql, *args)
+    in_transaction = getattr(connection, "is_in_transaction", None)
+    if in_transaction is not None and not in_transaction():
+        raise StreamRefused("an id is reserved for one transaction: begin it, take the id, insert, commit.")
+    return await connection.fetchval(sql, *args)
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
     """The ids in the text of a bigint[]: `{5,6}`; as text, every driver gives the same."""
     return tuple(map(int, text.strip("{}").split(",")))
-
-
-def _must_be_in_transaction(connection: object) -> None:
-    asked = getattr(connection, "is_in_transaction", None)
-    if asked is not None and not asked():
-        raise StreamRefused("an id is reserved for one transaction: begin it, take the id, insert, commit.")

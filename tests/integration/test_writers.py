@@ -221,6 +221,17 @@ async def test_an_id_is_reserved_inside_the_callers_own_asyncpg_transaction(fact
     assert facts.rows == {1, 3, 4}
 
 
+async def test_an_id_is_reserved_inside_a_transaction_of_our_own_connections_too(facts: Facts) -> None:
+    async with facts.transaction() as connection:
+        number = await writers.next_id(connection, "facts")
+        ids = await writers.next_ids(connection, "facts", 2)
+        await facts.insert(number, *ids, via=connection)
+        assert (await facts.poll()).position == 0
+        await connection.execute("COMMIT")
+    assert (await facts.poll()).position == 3
+    assert facts.rows == {1, 2, 3}
+
+
 async def test_programs_without_async_follow_the_same_example(facts: Facts) -> None:
     await facts.db.execute("SELECT setval('facts_id_seq', 1)")
 
@@ -492,6 +503,25 @@ async def test_a_writer_that_dies_lets_go_and_goes_on_with_a_new_connection(fact
         assert (await facts.poll()).position == fresh
         assert facts.rows == {saved, fresh}
         assert writer.get_current_token() == fresh
+
+
+async def test_a_connection_that_does_not_answer_is_cut_and_the_writer_goes_on(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers, "COMPLETE_TIMEOUT", 0.1)
+    async with open_writer(facts.db, "facts", "one") as writer, facts.transaction() as blocker:
+        key = "SELECT pg_advisory_xact_lock(replicad.stream_lock_key($1, 1))"
+        async with AsyncExitStack() as first:
+            await first.enter_async_context(writer.get_next())
+            async with writer.get_next():
+                await blocker.execute(key, facts.stream.number)
+                await first.aclose()  # cannot take the next bound
+                async with writer.get_next() as number:
+                    await facts.insert(number)
+                    assert (await facts.poll()).position == number - 1
+        assert writer.statistics() == writers.WriterStatistics(in_flight=0, connected=2, lost=1)
+        assert writer.get_current_token() == number
+        assert (await facts.poll()).position == number
 
 
 async def test_what_cannot_be_reserved_is_refused_with_the_remedy(facts: Facts) -> None:

@@ -30,6 +30,9 @@ LANGUAGE sql STABLE AS $$
         SELECT 7, format('writers take their ids from %I.stream_next(%L); an id that is not reserved is refused',
             current_schema(), s.name)
         WHERE s.method = 'reservation'
+        UNION ALL
+        SELECT 8, 'an UPDATE that moves a row to another partition inserts it there, so it needs a new id from stream_next'
+        FROM pg_class c WHERE s.method = 'reservation' AND c.oid = s.relation AND c.relkind = 'p'
     ) notes
 $$;
 COMMENT ON FUNCTION stream_notes(stream) IS 'Remarks about a stream, for the person who adds it';

@@ -24,6 +24,7 @@ CONFIG = """\
 tube = "{tube}"
 host = "{host}"
 port = {port}
+maxBackfillPodsPerTrigger = 100
 
 [enrich]                      # where the rows of the touched ids are; REPLICAD_DATABASE goes before it
 database = "{database}"

@@ -127,7 +127,8 @@ class Demo:
             )
             if not waiting:
                 break
-            self.show.progress(f"{ids:,} ids read, {int(waiting):,} pods wait, {time.monotonic() - began:.0f} s")
+            doing = f"{ids:,} ids read" if ids else "Spark is starting"
+            self.show.progress(f"{doing}, {int(waiting):,} pods wait, {time.monotonic() - began:.0f} s")
             await trio.sleep(_LOOK)
         pipeline.look()
         found = compare(await data.read_rows(db, shards), read_downstream(self.folder / "downstream"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-_EVERY = 2.0  # seconds between two lines of progress where they cannot be written over each other
+_EVERY = 5.0  # seconds between two lines of progress where they cannot be written over each other
 
 
 class Show:

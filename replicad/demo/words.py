@@ -35,11 +35,9 @@ Change something in a third one, and watch:
 
 Read it with Spark:
 
-  from pyspark.sql import SparkSession
-  import replicad.spark
+  from replicad.spark import build_session
 
-  spark = SparkSession.builder.getOrCreate()
-  replicad.spark.register(spark)
+  spark = build_session("touches")         # or a session of your own, after replicad.spark.register(session)
   touches = spark.readStream.format("replicad").option("tube", "cities").load()
   touches.writeStream.format("console").option("checkpointLocation", "/tmp/touches").start().awaitTermination()
 

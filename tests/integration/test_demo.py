@@ -90,7 +90,7 @@ def demo(folder: Path) -> Iterator[Run]:
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [("1. Starting", signal.SIGINT), ("4. Starting the daemon", signal.SIGTERM), ("ids read", signal.SIGINT)],
+    [("1. Starting", signal.SIGINT), ("4. Starting the daemon", signal.SIGTERM), ("Spark is starting", signal.SIGINT)],
 )
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, moment: str, number: signal.Signals) -> None:
     with demo(tmp_path / "demo") as run:

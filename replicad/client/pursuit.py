@@ -64,12 +64,6 @@ class FollowWishes(TypedDict, total=False):
     first_patience: float | None
 
 
-class _GapFound(ConnectionLost):
-    """Rows are missing between what we have and what the server goes on with; the connection is given up."""
-
-    code = "gap"
-
-
 class Pursuit:
     """Follows `streams`, a token (see `Follower.want`) for each; None: every stream there is, or will be.
 
@@ -183,10 +177,15 @@ class Pursuit:
         yield from self.follower.feed(block, self._understand)
         self._connection.check()
         gap = self.follower.gap
-        if gap is not None:
-            raise _GapFound(
-                f"rows of {gap.stream} {gap.instance} after {gap.have} are missing, the server goes on from {gap.told}"
-            )
+        if gap is None:
+            return
+        self._gaps += 1
+        missing = (
+            f"rows of {gap.stream} {gap.instance} after {gap.have} are missing, the server goes on from {gap.told}"
+        )
+        if self._gaps >= GAPS:
+            raise RemoteProtocolError(f"{missing}; so it was {self._gaps} times in a row")
+        raise ConnectionLost(missing)
 
     def _understand(self, line: bytes) -> Command | None:
         command = self._connection.understand(line)
@@ -219,10 +218,6 @@ class Pursuit:
         """How long to wait after an error; raises it where waiting does not help, or not any more."""
         if not self._may_pass(error):
             raise error
-        if isinstance(error, _GapFound):
-            self._gaps += 1
-            if self._gaps >= GAPS:
-                raise RemoteProtocolError(f"{error}; so it was {self._gaps} times in a row") from error
         delay = self._backoff.next_delay()
         self._waited += delay
         patience = self._options.patience if self._accepted else self._options.first_patience

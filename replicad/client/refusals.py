@@ -12,10 +12,8 @@ from replicad.errors import (
     TubeError,
     by_code,
 )
-from replicad.protocol.lines import LineTooLong
 
 _STOPPING = "server stopping"  # the one ERROR without a code (seed 001)
-_CLASSES: dict[str, type[ReplicadError]] = {**by_code(), LineTooLong.code: LineTooLong}
 
 
 def refusal(text: str) -> ReplicadError:
@@ -23,7 +21,7 @@ def refusal(text: str) -> ReplicadError:
     if text == _STOPPING:
         return ServerStopping("the server is stopping; connect again in a while")
     code, colon, sentence = text.partition(": ")
-    kind = _CLASSES.get(code) if colon else None
+    kind = by_code().get(code) if colon else None
     if kind is None:
         return RemoteError(text or "the server sent ERROR without a reason")
     error: ReplicadError = kind(sentence)

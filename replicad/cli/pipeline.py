@@ -60,9 +60,11 @@ def run(config: Path, database: str | None, trigger: str | None, spark_log: Path
     """
     url = read_settings(DatabaseSettings, {"database": database}).database
 
+    from replicad.spark.session import build_session, check_pyspark
+
+    check_pyspark()  # pyarrow, which the next two need, comes with the same extra
     from replicad.spark import pipeline
     from replicad.spark.pipeline_config import load_config
-    from replicad.spark.session import build_session
 
     loaded = load_config(config, database=url, trigger=trigger)
     with _stop_on_signals() as asked_to_stop:

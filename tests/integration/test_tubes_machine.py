@@ -37,6 +37,7 @@ from replicad.protocol.tokens import START, Cursor
 from replicad.server.daemon import open_daemon
 
 TTL = 0.5  # seconds; short, so that a machine of some dozen steps sees take-overs
+SURE = 0.8 * TTL  # a request renews only when a fifth of the time to live has passed since the last renewal
 WORKERS = 3
 SHARDS = 4
 EXAMPLES = int(os.environ.get("REPLICAD_MACHINE_EXAMPLES", "4"))
@@ -203,6 +204,7 @@ class Machine(RuleBasedStateMachine):
         part = Part(0, 1) if whole else Part(partition % self.partitions, self.partitions)
         if worker.part is not None:
             return
+        asked = time.monotonic()
         try:
             lease = worker.client.claim("items", part, ttl=TTL, wait=3 * TTL)
         except LeaseHeld:
@@ -212,18 +214,17 @@ class Machine(RuleBasedStateMachine):
         now = time.monotonic()
         for other in self.workers:
             if other.part is not None and not other.replaced and overlap(other.part, part):
-                assert now - other.spoke_at >= TTL, "taken over while its holder was alive"
+                assert now - other.spoke_at >= SURE, "taken over while its holder was alive"
                 other.replaced = True
-        worker.part, worker.term, worker.cursor, worker.spoke_at = part, lease.term, START, now
+        worker.part, worker.term, worker.cursor, worker.spoke_at = part, lease.term, START, asked
 
     def _as(self, worker: Worker, action: Callable[[], T]) -> T | None:
         """Do something under the worker's lease; a lease that was taken over must refuse it."""
+        asked = time.monotonic()
         try:
             done = action()
         except (LeaseLost, PartitionsChanged) as error:
-            lost_while_alive = (
-                isinstance(error, LeaseLost) and not worker.replaced and time.monotonic() - worker.spoke_at < TTL
-            )
+            lost_while_alive = isinstance(error, LeaseLost) and not worker.replaced and asked - worker.spoke_at < SURE
             worker.forget()
             if lost_while_alive:
                 raise
@@ -232,7 +233,7 @@ class Machine(RuleBasedStateMachine):
             worker.cursor = START
             return None
         assert not worker.replaced, "a zombie was served"
-        worker.spoke_at = time.monotonic()
+        worker.spoke_at = asked
         return done
 
     @rule(number=st.integers(0, WORKERS - 1), limit=st.integers(1, 5), wait=st.sampled_from([0.0, 0.1]))

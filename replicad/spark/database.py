@@ -1,4 +1,4 @@
-"""Postgres through ADBC, as the executors use it: one cached connection per worker process, patient with outages.
+"""Postgres through ADBC, as the executors use it: one cached connection per worker, patient with outages.
 
 The errors of the driver become those of `replicad.errors`, their cause kept and passwords masked. Which SQL is run is
 the business of `enrich` and of the Postgres sink.
@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -24,22 +25,27 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries; each pause
 _TRANSIENT = ("08", "57P", "53", "40")  # SQLSTATEs: connection, shutdown, resources, serialisation or deadlock
 _REFUSED = ("28", "3D", "42501")  # password, database, rights
 
-_connections: dict[tuple[int, str, bool], Any] = {}
+_Key = tuple[int, int, str, bool]  # process, thread, url, transactional
+_connections: dict[_Key, Any] = {}
 
 
 def connection(url: str, *, transactional: bool = False) -> Any:
-    """This process' connection to `url`, made when there is none; not to be used by two threads at once.
+    """This thread's connection to `url`, made when there is none.
 
     `transactional` connections commit when told, the others after every statement.
 
     Raises:
         DatabaseError: it cannot be made.
     """
-    key = (os.getpid(), url, transactional)  # a forked worker must not use its parent's socket
+    key = _key(url, transactional)
     found = _connections.get(key)
     if found is None:
         found = _connections[key] = _connect(url, transactional)
     return found
+
+
+def _key(url: str, transactional: bool) -> _Key:
+    return os.getpid(), threading.get_ident(), url, transactional  # a forked worker must not use its parent's socket
 
 
 def _connect(url: str, transactional: bool) -> Any:
@@ -63,20 +69,23 @@ def _connect(url: str, transactional: bool) -> Any:
 
 
 def forget(url: str, *, transactional: bool | None = None) -> None:
-    """Close this process' connections to `url`, or those of one kind; what they had not committed is undone."""
-    kinds = (True, False) if transactional is None else (transactional,)
-    for key in [(os.getpid(), url, kind) for kind in kinds]:
-        lost = _connections.pop(key, None)
-        if lost is not None:
-            with contextlib.suppress(Exception):  # it is broken already, and nothing of it is needed any more
-                lost.close()
+    """Close this thread's connections to `url`, or those of one kind; what they had not committed is undone."""
+    for kind in (True, False) if transactional is None else (transactional,):
+        _close(_key(url, kind))
+
+
+def _close(key: _Key) -> None:
+    lost = _connections.pop(key, None)
+    if lost is not None:
+        with contextlib.suppress(Exception):  # it is broken already, and nothing of it is needed any more
+            lost.close()
 
 
 @atexit.register
-def _forget_all() -> None:
+def _close_all() -> None:
     """Close what is open before the interpreter takes the driver's own means of doing so away."""
-    for _, url, _ in list(_connections):
-        forget(url)
+    for key in [key for key in _connections if key[0] == os.getpid()]:
+        _close(key)
 
 
 def patiently(

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from replicad import errors
 from replicad.errors import EnvironmentRefused, ReplicadError, UsageError
+from replicad.spark.database import forget
 from replicad.spark.enrich import Enricher
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
 from replicad.spark.reports import BatchReport, PipelineResult
@@ -98,6 +99,7 @@ def _start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None
     if config.transform is not None:
         shape = _shape_after(config, spark, enricher)
     config.sink.prepare(shape)
+    forget(config.database)  # this thread does not need it any more
     _make_checkpoint(config)
     runner = BatchRunner(enricher, config.sink, shape, config.transform, on_batch)
     reader = spark.readStream.format("replicad").options(**config.source_options)

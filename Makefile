@@ -23,10 +23,10 @@ test: check-java $(VENV)/.dev ## all tests: real Postgres, real sockets, a real 
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
-	@$(RUN) -m ruff check .
-	@$(RUN) -m ruff format --check .
-	@$(RUN) -m mypy
-	@$(VENV)/bin/lint-imports
+	@failed=; \
+	for check in "ruff check ." "ruff format --check ." mypy; do $(RUN) -m $$check || failed="$$failed $$check;"; done; \
+	$(VENV)/bin/lint-imports || failed="$$failed lint-imports;"; \
+	if [ -n "$$failed" ]; then echo "make: refused by:$$failed see above" >&2; exit 1; fi
 
 bench: check-java $(VENV)/.dev ## measure; prints tables
 	@$(RUN) -m bench

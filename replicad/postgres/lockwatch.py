@@ -170,9 +170,12 @@ class LockWatch:
                 found[hold.key] = _Held(hold.bound, hold.writer)
             elif known is None:
                 found[hold.key] = _Held(inherited if hold.prepared else fresh, hold.writer)
+            elif hold.prepared or hold.writer == known.writer:
+                # Preparing takes the name away, but no more rows can be written.
+                found[hold.key] = known
             else:
                 # A name changed within a transaction says no longer whose rows it holds.
-                found[hold.key] = _Held(known.bound, hold.writer if hold.writer == known.writer else None)
+                found[hold.key] = _Held(known.bound, None)
         return found
 
     def _safe_position(self, writer: str, writers: Collection[str]) -> int | None:

@@ -109,6 +109,15 @@ def test_holder_that_changes_its_name_holds_back_everybody_from_then_on() -> Non
     assert watch.per_writer == {"A": 5, "B": 9}
 
 
+def test_writer_that_prepares_its_transaction_still_holds_back_only_itself() -> None:
+    watch = LockWatch(published=0)
+    names = ("A", "B")
+    fed(watch, 5, writers=names)
+    fed(watch, 9, Hold("h", writer="A"), writers=names)
+    fed(watch, 12, Hold("h", prepared=True), writers=names)
+    assert watch.per_writer == {"A": 5, "B": 12}
+
+
 def test_unflushed_last_value_is_not_published_until_the_wal_is_on_disk() -> None:
     watch = LockWatch(published=3)
     watch.feed(8, 1000, ())

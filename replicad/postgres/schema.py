@@ -6,7 +6,8 @@ their SQL together and knows which version is where; what the SQL means is said 
     sql/<part>/NNN_name.sql   run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing
                               but plain SQL, names without a schema (the script sets search_path)
     sql/<part>/upgrade/N.sql  run before them over an installation older than version N: changes tables, drops functions
-                              whose signature changed. A new N goes with a new number in VERSIONS
+                              that are gone or whose result or names of arguments changed. A new N goes with a new number
+                              in VERSIONS
     sql/<part>/down.sql       one statement, run first when the part is removed: undoes what is outside of the schema
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.
@@ -67,8 +68,9 @@ def script(part: Part, schema: str | None, direction: Direction) -> str:
         "version": str(VERSIONS[part]),
         "digest": _digest(part),
     }
+    values |= _created(part)
     if direction == "down":
-        return _fill("down", values | _removal(part))
+        return _fill("down", values | {"prelude": _prelude(part)})
     texts = [f"-- {name}\n{text.strip()}\n" for name, text in _files(part)]
     return "\n".join([_fill("up", values | {"steps": _steps(part)}), *texts, _fill("up_end", values)])
 
@@ -170,16 +172,20 @@ def _steps(part: Part) -> str:
     )
 
 
-def _removal(part: Part) -> dict[str, str]:
+def _prelude(part: Part) -> str:
+    first = _SQL / part / "down.sql"
+    return _execute(first.read_text(encoding="utf-8")) if first.exists() else ""
+
+
+def _created(part: Part) -> dict[str, str]:
+    """The names of all that the files create, as SQL arrays by kind."""
     names: dict[str, list[str]] = {"routines": [], "relations": [f"{part}_version"], "types": []}
     kinds = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types"}
     for _, text in _files(part):
         for kind, name in _CREATED.findall(text):
             names[kinds.get(kind, "relations")].append(name)
-    first = _SQL / part / "down.sql"
-    prelude = _execute(first.read_text(encoding="utf-8")) if first.exists() else ""
     arrays = {key: ", ".join(map(quote_literal, sorted(set(found)))) for key, found in names.items()}
-    return {"prelude": prelude} | {key: f"ARRAY[{items}]::text[]" for key, items in arrays.items()}
+    return {key: f"ARRAY[{items}]::text[]" for key, items in arrays.items()}
 
 
 def _execute(text: str) -> str:

@@ -96,6 +96,7 @@ async def test_upgrading_makes_functions_triggers_and_indexes_anew_as_a_fresh_in
         "CREATE OR REPLACE FUNCTION sh1.users_touch(ids bigint[], op character = 'T', payload jsonb = NULL,"
         " chunk_size integer = 250) RETURNS bigint LANGUAGE sql AS $$ -- replicad: touches the tubes of schema tube\n"
         " SELECT 0::bigint $$;"
+        "CREATE FUNCTION tube.tube_stats(text, text = NULL) RETURNS text LANGUAGE sql AS 'SELECT 1::text';"
         "ALTER INDEX tube.a_pods_3 RENAME TO a_pods_33;"
         "DROP TRIGGER users_a_after_insert_trigger ON sh1.users;"
         "UPDATE tube.tube_version SET digest = 'of another build'"

@@ -2,6 +2,8 @@
 -- The name stands in lines whose words are parted by blanks, and 50 bytes leave room for the suffixes of its indexes.
 CREATE OR REPLACE FUNCTION tube_check_name(tube text) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    taken name;
 BEGIN
     IF tube IS NULL OR tube = '' OR octet_length(tube) > 50 OR tube ~ '[[:space:][:cntrl:]]' THEN
         PERFORM tube_refuse('RT005',
@@ -9,9 +11,17 @@ BEGIN
                 coalesce(quote_literal(left(tube, 100)), 'NULL')),
             'choose another name; letters, digits, _ and - read best');
     END IF;
-    IF to_regclass(format('%I.%I', current_schema(), tube)) IS NOT NULL
-            AND NOT EXISTS (SELECT FROM tube_registry r WHERE r.tube = tube_check_name.tube) THEN
-        PERFORM tube_refuse('RT005', format('%s.%s exists and is no tube', quote_ident(current_schema()), quote_ident(tube)),
+    IF EXISTS (SELECT FROM tube_registry r WHERE r.tube = tube_check_name.tube) THEN
+        RETURN;
+    END IF;
+    SELECT found.name INTO taken FROM (
+        SELECT c.relname FROM pg_class c WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
+        UNION ALL
+        SELECT p.proname FROM pg_proc p WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+    ) AS found (name)
+        WHERE found.name IN (tube, tube_object_name(tube, '_touch'), tube_object_name(tube, '_trigger'));
+    IF FOUND THEN
+        PERFORM tube_refuse('RT005', format('tube %L needs the name %I.%I, which is taken', tube, current_schema(), taken),
             'choose another name for the tube, or rename what has it');
     END IF;
 END

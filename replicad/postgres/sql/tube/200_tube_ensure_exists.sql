@@ -2,7 +2,9 @@
 -- priority 0 for regular and 1 for backfill pods. Raises RT005 where its name is taken. Writes indexes of the tube.
 --
 -- One index serves all partitions and both priorities: an insert costs the same with one partition as with a thousand
--- (a partial index for each pair costs every insert about 1 us, needed or not).
+-- (a partial index for each pair costs every insert about 1 us, needed or not). The planner is kept from gathering
+-- statistics on it and on seq: those of a queue are wrong a minute later, and with them it sorts a whole partition to
+-- return its first pods. Without them it always expects next to nothing, and goes by the index.
 -- The index of another number of partitions goes too, unless readers keep the table locked: dropping would make them and
 -- all writers wait, so after a second it stays until the next call; it costs a little and harms nobody.
 CREATE OR REPLACE FUNCTION tube_index_ensure(tube text, partitions integer) RETURNS void
@@ -14,6 +16,7 @@ DECLARE
 BEGIN
     IF to_regclass(quote_ident(wanted)) IS NULL THEN
         EXECUTE format('CREATE INDEX %I ON %I ((shard %% %s), ((op = ''B'')::integer), seq)', wanted, tube, partitions);
+        EXECUTE format('ALTER INDEX %I ALTER COLUMN 1 SET STATISTICS 0, ALTER COLUMN 2 SET STATISTICS 0', wanted);
     ELSIF NOT EXISTS (SELECT FROM pg_index i
             WHERE i.indexrelid = to_regclass(quote_ident(wanted)) AND i.indrelid = to_regclass(quote_ident(tube))) THEN
         PERFORM tube_refuse('RT005', format('%I.%I exists and is no index of tube %L', current_schema(), wanted, tube),
@@ -50,7 +53,7 @@ BEGIN
             ts timestamptz NOT NULL DEFAULT clock_timestamp()
         ) WITH (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 2000)
     $sql$, tube, format('%I.tube_seq', current_schema()));
-    EXECUTE format('ALTER TABLE %I ALTER ids SET STORAGE PLAIN', tube);
+    EXECUTE format('ALTER TABLE %I ALTER ids SET STORAGE PLAIN, ALTER seq SET STATISTICS 0', tube);
     EXECUTE format('CREATE INDEX %I ON %I (shard, seq) WHERE cardinality(ids) = 0', tube || '_control', tube);
     EXECUTE format('COMMENT ON TABLE %I IS %L', tube, 'replicad: the pods of a tube; use tube_ensure_absent() to drop it');
 EXCEPTION WHEN duplicate_table THEN

@@ -6,18 +6,19 @@ CREATE OR REPLACE FUNCTION tube_count(
 )
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
-    source text := format('%s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s',
-        tube_relation(t.tube), t.partitions, partition, backfill::integer);
-    plan json;
+    condition text := format('(shard %% %s) = %s AND (op = ''B'')::integer = %s', t.partitions, partition, backfill::integer);
+    pages bigint := pg_relation_size(tube_relation(t.tube)) / current_setting('block_size')::integer;
+    share numeric := least(100, 100 * 200 / greatest(pages, 1)::numeric);  -- in per cent: about 200 pages
 BEGIN
-    EXECUTE format('SELECT count(*), coalesce(sum(cardinality(ids)), 0), count(*) > $1 FROM ('
-        'SELECT ids FROM %s ORDER BY seq LIMIT $1 + 1) AS oldest', source) INTO pods, ids, estimated USING exact;
-    EXECUTE format('SELECT seq, ts FROM %s ORDER BY seq LIMIT 1', source) INTO min_seq, min_ts;
-    EXECUTE format('SELECT seq, ts FROM %s ORDER BY seq DESC LIMIT 1', source) INTO max_seq, max_ts;
+    EXECUTE format('SELECT count(*), coalesce(sum(cardinality(ids)), 0), count(*) > $1 FROM (%s) AS oldest',
+        tube_range_sql(t, t.partitions, partition, backfill, pods => exact + 1)) INTO pods, ids, estimated USING exact;
+    EXECUTE format('SELECT seq, ts FROM (%s) AS oldest',
+        tube_range_sql(t, t.partitions, partition, backfill, pods => 1)) INTO min_seq, min_ts;
+    EXECUTE format('SELECT seq, ts FROM %I WHERE %s AND seq > 0 AND seq <= 9223372036854775807 ORDER BY seq DESC LIMIT 1',
+        t.tube, condition) INTO max_seq, max_ts;
     IF estimated THEN
-        EXECUTE format('EXPLAIN (FORMAT JSON) SELECT FROM %s', source) INTO plan;
-        ids := ids / pods * greatest(pods, (plan #>> '{0,Plan,Plan Rows}')::bigint);
-        pods := greatest(pods, (plan #>> '{0,Plan,Plan Rows}')::bigint);
+        EXECUTE format('SELECT greatest($1, count(*) * 100 / %1$s), greatest($2, sum(cardinality(ids)) * 100 / %1$s)'
+            ' FROM %2$I TABLESAMPLE SYSTEM (%1$s) WHERE %3$s', share, t.tube, condition) INTO pods, ids USING pods, ids;
     END IF;
 END
 $$;

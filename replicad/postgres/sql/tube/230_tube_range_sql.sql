@@ -10,24 +10,28 @@ COMMENT ON FUNCTION tube_served_sql() IS 'The condition on pods that are handed 
 -- backfill_schedule: those are for the backfiller, which comes and goes on its own time. Writes nothing.
 --
 -- The tube's index serves its own number of partitions, and what is made of whole partitions of it (0/1 above all) by
--- merging up to 64 of them. A range of another number, a batch planned before it was changed, goes by the primary key.
+-- putting up to 64 of them together. A range of another number, a batch planned before it was changed, goes by the
+-- primary key.
 CREATE OR REPLACE FUNCTION tube_range_sql(
     t tube_registry, partitions integer, partition integer, backfill boolean,
-    after bigint = NULL, upto bigint = NULL, pods bigint = NULL, served boolean = false
+    after bigint = 0, upto bigint = 9223372036854775807, pods bigint = NULL, served boolean = false
 ) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT format('SELECT * FROM (%s) AS pods ORDER BY seq%s',
-        string_agg(format('SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s%s%s%s',
-            tube_relation(t.tube), part.n, part.p, backfill::integer, ' AND seq > ' || after, ' AND seq <= ' || upto,
-            CASE WHEN served AND backfill THEN ' AND ' || tube_served_sql() END),
-            ' UNION ALL ' ORDER BY part.p),
-        ' LIMIT ' || pods)
+    SELECT CASE WHEN count(*) = 1 THEN min(part.query)
+        ELSE format('SELECT * FROM (%s) AS pods ORDER BY seq%s',
+            string_agg(format('(%s)', part.query), ' UNION ALL ' ORDER BY part.p), ' LIMIT ' || pods) END
     FROM (
-        SELECT t.partitions AS n, p
-        FROM generate_series(partition, t.partitions - 1, partitions) AS p
-        WHERE t.partitions % partitions = 0 AND t.partitions / partitions <= 64
-        UNION ALL
-        SELECT partitions, partition WHERE t.partitions % partitions <> 0 OR t.partitions / partitions > 64
+        SELECT numbered.p, format(
+            'SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s AND seq > %s AND seq <= %s%s ORDER BY seq%s',
+            tube_relation(t.tube), numbered.n, numbered.p, backfill::integer, after, upto,
+            CASE WHEN served AND backfill THEN ' AND ' || tube_served_sql() END, ' LIMIT ' || pods) AS query
+        FROM (
+            SELECT t.partitions AS n, p
+            FROM generate_series(partition, t.partitions - 1, partitions) AS p
+            WHERE t.partitions % partitions = 0 AND t.partitions / partitions <= 64
+            UNION ALL
+            SELECT partitions, partition WHERE t.partitions % partitions <> 0 OR t.partitions / partitions > 64
+        ) AS numbered
     ) AS part
 $$;
 COMMENT ON FUNCTION tube_range_sql(tube_registry, integer, integer, boolean, bigint, bigint, bigint, boolean)

@@ -24,7 +24,8 @@ COMMENT ON FUNCTION tube_writers() IS 'The transactions that are writing pods';
 -- longer than timeout; then call it again. It needs READ COMMITTED. Writes nothing.
 --
 -- A writer locks the tube before it draws a seq and keeps the lock to its end, hence nobody else need be waited for. A
--- transaction that is prepared changes its name on the way: those are looked for in a second round.
+-- transaction that is prepared may change its name on the way (a restart does that): those are looked for in a second
+-- round.
 CREATE OR REPLACE FUNCTION tube_backfill_step2(timeout interval = '60 seconds') RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -40,9 +41,11 @@ BEGIN
         SELECT array_agg(w.virtualtransaction) INTO awaited FROM tube_writers() w WHERE round = 1 OR w.pid IS NULL;
         WHILE EXISTS (SELECT FROM tube_writers() w WHERE w.virtualtransaction = ANY (awaited)) LOOP
             IF clock_timestamp() >= deadline THEN
-                SELECT string_agg(coalesce(format('pid %s (%s, %s)', w.pid, s.application_name, left(s.query, 100)),
-                        (SELECT format('prepared transaction %L', x.gid) FROM pg_prepared_xacts x
-                            WHERE w.virtualtransaction = '-1/' || x.transaction::text)), ', ')
+                SELECT string_agg(CASE WHEN w.pid IS NULL THEN (
+                            SELECT format('prepared transaction %L', x.gid) FROM pg_prepared_xacts x
+                                JOIN pg_locks l ON l.transactionid = x.transaction
+                            WHERE l.virtualtransaction = w.virtualtransaction AND l.pid IS NULL)
+                        ELSE format('pid %s (%s, %s)', w.pid, s.application_name, left(s.query, 100)) END, ', ')
                     INTO culprit
                     FROM tube_writers() w LEFT JOIN pg_stat_activity s ON s.pid = w.pid
                     WHERE w.virtualtransaction = ANY (awaited);

@@ -1,0 +1,238 @@
+"""Backfills: three steps against transactions in flight, all at once or in pieces, and whose control pods are whose."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import trio
+
+from replicad.errors import DatabaseError, TubeRefused
+from replicad.postgres.bridge import Database
+
+STEP3 = "SELECT tube.tube_backfill_step3($1, 'a', $2::text::regclass, $3)"
+CHUNK = "SELECT * FROM tube.tube_backfill_chunk($1, 'a', $2::text::regclass, $3, NULL, $4, $5)"
+
+
+@pytest.fixture
+async def filled(db: Database) -> Database:
+    """A tube `a` and the table sh1.t attached to it, with 1,000 rows of which 10 do not match the predicate."""
+    await db.execute(
+        "CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint PRIMARY KEY, born timestamptz, v integer);"
+        "INSERT INTO sh1.t SELECT i, CASE WHEN i % 10 > 0 THEN timestamptz '2026-01-01' - i * interval '1 s' END,"
+        " i % 100 FROM generate_series(1, 1000) i;"
+        "SELECT tube.tube_ensure_exists('a', 1, 'v <> 7'), tube.tube_table_ensure_attached('a', 'sh1.t')"
+    )
+    return db
+
+
+async def pods(db: Database, tube: str = "a") -> list[tuple[str, int, list[int], object]]:
+    rows = await db.fetch(f"SELECT op, shard, ids, payload FROM tube.{tube} ORDER BY seq")
+    return [(r["op"], r["shard"], r["ids"], json.loads(r["payload"]) if r["payload"] else None) for r in rows]
+
+
+async def start(db: Database) -> str:
+    text = await db.fetch_value("SELECT tube.tube_backfill_step1()")
+    await db.execute("SELECT tube.tube_backfill_step2()")
+    assert isinstance(text, str)
+    return text
+
+
+EXPECTED = [i for i in range(1000, 0, -1) if i % 10 and i % 100 != 7] + list(range(10, 1001, 10))
+
+
+async def test_step_3_puts_all_ids_that_match_between_control_pods_in_the_order_asked_for(filled: Database) -> None:
+    begun = await start(filled)
+    assert await filled.fetch_value(STEP3, begun, "sh1.t", "born") == 990
+    first, *between, last = await pods(filled)
+    assert first == ("B", 1, [], {"type": "backfill_start", "start_seq": begun})
+    assert last == ("B", 1, [], {"type": "backfill_end", "start_seq": begun})
+    assert [len(ids) for _, _, ids, _ in between] == [250, 250, 250, 240]
+    got = [i for _, _, ids, _ in between for i in ids]
+    assert got[:890] == EXPECTED[:890]
+    assert sorted(got[890:]) == EXPECTED[890:]
+    assert await filled.fetch_value("SELECT bool_and(seq > $1) FROM tube.a", int(begun))
+
+
+async def test_a_shard_that_is_being_backfilled_is_left_alone_until_its_control_pods_are_gone(filled: Database) -> None:
+    await filled.execute("CREATE TABLE sh1.u (id bigint, v integer); SELECT tube.tube_table_ensure_attached('a', 'sh1.u')")
+    schedule = "SELECT tube.tube_backfill_schedule('a', 'id', $1, $2)"
+    assert await filled.fetch_value(schedule, 2, 100) == 0
+    assert await filled.fetch_value(schedule, 0, 1) == 2
+    assert await filled.fetch_value(schedule, 0, 1) == 0
+    assert await pods(filled) == [
+        ("B", 1, [], {"type": "backfill_schedule", "tbl": f"sh1.{table}", "order_col": "id"}) for table in ("t", "u")
+    ]
+    await filled.execute("TRUNCATE tube.a")
+    begun = await start(filled)
+    assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") == 990
+    assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") is None
+    assert await filled.fetch_value(STEP3, begun, "sh1.u", "id") == 0  # another table of the shard is not in the way
+    assert await filled.fetch_value(schedule, 1, 1) == 0
+    await filled.execute("DELETE FROM tube.a WHERE payload ->> 'type' = 'backfill_start'")
+    assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") is None
+    await filled.execute("DELETE FROM tube.a")
+    assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") == 990
+
+
+@pytest.mark.parametrize("page", [1, 7, 100, 990, 5000])
+@pytest.mark.parametrize("order", ["born", "id", "v"])
+async def test_a_backfill_in_pieces_puts_the_same_ids_in_the_same_order(filled: Database, page: int, order: str) -> None:
+    if page == 1:
+        await filled.execute("DELETE FROM sh1.t WHERE id > 30; TRUNCATE tube.a")
+    begun, calls, total = await start(filled), 0, 0
+    finished = False
+    while not finished:
+        async with filled.connection() as connection:  # whoever goes on has settings of its own
+            style = random.choice(["SQL, DMY", "German", "Postgres, MDY"])
+            await connection.execute(f"SET datestyle = '{style}'; SET timezone = 'Asia/Kolkata'")
+            row = await connection.fetch_row(CHUNK, begun if not calls else "1", "sh1.t", order, page, 250)
+        assert row is not None
+        finished, total, calls = row["finished"], total + row["ids"], calls + 1
+        progress = await filled.fetch_row("SELECT * FROM tube.tube_backfill")
+        assert progress is not None
+        assert (progress["ids"], progress["finished"], progress["start_seq"]) == (total, finished, begun)
+    first, *between, last = await pods(filled)
+    assert first == ("B", 1, [], {"type": "backfill_start", "start_seq": begun})
+    assert last == ("B", 1, [], {"type": "backfill_end", "start_seq": begun})
+    expected = await filled.fetch(f"SELECT id FROM sh1.t WHERE v <> 7 ORDER BY {order}, id")
+    assert [i for _, _, ids, _ in between for i in ids] == [row["id"] for row in expected]
+    assert calls == total // page + 1
+    again = await filled.fetch_row(CHUNK, begun, "sh1.t", order, page, 250)
+    assert (again["ids"], again["finished"]) == (None, True)  # type: ignore[index]
+
+
+async def test_a_piece_that_was_rolled_back_comes_again_and_schedule_and_step_3_keep_out_meanwhile(filled: Database) -> None:
+    begun = await start(filled)
+    await filled.execute(CHUNK, begun, "sh1.t", "id", 400, 250)
+    async with filled.connection() as crashing:
+        with pytest.raises(ZeroDivisionError):
+            async with crashing.transaction():
+                await crashing.execute(CHUNK, begun, "sh1.t", "id", 400, 250)
+                raise ZeroDivisionError
+    await filled.execute("DELETE FROM tube.a")
+    assert await filled.fetch_value("SELECT tube.tube_backfill_schedule('a', 'id', 0, 9)") == 0
+    assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") is None
+    for _ in range(2):
+        await filled.execute(CHUNK, begun, "sh1.t", "id", 400, 250)
+    assert sum(len(ids) for _, _, ids, _ in await pods(filled)) == 590
+    assert (await pods(filled))[-1][3] == {"type": "backfill_end", "start_seq": begun}
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+async def test_with_routing_each_shard_that_occurs_has_control_pods_of_its_own(filled: Database, pieces: bool) -> None:
+    await filled.execute(
+        "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', 9, 'id <= 300', 'CASE WHEN v > 2 THEN v % 3 END')"
+    )
+    begun = await start(filled)
+    if pieces:
+        while not (await filled.fetch_row(CHUNK, begun, "sh1.t", "id", 80, 50))["finished"]:  # type: ignore[index]
+            pass
+    else:
+        assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") == 297
+    found = await pods(filled)
+    for shard in (0, 1, 2, 9):
+        mine = [(ids, payload) for _, s, ids, payload in found if s == shard]
+        assert mine[0] == ([], {"type": "backfill_start", "start_seq": begun})
+        assert mine[-1] == ([], {"type": "backfill_end", "start_seq": begun})
+        condition = "v <= 2" if shard == 9 else f"v > 2 AND v % 3 = {shard}"
+        expected = await filled.fetch(f"SELECT id FROM sh1.t WHERE v <> 7 AND id <= 300 AND {condition} ORDER BY id")
+        assert [i for ids, _ in mine for i in ids] == [row["id"] for row in expected]
+    assert {shard for _, shard, _, _ in found} == {0, 1, 2, 9}
+
+
+async def test_partitioned_tables_are_backfilled_as_a_whole(db: Database) -> None:
+    await db.execute(
+        "CREATE TABLE p (id integer, at date) PARTITION BY RANGE (id); CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (10);"
+        "CREATE TABLE p2 PARTITION OF p DEFAULT; INSERT INTO p SELECT i, '2026-01-01' FROM generate_series(0, 19) i;"
+        "SELECT tube.tube_ensure_exists('a'), tube.tube_table_ensure_attached('a', 'p', 3)"
+    )
+    assert await db.fetch_value(STEP3, await start(db), "p", "id") == 20
+    assert (await pods(db))[1][:3] == ("B", 3, list(range(20)))
+
+
+async def test_step_2_waits_for_every_pod_writer_in_flight_and_for_nobody_else(filled: Database) -> None:
+    async with filled.connection() as early, filled.connection() as reader, filled.connection() as late:
+        async with early.transaction(), reader.transaction():
+            await reader.fetch("SELECT * FROM sh1.t")
+            await reader.execute("CREATE TABLE elsewhere (id bigint)")
+            await early.execute("UPDATE sh1.t SET v = v WHERE id = 5")
+            begun = int(await filled.fetch_value("SELECT tube.tube_backfill_step1()"))
+            with pytest.raises(DatabaseError, match=r"did not end within 00:00:00.2: pid \d+ \(replicad test, UPDATE sh1.t"):
+                await filled.execute("SELECT tube.tube_backfill_step2('0.2 s')")
+            done = trio.Event()
+
+            async def wait() -> None:
+                await filled.execute("SELECT tube.tube_backfill_step2()")
+                done.set()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait)
+                await trio.sleep(0.1)
+                assert not done.is_set()
+                async with late.transaction():
+                    await late.execute("UPDATE sh1.t SET v = v WHERE id = 6")
+                    await early.execute("ROLLBACK")
+                    with trio.fail_after(10):
+                        await done.wait()
+            await early.execute("BEGIN")
+    assert await filled.fetch_value("SELECT bool_and(seq > $1) FROM tube.a", begun)
+
+
+async def test_step_2_waits_for_prepared_transactions_too(filled: Database) -> None:
+    if await filled.fetch_value("SELECT current_setting('max_prepared_transactions')::integer") == 0:
+        pytest.skip("this server has no prepared transactions")
+    async with filled.connection() as connection:
+        await connection.execute("BEGIN")
+        await connection.execute("UPDATE sh1.t SET v = v WHERE id = 5")
+        done = trio.Event()
+
+        async def wait() -> None:
+            await filled.execute("SELECT tube.tube_backfill_step2()")
+            done.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await trio.sleep(0.1)
+            await connection.execute("PREPARE TRANSACTION 'tube test'")
+            try:
+                await trio.sleep(0.2)
+                early = done.is_set()
+                with pytest.raises(DatabaseError, match="prepared transaction 'tube test'"):
+                    await filled.execute("SELECT tube.tube_backfill_step2('0.1 s')")
+            finally:
+                await connection.execute("COMMIT PREPARED 'tube test'")
+        assert not early
+
+
+async def test_steps_out_of_order_or_on_the_wrong_table_are_refused(filled: Database) -> None:
+    await filled.execute("CREATE TABLE sh1.u (id bigint)")
+    for begun, table, order, reason in [
+        ("x", "sh1.t", "id", "not what step 1"), (None, "sh1.t", "id", "not what step 1"), ("1", "sh1.u", "id", "not attached"),
+        ("1", "sh1.t", "nope", "no column 'nope'"), ("1", "sh1.t", "ctid", "no column"), ("1", "sh1.t", None, "no column"),
+    ]:  # fmt: skip
+        with pytest.raises(TubeRefused, match=reason):
+            await filled.fetch_value(STEP3, begun, table, order)
+        with pytest.raises(TubeRefused, match=reason):
+            await filled.fetch_value(CHUNK, begun, table, order, 10, 250)
+    with pytest.raises(TubeRefused, match="no column"):
+        await filled.fetch_value("SELECT tube.tube_backfill_schedule('a', 'nope', 0, 9)")
+    async with filled.connection() as connection:
+        with pytest.raises(TubeRefused, match="READ COMMITTED"):
+            async with connection.transaction(isolation="repeatable_read"):
+                await connection.execute("SELECT tube.tube_backfill_step2()")
+    assert await pods(filled) == []
+
+
+async def test_of_two_backfills_of_one_table_at_once_one_is_left_alone(filled: Database) -> None:
+    begun = await start(filled)
+    results: list[int | None] = []
+
+    async def backfill() -> None:
+        results.append(await filled.fetch_value(STEP3, begun, "sh1.t", "id"))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(backfill)
+    assert sorted(results, key=lambda r: r or 0) == [None, None, None, 990]

@@ -1,0 +1,59 @@
+"""`python -m bench [NAME...]`: measure, print a table for each benchmark, and keep nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from importlib import import_module
+
+from bench.report import table
+from bench.system import Options
+
+BENCHMARKS = {
+    "fanout": "Fan-out: rows delivered to all clients, Postgres included, against NATS and Redis pub/sub",
+    "catchup": "Catch-up: a whole stream to one client, against psql writing the same COPY to a pipe",
+    "latency": "Latency: from commit to client, p50 / p99, against NOTIFY in the writer's transaction",
+    "idle": "Idle connections: memory of the server for each, against NATS and Redis",
+    "slow": "Slow readers: what those who read get beside them, and how the slow ones end",
+    "tubes": "Tubes: ids from the tube to a TCP client, acks included, against psql running the same statements",
+    "injection": "Injection: a million ids into a tube, against plain INSERTs of the same arrays",
+    "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
+}  # fmt: skip
+
+
+def main() -> int:
+    """Run those that were named, or all; 1 when one of them could not be measured."""
+    names = "\n".join(f"  {name:10} {title}" for name, title in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", epilog=f"benchmarks:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="what to measure; default: everything")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all sizes (default 1)")
+    parser.add_argument("--runs", type=int, default=3, help="rounds of what is compared (default 3)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - BENCHMARKS.keys():
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if arguments.scale <= 0 or arguments.runs < 1:
+        parser.error("--scale is above 0, --runs at least 1")
+    options = Options(arguments.scale, arguments.runs)
+    tables, failed = [], []
+    for name in arguments.names or BENCHMARKS:
+        began = time.monotonic()
+        print(f"{BENCHMARKS[name]} ...", file=sys.stderr, flush=True)
+        try:
+            figures = import_module(f"bench.{name}").run(options)
+        except (RuntimeError, OSError, EOFError) as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+            print(failed[-1], file=sys.stderr)
+            continue
+        tables.append(table(f"{BENCHMARKS[name]}  [{time.monotonic() - began:.0f} s]", figures))
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"\n{os.cpu_count()} processors, load {load}; scale {options.scale:g}, {options.runs} rounds\n")
+    print("\n\n".join([*tables, *(f"NOT MEASURED: {line}" for line in failed)]))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

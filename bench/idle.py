@@ -1,0 +1,52 @@
+"""What an idle connection costs the server: resident memory for each of 10,000 subscribers, and processor time."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from bench.peers import peers
+from bench.readers import Door, idle
+from bench.report import Figure, Spread, amount
+from bench.system import Options, allow_files, system
+
+CONNECTIONS = 10_000
+WATCHED = 5.0  # seconds over which processor time is measured: one PING for each connection
+_SPARE = 500  # files that processes open besides
+
+
+def run(options: Options) -> list[Figure]:
+    """Memory and processor time, beside the peers'."""
+    connections = min(options.sized(CONNECTIONS), allow_files(CONNECTIONS + _SPARE) - _SPARE) // 2 * 2
+    with system() as ours, ours.daemon() as daemon, peers() as others:
+        ours.make_stream()
+        door = Door(daemon.host, daemon.port, b"REPLICATE\n", b"POSITION bench")
+        mine = _cost(door, daemon.process, connections)
+        theirs = {peer.name: _cost(peer.door, peer.process, connections) for peer in others}
+    return [
+        Figure(
+            f"{what}, {connections:,} connections",
+            amount(mine[number], unit),
+            ", ".join(f"{name} {amount(cost[number], unit)}" for name, cost in theirs.items()),
+            Spread.of(mine[0] / cost[0] for cost in theirs.values()) if number == 0 and theirs else None,
+        )
+        for number, (what, unit) in enumerate((("memory for each", "bytes"), ("processors used", "processors")))
+    ]
+
+
+def _cost(door: Door, server: psutil.Process, connections: int) -> tuple[float, float]:
+    """Resident bytes for each connection, and the share of a processor that all of them take."""
+    with idle(door, 2):  # what the first connections load for all is none of the others' cost
+        before = server.memory_info().rss
+    with idle(door, connections):
+        time.sleep(1.0)
+        began = time.monotonic(), _cpu(server)
+        time.sleep(WATCHED)
+        used = (_cpu(server) - began[1]) / (time.monotonic() - began[0])
+        return (server.memory_info().rss - before) / connections, used
+
+
+def _cpu(server: psutil.Process) -> float:
+    times = server.cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,168 @@
+"""From commit to client: what a subscriber waits, with nobody else writing and beside 32 writers.
+
+One connection commits a probe now and then and notes when the commit returned; a client in another process notes when
+the row arrived. Beside it the usual other way, a trigger that calls pg_notify in the writer's transaction, and what
+either costs 32 writers who commit single rows as fast as they can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import asyncpg
+
+from bench.readers import Door, probes
+from bench.report import Figure, Spread, amount, latency, percentile
+from bench.system import STREAM, Daemon, Options, System, connect, process, system
+
+PROBES = 500
+PAUSES = (0.005, 0.035)  # seconds between two probes, at random so that polls and probes do not fall into step
+WRITERS = 32
+WRITING = 5.0  # seconds for each measurement of the writers
+_BODY = """'["$~%s~:example.com","!room:example.com","m.room.msg"]'"""
+_QUIET = """INSERT INTO {table} (body) VALUES ('["$event:example.com","!room:example.com","m.room.msg"]');\n"""
+
+Times = dict[int, float]
+
+
+def run(options: Options) -> list[Figure]:
+    """Latencies idle and under load, and the writers' throughput."""
+    count = options.sized(PROBES)
+    with system() as ours:
+        with ours.daemon() as daemon:
+            ours.make_stream()
+            _make_notifying(ours)
+            figures = _idle(ours, daemon, count)
+            polled = _followed(ours, daemon, count, load=STREAM)
+        notified = _notified(ours, count, load="notifying")
+        figures.append(_figure(f"beside {WRITERS} writers", polled, notified))
+        return [*figures, *_writers(options, ours)]
+
+
+def _idle(ours: System, daemon: Daemon, count: int) -> list[Figure]:
+    notified = _notified(ours, count)
+    return [
+        _figure("idle", _followed(ours, daemon, count), notified),
+        _figure("idle, with a DOORBELL after the commit", _followed(ours, daemon, count, doorbell=True), notified),
+    ]
+
+
+def _figure(what: str, ours: list[float], theirs: list[float]) -> Figure:
+    ratio = percentile(ours, 0.5) / percentile(theirs, 0.5)
+    return Figure(f"{what}: p50 / p99", latency(ours), f"NOTIFY {latency(theirs)}", Spread.of([ratio]))
+
+
+def _writers(options: Options, ours: System) -> list[Figure]:
+    """Throughput of the writers: followed by a daemon with a client, and with NOTIFY, each to nobody looking."""
+    alone, followed, notifying = [], [], []
+    for _ in range(options.runs):
+        alone.append(_throughput(options, ours, STREAM))
+        with ours.daemon() as daemon, probes(_door(daemon)):
+            followed.append(_throughput(options, ours, STREAM))
+        notifying.append(_throughput(options, ours, "notifying"))
+    return [
+        Figure(
+            f"{WRITERS} writers while {how}",
+            amount(Spread.of(found).middle, "commits/s"),
+            f"nobody looks {amount(Spread.of(alone).middle, 'commits/s')}",
+            Spread.of_ratios(found, alone),
+        )
+        for how, found in (("replicad serves them", followed), ("a trigger calls pg_notify", notifying))
+    ]
+
+
+def _throughput(options: Options, ours: System, table: str) -> float:
+    return ours.transactions_per_second(_QUIET.format(table=table), WRITING * min(1, options.scale), clients=WRITERS)
+
+
+def _make_notifying(ours: System) -> None:
+    """The same table once more, with a trigger that notifies."""
+    ours.sql(
+        f"CREATE TABLE notifying (LIKE {STREAM} INCLUDING ALL)",
+        "CREATE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$BEGIN PERFORM pg_notify('bench', NEW.body::text); RETURN NULL; END$$",
+        "CREATE TRIGGER tell AFTER INSERT ON notifying FOR EACH ROW EXECUTE FUNCTION tell()",
+    )
+
+
+def _door(daemon: Daemon) -> Door:
+    return Door(daemon.host, daemon.port, f"REPLICATE {STREAM}\n".encode(), b"POSITION bench")
+
+
+@contextmanager
+def writers(ours: System, table: str | None) -> Iterator[None]:
+    """The writers at work on a table during the block, if one is named."""
+    if table is None:
+        yield
+        return
+    with process(ours.pgbench(_QUIET.format(table=table), "-T", "600", clients=WRITERS)):
+        time.sleep(1.0)  # until all of them are connected
+        yield
+
+
+def _followed(
+    ours: System, daemon: Daemon, count: int, *, doorbell: bool = False, load: str | None = None
+) -> list[float]:
+    """Seconds from commit to a client of the daemon."""
+    bell = connect(daemon.host, daemon.port) if doorbell else nullcontext()
+    with probes(_door(daemon)) as listening, writers(ours, load), bell as link:
+        committed = asyncio.run(commit_probes(ours, STREAM, count, _ring(link)))
+        time.sleep(0.5)
+        seen = listening.stop()
+    missing = committed.keys() - seen.keys()
+    if missing:
+        raise RuntimeError(f"{len(missing)} probes were not seen within half a second")
+    return [seen[number][0] - at for number, at in committed.items()]
+
+
+def _ring(link: socket.socket | None) -> Callable[[], None]:
+    return (lambda: None) if link is None else lambda: link.sendall(b"DOORBELL\n")
+
+
+async def commit_probes(ours: System, table: str, count: int, after: Callable[[], None] = lambda: None) -> Times:
+    """Commit so many probes on a connection of their own; the monotonic time at which each commit returned."""
+    committed: Times = {}
+    connection = await asyncpg.connect(ours.url)
+    for number in range(count):
+        await connection.execute(f"INSERT INTO {table} (body) VALUES ({_BODY % number})")
+        committed[number] = time.monotonic()
+        after()
+        await asyncio.sleep(random.uniform(*PAUSES))
+    await connection.close()
+    return committed
+
+
+def _notified(ours: System, count: int, load: str | None = None) -> list[float]:
+    """Seconds from commit to a LISTENing connection, on a thread and a loop of its own."""
+    seen: Times = {}
+    ready, stop = threading.Event(), threading.Event()
+    listener = threading.Thread(target=lambda: asyncio.run(_listen(ours, seen, ready, stop)), daemon=True)
+    listener.start()
+    if not ready.wait(30):
+        raise RuntimeError("could not LISTEN")
+    with writers(ours, load):
+        committed = asyncio.run(commit_probes(ours, "notifying", count))
+        time.sleep(0.5)
+    stop.set()
+    listener.join()
+    return [seen[number] - at for number, at in committed.items() if number in seen]
+
+
+async def _listen(ours: System, seen: Times, ready: threading.Event, stop: threading.Event) -> None:
+    connection = await asyncpg.connect(ours.url)
+
+    def note(_connection: object, _pid: int, _channel: str, payload: str) -> None:
+        if "~" in payload:
+            seen[int(payload.split("~")[1])] = time.monotonic()
+
+    await connection.add_listener("bench", note)
+    ready.set()
+    while not stop.is_set():
+        await asyncio.sleep(0.05)
+    await connection.close()

@@ -1,0 +1,203 @@
+"""What is measured: the real daemon, a process of its own, on an embedded Postgres in a folder that goes afterwards.
+
+Also the programs around it: psql and pgbench from the same package, and processes that end with the benchmark.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from replicad.postgres.embedded import embedded_postgres, find_programs
+
+START = 60.0  # seconds for a process to listen; the machine may be busy
+STREAM = "bench"
+MARK = b"~"  # stands in every row that readers count, once, and in nothing else on any of the wires
+BODY = """format('["$%s~:example.com","!room:example.com","m.room.msg"]', lpad(n::text, 14, '0'))::json"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much to do: `scale` multiplies the sizes, `runs` is how often what is compared is repeated."""
+
+    scale: float = 1.0
+    runs: int = 3
+
+    def sized(self, full: int) -> int:
+        """A number of rows or the like, at this scale."""
+        return max(1, int(full * self.scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A running `replicad serve`."""
+
+    host: str
+    port: int
+    process: psutil.Process
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        return int(self.process.memory_info().rss)
+
+    def cpu(self) -> float:
+        """Seconds of processor time so far."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A Postgres, and what can be started on it."""
+
+    url: str
+    folder: Path
+
+    def psql(self, *arguments: str) -> list[str]:
+        """The command that runs psql on this Postgres."""
+        return [
+            str(find_programs() / "psql"),
+            "--no-psqlrc",
+            "-qtAX",
+            "-v",
+            "ON_ERROR_STOP=1",
+            "-d",
+            self.url,
+            *arguments,
+        ]
+
+    def sql(self, *statements: str) -> str:
+        """Run statements, each in a transaction of its own; what they print."""
+        commands = [word for statement in statements for word in ("-c", statement)]
+        done = subprocess.run(self.psql(*commands), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"psql failed: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    def pgbench(self, script: str, *arguments: str, clients: int) -> list[str]:
+        """The command that runs a script for pgbench from so many clients."""
+        file = self.folder / f"{abs(hash(script)):x}.sql"
+        file.write_text(script, encoding="utf-8")
+        threads = str(min(clients, 2))
+        return [
+            str(find_programs() / "pgbench"), "-n", "-f", str(file), "-c", str(clients), "-j", threads, *arguments,
+            self.url,
+        ]  # fmt: skip
+
+    def transactions_per_second(self, script: str, seconds: float, *arguments: str, clients: int) -> float:
+        """What pgbench reaches."""
+        command = self.pgbench(script, "-T", str(max(1, round(seconds))), *arguments, clients=clients)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return float(done.stdout.rpartition("tps = ")[2].split()[0])
+
+    def replicad(self, *arguments: str) -> None:
+        """Run a command of replicad's on this Postgres."""
+        command = [sys.executable, "-m", "replicad", *arguments, "--database", self.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
+        if done.returncode:
+            raise RuntimeError(f"replicad {' '.join(arguments)}: {done.stderr.strip()}")
+
+    @contextmanager
+    def daemon(self, *options: str) -> Iterator[Daemon]:
+        """Run `replicad serve` with these options on a free port."""
+        ready, log = self.folder / "ready", self.folder / "daemon.log"
+        command = [
+            sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
+            "--database", self.url, "--log-level", "warning", *options,
+        ]  # fmt: skip
+        with log.open("ab") as output, process(command, output=output) as started:
+            wait_until(ready.exists, "the daemon to listen", started)
+            host, _, port = ready.read_text(encoding="utf-8").strip().rpartition(":")
+            yield Daemon(host, int(port), psutil.Process(started.pid))
+
+    def make_stream(self) -> None:
+        """A table `bench` with rows that make lines of about 88 bytes, which is the stream `bench`."""
+        self.sql(
+            f"CREATE TABLE {STREAM} (id bigserial PRIMARY KEY, body json NOT NULL) WITH (autovacuum_enabled = false)"
+        )
+        self.replicad("streams", "add", STREAM, "--table", f"public.{STREAM}", "--id", "id", "--row", "t.body")
+
+    def commit_rows(self, rows: int) -> None:
+        """Add so many rows to the stream in one transaction."""
+        self.sql(f"INSERT INTO {STREAM} (body) SELECT {BODY} FROM generate_series(1, {rows}) AS n")
+
+
+@contextmanager
+def system() -> Iterator[System]:
+    """A fresh Postgres with the settings that replicad gives its own; it and its folder are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="replicad-bench-") as name:
+        with embedded_postgres(Path(name) / "postgres") as url:
+            yield System(url, Path(name))
+
+
+@contextmanager
+def process(command: Sequence[str], output: object = subprocess.DEVNULL) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is gone at the end of the block."""
+    started = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment(), start_new_session=True
+    )
+    try:
+        yield started
+    finally:
+        started.terminate()
+        try:
+            started.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+
+
+def connect(host: str, port: int, hello: bytes = b"") -> socket.socket:
+    """A TCP connection on which something has been said."""
+    link = socket.create_connection((host, port), timeout=START)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.sendall(hello)
+    return link
+
+
+def wait_until(condition: object, what: str, started: subprocess.Popen[bytes] | None = None) -> None:
+    """Look again and again until `condition()` holds, for at most START seconds."""
+    deadline = time.monotonic() + START
+    while not condition():
+        if time.monotonic() > deadline or (started is not None and started.poll() is not None):
+            raise RuntimeError(f"waited in vain for {what}")
+        time.sleep(0.02)
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def allow_files(wanted: int) -> int:
+    """Raise this process's limit of open files, which its children inherit; returns what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = max(soft, min(wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("REPLICAD_")}

@@ -6,8 +6,7 @@ their SQL together and knows which version is where; what the SQL means is said 
     sql/<part>/NNN_name.sql   run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing
                               but plain SQL, names without a schema (the script sets search_path)
     sql/<part>/upgrade/N.sql  run before them over an installation older than version N: changes tables, drops functions
-                              that are gone or whose result or names of arguments changed. A new N goes with a new number
-                              in VERSIONS
+                              that are gone, or whose result or names of arguments changed; N is then in VERSIONS
     sql/<part>/down.sql       one statement, run first when the part is removed: undoes what is outside of the schema
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.

@@ -25,7 +25,8 @@ BEGIN
     PERFORM pg_terminate_backend(pid) FROM pg_stat_activity
         WHERE datname = current_database() AND state LIKE '%in transaction%' AND pid <> pg_backend_pid();
     PERFORM tube.tube_ensure_absent(tube) FROM tube.tube_registry;
-    FOR folder IN SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' AND nspname NOT IN ('tube', 'information_schema')
+    FOR folder IN SELECT nspname FROM pg_namespace
+        WHERE nspname !~ '^pg_' AND nspname NOT IN ('tube', 'information_schema')
     LOOP
         EXECUTE format('DROP SCHEMA %I CASCADE', folder);
     END LOOP;
@@ -97,4 +98,3 @@ def explain(db: Database) -> Callable[[str], Awaitable[str]]:
         return "\n".join(row[0] for row in await db.fetch(f"EXPLAIN (COSTS OFF) {statement}"))
 
     return read
-

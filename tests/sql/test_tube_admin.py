@@ -94,7 +94,9 @@ async def test_a_tube_has_the_columns_index_and_storage_that_its_users_rely_on(d
 
 
 async def test_ensuring_what_is_so_already_writes_nothing_and_waits_for_nobody(db: Database) -> None:
-    await db.execute("CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint); SELECT tube.tube_ensure_exists('a', 2, 'id > 0')")
+    await db.execute(
+        "CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint); SELECT tube.tube_ensure_exists('a', 2, 'id > 0')"
+    )
     await attach(db, "a", "sh1.t")
     state = (
         "SELECT array_agg(x::text) FROM (SELECT xmin::text || oid AS x FROM pg_proc WHERE oid >= 16384 UNION ALL"
@@ -126,11 +128,12 @@ async def test_an_index_that_readers_hold_is_dropped_later_and_stops_nobody(db: 
 async def test_the_shard_comes_from_the_schemas_name_or_is_asked_for(db: Database) -> None:
     await db.execute(
         "CREATE SCHEMA sh0042; CREATE SCHEMA sh99999999999; CREATE TABLE sh0042.t (id bigint);"
-        "CREATE TABLE sh99999999999.t (id bigint); CREATE TABLE public.t (id bigint); SELECT tube.tube_ensure_exists('a')"
+        "CREATE TABLE sh99999999999.t (id bigint); CREATE TABLE public.t (id bigint);"
+        " SELECT tube.tube_ensure_exists('a')"
     )
     await attach(db, "a", "sh0042.t")
     for table in ("public.t", "sh99999999999.t"):
-        with pytest.raises(TubeRefused, match="its shard is unknown.*third argument"):
+        with pytest.raises(TubeRefused, match=r"its shard is unknown.*third argument"):
             await attach(db, "a", table)
     with pytest.raises(TubeRefused, match="from 0 up"):
         await attach(db, "a", "public.t", -1)
@@ -171,9 +174,9 @@ async def test_tubes_do_not_follow_tubes_temporary_tables_or_what_they_follow_al
         with pytest.raises(TubeRefused, match="temporary"):
             await connection.execute("SELECT tube.tube_table_ensure_attached('a', 't1', 1)")
     await attach(db, "a", "p1", 1)
-    with pytest.raises(TubeRefused, match="attached through public.p1"):
+    with pytest.raises(TubeRefused, match=r"attached through public.p1"):
         await attach(db, "a", "p1_low", 2)
-    with pytest.raises(TubeRefused, match="through public.p1"):
+    with pytest.raises(TubeRefused, match=r"through public.p1"):
         await db.execute("SELECT tube.tube_table_ensure_detached('a', 'p1_low')")
     await db.execute("SELECT tube.tube_table_ensure_detached('a', 'p1')")
     await attach(db, "a", "p1_low", 2)
@@ -241,7 +244,9 @@ async def test_detaching_and_dropping_are_idempotent_and_take_everything_with_th
     assert await db.fetch("SELECT * FROM tube.tube_list()") == []
 
 
-async def test_a_dropped_table_leaves_the_list_and_takes_its_touch_function_along_at_the_next_change(db: Database) -> None:
+async def test_a_dropped_table_leaves_the_list_and_takes_its_touch_function_along_at_the_next_change(
+    db: Database,
+) -> None:
     await db.execute("CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint); CREATE TABLE sh1.u (id bigint)")
     await db.execute("SELECT tube.tube_ensure_exists('a')")
     await attach(db, "a", "sh1.t")
@@ -256,14 +261,17 @@ async def test_a_dropped_table_leaves_the_list_and_takes_its_touch_function_alon
 async def test_a_function_of_the_users_own_is_never_overwritten(db: Database) -> None:
     await db.execute(
         "CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint); SELECT tube.tube_ensure_exists('a');"
-        "CREATE FUNCTION sh1.t_touch(bigint[], character, jsonb, integer) RETURNS bigint LANGUAGE sql AS 'SELECT 42::bigint'"
+        "CREATE FUNCTION sh1.t_touch(bigint[], character, jsonb, integer) RETURNS bigint LANGUAGE"
+        " sql AS 'SELECT 42::bigint'"
     )
     with pytest.raises(TubeRefused, match="t_touch exists and is not ours"):
         await attach(db, "a", "sh1.t")
     assert await db.fetch_value("SELECT sh1.t_touch('{}', 'T', NULL, 1)") == 42
 
 
-async def test_the_list_shows_tubes_without_tables_expressions_and_partitions_that_were_made_later(db: Database) -> None:
+async def test_the_list_shows_tubes_without_tables_expressions_and_partitions_that_were_made_later(
+    db: Database,
+) -> None:
     await db.execute(
         "SELECT tube.tube_ensure_exists('a', 3, 'id > 5'), tube.tube_ensure_exists('empty');"
         "CREATE TABLE p1 (id bigint) PARTITION BY RANGE (id);"
@@ -293,7 +301,7 @@ async def test_predicates_see_the_callers_schemas_but_none_where_everybody_may_c
     assert await db.fetch_value("SELECT ids FROM tube.a") == [1]
     async with db.connection() as connection:
         await connection.execute("SET search_path = open, public")
-        with pytest.raises(TubeRefused, match="is_live.*looked up along public, pg_temp"):
+        with pytest.raises(TubeRefused, match=r"is_live.*looked up along public, pg_temp"):
             await connection.execute("SELECT tube.tube_table_ensure_attached('a', 't', 1, 'is_live(status)')")
 
 

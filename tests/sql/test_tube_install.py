@@ -114,8 +114,10 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     (part / "upgrade").mkdir(parents=True)
     (tmp_path / "schema").symlink_to(real / "schema")
     monkeypatch.setattr(schema, "_SQL", tmp_path)
-    first = "CREATE TABLE IF NOT EXISTS thing (old integer);\nCREATE FUNCTION f(x integer) RETURNS integer LANGUAGE sql AS 'SELECT 1';"
-    (part / "010_thing.sql").write_text(first)
+    (part / "010_thing.sql").write_text(
+        "CREATE TABLE IF NOT EXISTS thing (old integer);\n"
+        "CREATE FUNCTION f(x integer) RETURNS integer LANGUAGE sql AS 'SELECT 1';"
+    )
     await schema.install(database, "tube", "one")
     await database.execute("INSERT INTO one.thing VALUES (7)")
 
@@ -170,13 +172,17 @@ async def test_a_schema_of_the_users_own_stays_when_the_part_goes(database: Data
 async def test_every_function_is_described_and_pins_its_search_path(db: Database) -> None:
     bare = await db.fetch(
         "SELECT p.oid::regprocedure AS name FROM pg_proc p WHERE p.pronamespace = 'tube'::regnamespace AND ("
-        "obj_description(p.oid, 'pg_proc') IS NULL OR NOT coalesce(array_to_string(p.proconfig, ' '), '') ~ 'search_path')"
+        "obj_description(p.oid, 'pg_proc') IS NULL OR NOT coalesce(array_to_string(p.proconfig, '"
+        " '), '') ~ 'search_path')"
     )
     assert bare == []
-    assert await db.fetch_value(
-        "SELECT count(*) FROM pg_class c WHERE c.relnamespace = 'tube'::regnamespace AND c.relkind IN ('r', 'S')"
-        " AND obj_description(c.oid, 'pg_class') IS NULL AND c.relname !~ '_parked_seq$'"
-    ) == 0
+    assert (
+        await db.fetch_value(
+            "SELECT count(*) FROM pg_class c WHERE c.relnamespace = 'tube'::regnamespace AND c.relkind IN ('r', 'S')"
+            " AND obj_description(c.oid, 'pg_class') IS NULL AND c.relname !~ '_parked_seq$'"
+        )
+        == 0
+    )
 
 
 async def test_functions_work_whatever_the_callers_search_path_is(db: Database) -> None:

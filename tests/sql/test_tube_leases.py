@@ -1,4 +1,4 @@
-"""Leases: one holder at a time under any interleaving, terms that fence reads and acks, what is parked and comes back."""
+"""Leases: one holder at a time under any interleaving, terms that fence reads and acks; parking and replay."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_the_holder_gets_its_term_again_and_nobody_else_gets_the_partition
     assert other != term
     with pytest.raises(LeaseHeld, match="partition 1/2 of tube 'a' is held by me"):
         await claim(tube, 2, 1, "you")
-    with pytest.raises(LeaseHeld, match="held by (me|you)"):
+    with pytest.raises(LeaseHeld, match=r"held by (me|you)"):
         await claim(tube, 1, 0, "me")
     with pytest.raises(LeaseHeld):
         await claim(tube, 2, 1, "you", (beat,))  # a beat that is no longer the lease's
@@ -118,7 +118,9 @@ async def test_of_many_who_claim_at_once_one_gets_the_partition_and_only_silent_
             beat = await tube.fetch_value("SELECT tube.tube_lease_renew('a', $1, $2, $3)", partitions, partition, term)
             holding.discard(number)
             if number % 2:
-                assert await tube.fetch_value("SELECT tube.tube_lease_release('a', $1, $2, $3)", partitions, partition, term)
+                assert await tube.fetch_value(
+                    "SELECT tube.tube_lease_release('a', $1, $2, $3)", partitions, partition, term
+                )
             else:
                 silent[number] = beat
 
@@ -149,7 +151,9 @@ async def test_an_ack_under_way_holds_off_the_takeover_and_the_next_one_is_refus
             "SELECT tube.tube_ack('a', 2, 0, $1, $2)", "SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2[1] + 100, 0)",
             "SELECT tube.tube_park('a', 2, 0, $1, $2[4], NULL, 1, 'late')",
         ):  # fmt: skip
-            with pytest.raises(LeaseLost, match=f"term {term} does not hold partition 0/2 of tube 'a': it is held by you"):
+            with pytest.raises(
+                LeaseLost, match=f"term {term} does not hold partition 0/2 of tube 'a': it is held by you"
+            ):
                 await zombie.fetch_value(late.replace("$2[", "($2::bigint[])["), term, seqs)
     with pytest.raises(LeaseLost):
         await tube.execute("SELECT tube.tube_lease_renew('a', 2, 0, $1)", term)
@@ -178,10 +182,9 @@ async def test_an_ack_that_comes_during_the_takeover_waits_and_changes_nothing(t
 async def test_a_takeover_that_is_rolled_back_costs_the_holder_nothing(tube: Database) -> None:
     term, beat = await claim(tube, 2, 0)
     async with tube.connection() as new:
-        with pytest.raises(ZeroDivisionError):
-            async with new.transaction():
-                await claim(new, 2, 0, "you", (beat,))
-                raise ZeroDivisionError
+        await new.execute("BEGIN")
+        await claim(new, 2, 0, "you", (beat,))
+        await new.execute("ROLLBACK")
     assert await tube.fetch_value("SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9) == 4
 
 
@@ -211,7 +214,9 @@ async def test_acks_remove_what_was_read_and_nothing_of_other_partitions_or_beyo
         await tube.fetch_value("SELECT tube.tube_ack('a', 2, 1, $1, $2)", term, [seq[2]])
 
 
-async def test_a_lease_of_the_whole_tube_covers_each_partition_and_a_lease_of_a_partition_those_within_it(tube: Database) -> None:
+async def test_a_lease_of_the_whole_tube_covers_each_partition_and_a_lease_of_a_partition_those_within_it(
+    tube: Database,
+) -> None:
     check = "SELECT tube.tube_lease_check('a', $1, $2, $3)"
     whole, _ = await claim(tube, 1, 0)
     for partitions, partition in ((1, 0), (2, 0), (2, 1), (6, 5)):
@@ -234,7 +239,8 @@ async def test_leases_go_with_their_tube(tube: Database) -> None:
 
 async def test_what_keeps_failing_is_kept_aside_with_its_error_and_comes_back_or_goes(tube: Database) -> None:
     await tube.execute(
-        "SELECT tube.a_touch(0, '{21,22,23,22}', 'U', '{\"why\": 1}'), tube.a_touch(0, '{}', 'T', '{\"type\": \"ping\"}')"
+        "SELECT tube.a_touch(0, '{21,22,23,22}', 'U', '{\"why\": 1}'), tube.a_touch(0, '{}', 'T',"
+        ' \'{"type": "ping"}\')'
     )
     pod, control = await tube.fetch_value("SELECT array_agg(seq ORDER BY seq) FROM tube.a WHERE payload IS NOT NULL")
     other = await tube.fetch_value("SELECT seq FROM tube.a WHERE shard = 1")
@@ -251,8 +257,10 @@ async def test_what_keeps_failing_is_kept_aside_with_its_error_and_comes_back_or
 
     rows = await tube.fetch("SELECT * FROM tube.tube_parked_list('a')")
     assert [(r["seq"], r["op"], r["ids"], r["tries"], r["error"]) for r in rows] == [
-        (pod, "U", [22, 22], 3, "column dropped"), (control, "T", [], 1, "no handler"), (pod, "U", [21, 23], 5, "the rest"),
-    ]  # fmt: skip
+        (pod, "U", [22, 22], 3, "column dropped"),
+        (control, "T", [], 1, "no handler"),
+        (pod, "U", [21, 23], 5, "the rest"),
+    ]
     assert rows == await tube.fetch("SELECT * FROM tube.tube_parked_list()")
     assert await tube.fetch("SELECT * FROM tube.tube_parked_list('b')") == []
     one, two, three = (row["parked"] for row in rows)

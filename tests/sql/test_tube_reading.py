@@ -77,7 +77,8 @@ async def test_every_way_of_reading_and_acking_goes_by_the_index_and_sorts_nothi
     own = await db.fetch_value(planned, 4, 1, full, full + 50_000)
     whole = await db.fetch_value(planned, 1, 0, full, full + 50_000)
     removal = (
-        f"DELETE FROM tube.a WHERE (shard % 4) = 1 AND (op = 'B')::integer = 0 AND seq > {full} AND seq <= {full + 90_000}"
+        "DELETE FROM tube.a WHERE (shard % 4) = 1 AND (op = 'B')::integer = 0"
+        f" AND seq > {full} AND seq <= {full + 90_000}"
     )
     for statement in (pods, pods + " LIMIT 10", everything, some, own, whole, removal):
         plan = await explain(statement)
@@ -99,7 +100,9 @@ async def test_a_stale_number_of_partitions_is_refused_at_every_turn(db: Databas
     query = await db.fetch_value("SELECT tube.tube_pods_sql('a', 2, 1)")
     await db.execute("SELECT tube.a_touch(1, '{1}', 'T'); SELECT tube.tube_ensure_exists('a', 3)")
     for statement in (
-        query, "SELECT tube.tube_pods_sql('a', 2, 1)", "SELECT tube.tube_pods_delete('a', 2, 1, ARRAY(SELECT seq FROM tube.a))",
+        query,
+        "SELECT tube.tube_pods_sql('a', 2, 1)",
+        "SELECT tube.tube_pods_delete('a', 2, 1, ARRAY(SELECT seq FROM tube.a))",
         "SELECT tube.tube_lease_claim('a', 2, 1, 'me', '1s', '{}')",
     ):  # fmt: skip
         with pytest.raises(PartitionsChanged, match="has 3 partitions and not 2"):
@@ -146,14 +149,16 @@ async def test_changing_the_number_of_partitions_under_load_loses_nothing_and_ac
                     query = await db.fetch_value("SELECT tube.tube_pods_sql('a', $1, $2)", partitions, partition)
                     rows = await db.fetch(query + " LIMIT 50")
                     seqs = [row["seq"] for row in rows]
-                    gone = await db.fetch_value("SELECT tube.tube_pods_delete('a', $1, $2, $3)", partitions, partition, seqs)
+                    gone = await db.fetch_value(
+                        "SELECT tube.tube_pods_delete('a', $1, $2, $3)", partitions, partition, seqs
+                    )
                 except PartitionsChanged:
                     idle = False
                     break
                 assert gone == len(seqs)
                 idle = idle and not rows
                 seen.extend(i for row in rows for i in row["ids"])
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
 
     async def alter() -> None:
         for partitions in (3, 2, 5, 1, 4, 8, 3):
@@ -190,7 +195,12 @@ async def test_a_plan_counts_regular_pods_first_and_backfill_pods_only_when_none
             after[0] and after[0] + first, after[1] and after[1] + first, upto + first, *limits,
         )  # fmt: skip
         assert row is not None
-        return row["regular"] and row["regular"] - first, row["backfill"] and row["backfill"] - first, row["pods"], row["ids"]
+        return (
+            row["regular"] and row["regular"] - first,
+            row["backfill"] and row["backfill"] - first,
+            row["pods"],
+            row["ids"],
+        )
 
     assert await plan((0, 0), 8, 100, None, None) == (4, 8, 8, None)
     assert await plan((0, 0), 8, 3, None, None) == (3, 0, 3, None)
@@ -213,13 +223,14 @@ async def test_a_plan_counts_regular_pods_first_and_backfill_pods_only_when_none
 
 
 async def test_lines_are_what_the_protocol_says_byte_for_byte(db: Database) -> None:
-    tube = 'a"%s\\\'ü'
+    tube = "a\"%s\\'ü"
     await db.execute("SELECT tube.tube_ensure_exists($1, 2)", tube)
     payload = {"text": 'quote " backslash \\ newline \n tab \t é 😀 \u2028', "n": [1, None]}
     quoted = '"' + tube.replace('"', '""') + '"'
     await db.execute(
         f"INSERT INTO tube.{quoted} (op, shard, ids, payload, ts) VALUES ('U', 3, '{{1,-2,9223372036854775807}}', NULL,"
-        " '2026-01-01 00:00:00+00'), ('B', 1, '{}', $1::text::jsonb, '2026-01-02 03:04:05.000678+02'), ('D', 2, '{7}', NULL, now()),"
+        " '2026-01-01 00:00:00+00'), ('B', 1, '{}', $1::text::jsonb, '2026-01-02"
+        " 03:04:05.000678+02'), ('D', 2, '{7}', NULL, now()),"
         " ('T', 5, '{4}', NULL, '2026-01-01 00:00:00.5+00')",
         json.dumps(payload),
     )
@@ -228,11 +239,14 @@ async def test_lines_are_what_the_protocol_says_byte_for_byte(db: Database) -> N
     got = await lines(db, tube, 2, 1, term, 0, 0, first + 100, first + 100)
     head = f"RDATA tube:{tube} 1/2"
     assert got[:2] == [
-        f'{head} {first} {{"seq":{first},"op":"U","shard":3,"ids":[1,-2,9223372036854775807],"ts":"2026-01-01T00:00:00.000000+00:00"}}',
-        f'{head} {first + 3} {{"seq":{first + 3},"op":"T","shard":5,"ids":[4],"ts":"2026-01-01T00:00:00.500000+00:00"}}',
+        f'{head} {first} {{"seq":{first},"op":"U","shard":3,"ids":[1,-2,9223372036854775807],'
+        '"ts":"2026-01-01T00:00:00.000000+00:00"}',
+        f'{head} {first + 3} {{"seq":{first + 3},"op":"T","shard":5,"ids":[4],'
+        '"ts":"2026-01-01T00:00:00.500000+00:00"}',
     ]
     assert got[2].startswith(
-        f'{head} {first + 1} {{"seq":{first + 1},"op":"B","shard":1,"ids":[],"ts":"2026-01-02T01:04:05.000678+00:00","payload":{{'
+        f'{head} {first + 1} {{"seq":{first + 1},"op":"B","shard":1,"ids":[],'
+        '"ts":"2026-01-02T01:04:05.000678+00:00","payload":{'
     )
     assert len(got) == 3
     for line in got:
@@ -298,13 +312,20 @@ async def test_the_whole_tube_can_be_read_as_one_partition_whatever_their_number
 
 async def test_statistics_are_exact_for_small_tubes_and_say_so_when_they_are_not(db: Database) -> None:
     await db.execute("SELECT tube.tube_ensure_exists('a', 2, 'id > 0'), tube.tube_ensure_exists('empty')")
-    await db.execute("CREATE SCHEMA sh5; CREATE TABLE sh5.t (id bigint); SELECT tube.tube_table_ensure_attached('a', 'sh5.t')")
     await db.execute(
-        "INSERT INTO tube.a (op, shard, ids) SELECT CASE WHEN i % 2 = 0 THEN 'B' ELSE 'U' END, 5, array_fill(i, ARRAY[3])"
+        "CREATE SCHEMA sh5; CREATE TABLE sh5.t (id bigint); SELECT tube.tube_table_ensure_attached('a', 'sh5.t')"
+    )
+    await db.execute(
+        "INSERT INTO tube.a (op, shard, ids) SELECT CASE WHEN i % 2 = 0 THEN 'B' ELSE 'U' END, 5,"
+        " array_fill(i, ARRAY[3])"
         " FROM generate_series(1, 60000) i; SELECT tube.a_touch(5, '{}', 'T', '{}')"
     )
     low, high = await db.fetch_value("SELECT ARRAY[min(seq), max(seq)] FROM tube.a")
-    exact = {row["partition"]: dict(row) for row in await db.fetch("SELECT * FROM tube.tube_stats(100000)") if row["tube"] == "a"}
+    exact = {
+        row["partition"]: dict(row)
+        for row in await db.fetch("SELECT * FROM tube.tube_stats(100000)")
+        if row["tube"] == "a"
+    }
     assert exact[0]["inc_count"] == exact[0]["backfill_count"] == exact[0]["control_count"] == 0
     assert exact[0]["inc_min_seq"] is None
     one = exact[1]
@@ -327,14 +348,19 @@ async def test_statistics_are_exact_for_small_tubes_and_say_so_when_they_are_not
 async def test_inserting_a_query_keeps_its_order_tells_of_progress_and_serves_several_tubes(
     db: Database, tube_url: str, psql_script: Callable[[str, str], str]
 ) -> None:
-    await db.execute("SELECT tube.tube_ensure_exists('a'), tube.tube_ensure_exists('b,c'), tube.tube_ensure_exists('d')")
+    await db.execute(
+        "SELECT tube.tube_ensure_exists('a'), tube.tube_ensure_exists('b,c'), tube.tube_ensure_exists('d')"
+    )
     ids = random.Random(5).sample(range(10**12), 1001)
     await db.execute("CREATE SCHEMA mine; CREATE TABLE mine.source (id bigint, place integer)")
-    await db.execute("INSERT INTO mine.source SELECT * FROM unnest($1::bigint[], $2::int[])", ids, [n * 7 for n in range(1001)])
+    await db.execute(
+        "INSERT INTO mine.source SELECT * FROM unnest($1::bigint[], $2::int[])", ids, [n * 7 for n in range(1001)]
+    )
     await db.execute("INSERT INTO mine.source VALUES (NULL, 1)")
     text = psql_script(
         tube_url,
-        "SET search_path = mine; SELECT tube.tube_pods_insert('a, d', 'SELECT id, place AS row_number FROM source -- all', 4,"
+        "SET search_path = mine; SELECT tube.tube_pods_insert('a, d', 'SELECT id, place AS"
+        " row_number FROM source -- all', 4,"
         " approx_size => 1000, fetch_chunk_size => 300, insert_chunk_size => 100); "
         "CREATE TEMP TABLE few AS SELECT 1 AS id, 1 AS row_number;"
         "SELECT tube.tube_pods_insert('b,c', 'TABLE few', 9, 'U')",
@@ -351,8 +377,10 @@ async def test_inserting_a_query_keeps_its_order_tells_of_progress_and_serves_se
     assert await db.fetch_value('SELECT ids FROM tube."b,c"') == [1]
     insert = "SELECT tube.tube_pods_insert($1, $2, 1)"
     for tube, query, error in [
-        ("a", "SELECT 1 AS id", "id and row_number"), ("a", "SELECT 1 AS nr, 1 AS row_number", "id and row_number"),
-        ("a,nope", "SELECT 1 AS id, 1 AS row_number", "no tube 'nope'"), ("a", "SELECT 1; DROP TABLE mine.source", "syntax"),
-    ]:  # fmt: skip
+        ("a", "SELECT 1 AS id", "id and row_number"),
+        ("a", "SELECT 1 AS nr, 1 AS row_number", "id and row_number"),
+        ("a,nope", "SELECT 1 AS id, 1 AS row_number", "no tube 'nope'"),
+        ("a", "SELECT 1; DROP TABLE mine.source", "syntax"),
+    ]:
         with pytest.raises((TubeRefused, UnknownTube, DatabaseError), match=error):
             await db.execute(insert, tube, query)

@@ -15,7 +15,9 @@ T = "CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint, v integer); SELECT tube.t
 ATTACHED = T + "SELECT tube.tube_table_ensure_attached('a', 'sh1.t');"
 
 
-async def test_each_statement_becomes_one_pod_with_its_operation_in_the_order_of_its_rows(db: Database, take: Take) -> None:
+async def test_each_statement_becomes_one_pod_with_its_operation_in_the_order_of_its_rows(
+    db: Database, take: Take
+) -> None:
     await db.execute(ATTACHED)
     await db.execute("INSERT INTO sh1.t VALUES (9, 0), (3, 0), (7, 0)")
     await db.execute("UPDATE sh1.t SET v = 1 WHERE id IN (3, 7)")
@@ -50,9 +52,12 @@ async def test_every_way_to_write_is_seen(db: Database, take: Take) -> None:
     await db.execute("INSERT INTO sh1.t VALUES (2, 0), (3, 0) ON CONFLICT (id) DO UPDATE SET v = 9")
     await db.execute(
         "MERGE INTO sh1.t USING (VALUES (1), (2), (4)) AS s (id) ON t.id = s.id"
-        " WHEN MATCHED AND t.id = 1 THEN DELETE WHEN MATCHED THEN UPDATE SET v = 5 WHEN NOT MATCHED THEN INSERT VALUES (s.id)"
+        " WHEN MATCHED AND t.id = 1 THEN DELETE WHEN MATCHED THEN UPDATE SET v = 5 WHEN NOT MATCHED"
+        " THEN INSERT VALUES (s.id)"
     )
-    await db.execute("WITH gone AS (DELETE FROM sh1.t WHERE id = 4 RETURNING id) INSERT INTO sh1.t SELECT id + 1 FROM gone")
+    await db.execute(
+        "WITH gone AS (DELETE FROM sh1.t WHERE id = 4 RETURNING id) INSERT INTO sh1.t SELECT id + 1 FROM gone"
+    )
     await db.execute("DELETE FROM sh1.parent WHERE id IN (2, 3)")
     pods = await take("a")
     assert pods[:1] == [("I", 1, [1, 2])]
@@ -72,7 +77,9 @@ async def test_a_changed_id_touches_the_old_one_as_well_however_many(db: Databas
     await db.execute("UPDATE sh1.t SET id = id + 10000")
     pods = await take("a")
     assert [len(ids) for _, _, ids in pods] == [250, 250, 99]
-    assert {i for _, _, ids in pods for i in ids} == {*range(3, 301), 6, 1000} | {i + 10000 for i in (*range(3, 301), 1000)}
+    assert {i for _, _, ids in pods for i in ids} == {*range(3, 301), 6, 1000} | {
+        i + 10000 for i in (*range(3, 301), 1000)
+    }
 
 
 async def test_rows_without_an_id_are_passed_over(db: Database, take: Take) -> None:
@@ -97,7 +104,8 @@ async def test_a_row_that_leaves_the_predicate_is_touched_once_more(db: Database
     await db.execute(T)
     await db.execute("SELECT tube.tube_ensure_exists('a', 1, $1)", {"tube": "v = 1", "both": "v > 0"}.get(where))
     await db.execute(
-        "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', NULL, $1)", {"attachment": "v = 1", "both": "v < 2"}.get(where)
+        "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', NULL, $1)",
+        {"attachment": "v = 1", "both": "v < 2"}.get(where),
     )
     await db.execute("INSERT INTO sh1.t VALUES (1, 1), (2, 0), (3, NULL), (4, 1)")
     assert await take("a") == [("I", 1, [1, 4])]
@@ -128,7 +136,9 @@ async def test_altering_a_tubes_predicate_takes_effect_on_every_table_at_once(db
     assert await take("a") == [("I", 1, [1, 2]), ("I", 3, [1]), ("I", 6, [2])]
 
 
-async def test_routing_places_each_row_and_a_move_touches_both_shards_a_delete_the_old_one(db: Database, take: Take) -> None:
+async def test_routing_places_each_row_and_a_move_touches_both_shards_a_delete_the_old_one(
+    db: Database, take: Take
+) -> None:
     await db.execute(T + "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', 9, NULL, 'v')")
     await db.execute("INSERT INTO sh1.t VALUES (1, 4), (2, 3), (3, 4), (4, NULL), (5, -3)")
     assert await take("a") == [("I", 3, [2]), ("I", 4, [1, 3]), ("I", 9, [4]), ("I", 2147483645, [5])]
@@ -176,7 +186,8 @@ async def test_truncating_touches_every_id_that_goes_as_deleted(db: Database, ta
     await db.execute(
         "CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint PRIMARY KEY, v integer);"
         "CREATE TABLE sh1.child (id bigint, t bigint REFERENCES sh1.t); SELECT tube.tube_ensure_exists('a');"
-        "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', 1, 'v = 1'), tube.tube_table_ensure_attached('a', 'sh1.child', 2);"
+        "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', 1, 'v = 1'),"
+        " tube.tube_table_ensure_attached('a', 'sh1.child', 2);"
         "INSERT INTO sh1.t SELECT i, i % 2 FROM generate_series(1, 600) i; INSERT INTO sh1.child VALUES (7, 1)"
     )
     await take("a")
@@ -188,10 +199,13 @@ async def test_truncating_touches_every_id_that_goes_as_deleted(db: Database, ta
     assert await take("a") == []
 
 
-async def test_partitioned_tables_are_seen_through_the_table_and_through_each_partition_once(db: Database, take: Take) -> None:
+async def test_partitioned_tables_are_seen_through_the_table_and_through_each_partition_once(
+    db: Database, take: Take
+) -> None:
     await db.execute(
         "CREATE SCHEMA sh1; CREATE TABLE sh1.t (v integer, id bigint NOT NULL) PARTITION BY RANGE (id);"
-        "CREATE TABLE sh1.low (id bigint NOT NULL, v integer); ALTER TABLE sh1.t ATTACH PARTITION sh1.low FOR VALUES FROM (0) TO (100);"
+        "CREATE TABLE sh1.low (id bigint NOT NULL, v integer);"
+        " ALTER TABLE sh1.t ATTACH PARTITION sh1.low FOR VALUES FROM (0) TO (100);"
         "CREATE TABLE sh1.high PARTITION OF sh1.t FOR VALUES FROM (100) TO (1000) PARTITION BY RANGE (v);"
         "CREATE TABLE sh1.high_1 PARTITION OF sh1.high DEFAULT;"
         "SELECT tube.tube_ensure_exists('a', 1, 'v > 0'), tube.tube_table_ensure_attached('a', 'sh1.t')"
@@ -216,7 +230,9 @@ async def test_partitioned_tables_are_seen_through_the_table_and_through_each_pa
     assert sorted(i for op, _, ids in pods[2:] for i in ids) == [102, 103, 150, 1001]
     await db.execute("SELECT tube.tube_table_ensure_attached('a', 'sh1.t')")
     await db.execute("INSERT INTO sh1.later (id, v) VALUES (1002, 1)")
-    await db.execute("ALTER TABLE sh1.t DETACH PARTITION sh1.later; SELECT tube.tube_table_ensure_attached('a', 'sh1.t')")
+    await db.execute(
+        "ALTER TABLE sh1.t DETACH PARTITION sh1.later; SELECT tube.tube_table_ensure_attached('a', 'sh1.t')"
+    )
     await db.execute("INSERT INTO sh1.later (id, v) VALUES (1003, 1)")
     assert await take("a") == [("I", 1, [1002])]
     await db.execute("SELECT tube.tube_table_ensure_detached('a', 'sh1.t')")
@@ -226,7 +242,11 @@ async def test_partitioned_tables_are_seen_through_the_table_and_through_each_pa
 
 
 async def test_heirs_are_seen_through_the_table_and_by_themselves(db: Database, take: Take) -> None:
-    await db.execute(ATTACHED.replace("SELECT tube.tube_ens", "CREATE TABLE sh1.heir (extra text) INHERITS (sh1.t); SELECT tube.tube_ens"))
+    await db.execute(
+        ATTACHED.replace(
+            "SELECT tube.tube_ens", "CREATE TABLE sh1.heir (extra text) INHERITS (sh1.t); SELECT tube.tube_ens"
+        )
+    )
     await db.execute("INSERT INTO sh1.t VALUES (1, 0)")
     await db.execute("INSERT INTO sh1.heir VALUES (2, 0)")
     await db.execute("UPDATE sh1.t SET v = 1")
@@ -240,7 +260,9 @@ async def test_heirs_are_seen_through_the_table_and_by_themselves(db: Database, 
 async def test_writers_need_no_right_on_the_tubes_and_get_none(db: Database, take: Take) -> None:
     role = "tube_writer_" + (await db.fetch_value("SELECT current_database()"))
     await db.execute(
-        ATTACHED.replace("CREATE SCHEMA sh1", f"CREATE ROLE {role}; CREATE SCHEMA sh1; GRANT USAGE ON SCHEMA sh1 TO {role}")
+        ATTACHED.replace(
+            "CREATE SCHEMA sh1", f"CREATE ROLE {role}; CREATE SCHEMA sh1; GRANT USAGE ON SCHEMA sh1 TO {role}"
+        )
         + f"GRANT INSERT, UPDATE, DELETE, SELECT, TRUNCATE ON sh1.t TO {role}"
     )
     async with db.connection() as connection:
@@ -254,7 +276,8 @@ async def test_writers_need_no_right_on_the_tubes_and_get_none(db: Database, tak
         await connection.execute("TRUNCATE sh1.t")
         for forbidden in (
             "SELECT * FROM tube.a", "SELECT tube.a_touch(1, '{1}', 'T')", "SELECT * FROM tube.tube_list()",
-            "CREATE TEMP TABLE mine (id bigint); CREATE TRIGGER x AFTER INSERT ON mine EXECUTE FUNCTION tube.a_trigger('1')",
+            "CREATE TEMP TABLE mine (id bigint);"
+            " CREATE TRIGGER x AFTER INSERT ON mine EXECUTE FUNCTION tube.a_trigger('1')",
         ):  # fmt: skip
             with pytest.raises(DatabaseError, match="permission denied"):
                 await connection.execute(forbidden)
@@ -290,7 +313,8 @@ async def test_touching_by_hand_chunks_in_order_and_refuses_what_makes_no_pod(db
     assert await take("a") == [("U", 3, [7, 6, 5, 3]), ("U", 3, [2, 1]), ("T", 3, [1, 2, 3, 4]), ("ping", 3, [])]
     for shard, op, size, reason in [
         (-1, "T", 250, "from 0 up"), (None, "T", 250, "from 0 up"), (1, "G", 250, "no operation 'G'"),
-        (1, '"', 250, "no operation"), (1, "T", 0, "1 to 900"), (1, "T", 901, "1 to 900"), (1, None, 250, "no operation"),
+        (1, '"', 250, "no operation"), (1, None, 250, "no operation"), (1, "T", 0, "1 to 900"),
+        (1, "T", 901, "1 to 900"),
     ]:  # fmt: skip
         with pytest.raises(TubeRefused, match=reason):
             await db.execute(touch, shard, "{1}", op, None, size)

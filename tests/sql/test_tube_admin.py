@@ -248,10 +248,12 @@ async def test_a_dropped_table_leaves_the_list_and_takes_its_touch_function_alon
     db: Database,
 ) -> None:
     await db.execute("CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint); CREATE TABLE sh1.u (id bigint)")
-    await db.execute("SELECT tube.tube_ensure_exists('a')")
+    await db.execute("SELECT tube.tube_ensure_exists('a'), tube.tube_ensure_exists('b')")
     await attach(db, "a", "sh1.t")
+    await attach(db, "b", "sh1.t")
     await db.execute("DROP TABLE sh1.t")
-    assert [row["tbl"] for row in await db.fetch("SELECT * FROM tube.tube_list()")] == [None]
+    assert [row["tbl"] for row in await db.fetch("SELECT * FROM tube.tube_list()")] == [None, None]
+    await db.execute("SELECT tube.tube_ensure_absent('b')")
     await db.execute("SELECT tube.tube_ensure_exists('a', 2, 'id > 0')")
     await attach(db, "a", "sh1.u")
     assert await db.fetch_value("SELECT to_regproc('sh1.t_touch') IS NULL AND to_regproc('sh1.u_touch') IS NOT NULL")

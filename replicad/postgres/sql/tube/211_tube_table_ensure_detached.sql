@@ -55,10 +55,10 @@ BEGIN
         DELETE FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
         PERFORM tube_trigger_sweep(a.tube);
     END LOOP;
+    PERFORM tube_table_touch_sweep();
     IF EXISTS (SELECT FROM tube_attachment x WHERE x.tbl = tube_table_ensure_detached.tbl AND x.root = x.tbl) THEN
         PERFORM tube_table_touch_ensure(tbl);
     END IF;
-    PERFORM tube_table_touch_sweep();
 END
 $$;
 COMMENT ON FUNCTION tube_table_ensure_detached(text, regclass) IS 'Detaches a table from a tube, or from all (tube NULL)';

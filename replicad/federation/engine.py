@@ -306,8 +306,10 @@ class Engine:
             log.error("transaction_given_up", facts=len(transaction.pdus), updates=len(transaction.edus), **fields)
         elif destination.catching_up and not was_catching_up:
             log.warning("catch_up_begins", **fields)
-        else:
+        elif destination.failures == 1:
             log.info("delivery_failed", **fields)
+        else:
+            log.debug("delivery_failed", **fields)
 
     async def _load(self, destination: Destination) -> None:
         catching_up = destination.catching_up

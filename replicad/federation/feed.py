@@ -1,33 +1,91 @@
 """What a sender needs of the daemon: rows in one order, news about servers, and a way to say what is recorded.
 
-The real one is made of `replicad.client`; tests bring their own.
+`Feed` is the interface, `client_feed` makes the real one of `replicad.client`.
 """
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from replicad.client.events import Event
-from replicad.protocol.commands import Command
+import structlog
+import trio
+
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
+from replicad.client.trio_client import TrioClient, TrioFollower, open_client
+from replicad.errors import ConnectionLost, DatabaseError, RemoteError
+from replicad.protocol.commands import FederationAck, RemoteServerUp
 
 NOW = "NOW"
 EARLIEST = "EARLIEST"
+ACK_RETRY = 1.0  # seconds; nobody waits for an ack
+
+Told = RowBatch | PositionMoved | Reset | Connected | Disconnected | RemoteServerUp
+
+log = structlog.get_logger()
 
 
 class Feed(Protocol):
     """A connection to the daemon that comes back when it was lost."""
 
-    def follow(self) -> AsyncIterator[Event | Command]:
-        """Rows of every stream in ascending order over all writers (`linear`), and commands that concern no stream.
+    def follow(self) -> AsyncIterator[Told]:
+        """Rows of every stream in ascending order over all writers, and what else a sender should know.
 
         Never ends by itself. Raises ReplicadError where trying again does not help.
         """
 
-    async def send(self, command: Command) -> None:
-        """Tell the daemon something, if there is a connection now; what is lost with one is not repeated."""
+    def acknowledge(self, sender: str, token: int) -> None:
+        """Tell the daemon up to where facts are recorded, soon. The last word counts."""
 
 
 OpenFeed = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Feed]]
 """Opens a feed of streams, each behind a token: a number, NOW or EARLIEST."""
+
+
+def client_feed(
+    host: str, port: int, *, name: str, token: str | None = None, tls: ssl.SSLContext | None = None
+) -> OpenFeed:
+    """How to open feeds of the daemon at host:port. The daemon knows us as `name`; `token` is its secret."""
+
+    @asynccontextmanager
+    async def open_feed(tokens: Mapping[str, str]) -> AsyncIterator[Feed]:
+        async with open_client(host, port, name=name, token=token, tls=tls) as client:
+            also = (PositionMoved, Connected, Disconnected, RemoteServerUp)
+            async with client.follow(tokens, linear=True, also=also) as follower, trio.open_nursery() as nursery:
+                feed = _ClientFeed(client, follower)
+                nursery.start_soon(feed.send_acks)
+                yield feed
+                nursery.cancel_scope.cancel()
+
+    return open_feed
+
+
+class _ClientFeed:
+    def __init__(self, client: TrioClient, follower: TrioFollower) -> None:
+        self._client = client
+        self._follower = follower
+        self._ack: FederationAck | None = None
+        self._said = trio.Event()
+
+    def follow(self) -> AsyncIterator[Told]:
+        return self._follower
+
+    def acknowledge(self, sender: str, token: int) -> None:
+        self._ack = FederationAck(sender, token)
+        self._said.set()
+
+    async def send_acks(self) -> None:
+        """Send the last ack there is, again while it does not get through."""
+        while True:
+            await self._said.wait()
+            self._said = trio.Event()
+            ack = self._ack
+            assert ack is not None
+            try:
+                await self._client.send(ack)
+            except (ConnectionLost, RemoteError, DatabaseError) as error:
+                log.debug("ack_not_sent", error=str(error))
+                self._said.set()
+                await trio.sleep(ACK_RETRY)

@@ -17,14 +17,14 @@ import structlog
 import trio
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, Event, PositionMoved, Reset, RowBatch
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
 from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, StreamRefused
 from replicad.federation.engine import Engine
-from replicad.federation.feed import Feed
+from replicad.federation.feed import Feed, Told
 from replicad.federation.items import Edu, Order, Pdu
 from replicad.federation.routing import Router, SourceRow, Update, body_text
 from replicad.federation.store import Recording, Store
-from replicad.protocol.commands import Command, FederationAck, RemoteServerUp
+from replicad.protocol.commands import RemoteServerUp
 
 AHEAD = 256  # events that are read ahead of being recorded; beyond it the daemon's socket is left to fill up
 ROWS = 1000  # routed and recorded together: enough to make a commit's cost small beside theirs
@@ -98,11 +98,11 @@ class Intake:
         """
         self._recorded = dict(recorded)
         self._moving = set(moving)
-        write, read = trio.open_memory_channel[Event | Command](AHEAD)
+        write, read = trio.open_memory_channel[Told](AHEAD)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._pump, feed, write)
             while True:
-                events: list[Event | Command] = []
+                events: list[Told] = []
                 with trio.move_on_after(IDLE_TOKEN if self._told else math.inf):
                     events.append(await read.receive())
                 if not events:
@@ -114,14 +114,14 @@ class Intake:
                         break
                 await self._take(feed, events)
 
-    async def _pump(self, feed: Feed, write: trio.MemorySendChannel[Event | Command]) -> None:
+    async def _pump(self, feed: Feed, write: trio.MemorySendChannel[Told]) -> None:
         async for event in feed.follow():
             if isinstance(event, RemoteServerUp):
                 self._engine.wake(event.server_name)  # at once, whatever the rows wait for
             else:
                 await write.send(event)
 
-    async def _take(self, feed: Feed, events: Sequence[Event | Command]) -> None:
+    async def _take(self, feed: Feed, events: Sequence[Told]) -> None:
         """Work events off in their order, rows of one stream that follow each other together."""
         batches: list[RowBatch] = []
         for event in events:
@@ -135,7 +135,7 @@ class Intake:
         if batches:
             await self._take_rows(feed, batches)
 
-    async def _take_other(self, feed: Feed, event: Event | Command) -> None:
+    async def _take_other(self, feed: Feed, event: Told) -> None:
         match event:
             case PositionMoved():
                 await self._position(event)
@@ -148,7 +148,7 @@ class Intake:
                 log.info("daemon_connected", server=event.server_name)
                 self._connected()
                 self._acknowledged = None
-                await self._acknowledge(feed)
+                self._acknowledge(feed)
             case Disconnected():
                 log.warning("daemon_lost", error=str(event.error), retry_in=round(event.retry_in, 3))
             case _:
@@ -187,7 +187,7 @@ class Intake:
         self._rows += len(rows)
         self._recorded[stream] = upto
         self._told.pop(stream, None)
-        await self._acknowledge(feed)
+        self._acknowledge(feed)
 
     async def _write_positions(self, feed: Feed) -> None:
         for stream, token in self._told.items():
@@ -195,13 +195,13 @@ class Intake:
                 await self._store.record(stream, token, Recording())
                 self._recorded[stream] = token
         self._told.clear()
-        await self._acknowledge(feed)
+        self._acknowledge(feed)
 
-    async def _acknowledge(self, feed: Feed) -> None:
-        """Say up to where all is recorded. Said again after a loss of the connection, so it need not arrive."""
+    def _acknowledge(self, feed: Feed) -> None:
+        """Say up to where all is recorded; said again after a loss of the connection."""
         token = self._recorded.get(self._facts)
         if token is not None and token != self._acknowledged:
-            await feed.send(FederationAck(self._sender, token))
+            feed.acknowledge(self._sender, token)
             self._acknowledged = token
 
     # --- routing ---

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -13,74 +13,13 @@ from replicad.errors import LocalProtocolError
 from replicad.federation.backoff import Backoff
 from replicad.federation.destination import Destination, Phase, Terms
 from replicad.federation.items import Edu, Memory, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.federation.store import Entry
+
+from ..federation_fakes import Shelf
 
 BACKOFF = Backoff(first=1.0, most=20.0, jitter=0.5)
 TERMS = Terms(pdus=3, edus=2, transaction_bytes=60, queue_pdus=4, queue_edus=2, catch_up_after=3.0, backoff=BACKOFF)
 MEMORY = 5000
-
-
-@dataclass
-class Shelf:
-    """What Postgres would keep of one destination, and nothing else: it survives a kill."""
-
-    supersede: bool
-    facts: dict[Order, Pdu] = field(default_factory=dict)
-    edus: dict[int, Edu] = field(default_factory=dict)
-    success: Order = Order(0, 0)
-    serial: int = 0
-    failures: int = 0
-    retry_at: float | None = None
-    catching_up: bool = False
-    transaction: Transaction | None = None
-    edu_count: int = 0
-
-    def add_edu(self, key: str | None, body: str) -> None:
-        for number in [number for number, edu in self.edus.items() if key is not None and edu.key == key]:
-            del self.edus[number]
-        self.edu_count += 1
-        self.edus[self.edu_count] = Edu(body, key, self.edu_count)
-
-    def write(self, destination: Destination, kept: Transaction | None, done: Transaction | None) -> None:
-        self.success, self.serial = destination.success, destination.serial
-        self.failures, self.retry_at = destination.failures, destination.retry_at
-        self.catching_up = destination.catching_up
-        self.transaction = destination.transaction or kept
-        self.facts = {order: pdu for order, pdu in self.facts.items() if order > self.success}
-        for number in done.edu_numbers if done else ():
-            self.edus.pop(number, None)
-
-    def page(self, wanted: Wanted, most: int) -> Page:
-        if wanted.collapse:
-            self._collapse()
-        if wanted.transaction and self.transaction is not None:
-            return Page(transaction=self.transaction)
-        facts, edus = sorted(self.facts), sorted(self.edus)
-        return Page(
-            pdus=tuple(Pdu(o, self.facts[o].room, self.facts[o].body) for o in facts[:most]) if wanted.pdus else (),
-            edus=tuple(Edu(self.edus[n].body, self.edus[n].key, n) for n in edus[:most]) if wanted.edus else (),
-            more_pdus=len(facts) > most,
-            more_edus=len(edus) > most,
-        )
-
-    def _collapse(self) -> None:
-        assert self.supersede
-        upto = self.transaction.upto if self.transaction else Order(0, 0)
-        last = {pdu.room: order for order, pdu in sorted(self.facts.items())}
-        self.facts = {
-            order: pdu
-            for order, pdu in self.facts.items()
-            if order <= upto or pdu.room is None or order == last[pdu.room]
-        }
-
-    def standing(self, now: float) -> Standing:
-        return Standing(
-            self.success,
-            self.serial,
-            self.failures,
-            None if self.retry_at is None else max(0.0, self.retry_at - now),
-            self.catching_up,
-            bool(self.facts or self.edus or self.transaction),
-        )
 
 
 class DestinationModel(RuleBasedStateMachine):
@@ -88,9 +27,9 @@ class DestinationModel(RuleBasedStateMachine):
 
     @initialize(supersede=st.booleans())
     def begin_life(self, supersede: bool) -> None:
-        self.terms = Terms(**{**{k: getattr(TERMS, k) for k in TERMS.__slots__}, "supersede": supersede})
+        self.terms = replace(TERMS, supersede=supersede)
         self.now = 1000.0
-        self.shelf = Shelf(supersede)
+        self.shelf = Shelf()
         self.memory = Memory(MEMORY)
         self.destination = Destination("a.example", self.terms, self.memory, self.now)
         self.token = 0
@@ -126,7 +65,7 @@ class DestinationModel(RuleBasedStateMachine):
     def durable_edu(self, key: str | None) -> None:
         body = f'"d{len(self.durable)}"'
         self.durable[body] = key
-        self.shelf.add_edu(key, body)
+        self.shelf.add_edu(len(self.durable), Edu(body, key))
         self.destination.expect_edus()
 
     @rule(key=st.sampled_from(["typing", "receipt", None]), size=st.integers(1, 80))
@@ -153,12 +92,16 @@ class DestinationModel(RuleBasedStateMachine):
     @rule()
     def store_is_read(self) -> None:
         assert self.wanted is not None
-        self.page = self.shelf.page(self.wanted, self.terms.pdus)
+        assert self.terms.supersede or not self.wanted.collapse
+        self.page = self.shelf.page(
+            self.wanted, pdus=self.terms.pdus, pdu_bytes=self.terms.transaction_bytes, edus=self.terms.edus
+        )
 
     @precondition(lambda self: self.destination.phase is Phase.LOADING and self.page is not None)
     @rule()
     def load_ends(self) -> None:
-        assert self.wanted is not None and self.page is not None
+        assert self.wanted is not None
+        assert self.page is not None
         self.destination.loaded(self.page, self.wanted)
 
     @precondition(lambda self: self.due() and not self.destination.wants)
@@ -174,16 +117,17 @@ class DestinationModel(RuleBasedStateMachine):
         self.check_limits(made)
         if not self.destination.written:
             assert made.serial == before + 1
-            self.shelf.write(self.destination, None, None)
+            self.write()
             self.destination.written = True
-        assert self.shelf.transaction == made, "what is sent is not what was written down"
+        assert self.shelf.entry is not None
+        assert self.shelf.entry.transaction == made, "what is sent is not what was written down"
 
     @precondition(lambda self: self.destination.phase is Phase.SENDING)
     @rule()
     def answer_is_good(self) -> None:
         self.server_takes()
         done = self.destination.succeeded()
-        self.shelf.write(self.destination, None, done)
+        self.write(done=done)
 
     @precondition(lambda self: self.destination.phase is Phase.SENDING)
     @rule(
@@ -197,7 +141,7 @@ class DestinationModel(RuleBasedStateMachine):
             self.server_takes()  # and the answer was lost
         sent = self.destination.transaction
         given_up = self.destination.failed(self.now, chance, at_least=at_least, refused=refused)
-        self.shelf.write(self.destination, None if given_up else sent, given_up)
+        self.write(kept=None if given_up else sent, done=given_up)
         assert self.destination.retry_at is not None
         pause = self.destination.retry_at - self.now
         interval = BACKOFF.interval(self.destination.failures)
@@ -206,7 +150,8 @@ class DestinationModel(RuleBasedStateMachine):
         assert self.destination.due(self.now) == self.destination.retry_at
         assert self.destination.catching_up or interval <= self.terms.catch_up_after
         if given_up is not None:
-            assert refused and self.destination.catching_up
+            assert refused
+            assert self.destination.catching_up
             self.given_up.append(given_up)
 
     @rule(
@@ -257,6 +202,20 @@ class DestinationModel(RuleBasedStateMachine):
         due = self.destination.due(self.now)
         return due is not None and due <= self.now
 
+    def write(self, *, kept: Transaction | None = None, done: Transaction | None = None) -> None:
+        d = self.destination
+        entry = Entry(
+            d.name,
+            d.success,
+            d.serial,
+            d.transaction or kept,
+            d.failures,
+            None if d.retry_at is None else d.retry_at - self.now,
+            d.catching_up,
+            done_edus=done.edu_numbers if done else (),
+        )
+        self.shelf.write(entry, self.now)
+
     def server_takes(self) -> None:
         made = self.destination.transaction
         assert made is not None
@@ -266,7 +225,8 @@ class DestinationModel(RuleBasedStateMachine):
 
     def check_limits(self, made: Transaction) -> None:
         assert made.pdus or made.edus
-        assert len(made.pdus) <= self.terms.pdus and len(made.edus) <= self.terms.edus
+        assert len(made.pdus) <= self.terms.pdus
+        assert len(made.edus) <= self.terms.edus
         bodies = [*made.pdus, *made.edus]
         assert len(bodies) == 1 or sum(map(len, bodies)) <= self.terms.transaction_bytes
 
@@ -298,7 +258,6 @@ class DestinationModel(RuleBasedStateMachine):
         elif self.destination.phase is Phase.LOADING:
             self.killed(False)
         self.facts_are_accepted()
-        ever_superseded = self.shelf.supersede
         for _ in range(2000):
             self.now += 100
             if not self.destination.has_work:
@@ -311,8 +270,9 @@ class DestinationModel(RuleBasedStateMachine):
                 self.begin()
                 if self.destination.phase is Phase.SENDING:
                     self.answer_is_good()
-        assert not self.destination.has_work and not self.destination.catching_up
-        assert not self.shelf.facts and not self.shelf.edus and self.shelf.transaction is None
+        assert not self.destination.has_work
+        assert not self.destination.catching_up
+        assert not self.shelf.standing(self.now).outstanding
         assert self.memory.held == 0
         for made in self.given_up:
             for other in self.taken.values():
@@ -321,14 +281,15 @@ class DestinationModel(RuleBasedStateMachine):
         last = {room: order for order, room in self.sent_facts.values() if room is not None}
         for body, (order, room) in self.sent_facts.items():
             if body not in got:
-                assert ever_superseded and room is not None and order < last[room], f"{body} is lost"
+                superseded = self.terms.supersede and room is not None and order < last[room]
+                assert superseded, f"{body} is lost"
         got_edus = {body for made in [*self.taken.values(), *self.given_up] for body in made.edus}
         newest = {key: body for body, key in self.durable.items() if key is not None}
         for body, key in self.durable.items():
             assert body in got_edus or (key is not None and newest[key] != body), f"{body} is lost"
 
 
-DestinationModel.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+DestinationModel.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestDestinationModel = DestinationModel.TestCase
 
 

@@ -1,0 +1,160 @@
+"""A store in memory and a transport that does what it is told, for tests of the federation sender.
+
+The store passes the tests that the one in Postgres passes (tests/integration/test_sender_store.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from replicad.federation.items import START, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.federation.store import Entry, Recording
+from replicad.federation.transport import Outcome
+
+
+@dataclass
+class Shelf:
+    """What is kept of one destination. It survives a kill of the sender."""
+
+    facts: dict[Order, Pdu] = field(default_factory=dict)
+    edus: dict[int, Edu] = field(default_factory=dict)
+    entry: Entry | None = None
+    written_at: float = 0.0
+
+    def page(self, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
+        if wanted.collapse:
+            self.collapse()
+        if wanted.transaction and self.entry is not None and self.entry.transaction is not None:
+            return Page(transaction=self.entry.transaction)
+        facts: list[Pdu] = []
+        if wanted.pdus:
+            room = pdu_bytes
+            for order in sorted(self.facts)[:pdus]:
+                if room <= 0:
+                    break
+                known = self.facts[order]
+                facts.append(Pdu(order, known.room, known.body))
+                room -= len(known.body.encode())
+        updates = sorted(self.edus)[:edus] if wanted.edus else []
+        return Page(
+            pdus=tuple(facts),
+            edus=tuple(Edu(self.edus[number].body, None, number) for number in updates),
+            more_pdus=wanted.pdus and len(self.facts) > len(facts),
+            more_edus=wanted.edus and len(self.edus) > len(updates),
+        )
+
+    def collapse(self) -> int:
+        made = self.entry.transaction if self.entry is not None else None
+        upto = made.upto if made is not None else START
+        last = {pdu.room: order for order, pdu in sorted(self.facts.items())}
+        gone = [
+            order
+            for order, pdu in self.facts.items()
+            if order > upto and pdu.room is not None and order != last[pdu.room]
+        ]
+        for order in gone:
+            del self.facts[order]
+        return len(gone)
+
+    def write(self, entry: Entry, now: float) -> None:
+        self.entry, self.written_at = entry, now
+        self.facts = {order: pdu for order, pdu in self.facts.items() if order > entry.success}
+        for number in entry.done_edus:
+            self.edus.pop(number, None)
+
+    def add_edu(self, number: int, edu: Edu) -> None:
+        for old in [old for old, known in self.edus.items() if edu.key is not None and known.key == edu.key]:
+            del self.edus[old]
+        self.edus[number] = Edu(edu.body, edu.key, number)
+
+    def standing(self, now: float) -> Standing:
+        entry = self.entry or Entry("", START, 0)
+        retry_in = None if entry.retry_in is None else max(0.0, entry.retry_in - (now - self.written_at))
+        outstanding = bool(self.facts or self.edus or entry.transaction)
+        return Standing(entry.success, entry.serial, entry.failures, retry_in, entry.catching_up, outstanding)
+
+
+class MemoryStore:
+    """As `replicad.federation.store.Store`, with time by trio's clock."""
+
+    def __init__(self) -> None:
+        self.shelves: defaultdict[str, Shelf] = defaultdict(Shelf)
+        self.recorded: dict[str, int | None] = {}
+        self.writes = 0
+        self._edus = 0
+
+    async def tokens(self) -> dict[str, int | None]:
+        return dict(self.recorded)
+
+    async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
+        for name in sorted(self.shelves):
+            if mine(name):
+                yield name, self.shelves[name].standing(trio.current_time())
+
+    async def record(self, stream: str, upto: int, recording: Recording) -> None:
+        await trio.lowlevel.checkpoint()
+        for number, name in zip(recording.numbers, recording.names, strict=True):
+            pdu = recording.pdus[number - 1]
+            self.shelves[name].facts.setdefault(pdu.order, pdu)
+        self.recorded[stream] = upto
+
+    async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> None:
+        await trio.lowlevel.checkpoint()
+        for name, edu in edus:
+            self._edus += 1
+            self.shelves[name].add_edu(self._edus, edu)
+        self.recorded[stream] = upto
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.writes += 1
+        for entry in entries:
+            self.shelves[entry.name].write(entry, trio.current_time())
+
+    async def collapse(self, names: Sequence[str]) -> int:
+        await trio.lowlevel.checkpoint()
+        return sum(self.shelves[name].collapse() for name in names)
+
+    async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
+        await trio.lowlevel.checkpoint()
+        return self.shelves[name].page(wanted, pdus=pdus, pdu_bytes=pdu_bytes, edus=edus)
+
+
+Answer = Callable[[str, Transaction], Awaitable[Outcome]]
+
+
+class ScriptedTransport:
+    """Hands every request to `answer`, and remembers what was taken: by destination, by id, in order."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.taken: defaultdict[str, dict[str, Transaction]] = defaultdict(dict)
+        self.facts: Counter[str] = Counter()  # taken, by destination
+        self.in_flight: set[str] = set()
+        self.attempts: defaultdict[str, list[float]] = defaultdict(list)
+
+    def accepts(self, destination: str) -> bool:
+        return True
+
+    async def send(self, destination: str, transaction: Transaction) -> Outcome:
+        assert destination not in self.in_flight, "two requests at the same time"
+        self.in_flight.add(destination)
+        self.attempts[destination].append(trio.current_time())
+        try:
+            outcome = await self.answer(destination, transaction)
+        finally:
+            self.in_flight.discard(destination)
+        if outcome.delivered:
+            if transaction.id not in self.taken[destination]:
+                self.facts[destination] += len(transaction.pdus)
+            before = self.taken[destination].setdefault(transaction.id, transaction)
+            assert before == transaction, "one id, two contents"
+        return outcome
+
+    def bodies(self, destination: str) -> list[str]:
+        """The facts that a destination has taken, in order."""
+        return [body for made in self.taken[destination].values() for body in made.pdus]

@@ -1,0 +1,314 @@
+"""The engine on a clock that jumps, with a store in memory and a transport that does as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from random import Random
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from replicad.federation.backoff import Backoff
+from replicad.federation.destination import Terms
+from replicad.federation.engine import Engine
+from replicad.federation.items import Edu, Order, Pdu, Transaction
+from replicad.federation.store import Recording
+from replicad.federation.transport import Outcome
+
+from ..federation_fakes import Answer, MemoryStore, ScriptedTransport
+
+TAKEN = Outcome(True, "status 200")
+DOWN = Outcome(False, "status 503")
+HOUR = 3600.0
+DAY = 24 * HOUR
+
+
+async def always(_destination: str, _transaction: Transaction) -> Outcome:
+    return TAKEN
+
+
+class World:
+    """A sender's engine with facts coming in; it can be killed and started again."""
+
+    def __init__(self, answer: Answer, **terms: object) -> None:
+        self.store = MemoryStore()
+        self.transport = ScriptedTransport(answer)
+        self.terms = Terms(**terms)  # type: ignore[arg-type]
+        self.latest = None
+        self.token = 0
+        self.engine: Engine
+
+    @asynccontextmanager
+    async def running(self, workers: int = 8, probers: int = 4, memory: int = 64 << 20) -> AsyncIterator[Engine]:
+        """An engine on what the store has; killed at the end of the block."""
+        self.engine = Engine(
+            self.store,
+            self.transport,
+            self.terms,
+            memory=memory,
+            workers=workers,
+            probers=probers,
+            latest=self.latest,
+            now_ms=lambda: int(trio.current_time() * 1000),
+            chance=Random(0).random,
+        )
+        async for name, standing in self.store.standings(lambda _: True):
+            self.engine.meet(name, standing)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.engine.run)
+            yield self.engine
+            nursery.cancel_scope.cancel()
+
+    async def fact(self, *names: str, room: str | None = None) -> str:
+        """A fact for destinations, recorded and accepted; returns its body."""
+        self.token += 1
+        pdu = Pdu(Order(self.token, 0), room, f'"f{self.token}"')
+        recording = Recording()
+        recording.add(pdu, names)
+        await self.store.record("facts", self.token, recording)
+        self.engine.accept(pdu, names)
+        return pdu.body
+
+
+@pytest.fixture
+def jumping(autojump_clock: MockClock) -> MockClock:
+    """Time passes at once when nobody has anything to do."""
+    return autojump_clock
+
+
+async def test_every_live_destination_gets_everything_in_order_while_one_in_ten_is_dead(jumping: MockClock) -> None:
+    names = [f"{number}.example" for number in range(300)]
+    dead = set(names[::10])
+    live = [name for name in names if name not in dead]
+
+    async def answer(destination: str, _transaction: Transaction) -> Outcome:
+        await trio.sleep(60 if destination in dead else 0.05)
+        return DOWN if destination in dead else TAKEN
+
+    world = World(answer)
+    async with world.running(workers=64, probers=32) as engine:
+        bodies = []
+        latency = 0.0
+        for _ in range(8):
+            bodies.append(await world.fact(*names))
+            began = trio.current_time()
+            while any(world.transport.facts[name] < len(bodies) for name in live):
+                await trio.sleep(0.05)
+            if len(bodies) > 1:  # all are new at the first fact, and nobody knows who is dead
+                latency = max(latency, trio.current_time() - began)
+        assert all(world.transport.bodies(name) == bodies for name in live)
+        assert latency < 1.0  # 270 destinations, 64 at a time, 0.05 s each: 0.25 s
+        assert engine.statistics().memory <= 8 * 300, "not only what is new was kept, and that once"
+        assert engine.statistics().backing_off + engine.statistics().in_flight == len(dead)
+
+
+async def test_after_three_days_of_503_a_destination_is_caught_up_with_and_the_others_saw_nothing(
+    jumping: MockClock,
+) -> None:
+    async def answer(destination: str, _transaction: Transaction) -> Outcome:
+        return DOWN if destination == "sick.example" and trio.current_time() < 3 * DAY else TAKEN
+
+    world = World(answer)
+    expected: list[str] = []
+    async with world.running() as engine:
+        first = [await world.fact("well.example", "sick.example", room=f"r{n % 7}") for n in range(3)]
+        while trio.current_time() < 3 * DAY:
+            expected.append(await world.fact("well.example", "sick.example", room=f"r{len(expected) % 7}"))
+            engine.accept_edu(Edu('"typing"', "k"), ["sick.example"])
+            await trio.sleep(600)
+            assert world.transport.bodies("well.example")[-1] == expected[-1]
+        assert engine.statistics().catching_up == 1
+        assert engine.statistics().memory == 0
+        assert world.transport.bodies("sick.example") == []
+        await trio.sleep(7 * HOUR)
+        assert engine.statistics().catching_up == 0
+    attempts = world.transport.attempts["sick.example"]
+    pauses = [later - earlier for earlier, later in pairwise(attempts)]
+    assert max(pauses) <= world.terms.backoff.most
+    assert len(attempts) < 40
+    got = world.transport.bodies("sick.example")
+    repeated = next(iter(world.transport.taken["sick.example"].values()))
+    assert repeated.pdus[0] == first[0], "the transaction that was under way comes first, as it was"
+    assert got == sorted(got, key=lambda body: int(body.strip('"f')))
+    assert got[-7:] == expected[-7:], "the latest of each of the seven rooms"
+    assert len(got) <= len(repeated.pdus) + 7
+
+
+async def test_with_every_fact_wanted_catch_up_skips_none(jumping: MockClock) -> None:
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        return DOWN if trio.current_time() < DAY else TAKEN
+
+    world = World(answer, supersede=False)
+    async with world.running():
+        bodies = [await world.fact("a.example", room="r") for _ in range(400)]
+        await trio.sleep(2 * DAY)
+    assert world.transport.bodies("a.example") == bodies
+    assert all(len(made.pdus) <= 50 for made in world.transport.taken["a.example"].values())
+
+
+async def test_in_catch_up_a_rooms_latest_facts_stand_in_where_the_application_says_so(jumping: MockClock) -> None:
+    class Application:
+        async def latest(self, destination: str, rooms: object) -> dict[str, list[str]]:
+            assert destination == "a.example"
+            return {"public": ['"end1"', '"end2"']}
+
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        return DOWN if trio.current_time() < DAY else TAKEN
+
+    world = World(answer)
+    world.latest = Application()  # type: ignore[assignment]
+    async with world.running():
+        pending = await world.fact("a.example", room="public")
+        await wait_all_tasks_blocked()
+        await world.fact("a.example", room="public")
+        last = await world.fact("a.example", room="partial state")
+        await trio.sleep(2 * DAY)
+    assert world.transport.bodies("a.example") == [pending, '"end1"', '"end2"', last]
+
+
+async def test_a_server_that_is_up_again_is_sent_to_at_once(jumping: MockClock) -> None:
+    down = True
+
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        return DOWN if down else TAKEN
+
+    world = World(answer)
+    async with world.running() as engine:
+        body = await world.fact("a.example")
+        await trio.sleep(12 * HOUR)
+        down = False
+        before = trio.current_time()
+        engine.wake("a.example")
+        engine.wake("nobody.example")
+        await wait_all_tasks_blocked()
+        assert world.transport.bodies("a.example") == [body]
+        assert trio.current_time() == before
+
+
+async def test_a_transaction_whose_answer_was_lost_is_repeated_under_its_id_over_kills(jumping: MockClock) -> None:
+    chance = Random(7)
+
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        await trio.sleep(chance.random())
+        return TAKEN
+
+    world = World(answer, backoff=Backoff(first=0.1, most=1.0), pdus=3, queue_pdus=4)
+    bodies: list[str] = []
+    lost = 0
+    for _ in range(60):
+        async with world.running():
+            for _ in range(chance.randrange(5)):
+                bodies.append(await world.fact("a.example", "b.example"))
+            await trio.sleep(chance.random() * 2)
+        # The request was on its way when the sender was killed: it arrived all the same.
+        for name in ("a.example", "b.example"):
+            entry = world.store.shelves[name].entry
+            if entry is not None and entry.transaction is not None:
+                lost += 1
+                world.transport.taken[name].setdefault(entry.transaction.id, entry.transaction)
+        world.transport.in_flight.clear()
+    async with world.running():
+        await trio.sleep(60)
+    assert lost > 20
+    assert world.transport.bodies("a.example") == world.transport.bodies("b.example") == bodies
+
+
+async def test_back_off_goes_on_where_it_was_after_a_kill(jumping: MockClock) -> None:
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        return DOWN
+
+    world = World(answer)
+    async with world.running():
+        await world.fact("a.example")
+        await trio.sleep(HOUR)
+    before = len(world.transport.attempts["a.example"])
+    retry_at = world.store.shelves["a.example"].standing(trio.current_time()).retry_in
+    assert retry_at is not None
+    assert retry_at > 60
+    async with world.running() as engine:
+        await trio.sleep(retry_at - 1)
+        assert engine.statistics().backing_off == 1
+        assert len(world.transport.attempts["a.example"]) == before
+        await trio.sleep(2)
+        assert len(world.transport.attempts["a.example"]) == before + 1
+
+
+async def test_what_a_destination_refuses_for_good_does_not_stop_it_for_ever(jumping: MockClock) -> None:
+    async def answer(_destination: str, transaction: Transaction) -> Outcome:
+        return Outcome(False, "status 400", refused=True) if '"f1"' in transaction.pdus else TAKEN
+
+    world = World(answer, pdus=1)
+    async with world.running():
+        await world.fact("a.example")
+        await wait_all_tasks_blocked()
+        bodies = [await world.fact("a.example") for _ in range(3)]
+        await trio.sleep(DAY)
+    assert world.transport.bodies("a.example") == bodies
+    assert len(world.transport.attempts["a.example"]) > 5, "it was not tried again"
+
+
+async def test_updates_that_must_not_be_lost_survive_kills_and_an_outage(jumping: MockClock) -> None:
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        return DOWN if trio.current_time() < DAY else TAKEN
+
+    world = World(answer)
+    kept = [Edu(f'"d{number}"') for number in range(250)]
+    async with world.running() as engine:
+        await world.store.record_edus("to_device", 1, [("a.example", edu) for edu in kept])
+        engine.expect_edus(["a.example"])
+        engine.accept_edu(Edu('"typing"', "k"), ["a.example"])
+        await trio.sleep(HOUR)
+    async with world.running():
+        await trio.sleep(2 * DAY)
+    made = world.transport.taken["a.example"].values()
+    got = [body for transaction in made for body in transaction.edus]
+    assert [body for body in got if body != '"typing"'] == [edu.body for edu in kept]
+    assert all(len(transaction.edus) <= 100 for transaction in made)
+
+
+async def test_a_thousand_destinations_share_a_few_writes(jumping: MockClock) -> None:
+    world = World(always)
+    async with world.running(workers=1000, probers=1000):
+        await world.fact(*(f"{number}.example" for number in range(1000)))
+        await wait_all_tasks_blocked()
+    assert len(world.transport.taken) == 1000
+    assert world.store.writes <= 6
+
+
+async def test_a_full_memory_delays_nothing_and_loses_nothing(jumping: MockClock) -> None:
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        await trio.sleep(1)
+        return TAKEN
+
+    world = World(answer)
+    async with world.running(memory=2000) as engine:
+        bodies = []
+        for _ in range(500):
+            bodies.append(await world.fact("a.example", "b.example"))
+            assert engine.statistics().memory <= 2000 + 2 * 4 * 50 * 300
+        await trio.sleep(100)
+    assert world.transport.bodies("a.example") == world.transport.bodies("b.example") == bodies
+
+
+async def test_closing_lets_what_is_under_way_end_and_writes_it_down(jumping: MockClock) -> None:
+    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+        await trio.sleep(3)
+        return TAKEN
+
+    world = World(answer, pdus=1)
+    async with world.running() as engine:
+        first = await world.fact("a.example")
+        await world.fact("a.example", "b.example")
+        await trio.sleep(1)
+        engine.close()
+        await world.fact("c.example")
+        await trio.sleep(60)
+    assert world.transport.bodies("a.example") == [first]
+    shelf = world.store.shelves["a.example"]
+    assert shelf.entry is not None
+    assert (shelf.entry.success, shelf.entry.transaction) == (Order(1, 0), None)
+    assert list(shelf.facts) == [Order(2, 0)]
+    assert "c.example" not in world.transport.taken

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -110,8 +110,8 @@ class BatchRunner:
             outcome = Outcome.of(_collect(pods.mapInArrow(work, SUMMARY_DDL)))
         else:
             outcome = self._run_with_transform(pods, batch, self.transform)
-        self.sink.commit(batch, outcome.applied)
-        return outcome
+        deleted = self.sink.commit(batch, outcome.applied)
+        return outcome if deleted is None else replace(outcome, deleted=deleted)
 
     def _run_with_transform(
         self, pods: DataFrame, batch: Batch, transform: Callable[[DataFrame], DataFrame]

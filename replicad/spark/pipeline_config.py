@@ -14,7 +14,9 @@ from replicad.errors import UsageError
 from replicad.settings import seconds
 from replicad.spark.options import SourceOptions, parse_options
 from replicad.spark.sinks.base import Sink
+from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
+from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.tables import NUMERIC_FORMS, ShardSet, TableRule
@@ -61,7 +63,7 @@ class PipelineConfig:
             raise UsageError("database: give a URL such as postgresql://user@host:5432/name")
         if not isinstance(self.sink, Sink):
             raise UsageError(
-                f"sink: {type(self.sink).__qualname__} is no downstream; give a ParquetSink, a PostgresSink, "
+                f"sink: {type(self.sink).__qualname__} is no downstream; give one of replicad.spark.sinks, "
                 "or your own object in a CustomSink"
             )
         if self.numeric not in NUMERIC_FORMS:
@@ -119,7 +121,14 @@ _KEYS: dict[str, set[str]] = {
     "enrich": {"database", "table", "tables", "id", "columns", "numeric"},
     "run": {"checkpoint", "trigger", "name", "transform"},
 }
-_SINK_KEYS = {"parquet": {"folder", "rows_per_file"}, "postgres": {"url", "table"}, "class": set[str]()}
+_SINK_KEYS = {
+    "parquet": {"folder", "rows_per_file"},
+    "postgres": {"url", "table"},
+    "delta": {"uri", "storage"},
+    "bulk": {"url", "index", "api_key", "document_id", "ca"},
+    "class": set[str](),
+}
+_SINK_NEEDS = {"parquet": ("folder",), "postgres": ("table",), "delta": ("uri",), "bulk": ("url", "index")}
 
 
 def load_config(path: Path, *, database: str | None = None, trigger: str | None = None) -> PipelineConfig:
@@ -228,10 +237,16 @@ def _sink(section: dict[str, Any], folder: Path, database: str) -> Sink:
         except TypeError as error:
             raise UsageError(f"[downstream] class: {error}") from error
     _known("[downstream]", section, _SINK_KEYS[kind])
+    for key in _SINK_NEEDS[kind]:
+        _required(section, "downstream", key)
     if kind == "parquet":
-        more = {"rows_per_file": section["rows_per_file"]} if "rows_per_file" in section else {}
-        return ParquetSink(folder / _required(section, "downstream", "folder"), **more)
-    return PostgresSink(section.get("url", database), _required(section, "downstream", "table"))
+        return ParquetSink(**{**section, "folder": folder / section["folder"]})
+    if kind == "delta":
+        uri = section["uri"] if "://" in section["uri"] else str(folder / section["uri"])
+        return DeltaSink(**{**section, "uri": uri})
+    if kind == "bulk":
+        return BulkSink(**section)
+    return PostgresSink(**{"url": database, **section})
 
 
 def _load(where: str, text: str) -> Any:

@@ -1,4 +1,5 @@
-"""Everything real: tables with triggers, a daemon in a process of its own, Spark, and a downstream; and what is killed of it."""
+"""Everything real: tables with triggers, a daemon in a process of its own, Spark, and a downstream;
+and what is killed of it."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def make_cities(url: str) -> None:
     """Tables in three shards, attached to tube `cities` of two partitions."""
     tables = "".join(
         f"CREATE SCHEMA shard_{shard:04d}; CREATE TABLE shard_{shard:04d}.cities (id bigint PRIMARY KEY, name text, "
-        f"people integer); INSERT INTO shard_{shard:04d}.cities SELECT i, 'city ' || i, 0 FROM generate_series(1, {ROWS}) i;"
+        f"people integer); INSERT INTO shard_{shard:04d}.cities SELECT i, 'city ' || i, 0 "
+        f"FROM generate_series(1, {ROWS}) i;"
         f"SELECT tube.tube_table_ensure_attached('cities', 'shard_{shard:04d}.cities');"
         for shard in SHARDS
     )
@@ -99,7 +101,12 @@ def config(served: Served, folder: Path, sink: Sink, trigger: str) -> PipelineCo
         sink=sink,
         checkpoint=folder / "checkpoint",
         trigger=trigger,
-        options={"leaseTtl": "5s", "maxPodsPerTrigger": "100", "maxBackfillPodsPerTrigger": "10", "pollTimeout": "500ms"},
+        options={
+            "leaseTtl": "5s",
+            "maxPodsPerTrigger": "100",
+            "maxBackfillPodsPerTrigger": "10",
+            "pollTimeout": "500ms",
+        },
     )
 
 
@@ -115,7 +122,7 @@ def change(url: str, go_on: threading.Event, failures: list[BaseException]) -> N
                 cursor.execute(f"UPDATE {table} SET people = people + 1 WHERE id % 97 = $1", parameters=(number % 97,))
                 cursor.execute(f"DELETE FROM {table} WHERE id = $1", parameters=(number,))
                 cursor.execute(f"INSERT INTO {table} VALUES ($1, 'new', 1)", parameters=(100_000 + number,))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - told to the test
         failures.append(error)
 
 

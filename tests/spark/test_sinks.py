@@ -13,13 +13,16 @@ import pytest
 from helpers import psql
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_server import IndexServer
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.spark.database import forget
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks import manifest, parquet
 from replicad.spark.sinks.base import Batch, Shape
+from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
+from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
 
@@ -62,7 +65,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(steps)
 def test_a_parquet_folder_equals_a_dictionary_after_any_batches(
     tmp_path_factory: pytest.TempPathFactory, found: list[tuple[dict[tuple[int, int], str], list[tuple[int, int]]]]
@@ -279,3 +282,122 @@ def test_an_own_class_that_lacks_a_method_or_fails_is_named() -> None:
 
     with pytest.raises(DownstreamError, match="Broken did not take batch 3: OSError: disk full"):
         CustomSink(Broken()).apply(SHAPE, Batch("q", 3), 0, changes({(1, 1): "a"}))
+
+
+# --- a search index ---
+
+
+@pytest.fixture
+def index() -> Iterator[IndexServer]:
+    server = IndexServer("Basic ZWxhc3RpYzpwQHNz")
+    yield server
+    server.close()
+
+
+def bulk(index: IndexServer, **more: Any) -> BulkSink:
+    return BulkSink(f"http://elastic:p%40ss@127.0.0.1:{index.port}", "cities", **more)
+
+
+def index_rows(index: IndexServer) -> dict[tuple[int, int], str]:
+    return {(found["replicad_shard"], found["id"]): found["name"] for found in index.documents.values()}
+
+
+def test_an_index_follows_and_a_repeated_batch_is_harmless(index: IndexServer) -> None:
+    sink = bulk(index)
+    sink.prepare(SHAPE)
+    for _ in range(2):
+        done = sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}, [(1, 9)]))
+        assert (done.written, done.deleted) == (2, 0)
+    done = sink.apply(SHAPE, Batch("q", 1), 0, changes({(1, 1): "A"}, [(1, 2)], seq=5))
+    assert (done.written, done.deleted) == (1, 1)
+    assert index_rows(index) == {(1, 1): "A"}
+    assert sink.stale_ids(SHAPE, 1, 6, 10).to_pylist() == [1]
+    assert sink.stale_ids(SHAPE, 1, 5, 10).to_pylist() == []
+
+
+def test_a_busy_index_is_asked_again_for_what_it_did_not_take(
+    index: IndexServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.spark.sinks.bulk._FIRST_PAUSE", 0.01)
+    index.busy, index.away = 3, 2
+    bulk(index).apply(SHAPE, Batch("q", 0), 0, changes({(1, number): "x" for number in range(5)}))
+    assert len(index.documents) == 5
+    index.busy = 10**6
+    with pytest.raises(DownstreamError, match="too busy for 1 documents"):
+        bulk(index, patience=0.05).apply(SHAPE, Batch("q", 1), 0, changes({(1, 1): "y"}))
+
+
+def test_requests_to_an_index_are_bounded(index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicad.spark.sinks.bulk.MAX_BYTES", 1000)
+    bulk(index).apply(SHAPE, Batch("q", 0), 0, changes({(1, number): "x" * 50 for number in range(100)}))
+    assert len(index.documents) == 100
+    assert index.requests.count("/_bulk") > 10
+
+
+def test_what_an_index_refuses_is_said_and_secrets_are_not(index: IndexServer) -> None:
+    index.refuse = "1:2"
+    with pytest.raises(DownstreamError, match=r"refuses document 1:2: .*mapper_parsing"):
+        bulk(index).apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}))
+    with pytest.raises(UsageError, match="refuses us with status 401"):
+        BulkSink(f"http://elastic:wrong@127.0.0.1:{index.port}", "cities").prepare(SHAPE)
+    with pytest.raises(DownstreamError, match="no answer from") as caught:
+        BulkSink("http://elastic:p%40ss@127.0.0.1:1", "cities").prepare(SHAPE)
+    assert "p%40ss" not in str(caught.value) + repr(bulk(index))
+    with pytest.raises(UsageError, match="document_id"):
+        bulk(index, document_id="{key}")
+    with pytest.raises(UsageError, match="give one such as https"):
+        BulkSink("search.example.org", "cities")
+
+
+def test_documents_hold_every_type_as_json(index: IndexServer) -> None:
+    shape = Shape(
+        pa.schema(
+            [*SHAPE.schema, ("at", pa.timestamp("us", tz="UTC")), ("raw", pa.binary()), ("tags", pa.list_(pa.string()))]
+        ),
+        "id",
+    )
+    row = {"id": 1, "name": "Ågren\n", "_shard": 1, "_seq": 1, "at": 0, "raw": b"\x00", "tags": ["a", None]}
+    found = [Changes(pa.Table.from_pylist([row], shape.schema), KEYS.empty_table())]
+    bulk(index, document_id="{id}").apply(shape, Batch("q", 0), 0, found)
+    document = index.documents["1"]
+    assert document["name"] == "Ågren\n"
+    assert (document["at"], document["raw"], document["tags"]) == ("1970-01-01T00:00:00+00:00", "AA==", ["a", None])
+
+
+# --- Delta ---
+
+
+def delta_rows(uri: Path) -> dict[tuple[int, int], str]:
+    deltalake = pytest.importorskip("deltalake")
+    return held(pa.table(deltalake.DeltaTable(str(uri)).to_pyarrow_table()).to_pylist())
+
+
+def test_a_delta_table_takes_a_batch_once_and_whole(tmp_path: Path) -> None:
+    pytest.importorskip("deltalake")
+    sink = DeltaSink(str(tmp_path / "t"))
+    sink.prepare(SHAPE)
+    first = [sink.apply(SHAPE, Batch("q", 0), task, changes({(task, 1): "a", (task, 2): "b"})) for task in (0, 1)]
+    assert delta_rows(tmp_path / "t") == {}
+    sink.commit(Batch("q", 0), first)
+    DeltaSink(str(tmp_path / "t")).prepare(SHAPE)
+    assert len(delta_rows(tmp_path / "t")) == 4
+    assert sink.apply(SHAPE, Batch("q", 0), 0, changes({(0, 1): "again"})).repeated
+    late = [sink.apply(SHAPE, Batch("q", 1), 0, changes({(0, 1): "A"}, [(0, 2), (0, 9)], seq=7))]
+    assert sink.commit(Batch("q", 1), late) == 1
+    assert sink.commit(Batch("q", 1), late[:0]) == 0
+    assert delta_rows(tmp_path / "t") == {(0, 1): "A", (1, 1): "a", (1, 2): "b"}
+    assert sink.stale_ids(SHAPE, 1, 7, 10).to_pylist() == [1, 2]
+    assert list((tmp_path / "t" / "_replicad" / "q").iterdir()) == []
+    with pytest.raises(UsageError, match="other columns"):
+        sink.prepare(Shape(pa.schema([*SHAPE.schema, ("more", pa.string())]), "id"))
+
+
+def test_a_zombies_commit_of_a_delta_batch_changes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("deltalake")
+    sink = DeltaSink(str(tmp_path / "t"))
+    sink.prepare(SHAPE)
+    zombie = [sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "zombie"}))]
+    successor = [sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "successor"}))]
+    sink.commit(Batch("q", 0), successor)
+    sink.commit(Batch("q", 0), zombie)
+    assert delta_rows(tmp_path / "t") == {(1, 1): "successor"}

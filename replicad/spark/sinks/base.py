@@ -78,8 +78,13 @@ class Sink(ABC):
         iterating saves the look-up.
         """
 
-    def commit(self, batch: Batch, applied: Sequence[Applied]) -> None:  # noqa: B027 - most have nothing to do
-        """On the driver, after all tasks: make the batch visible. When it returns the batch may be acked."""
+    def commit(self, batch: Batch, applied: Sequence[Applied]) -> int | None:
+        """On the driver, after all tasks: make the batch visible. When it returns the batch may be acked.
+
+        Returns how many rows were deleted where only now that is known, None where `apply` has counted them.
+        """
+        del batch, applied
+        return None
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array | None:
         """On the driver: up to `limit` ids (bigint) that the downstream holds for the shard with a `_seq` below

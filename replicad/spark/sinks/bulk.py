@@ -1,0 +1,203 @@
+"""A search index as the downstream, over HTTP: the `_bulk` form that Elasticsearch and OpenSearch take.
+
+At least once: a batch that comes again puts the same documents under the same ids. Documents that the index refuses
+for good (a mapping that does not fit) end the batch with the reason; what it is too busy for is sent again. Sockets of
+the standard library; one connection per worker.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import functools
+import http.client
+import json
+import os
+import ssl
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import pyarrow as pa
+
+from replicad.errors import DownstreamError, UsageError
+from replicad.masking import mask_secrets
+from replicad.spark.enrich import Changes
+from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+
+MAX_BYTES = 5 << 20  # of one request; both products advise some megabytes
+_TIMEOUT = 60.0  # seconds for one request
+_PATIENCE = 120.0  # seconds for which an index that is away or too busy is waited for
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries; each pause doubles
+_BUSY = (429, 502, 503, 504)
+_SEARCH_MOST = 10_000  # hits in one search; the products' own limit
+
+_FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # names that begin with _ are the index' own
+
+Line = tuple[bytes, bytes]  # action, document (empty for a delete)
+
+
+@dataclass(frozen=True, slots=True)
+class BulkSink(Sink):
+    """Keeps `index` at `url` (user and password may stand in it) in step; `api_key` instead of a password.
+
+    A document's id is `{shard}:{id}` unless `document_id` says otherwise. It has the fields `replicad_shard` and
+    `replicad_seq` besides its columns, as numbers; garbage is found by them.
+    """
+
+    url: str = field(repr=False)
+    index: str
+    api_key: str | None = field(default=None, repr=False)
+    document_id: str = "{shard}:{id}"
+    ca: str | None = None
+    patience: float = _PATIENCE
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError("downstream url: give one such as https://user:password@search.example.org:9200")
+        try:
+            self.document_id.format(shard=0, id=0)
+        except (KeyError, IndexError, ValueError) as error:
+            raise UsageError(f"document_id {self.document_id!r}: write it like {{shard}}:{{id}} ({error})") from None
+
+    def prepare(self, shape: Shape) -> None:  # noqa: ARG002
+        """Ask whether the index can be reached and lets us in; it makes the index itself with the first document."""
+        status, answer = self._request("GET", "/", None)
+        if status >= 400:
+            raise UsageError(f"{mask_secrets(self.url)} refuses us with status {status}: {_shortened(answer)}")
+
+    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
+        """Put and delete documents, some megabytes at a time."""
+        written = deleted = 0
+        for change in changes:
+            self._send(self._puts(change.writes, shape.id))
+            written += change.writes.num_rows
+            deleted += self._send(self._deletes(change.deletes, shape.id))
+        return Applied(written, deleted)
+
+    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
+        """Ids of the shard that were last written for a touch before `before`; what was written before is visible."""
+        index = quote(self.index, safe="")
+        self._checked("POST", f"/{index}/_refresh", None, missing=True)
+        filters = [{"term": {_FIELDS["_shard"]: shard}}, {"range": {_FIELDS["_seq"]: {"lt": before}}}]
+        body = {"size": min(limit, _SEARCH_MOST), "_source": [shape.id], "query": {"bool": {"filter": filters}}}
+        answer = self._checked("POST", f"/{index}/_search", json.dumps(body).encode(), missing=True)
+        hits = answer.get("hits", {}).get("hits", [])
+        return pa.array([hit["_source"][shape.id] for hit in hits], pa.int64())
+
+    # --- documents ---
+
+    def _puts(self, rows: pa.Table, id_: str) -> Iterator[Line]:
+        for row in rows.to_pylist():
+            action = {"index": {"_index": self.index, "_id": self.document_id.format(shard=row["_shard"], id=row[id_])}}
+            document = {_FIELDS.get(name, name): value for name, value in row.items()}
+            yield json.dumps(action).encode(), json.dumps(document, default=_plain, ensure_ascii=False).encode()
+
+    def _deletes(self, rows: pa.Table, id_: str) -> Iterator[Line]:
+        for row in rows.to_pylist():
+            document = self.document_id.format(shard=row["_shard"], id=row[id_])
+            yield json.dumps({"delete": {"_index": self.index, "_id": document}}).encode(), b""
+
+    def _send(self, lines: Iterable[Line]) -> int:
+        """Send lines in requests of bounded size; returns how many documents were deleted."""
+        deleted = size = 0
+        held: list[Line] = []
+        for line in lines:
+            held.append(line)
+            size += len(line[0]) + len(line[1]) + 2
+            if size >= MAX_BYTES:
+                deleted += self._bulk(held)
+                held, size = [], 0
+        return deleted + (self._bulk(held) if held else 0)
+
+    def _bulk(self, lines: list[Line]) -> int:
+        deleted = 0
+        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        while lines:
+            body = b"".join(part + b"\n" for line in lines for part in line if part)
+            items = self._checked("POST", "/_bulk", body)["items"]
+            again: list[Line] = []
+            for line, item in zip(lines, items, strict=True):
+                ((action, done),) = item.items()
+                deleted += action == "delete" and done["status"] == 200
+                if done["status"] in _BUSY:
+                    again.append(line)
+                elif done["status"] >= 300 and not (action == "delete" and done["status"] == 404):
+                    reason = json.dumps(done.get("error"))[:500]
+                    raise DownstreamError(f"index {self.index} refuses document {done.get('_id')}: {reason}")
+            if again and time.monotonic() + pause > deadline:
+                raise DownstreamError(f"index {self.index} stays too busy for {len(again)} documents; they come again")
+            if again:
+                time.sleep(pause)
+                pause = min(pause * 2, _LONGEST_PAUSE)
+            lines = again
+        return deleted
+
+    # --- requests ---
+
+    def _checked(self, method: str, path: str, body: bytes | None, *, missing: bool = False) -> dict[str, Any]:
+        """A request that must succeed; `missing`: an index that is not there yet is an empty answer."""
+        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        while True:
+            try:
+                status, answer = self._request(method, path, body)
+            except DownstreamError:
+                if time.monotonic() + pause > deadline:
+                    raise
+            else:
+                if status < 300:
+                    found: dict[str, Any] = json.loads(answer)
+                    return found
+                if status == 404 and missing:
+                    return {}
+                if status not in _BUSY or time.monotonic() + pause > deadline:
+                    raise DownstreamError(f"{method} {path} ended with status {status}: {_shortened(answer)}")
+            time.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        parts = urlsplit(self.url)
+        connection = _connection(
+            (os.getpid(), threading.get_ident()), parts.scheme, parts.hostname or "", parts.port, self.ca
+        )
+        headers = {"Content-Type": "application/x-ndjson" if path == "/_bulk" else "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"ApiKey {self.api_key}"
+        elif parts.username is not None:
+            secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers["Authorization"] = "Basic " + base64.b64encode(secret.encode()).decode()
+        try:
+            connection.request(method, parts.path.rstrip("/") + path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()  # the next request opens it again
+            raise DownstreamError(f"no answer from {mask_secrets(self.url)}: {error}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _connection(
+    owner: tuple[int, int], scheme: str, host: str, port: int | None, ca: str | None
+) -> http.client.HTTPConnection:
+    """One connection per owner (process and thread) and server."""
+    del owner
+    if scheme == "http":
+        return http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
+    return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT, context=ssl.create_default_context(cafile=ca))
+
+
+def _plain(value: object) -> object:
+    """What JSON has no form for: times in ISO 8601, bytes in base64, the rest as Python prints it."""
+    if isinstance(value, datetime.date):  # datetimes are dates
+        return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value)
+
+
+def _shortened(answer: bytes) -> str:
+    return " ".join(answer[:500].decode("utf-8", "replace").split())

@@ -1,0 +1,157 @@
+"""A Delta table as the downstream (the package `deltalake`, no JVM): each batch is one commit of the table.
+
+Tasks stage their changes as Parquet below the table, in a folder that Delta passes over; the driver merges all of it
+in one commit that also carries the batch's number as an application transaction. So a batch is in the table whole or
+not at all, and one that comes again is recognised: exactly once in effect. Files of older versions stay until someone
+runs VACUUM, as in any Delta table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
+from replicad.spark.enrich import Changes, conform
+from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+
+STAGING = "_replicad"  # folders that begin with _ are no part of a Delta table, and VACUUM leaves them alone
+_GONE = "_gone"
+_ORPHAN_AGE = 86400.0  # seconds after which a staged file was left by a crash, not by a slow task
+_STEPS = 20  # bits of a transaction's version that number the steps of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSink(Sink):
+    """Keeps the Delta table at `uri` (a path, or s3://, gs://, ...) in step. Made when it is missing.
+
+    `storage` are deltalake's storage options; staging reaches the store by what the environment says of it.
+    """
+
+    uri: str
+    storage: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if "://" not in self.uri:
+            object.__setattr__(self, "uri", os.path.abspath(os.path.expanduser(self.uri)))
+
+    def prepare(self, shape: Shape) -> None:
+        """Make the table, or refuse one with other columns; remove what a crash left in staging long ago."""
+        made = _deltalake().DeltaTable.create(
+            self.uri, shape.schema, mode="ignore", storage_options=self.storage or None
+        )
+        there = {one.name for one in made.schema().fields}
+        wanted = set(shape.schema.names)
+        if there != wanted:
+            raise UsageError(
+                f"the Delta table {self.uri} has other columns ({', '.join(sorted(there ^ wanted))} are only on one "
+                "side); name another table and start with a new checkpoint and a backfill"
+            )
+        store, root = _store(self.uri)
+        for info in store.get_file_info(pafs.FileSelector(f"{root}/{STAGING}", allow_not_found=True, recursive=True)):
+            if info.is_file and info.mtime.timestamp() < time.time() - _ORPHAN_AGE:
+                store.delete_file(info.path)
+
+    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+        """Stage the changes in a file of their own."""
+        if self._holds(batch):
+            return Applied(repeated=True)
+        store, root = _store(self.uri)
+        folder = f"{root}/{STAGING}/{batch.query}"
+        store.create_dir(folder, recursive=True)
+        path = f"{folder}/{batch.number:012d}-{batch.step}-{task}-{os.urandom(8).hex()}.parquet"
+        schema = _staged(shape)
+        written = deleted = 0
+        with pq.ParquetWriter(path, schema, filesystem=store) as out:
+            for change in changes:
+                out.write_table(_with_flag(change.writes, schema, gone=False))
+                out.write_table(_with_flag(change.deletes, schema, gone=True))
+                written += change.writes.num_rows
+                deleted += change.deletes.num_rows
+        return Applied(written, deleted, note=json.dumps(path))
+
+    def commit(self, batch: Batch, applied: Sequence[Applied]) -> int | None:
+        """Merge what was staged, in one commit; nothing where the batch is in already."""
+        store, _ = _store(self.uri)
+        files = [json.loads(done.note) for done in applied if done.note]
+        deleted = 0
+        if files and not self._holds(batch):
+            delta = _deltalake()
+            transaction = delta.Transaction(batch.query, _version(batch))
+            properties = delta.CommitProperties(app_transactions=[transaction])
+            deleted = self._merge(self._table(), ds.dataset(files, filesystem=store), properties)
+        for path in files:
+            store.delete_file(path)
+        return deleted
+
+    def _merge(self, table: Any, staged: ds.Dataset, properties: Any) -> int:
+        id_ = next(name for name in staged.schema.names if name not in ("_shard", "_seq", _GONE))
+        key = " AND ".join(f't."{name}" = s."{name}"' for name in ("_shard", id_))
+        try:
+            done = (
+                table.merge(
+                    staged.scanner().to_reader(), key, source_alias="s", target_alias="t", commit_properties=properties
+                )
+                .when_matched_delete(f"s.{_GONE}")
+                .when_matched_update_all(f"NOT s.{_GONE}", except_cols=[_GONE])
+                .when_not_matched_insert_all(f"NOT s.{_GONE}", except_cols=[_GONE])
+                .execute()
+            )
+        except _deltalake().exceptions.DeltaError as error:
+            raise DownstreamError(f"the Delta table {self.uri} did not take a batch: {error}") from error
+        return int(done["num_target_rows_deleted"])
+
+    def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
+        """Ids of the shard that were last written for a touch before `before`."""
+        stale = (pc.field("_shard") == shard) & (pc.field("_seq") < before)
+        found = self._table().to_pyarrow_dataset().scanner(columns=[shape.id], filter=stale).head(limit)
+        return found.column(shape.id).combine_chunks()
+
+    def _table(self) -> Any:
+        return _deltalake().DeltaTable(self.uri, storage_options=self.storage or None)
+
+    def _holds(self, batch: Batch) -> bool:
+        """Whether the batch, or a later one of its query, is in the table."""
+        last: int | None = self._table().transaction_version(batch.query)
+        return last is not None and last >= _version(batch)
+
+
+def _version(batch: Batch) -> int:
+    return batch.number << _STEPS | batch.step
+
+
+def _deltalake() -> Any:
+    try:
+        import deltalake  # noqa: PLC0415 - only who has a Delta table needs it
+        import deltalake.exceptions  # noqa: PLC0415
+    except ImportError as error:
+        raise EnvironmentRefused(
+            "the package deltalake is not installed; pip install 'replicad[delta]', on the executors too"
+        ) from error
+    return deltalake
+
+
+def _store(uri: str) -> tuple[pafs.FileSystem, str]:
+    store, path = pafs.FileSystem.from_uri(uri)
+    return store, path
+
+
+def _staged(shape: Shape) -> pa.Schema:
+    """The id first: `commit` knows it by its place."""
+    return pa.schema(
+        [shape.schema.field(shape.id), *(f for f in shape.schema if f.name != shape.id), (_GONE, pa.bool_())]
+    )
+
+
+def _with_flag(table: pa.Table, schema: pa.Schema, *, gone: bool) -> pa.Table:
+    return conform(table.append_column(_GONE, pa.repeat(pa.scalar(gone), table.num_rows)), schema)

@@ -3,9 +3,11 @@
 #
 #   make test PYTHON=python3.12              another Python for .venv
 #   make test PYTEST_ARGS="tests/unit -x"    a part of the suite
+#   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -29,7 +31,7 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 	if [ -n "$$failed" ]; then echo "make: refused by:$$failed see above" >&2; exit 1; fi
 
 bench: check-java $(VENV)/.dev ## measure; prints tables
-	@$(RUN) -m bench
+	@$(RUN) -m bench $(BENCH_ARGS)
 
 stress: $(VENV)/.dev ## the long form of the concurrency checks
 	@REPLICAD_STRESS_SECONDS="$${REPLICAD_STRESS_SECONDS:-180}" $(RUN) -m pytest -m stress -s $(PYTEST_ARGS)

@@ -26,7 +26,14 @@ COLUMNS = ("tube", "partition", "holder", "pods", "ids", "lag_s", "backfill", "p
 
 @click.command("top", cls=ReplicadCommand, short_help="Watch the tubes live: holders, lag, backfills, rates.")
 @option("--once", is_flag=True, help="Print once and end; so it does where the output is no terminal.")
-@option("--interval", metavar="SECONDS", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
+@option(
+    "--interval",
+    metavar="SECONDS",
+    type=click.FloatRange(0.2, 3600),
+    default=2.0,
+    show_default=True,
+    help="How often to look.",
+)
 @option(
     "--warn",
     metavar="SECONDS",

@@ -28,7 +28,7 @@ from replicad.spark.sinks.postgres import PostgresSink
 SHARDS = (1, 2, 3)
 ROWS = 2000  # in each shard
 
-pytestmark = pytest.mark.postgres
+pytestmark = [pytest.mark.postgres, pytest.mark.spark]
 
 
 class Served:

@@ -32,6 +32,8 @@ from replicad.spark.sinks.postgres import PostgresSink
 
 Rows = dict[tuple[int, int], tuple[str, int]]
 
+pytestmark = pytest.mark.spark
+
 
 @pytest.fixture
 def cities(database_url: str, daemon: FakeDaemon) -> Iterator[Cities]:

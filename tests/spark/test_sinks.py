@@ -368,12 +368,12 @@ def test_documents_hold_every_type_as_json(index: IndexServer) -> None:
 
 
 def delta_rows(uri: Path) -> dict[tuple[int, int], str]:
-    deltalake = pytest.importorskip("deltalake")
+    import deltalake
+
     return held(pa.table(deltalake.DeltaTable(str(uri)).to_pyarrow_table()).to_pylist())
 
 
 def test_a_delta_table_takes_a_batch_once_and_whole(tmp_path: Path) -> None:
-    pytest.importorskip("deltalake")
     sink = DeltaSink(str(tmp_path / "t"))
     sink.prepare(SHAPE)
     first = [sink.apply(SHAPE, Batch("q", 0), task, changes({(task, 1): "a", (task, 2): "b"})) for task in (0, 1)]
@@ -393,7 +393,6 @@ def test_a_delta_table_takes_a_batch_once_and_whole(tmp_path: Path) -> None:
 
 
 def test_a_zombies_commit_of_a_delta_batch_changes_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("deltalake")
     sink = DeltaSink(str(tmp_path / "t"))
     sink.prepare(SHAPE)
     zombie = [sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "zombie"}))]

@@ -14,6 +14,8 @@ from fake_daemon import FakeDaemon
 from helpers import options
 from pyspark.sql import DataFrame, SparkSession
 
+pytestmark = pytest.mark.spark
+
 
 def wait_until(condition: Callable[[], bool], within: float = 30.0) -> None:
     deadline = time.monotonic() + within

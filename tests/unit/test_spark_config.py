@@ -1,0 +1,181 @@
+"""A pipeline's configuration: what can be known without Spark and Postgres is refused before either is asked."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicad.errors import EnvironmentRefused, UsageError
+from replicad.spark.java import find_java, parse_version
+from replicad.spark.pipeline import explain
+from replicad.spark.pipeline_config import PipelineConfig, load_config
+from replicad.spark.sinks.bulk import BulkSink
+from replicad.spark.sinks.delta import DeltaSink
+from replicad.spark.sinks.parquet import ParquetSink
+from replicad.spark.sinks.postgres import PostgresSink
+
+WHOLE = """
+[source]
+tube = "cities"
+port = 9010
+maxPodsPerTrigger = 500
+failOnDataLoss = false
+[enrich]
+database = "postgresql://me:secret@db/app"
+table = "shard_{shard:04d}.cities"
+columns = ["name", "population"]
+numeric = "float"
+[downstream]
+kind = "parquet"
+folder = "out"
+[run]
+checkpoint = "state/checkpoint"
+trigger = "500ms"
+name = "nightly"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "pipeline.toml"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_a_file_says_all_of_a_pipeline(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, WHOLE))
+    assert (config.tube, config.port, config.name, config.trigger) == ("cities", 9010, "nightly", 0.5)
+    assert config.sink == ParquetSink(tmp_path / "out")
+    assert config.checkpoint == tmp_path / "state/checkpoint"
+    assert (config.columns, config.numeric, config.id_column) == (["name", "population"], "float", "id")
+    assert (config.source.max_pods, config.source.fail_on_data_loss, config.source.consumer) == (500, False, "nightly")
+    assert config.source.include_payload
+    assert "secret" not in repr(config)
+
+
+def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, WHOLE), database="postgresql://other/db", trigger="available_now")
+    assert (config.database, config.trigger) == ("postgresql://other/db", "available_now")
+
+
+@pytest.mark.parametrize(
+    ("downstream", "kind"),
+    [
+        ('kind = "postgres"\ntable = "dw.cities"', PostgresSink),
+        ('kind = "delta"\nuri = "s3://bucket/cities"\nstorage = { region = "eu" }', DeltaSink),
+        ('kind = "bulk"\nurl = "https://search:9200"\nindex = "cities"', BulkSink),
+    ],
+)
+def test_every_downstream_can_be_named(tmp_path: Path, downstream: str, kind: type) -> None:
+    config = load_config(write(tmp_path, WHOLE.replace('kind = "parquet"\nfolder = "out"', downstream)))
+    assert type(config.sink) is kind
+
+
+def test_several_tables_feed_one_tube(tmp_path: Path) -> None:
+    tables = 'tables = [{ shards = "0-99", table = "s{shard}.cities" }, { shards = "all", table = "public.airports" }]'
+    config = load_config(write(tmp_path, WHOLE.replace('table = "shard_{shard:04d}.cities"', tables)))
+    assert [(rule.shards.text, rule.of(7)) for rule in config.rules] == [
+        ("0-99", "s7.cities"),
+        ("all", "public.airports"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[source]", "[sources]", r"unknown section \[sources\]; there are \[source\]"),
+        ('tube = "cities"', "", r"\[source\] has no tube"),
+        ("maxPodsPerTrigger", "maxPodsPerTriger", "did you mean maxPodsPerTrigger"),
+        ("port = 9010", 'port = "http"', "'http' is no port"),
+        ('database = "postgresql://me:secret@db/app"', "", "neither --database nor REPLICAD_DATABASE"),
+        ("postgresql://me", "mysql://me", "give a URL such as postgresql"),
+        ('table = "shard', 'tabel = "shard', "unknown key 'tabel'; there are columns, database"),
+        ('numeric = "float"', 'numeric = "decimal"', "numeric: 'decimal' does not fit; give one of text, float"),
+        ('columns = ["name", "population"]', "columns = []", "the list is empty"),
+        ('columns = ["name", "population"]', 'columns = "name"', "give a list of names"),
+        ('kind = "parquet"', 'kind = "kafka"', "'kafka' is none of parquet, postgres, delta, bulk, class"),
+        ('folder = "out"', "", r"\[downstream\] has no folder"),
+        ('folder = "out"', 'folder = "out"\npath = "x"', "unknown key 'path'; there are folder, rows_per_file"),
+        (
+            'kind = "parquet"\nfolder = "out"',
+            'kind = "class"\nclass = "nowhere:Sink"',
+            "cannot be loaded .*my_module:my_name",
+        ),
+        (
+            'trigger = "500ms"',
+            'trigger = "often"',
+            "trigger: 'often' does not fit; give available_now, or give seconds",
+        ),
+        ('checkpoint = "state/checkpoint"', "", r"\[run\] has no checkpoint"),
+        ("{shard:04d}", "{table}", "is no template"),
+        ("[run]", "[run", "is not TOML"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_file_and_key(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert old in WHOLE
+    path = write(tmp_path, WHOLE.replace(old, new, 1))
+    with pytest.raises(UsageError, match=says) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        load_config(tmp_path / "nope.toml")
+
+
+def test_options_and_fields_must_not_contradict(tmp_path: Path) -> None:
+    def made(**more: Any) -> PipelineConfig:
+        sink = ParquetSink(tmp_path)
+        base = {"tube": "t", "database": "postgresql://h/d", "table": "t", "sink": sink, "checkpoint": tmp_path}
+        return PipelineConfig(**{**base, **more})
+
+    with pytest.raises(UsageError, match="tube is a field of its own"):
+        made(options={"TUBE": "x"})
+    with pytest.raises(UsageError, match="is no downstream"):
+        made(sink="parquet")
+    with pytest.raises(UsageError, match="out of range"):
+        made(trigger=-1)
+    assert made(trigger=0.25).trigger == 0.25
+
+
+def test_what_ended_a_query_is_found_in_what_spark_says() -> None:
+    wrapped = RuntimeError("Job aborted ...\nreplicad.errors.LeaseHeld: tube t is held by me\n\tat org.apache...")
+    found = explain(wrapped)
+    assert (type(found).__name__, str(found)) == ("LeaseHeld", "tube t is held by me")
+    assert explain(RuntimeError("something else")).args == ("something else",)
+    assert isinstance(explain(KeyboardInterrupt(), UsageError("x")), KeyboardInterrupt)
+    assert str(explain(RuntimeError("outer"), UsageError("inner"))) == "inner"
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ('openjdk version "17.0.15" 2025-04-15', 17),
+        ('java version "1.8.0_402"', 8),
+        ('openjdk version "21" 2023-09-19', 21),
+        ("command not found", None),
+    ],
+)
+def test_the_version_of_java_is_read(text: str, version: int | None) -> None:
+    assert parse_version(text) == version
+
+
+def test_java_is_found_or_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentRefused, match=r"no java on PATH; install one .*apt install"):
+        find_java({"PATH": str(tmp_path)})
+    with pytest.raises(EnvironmentRefused, match="there is no bin/java in it"):
+        find_java({"JAVA_HOME": str(tmp_path)})
+    java = tmp_path / "java"
+    java.write_text("#!/bin/sh\necho 'java version \"11.0.2\"' >&2\n")
+    java.chmod(0o755)
+    with pytest.raises(EnvironmentRefused, match="is Java 11, Spark needs 17"):
+        find_java({"PATH": str(tmp_path)})
+    java.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
+    with pytest.raises(EnvironmentRefused, match=r"-version. failed: broken"):
+        find_java({"PATH": str(tmp_path)})
+    java.write_text("#!/bin/sh\necho 'openjdk version \"21.0.1\"' >&2\n")
+    assert find_java({"PATH": str(tmp_path)}) == java

@@ -40,7 +40,7 @@ Pod = tuple[str, int, list[int]]  # op, shard, ids
 
 def run_psql(url: str, text: str) -> subprocess.CompletedProcess[str]:
     """Run a whole script through plain psql, as a user would; its notices are in stderr."""
-    command = [find_programs() / "psql", "--no-psqlrc", "-qtAX", "-v", "ON_ERROR_STOP=1", "-d", url, "-f", "-"]
+    command = [str(find_programs() / "psql"), "--no-psqlrc", "-qtAX", "-v", "ON_ERROR_STOP=1", "-d", url, "-f", "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -78,7 +78,7 @@ async def test_a_shard_that_is_being_backfilled_is_left_alone_until_its_control_
     assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") == 990
 
 
-@pytest.mark.parametrize("page", [1, 7, 100, 990, 5000])
+@pytest.mark.parametrize("page", [1, 60, 990, 5000])
 @pytest.mark.parametrize("order", ["born", "id", "v"])
 async def test_a_backfill_in_pieces_puts_the_same_ids_in_the_same_order(
     filled: Database, page: int, order: str

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from replicad.errors import LeaseHeld, LeaseLost, PartitionsChanged, TubeRefused
-from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.bridge import Database, Row, open_database
 from replicad.postgres.schema import script
 
 PROGRAMS = sorted(
@@ -138,7 +138,7 @@ async def backfills(db: Database) -> None:
     await db.execute("SELECT tube.tube_backfill_step2()")
     assert await db.fetch_value("SELECT tube.tube_backfill_schedule('a', 'id', 0, 9)") == 1
     assert await db.fetch_value("SELECT tube.tube_backfill_step3($1, 'a', 'sh7.\"T.t\"', 'id')", begun) == 600
-    pieces = []
+    pieces: list[Row] = []
     while not (pieces and pieces[-1]["finished"]):
         row = await db.fetch_row(
             "SELECT * FROM tube.tube_backfill_chunk($1, 'b', 'sh7.\"T.t\"', 'v', NULL, 250)", begun

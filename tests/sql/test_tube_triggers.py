@@ -168,6 +168,23 @@ async def test_predicates_may_use_columns_called_like_the_languages_variables(db
     assert await take("a") == [("I", 6, [1]), ("U", 6, [1]), ("U", 9, [1]), ("T", 9, [1])]
 
 
+async def test_altering_the_table_breaks_no_session_that_has_written_to_it(db: Database, take: Take) -> None:
+    await db.execute(ATTACHED.replace("id bigint", "gone text, id integer").replace("'sh1.t')", "'sh1.t', 1, 'v > 0')"))
+    async with db.connection() as session:
+        write = (
+            "INSERT INTO sh1.t (id, v) VALUES (1, 1)", "UPDATE sh1.t SET v = 2 WHERE id = 1", "DELETE FROM sh1.t",
+        )  # fmt: skip
+        for change in (
+            "SELECT 1", "ALTER TABLE sh1.t ADD COLUMN extra text DEFAULT 'x'", "ALTER TABLE sh1.t ALTER id TYPE bigint",
+            "ALTER TABLE sh1.t DROP COLUMN gone", "SELECT tube.tube_ensure_exists('a', 3)",
+            "ALTER TABLE sh1.t RENAME TO renamed; ALTER TABLE sh1.renamed RENAME TO t", "ALTER TABLE sh1.t ALTER v TYPE bigint",
+        ):  # fmt: skip
+            await db.execute(change)
+            for statement in write * 7:  # beyond the sixth, plans are kept for good
+                await session.execute(statement)
+    assert await take("a") == [("I", 1, [1]), ("U", 1, [1]), ("D", 1, [1])] * 49
+
+
 async def test_a_session_that_calls_itself_a_backfill_writes_backfill_pods_only(db: Database, take: Take) -> None:
     await db.execute(ATTACHED)
     async with db.connection() as connection:

@@ -16,15 +16,18 @@ BEGIN
 {prelude}
     -- Each kind in one statement: what depends on each other goes together.
     SELECT 'DROP ROUTINE ' || string_agg(p.oid::regprocedure::text, ', ') INTO statement
-        FROM pg_proc p WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = ANY ({routines});
+        FROM pg_proc p
+        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = ANY ({routines});
     IF statement IS NOT NULL THEN
         EXECUTE statement;
     END IF;
-    FOR kind IN SELECT * FROM (VALUES (1, 'v', 'VIEW'), (2, 'r', 'TABLE'), (3, 'S', 'SEQUENCE')) AS k (place, relkind, name)
+    FOR kind IN
+        SELECT * FROM (VALUES (1, 'v', 'VIEW'), (2, 'r', 'TABLE'), (3, 'S', 'SEQUENCE')) AS k (place, relkind, name)
         ORDER BY place
     LOOP
         SELECT format('DROP %s %s', kind.name, string_agg(format('%I', c.relname), ', ')) INTO statement
-            FROM pg_class c WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = kind.relkind
+            FROM pg_class c
+            WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = kind.relkind
                 AND c.relname = ANY ({relations}) HAVING count(*) > 0;
         IF statement IS NOT NULL THEN
             EXECUTE statement;

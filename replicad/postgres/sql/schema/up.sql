@@ -18,7 +18,8 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtext('replicad schema'), hashtext(folder));
     IF to_regnamespace(quote_ident(folder)) IS NULL THEN
         EXECUTE format('CREATE SCHEMA %I', folder);
-        EXECUTE format('COMMENT ON SCHEMA %I IS %L', folder, 'made by replicad');  -- then it goes with the last part in it
+        -- Then it goes with the last part in it.
+        EXECUTE format('COMMENT ON SCHEMA %I IS %L', folder, 'made by replicad');
     END IF;
     PERFORM set_config('search_path', quote_ident(folder) || ', pg_temp', true);
     CREATE TABLE IF NOT EXISTS {part}_version (
@@ -29,8 +30,8 @@ BEGIN
     COMMENT ON TABLE {part}_version IS 'replicad: what is installed in this schema';
     SELECT version INTO present FROM {part}_version;
     IF present > {version} THEN
-        RAISE EXCEPTION 'schema % holds version % of replicad''s {part} part, newer than the {version} of this script', folder, present
-            USING ERRCODE = '55000', HINT = 'use the newer replicad';
+        RAISE EXCEPTION 'schema % holds version % of replicad''s {part} part, newer than the {version} of this script',
+            folder, present USING ERRCODE = '55000', HINT = 'use the newer replicad';
     END IF;
     IF present IS NULL THEN
         INSERT INTO {part}_version VALUES (0, '');

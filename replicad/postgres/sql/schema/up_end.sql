@@ -1,5 +1,5 @@
--- Closes the script that installs part {part}: what earlier builds called the same and declared otherwise goes, or calls
--- that leave arguments out would fit both.
+-- Closes the script that installs part {part}: what earlier builds called the same and declared otherwise goes, or
+-- calls that leave arguments out would fit both.
 DO $stale$
 DECLARE
     stale regprocedure;

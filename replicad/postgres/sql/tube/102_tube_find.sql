@@ -6,7 +6,8 @@ DECLARE
 BEGIN
     SELECT * INTO found_tube FROM tube_registry r WHERE r.tube = tube_find.tube;
     IF NOT FOUND THEN
-        PERFORM tube_refuse('RT001', format('there is no tube %L', tube), 'SELECT * FROM tube_list() shows those there are');
+        PERFORM tube_refuse('RT001', format('there is no tube %L', tube),
+            'SELECT * FROM tube_list() shows those there are');
     END IF;
     RETURN found_tube;
 END

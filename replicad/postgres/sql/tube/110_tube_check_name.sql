@@ -21,7 +21,8 @@ BEGIN
     ) AS found (name)
         WHERE found.name IN (tube, tube_object_name(tube, '_touch'), tube_object_name(tube, '_trigger'));
     IF FOUND THEN
-        PERFORM tube_refuse('RT005', format('tube %L needs the name %I.%I, which is taken', tube, current_schema(), taken),
+        PERFORM tube_refuse('RT005',
+            format('tube %L needs the name %I.%I, which is taken', tube, current_schema(), taken),
             'choose another name for the tube, or rename what has it');
     END IF;
 END

@@ -35,8 +35,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_path_text(name[]) IS 'The search_path under which predicates and routings run';
 
--- tube_where(VARIADIC predicates): their conjunction as the end of a WHERE clause; empty where all are NULL. Each stands on lines of
--- its own, so that a comment at its end swallows nothing. Writes nothing.
+-- tube_where(VARIADIC predicates): their conjunction as the end of a WHERE clause; empty where all are NULL. Each
+-- stands on lines of its own, so that a comment at its end swallows nothing. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_where(VARIADIC predicates text[]) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT coalesce(string_agg(E' AND (\n' || p || E'\n)', '' ORDER BY n), '')
@@ -51,9 +51,10 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     own_path text := current_setting('search_path');
     their_path text := tube_path_text(path);
-    -- WHERE allows neither aggregates nor sets, and a number no OR behind a bracket that the expression closes. The alias
-    -- is the one that the triggers use.
-    trial text := format(E'SELECT FROM %s AS tube_row WHERE num_nulls(\n%s\n) = 2 LIMIT 0', tube_qualified(tbl), expression);
+    -- WHERE allows neither aggregates nor sets, and a number no OR behind a bracket that the expression closes. The
+    -- alias is the one that the triggers use.
+    trial text := format(
+        E'SELECT FROM %s AS tube_row WHERE num_nulls(\n%s\n) = 2 LIMIT 0', tube_qualified(tbl), expression);
     typing text := format(E'SELECT pg_typeof((SELECT (\n%s\n) FROM %s AS tube_row LIMIT 0))',
         expression, tube_qualified(tbl));
     remedy text := format('write SQL on the columns of %s alone; names were looked up along %s', tbl, their_path);
@@ -80,8 +81,10 @@ BEGIN
         remedy := format('cast it, for example ((%s) %% 1024)::integer', expression);
     END IF;
     IF refusal IS NOT NULL THEN
-        PERFORM tube_refuse('RT005', format('the %s %L does not fit table %s: %s', what, expression, tbl, refusal), remedy);
+        PERFORM tube_refuse('RT005',
+            format('the %s %L does not fit table %s: %s', what, expression, tbl, refusal), remedy);
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_check_expression(regclass, text, text, name[]) IS 'Refuses predicates and routings that fail on a table';
+COMMENT ON FUNCTION tube_check_expression(regclass, text, text, name[])
+    IS 'Refuses predicates and routings that fail on a table';

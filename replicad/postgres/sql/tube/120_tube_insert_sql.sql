@@ -1,6 +1,6 @@
--- tube_insert_sql(tube, op, shard, rows, chunk, routed): the one statement that turns any number of rows into pods of at most chunk
--- ids, in the order of the rows. op, shard and chunk are SQL; rows is a query of id, and of tube_shard where routed
--- (shard then stands in where that is NULL; a negative one loses its sign). Writes nothing itself.
+-- tube_insert_sql(tube, op, shard, rows, chunk, routed): the one statement that turns any number of rows into pods of
+-- at most chunk ids, in the order of the rows. op, shard and chunk are SQL; rows is a query of id, and of tube_shard
+-- where routed (shard then stands in where that is NULL; a negative one loses its sign). Writes nothing itself.
 CREATE OR REPLACE FUNCTION tube_insert_sql(
     tube text, op text, shard text, rows text, chunk text = '250', routed boolean = false
 ) RETURNS text
@@ -31,7 +31,8 @@ COMMENT ON FUNCTION tube_insert_sql(text, text, text, text, text, boolean) IS 'T
 -- tube_op_sql(op): SQL for the operation to write: op, but B in a session whose application_name contains "backfill".
 CREATE OR REPLACE FUNCTION tube_op_sql(op text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
-    SELECT format('CASE WHEN strpos(current_setting(''application_name''), ''backfill'') > 0 THEN ''B'' ELSE %s END', op)
+    SELECT format(
+        'CASE WHEN strpos(current_setting(''application_name''), ''backfill'') > 0 THEN ''B'' ELSE %s END', op)
 $$;
 COMMENT ON FUNCTION tube_op_sql(text) IS 'SQL for an operation, B in a session that backfills';
 
@@ -41,4 +42,5 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT format('SELECT %sid::bigint AS id FROM %s AS tube_row WHERE id IS NOT NULL%s',
         E'(\n' || routing || E'\n)::integer AS tube_shard, ', source, predicate)
 $$;
-COMMENT ON FUNCTION tube_rows_sql(text, text, text) IS 'The query of the ids and shards of rows that pass the predicates';
+COMMENT ON FUNCTION tube_rows_sql(text, text, text)
+    IS 'The query of the ids and shards of rows that pass the predicates';

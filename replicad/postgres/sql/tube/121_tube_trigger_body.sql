@@ -1,6 +1,6 @@
--- tube_few_sql(tube, op, rows, rows_before): the statement that touches the usual few: at most 250 rows of one shard as one
--- pod, in one plain INSERT. It does nothing, and says so in FOUND, for none, for more, and where rows_before (a query
--- like rows, or NULL) yields other ids. Writes nothing itself.
+-- tube_few_sql(tube, op, rows, rows_before): the statement that touches the usual few: at most 250 rows of one shard as
+-- one pod, in one plain INSERT. It does nothing, and says so in FOUND, for none, for more, and where rows_before (a
+-- query like rows, or NULL) yields other ids. Writes nothing itself.
 CREATE OR REPLACE FUNCTION tube_few_sql(tube text, op text, rows text, rows_before text) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format($sql$
@@ -28,12 +28,13 @@ LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $outer$
 DECLARE
     rows_now text := tube_rows_sql('tube_new_rows', predicate, routing);
     rows_before text := tube_rows_sql('tube_old_rows', predicate, routing);
+    rows_either text := format('(%1$s) UNION ALL ((%2$s) EXCEPT (%1$s))', rows_now, rows_before);
     event record;
     body text := '';
 BEGIN
     FOR event IN SELECT * FROM (VALUES
         ('INSERT', 'I', rows_now, rows_now, NULL),
-        ('UPDATE', 'U', rows_now, format('(%1$s) UNION ALL ((%2$s) EXCEPT (%1$s))', rows_now, rows_before), rows_before),
+        ('UPDATE', 'U', rows_now, rows_either, rows_before),
         ('DELETE', 'D', rows_before, rows_before, NULL)
     ) AS e (name, op, few, rows, few_before) LOOP
         body := body || format(E'    IF TG_OP = %L THEN%s%s;\n        RETURN NULL;\n    END IF;\n',

@@ -14,7 +14,8 @@ DECLARE
     body text := tube_trigger_body(tube, tube_where(t.predicate, predicate), routing);
     setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);
 BEGIN
-    IF NOT EXISTS (SELECT FROM pg_proc p WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
+    IF NOT EXISTS (SELECT FROM pg_proc p
+            WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
             AND p.prosrc = body AND p.proconfig = ARRAY['search_path=' || setting]) THEN
         EXECUTE format('CREATE OR REPLACE FUNCTION %I() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
             ' SET search_path = %s AS %L', name, setting, body);
@@ -24,7 +25,8 @@ BEGIN
     RETURN format('%I.%I', current_schema(), name);
 END
 $$;
-COMMENT ON FUNCTION tube_trigger_ensure(text, text, text, name[]) IS 'Makes the trigger function of a kind of attachment';
+COMMENT ON FUNCTION tube_trigger_ensure(text, text, text, name[])
+    IS 'Makes the trigger function of a kind of attachment';
 
 -- tube_trigger_sweep(tube): drops the tube's trigger functions that no trigger uses any more, but for {tube}_trigger.
 CREATE OR REPLACE FUNCTION tube_trigger_sweep(tube text) RETURNS void
@@ -33,7 +35,8 @@ DECLARE
     stale regprocedure;
 BEGIN
     FOR stale IN SELECT p.oid FROM pg_proc p
-        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname <> tube_object_name(tube, '_trigger')
+        WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+            AND p.proname <> tube_object_name(tube, '_trigger')
             AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
             AND NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgfoid = p.oid)
     LOOP

@@ -1,8 +1,8 @@
 -- tube_touch_ensure(tube): makes {tube}_touch(shard, ids, op, payload, chunk_size). Writes that function.
 --
--- {tube}_touch inserts pods of at most chunk_size ids in the order given and returns how many; with no ids and a payload
--- one control pod, with neither nothing. NULLs among the ids are left out. Raises RT005. It runs with its owner's rights:
--- whoever has USAGE on this schema may touch. Writes the tube.
+-- {tube}_touch inserts pods of at most chunk_size ids in the order given and returns how many; with no ids and a
+-- payload one control pod, with neither nothing. NULLs among the ids are left out. Raises RT005. It runs with its
+-- owner's rights: whoever has USAGE on this schema may touch. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_touch_ensure(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $outer$
 DECLARE
@@ -24,7 +24,8 @@ BEGIN
 END
 $body$, tube_relation(tube), current_schema(), tube_op_sql('$3'));
 BEGIN
-    IF NOT EXISTS (SELECT FROM pg_proc p WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
+    IF NOT EXISTS (SELECT FROM pg_proc p
+            WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
             AND p.prosrc = body) THEN
         EXECUTE format('CREATE OR REPLACE FUNCTION %I(shard integer, ids bigint[], op character, payload jsonb = NULL,'
             ' chunk_size integer = 250) RETURNS bigint LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_temp'
@@ -42,7 +43,8 @@ CREATE OR REPLACE FUNCTION tube_check_touch(shard integer, op character, chunk_s
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 BEGIN
     IF shard IS NULL OR shard < 0 THEN
-        PERFORM tube_refuse('RT005', format('shard %s: a shard is a whole number from 0 up', coalesce(shard::text, 'NULL')),
+        PERFORM tube_refuse('RT005',
+            format('shard %s: a shard is a whole number from 0 up', coalesce(shard::text, 'NULL')),
             'give the number of the shard that the ids belong to');
     ELSIF op IS NULL OR op NOT IN ('I', 'U', 'D', 'T', 'B') THEN
         PERFORM tube_refuse('RT005', format('there is no operation %L', op),

@@ -10,7 +10,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         pods := pods + (
             SELECT coalesce(sum(%1$s(placed.shard, placed.ids, $2, $3, $4)), 0)
             FROM (
-                SELECT coalesce(stored.tube_shard, %2$s) & 2147483647 AS shard, array_agg(given.id ORDER BY given.n) AS ids
+                SELECT coalesce(stored.tube_shard, %2$s) & 2147483647 AS shard,
+                    array_agg(given.id ORDER BY given.n) AS ids
                 FROM unnest($1) WITH ORDINALITY AS given(id, n) LEFT JOIN (%3$s) AS stored ON stored.id = given.id
                 WHERE given.id IS NOT NULL GROUP BY 1 ORDER BY 1
             ) AS placed);
@@ -43,7 +44,8 @@ BEGIN
     SELECT array_agg(s) INTO path
         FROM tube_attachment a, unnest(a.path) s
         WHERE a.tbl = tube_table_touch_ensure.tbl AND a.tbl = a.root AND a.routing IS NOT NULL;
-    body := format(E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\nBEGIN%s\n    RETURN pods;\nEND\n',
+    body := format(
+        E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\nBEGIN%s\n    RETURN pods;\nEND\n',
         marker, calls);
     SELECT p.prosrc INTO present FROM pg_proc p
         WHERE p.oid = to_regprocedure(full_name || '(bigint[], character, jsonb, integer)');
@@ -61,8 +63,8 @@ END
 $outer$;
 COMMENT ON FUNCTION tube_table_touch_ensure(regclass) IS 'Makes the function that touches ids of a table by hand';
 
--- tube_table_touch_sweep(): forgets attachments of dropped tables, and drops those {table}_touch functions of ours whose
--- table is attached no more, was renamed or dropped. Writes tube_attachment, tube_backfill.
+-- tube_table_touch_sweep(): forgets attachments of dropped tables, and drops those {table}_touch functions of ours
+-- whose table is attached no more, was renamed or dropped. Writes tube_attachment, tube_backfill.
 CREATE OR REPLACE FUNCTION tube_table_touch_sweep() RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -74,7 +76,8 @@ BEGIN
     FOR stale IN SELECT p.oid FROM pg_proc p
         WHERE strpos(p.prosrc, E'\n' || marker || E'\n') = 1 AND NOT EXISTS (
             SELECT FROM tube_attachment a JOIN pg_class c ON c.oid = a.tbl
-            WHERE a.tbl = a.root AND c.relnamespace = p.pronamespace AND tube_object_name(c.relname, '_touch') = p.proname)
+            WHERE a.tbl = a.root AND c.relnamespace = p.pronamespace
+                AND tube_object_name(c.relname, '_touch') = p.proname)
     LOOP
         EXECUTE format('DROP FUNCTION %s', stale);
     END LOOP;

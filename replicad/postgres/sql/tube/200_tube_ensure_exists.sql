@@ -1,12 +1,13 @@
--- tube_index_ensure(tube, partitions): the index by which a partition is read: ((shard % partitions), priority, seq) with
--- priority 0 for regular and 1 for backfill pods. Raises RT005 where its name is taken. Writes indexes of the tube.
+-- tube_index_ensure(tube, partitions): the index by which a partition is read: ((shard % partitions), priority, seq)
+-- with priority 0 for regular and 1 for backfill pods. Raises RT005 where its name is taken. Writes indexes of the
+-- tube.
 --
 -- One index serves all partitions and both priorities: an insert costs the same with one partition as with a thousand
 -- (a partial index for each pair costs every insert about 1 us, needed or not). The planner is kept from gathering
 -- statistics on it and on seq: those of a queue are wrong a minute later, and with them it sorts a whole partition to
--- return its first pods. Without them it always expects next to nothing, and goes by the index.
--- The index of another number of partitions goes too, unless readers keep the table locked: dropping would make them and
--- all writers wait, so after a second it stays until the next call; it costs a little and harms nobody.
+-- return its first pods. Without them it always expects next to nothing, and goes by the index. The index of another
+-- number of partitions goes too, unless readers keep the table locked: dropping would make them and all writers wait,
+-- so after a second it stays until the next call; it costs a little and harms nobody.
 CREATE OR REPLACE FUNCTION tube_index_ensure(tube text, partitions integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -55,7 +56,8 @@ BEGIN
     $sql$, tube, format('%I.tube_seq', current_schema()));
     EXECUTE format('ALTER TABLE %I ALTER ids SET STORAGE PLAIN, ALTER seq SET STATISTICS 0', tube);
     EXECUTE format('CREATE INDEX %I ON %I (shard, seq) WHERE cardinality(ids) = 0', tube || '_control', tube);
-    EXECUTE format('COMMENT ON TABLE %I IS %L', tube, 'replicad: the pods of a tube; use tube_ensure_absent() to drop it');
+    EXECUTE format('COMMENT ON TABLE %I IS %L', tube,
+        'replicad: the pods of a tube; use tube_ensure_absent() to drop it');
 EXCEPTION WHEN duplicate_table THEN
     PERFORM tube_refuse('RT005', format('tube %L needs the name of something that exists: %s', tube, SQLERRM),
         'choose another name for the tube, or rename what has it');
@@ -63,13 +65,13 @@ END
 $$;
 COMMENT ON FUNCTION tube_table_ensure(text) IS 'Makes the table of a new tube';
 
--- tube_ensure_exists(tube, partitions, predicate, path): makes the tube, or alters it to be as asked; nothing is written
--- where it is so already. predicate is SQL on a row of any attached table: only rows for which it is true are touched and
--- backfilled. Its names are looked up along path, by default the caller's search_path. Pods and attachments are kept.
--- Raises RT005. Writes tube_registry, the tube's table, indexes, {tube}_touch and its trigger functions.
+-- tube_ensure_exists(tube, partitions, predicate, path): makes the tube, or alters it to be as asked; nothing is
+-- written where it is so already. predicate is SQL on a row of any attached table: only rows for which it is true are
+-- touched and backfilled. Its names are looked up along path, by default the caller's search_path. Pods and attachments
+-- are kept. Raises RT005. Writes tube_registry, the tube's table, indexes, {tube}_touch and its trigger functions.
 --
--- Altering the number of partitions builds an index, which makes writers wait meanwhile; on a tube with millions of pods
--- choose a quiet hour, and set lock_timeout where long transactions write.
+-- Altering the number of partitions builds an index, which makes writers wait meanwhile; on a tube with millions of
+-- pods choose a quiet hour, and set lock_timeout where long transactions write.
 CREATE OR REPLACE FUNCTION tube_ensure_exists(
     tube text, partitions integer = 1, predicate text = NULL, path name[] = current_schemas(false)
 ) RETURNS void
@@ -80,7 +82,8 @@ DECLARE
 BEGIN
     PERFORM tube_check_name(tube);
     IF partitions IS NULL OR partitions NOT BETWEEN 1 AND 32768 THEN
-        PERFORM tube_refuse('RT005', format('tube %L cannot have %s partitions', tube, coalesce(partitions::text, 'NULL')),
+        PERFORM tube_refuse('RT005',
+            format('tube %L cannot have %s partitions', tube, coalesce(partitions::text, 'NULL')),
             'a tube has 1 to 32768 partitions');
     END IF;
     INSERT INTO tube_registry VALUES (tube, partitions, predicate, safe) ON CONFLICT DO NOTHING;
@@ -88,7 +91,8 @@ BEGIN
         PERFORM tube_table_ensure(tube);
     ELSE
         PERFORM tube_lock(tube);
-        UPDATE tube_registry r SET partitions = tube_ensure_exists.partitions, predicate = tube_ensure_exists.predicate, path = safe
+        UPDATE tube_registry r
+            SET partitions = tube_ensure_exists.partitions, predicate = tube_ensure_exists.predicate, path = safe
             WHERE r.tube = tube_ensure_exists.tube AND (r.partitions, r.predicate, r.path)
                 IS DISTINCT FROM (tube_ensure_exists.partitions, tube_ensure_exists.predicate, safe);
     END IF;
@@ -101,7 +105,8 @@ BEGIN
     BEGIN
         PERFORM tube_trigger_ensure(tube, NULL, NULL, '{}');
     EXCEPTION WHEN syntax_error THEN
-        PERFORM tube_refuse('RT005', format('the predicate %L is not SQL: %s', predicate, split_part(SQLERRM, E'\n', 1)),
+        PERFORM tube_refuse('RT005',
+            format('the predicate %L is not SQL: %s', predicate, split_part(SQLERRM, E'\n', 1)),
             'write SQL on the columns that the attached tables have in common');
     END;
     PERFORM tube_index_ensure(tube, partitions);

@@ -17,7 +17,8 @@ BEGIN
     PERFORM tube_trigger_sweep(tube);  -- those of tables that were dropped
     DELETE FROM tube_registry r WHERE r.tube = tube_ensure_absent.tube;
     EXECUTE format('DROP FUNCTION IF EXISTS %I()', tube_object_name(tube, '_trigger'));
-    EXECUTE format('DROP FUNCTION IF EXISTS %I(integer, bigint[], character, jsonb, integer)', tube_object_name(tube, '_touch'));
+    EXECUTE format('DROP FUNCTION IF EXISTS %I(integer, bigint[], character, jsonb, integer)',
+        tube_object_name(tube, '_touch'));
     EXECUTE format('DROP TABLE IF EXISTS %I', tube);
 END
 $$;

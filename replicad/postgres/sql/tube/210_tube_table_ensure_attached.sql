@@ -35,8 +35,8 @@ BEGIN
         ORDER BY 1 LIMIT 1;
     IF fault IS NOT NULL THEN
         PERFORM tube_refuse('RT005', format('table %s cannot be attached to tube %L: %s', tbl, tube, fault),
-            'a table of a tube is ordinary or partitioned, has an id of type bigint, integer or smallint, may be read by'
-            ' the owner of the tubes, and is attached to a tube once');
+            'a table of a tube is ordinary or partitioned, has an id of type bigint, integer or smallint, may be read'
+            ' by the owner of the tubes, and is attached to a tube once');
     END IF;
 END
 $$;
@@ -45,11 +45,13 @@ COMMENT ON FUNCTION tube_check_table(text, regclass) IS 'Refuses tables that can
 -- tube_trigger_name(tbl, tube, moment): {table}_{tube}_{moment}_trigger. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_trigger_name(tbl regclass, tube text, moment text) RETURNS name
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT tube_object_name(format('%s_%s', c.relname, tube), format('_%s_trigger', moment)) FROM pg_class c WHERE c.oid = tbl
+    SELECT tube_object_name(format('%s_%s', c.relname, tube), format('_%s_trigger', moment))
+    FROM pg_class c WHERE c.oid = tbl
 $$;
 COMMENT ON FUNCTION tube_trigger_name(regclass, text, text) IS 'The name of a tube''s trigger on a table';
 
--- tube_triggers_ensure(tube, tbl, function, shard): makes the tube's four triggers on one table, where they are not as wanted. Writes triggers.
+-- tube_triggers_ensure(tube, tbl, function, shard): makes the tube's four triggers on one table, where they are not as
+-- wanted. Writes triggers.
 CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -62,7 +64,8 @@ BEGIN
         SELECT tube_trigger_name(tbl, tube, w.moment) AS name, w.*
         FROM (VALUES
             ('after_insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS tube_new_rows', function, shard::text),
-            ('after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows', function, shard::text),
+            ('after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows',
+                function, shard::text),
             ('after_delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS tube_old_rows', function, shard::text),
             ('before_truncate', 'BEFORE TRUNCATE', '', format('%I.tube_truncate_trigger', current_schema()), tube)
         ) AS w (moment, event, transitions, function, argument)
@@ -107,11 +110,13 @@ BEGIN
     PERFORM tube_check_table(tube, tbl);
     SELECT * INTO before FROM tube_attachment a WHERE a.tube = t.tube AND a.tbl = tube_table_ensure_attached.tbl;
     wanted := (t.tube, tbl, tbl,
-        coalesce(shard, tube_infer_shard(tbl), before.shard, CASE WHEN routing IS NOT NULL THEN 0 END), predicate, routing,
+        coalesce(shard, tube_infer_shard(tbl), before.shard, CASE WHEN routing IS NOT NULL THEN 0 END),
+        predicate, routing,
         CASE WHEN predicate IS NULL AND routing IS NULL THEN '{}' ELSE tube_safe_path(path) END);
     IF wanted.shard IS NULL OR wanted.shard < 0 THEN
         PERFORM tube_refuse('RT005',
-            CASE WHEN shard IS NULL THEN format('no number ends the name of the schema of %s, so its shard is unknown', tbl)
+            CASE WHEN shard IS NULL
+                THEN format('no number ends the name of the schema of %s, so its shard is unknown', tbl)
                 ELSE format('shard %s: a shard is a whole number from 0 up', shard) END,
             'give the shard as the third argument');
     END IF;
@@ -123,7 +128,8 @@ BEGIN
         PERFORM tube_triggers_ensure(t.tube, member, function, wanted.shard);
         wanted.tbl := member;
         INSERT INTO tube_attachment SELECT wanted.* ON CONFLICT ON CONSTRAINT tube_attachment_pkey DO UPDATE
-            SET shard = excluded.shard, predicate = excluded.predicate, routing = excluded.routing, path = excluded.path;
+            SET shard = excluded.shard, predicate = excluded.predicate, routing = excluded.routing,
+                path = excluded.path;
     END LOOP;
     FOR member IN SELECT a.tbl FROM tube_attachment a
         WHERE a.tube = t.tube AND a.root = tube_table_ensure_attached.tbl AND a.tbl NOT IN (SELECT tube_members(a.root))

@@ -2,12 +2,13 @@
 -- a lock of the table itself would make its writers wait even where nothing is to be done.
 CREATE OR REPLACE FUNCTION tube_lock_table(tbl regclass) RETURNS void
 LANGUAGE sql SET search_path FROM CURRENT AS $$
-    SELECT pg_advisory_xact_lock(hashtext('replicad tube ' || current_schema()), (tbl::oid::bigint - 2147483648)::integer)
+    SELECT pg_advisory_xact_lock(
+        hashtext('replicad tube ' || current_schema()), (tbl::oid::bigint - 2147483648)::integer)
 $$;
 COMMENT ON FUNCTION tube_lock_table(regclass) IS 'Serialises attaching and detaching of a table';
 
--- tube_member_detach(tube, tbl): takes the tube's triggers off one table or partition. Writes tube_attachment, triggers.
--- They are found by the functions that they call, so that a renamed table loses them too.
+-- tube_member_detach(tube, tbl): takes the tube's triggers off one table or partition. Writes tube_attachment,
+-- triggers. They are found by the functions that they call, so that a renamed table loses them too.
 CREATE OR REPLACE FUNCTION tube_member_detach(tube text, tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -26,9 +27,9 @@ END
 $$;
 COMMENT ON FUNCTION tube_member_detach(text, regclass) IS 'Takes a tube''s triggers off one table';
 
--- tube_table_ensure_detached(tube, tbl): what is written to the table and its partitions no longer touches the tube; with
--- tube NULL, any tube. Pods that are there stay. Does nothing where nothing is attached. Raises RT005 for a partition
--- that was attached through its table. Writes tube_attachment, tube_backfill, triggers, functions.
+-- tube_table_ensure_detached(tube, tbl): what is written to the table and its partitions no longer touches the tube;
+-- with tube NULL, any tube. Pods that are there stay. Does nothing where nothing is attached. Raises RT005 for a
+-- partition that was attached through its table. Writes tube_attachment, tube_backfill, triggers, functions.
 CREATE OR REPLACE FUNCTION tube_table_ensure_detached(tube text, tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -61,4 +62,5 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_table_ensure_detached(text, regclass) IS 'Detaches a table from a tube, or from all (tube NULL)';
+COMMENT ON FUNCTION tube_table_ensure_detached(text, regclass)
+    IS 'Detaches a table from a tube, or from all (tube NULL)';

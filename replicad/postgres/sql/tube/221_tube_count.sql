@@ -6,7 +6,8 @@ CREATE OR REPLACE FUNCTION tube_count(
 )
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
-    condition text := format('(shard %% %s) = %s AND (op = ''B'')::integer = %s', t.partitions, partition, backfill::integer);
+    condition text := format(
+        '(shard %% %s) = %s AND (op = ''B'')::integer = %s', t.partitions, partition, backfill::integer);
     pages bigint := pg_relation_size(tube_relation(t.tube)) / current_setting('block_size')::integer;
     share numeric := least(100, 100 * 200 / greatest(pages, 1)::numeric);  -- in per cent: about 200 pages
 BEGIN
@@ -14,7 +15,8 @@ BEGIN
         tube_range_sql(t, t.partitions, partition, backfill, pods => exact + 1)) INTO pods, ids, estimated USING exact;
     EXECUTE format('SELECT seq, ts FROM (%s) AS oldest',
         tube_range_sql(t, t.partitions, partition, backfill, pods => 1)) INTO min_seq, min_ts;
-    EXECUTE format('SELECT seq, ts FROM %I WHERE %s AND seq > 0 AND seq <= 9223372036854775807 ORDER BY seq DESC LIMIT 1',
+    EXECUTE format(
+        'SELECT seq, ts FROM %I WHERE %s AND seq > 0 AND seq <= 9223372036854775807 ORDER BY seq DESC LIMIT 1',
         t.tube, condition) INTO max_seq, max_ts;
     IF estimated THEN
         EXECUTE format('SELECT greatest($1, count(*) * 100 / %1$s), greatest($2, sum(cardinality(ids)) * 100 / %1$s)'
@@ -22,7 +24,8 @@ BEGIN
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_count(tube_registry, integer, boolean, integer) IS 'Counts or estimates one kind of pods in one partition';
+COMMENT ON FUNCTION tube_count(tube_registry, integer, boolean, integer)
+    IS 'Counts or estimates one kind of pods in one partition';
 
 -- tube_count_control(tube, partitions, partition): how many control pods a partition has. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_count_control(tube text, partitions integer, partition integer) RETURNS bigint

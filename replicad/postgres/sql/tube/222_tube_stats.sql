@@ -12,7 +12,8 @@ CREATE OR REPLACE FUNCTION tube_stats(exact integer = 10000) RETURNS TABLE (
 )
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT r.tube, r.predicate, p, ARRAY(
-            SELECT DISTINCT a.shard FROM tube_attachment a WHERE a.tube = r.tube AND a.shard % r.partitions = p ORDER BY 1),
+            SELECT DISTINCT a.shard FROM tube_attachment a
+            WHERE a.tube = r.tube AND a.shard % r.partitions = p ORDER BY 1),
         inc.pods, inc.min_seq, inc.max_seq, inc.min_ts, inc.max_ts,
         bf.pods, bf.min_seq, bf.max_seq, bf.min_ts, bf.max_ts,
         tube_count_control(r.tube, r.partitions, p), inc.ids, bf.ids, inc.estimated OR bf.estimated

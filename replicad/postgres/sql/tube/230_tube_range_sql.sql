@@ -22,7 +22,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             string_agg(format('(%s)', part.query), ' UNION ALL ' ORDER BY part.p), ' LIMIT ' || pods) END
     FROM (
         SELECT numbered.p, format(
-            'SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s AND seq > %s AND seq <= %s%s ORDER BY seq%s',
+            'SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
+            ' AND seq > %s AND seq <= %s%s ORDER BY seq%s',
             tube_relation(t.tube), numbered.n, numbered.p, backfill::integer, after, upto,
             CASE WHEN served AND backfill THEN ' AND ' || tube_served_sql() END, ' LIMIT ' || pods) AS query
         FROM (
@@ -37,7 +38,8 @@ $$;
 COMMENT ON FUNCTION tube_range_sql(tube_registry, integer, integer, boolean, bigint, bigint, bigint, boolean)
     IS 'The query of a partition''s pods of one priority';
 
--- tube_check_partition(partitions, partition): raises RT005 unless 0 <= partition < partitions <= 32768. Writes nothing.
+-- tube_check_partition(partitions, partition): raises RT005 unless 0 <= partition < partitions <= 32768. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_check_partition(partitions integer, partition integer) RETURNS void
 LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT AS $$
 BEGIN
@@ -49,7 +51,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_check_partition(integer, integer) IS 'Refuses partitions that cannot be';
 
--- tube_check_partitions(tube, partitions): true; raises RT003 where the tube has another number of partitions by now, RT001 where there is no tube. Writes nothing.
+-- tube_check_partitions(tube, partitions): true; raises RT003 where the tube has another number of partitions by now,
+-- RT001 where there is no tube. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_check_partitions(tube text, partitions integer) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE

@@ -1,6 +1,6 @@
--- tube_pods_sql(tube, partitions, partition, exclude_backfill): the query that reads one partition: regular pods by seq,
--- then, unless they are excluded, backfill pods by seq. A LIMIT may be appended. It raises RT003 when it is run after the
--- number of partitions changed. Raises RT001, RT003, RT005. Writes nothing.
+-- tube_pods_sql(tube, partitions, partition, exclude_backfill): the query that reads one partition: regular pods by
+-- seq, then, unless they are excluded, backfill pods by seq. A LIMIT may be appended. It raises RT003 when it is run
+-- after the number of partitions changed. Raises RT001, RT003, RT005. Writes nothing.
 --
 -- The query is right for a single reader that deletes what it has read; a reader that goes on behind a cursor must not
 -- pass the tube's position, or it misses pods of transactions that commit late: see tube_plan.
@@ -15,7 +15,8 @@ BEGIN
     PERFORM tube_check_partition(partitions, partition);
     PERFORM tube_check_partitions(tube, partitions);
     -- The check in each half is not parallel safe, and must not be: parallel workers would mix the halves.
-    SELECT string_agg(format('SELECT seq, op, shard, ids, payload, ts FROM (%s) AS half WHERE %I.tube_check_partitions(%L, %s)',
+    SELECT string_agg(format(
+            'SELECT seq, op, shard, ids, payload, ts FROM (%s) AS half WHERE %I.tube_check_partitions(%L, %s)',
             tube_range_sql(t, partitions, partition, backfill), current_schema(), tube, partitions),
             ' UNION ALL ' ORDER BY backfill)
         INTO statement

@@ -1,5 +1,6 @@
 -- tube_pods_delete(tube, partitions, partition, seqs): deletes these pods of the partition, for readers that use no
--- lease; returns how many there were. Raises RT001, RT003, RT005. Locks the tube's row in tube_registry, writes the tube.
+-- lease; returns how many there were. Raises RT001, RT003, RT005. Locks the tube's row in tube_registry, writes the
+-- tube.
 CREATE OR REPLACE FUNCTION tube_pods_delete(tube text, partitions integer, partition integer, seqs bigint[])
 RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
@@ -12,13 +13,15 @@ END
 $$;
 COMMENT ON FUNCTION tube_pods_delete(text, integer, integer, bigint[]) IS 'Deletes pods of a partition';
 
--- tube_remove(tube, partitions, partition, seqs): deletes those of the pods that belong to the partition, and asks nothing; returns how many. Writes the tube.
+-- tube_remove(tube, partitions, partition, seqs): deletes those of the pods that belong to the partition, and asks
+-- nothing; returns how many. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_remove(tube text, partitions integer, partition integer, seqs bigint[]) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     removed bigint;
 BEGIN
-    EXECUTE format('DELETE FROM %I WHERE seq = ANY ($1) AND (shard %% %s) = %s', tube, partitions, partition) USING seqs;
+    EXECUTE format('DELETE FROM %I WHERE seq = ANY ($1) AND (shard %% %s) = %s', tube, partitions, partition)
+        USING seqs;
     GET DIAGNOSTICS removed = ROW_COUNT;
     RETURN removed;
 END

@@ -12,10 +12,10 @@ END
 $$;
 COMMENT ON FUNCTION tube_progress(bigint, bigint, integer, bigint) IS 'Tells how far a long insert has got';
 
--- tube_insert_numbered(tubes, query, path, shard, op, total, every, chunk): puts the ids of a query into pods of chunk ids in
--- each of the tubes; returns how many ids. The query yields id and n, from 0 without gaps, and pods follow n; with shard
--- NULL it yields shard as well, and n is counted per shard. It runs under the search_path path. Tells of its progress as
--- tube_progress does. Memory is bounded by work_mem. Writes the tubes.
+-- tube_insert_numbered(tubes, query, path, shard, op, total, every, chunk): puts the ids of a query into pods of chunk
+-- ids in each of the tubes; returns how many ids. The query yields id and n, from 0 without gaps, and pods follow n;
+-- with shard NULL it yields shard as well, and n is counted per shard. It runs under the search_path path. Tells of its
+-- progress as tube_progress does. Memory is bounded by work_mem. Writes the tubes.
 CREATE OR REPLACE FUNCTION tube_insert_numbered(
     tubes text[], query text, path text, shard integer, op character, total bigint, every integer, chunk integer
 ) RETURNS bigint
@@ -60,8 +60,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_split(text) IS 'The tubes that a name or a list of names means';
 
--- tube_pods_insert(tube_or_tubes, query, shard, op, approx_size, fetch_chunk_size, insert_chunk_size, path): touches every
--- id that the query returns, in pods of insert_chunk_size; returns how many ids there were (NULLs are left out).
+-- tube_pods_insert(tube_or_tubes, query, shard, op, approx_size, fetch_chunk_size, insert_chunk_size, path): touches
+-- every id that the query returns, in pods of insert_chunk_size; returns how many ids there were (NULLs are left out).
 --   tube_or_tubes      one tube, or several with commas between; the query runs once
 --   query              returns columns id and row_number; pods follow the order of row_number
 --   approx_size        how many ids are expected, for the percentage in the NOTICEs; NULL: unknown
@@ -77,13 +77,15 @@ DECLARE
     tubes text[] := tube_split(tube_or_tubes);
     numbered text := format(
         E'SELECT ids.id, row_number() OVER (ORDER BY ids.row_number) - 1 AS n'
-        ' FROM (SELECT given.id::bigint AS id, given.row_number FROM (\n%s\n) AS given) AS ids WHERE ids.id IS NOT NULL', query);
+        ' FROM (SELECT given.id::bigint AS id, given.row_number FROM (\n%s\n) AS given) AS ids'
+        ' WHERE ids.id IS NOT NULL', query);
 BEGIN
     PERFORM tube_check_touch(shard, op, insert_chunk_size);
     IF coalesce(fetch_chunk_size, 0) < 1 THEN
         PERFORM tube_refuse('RT005', 'fetch_chunk_size is at least 1', 'the default is 20000');
     END IF;
-    RETURN tube_insert_numbered(tubes, numbered, tube_path_text(path), shard, op, approx_size, fetch_chunk_size, insert_chunk_size);
+    RETURN tube_insert_numbered(
+        tubes, numbered, tube_path_text(path), shard, op, approx_size, fetch_chunk_size, insert_chunk_size);
 EXCEPTION WHEN undefined_column THEN
     PERFORM tube_refuse('RT005', format('the query cannot be run: %s', SQLERRM),
         'it has to return columns called id and row_number');

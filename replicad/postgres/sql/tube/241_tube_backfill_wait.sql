@@ -1,13 +1,13 @@
--- tube_backfill_step1(): notes the sequence before a backfill: pods with this seq or less are older than it. Returns it as
--- text, start_seq of the control pods. Writes tube_seq. Its transaction must end before step 2 begins.
+-- tube_backfill_step1(): notes the sequence before a backfill: pods with this seq or less are older than it. Returns it
+-- as text, start_seq of the control pods. Writes tube_seq. Its transaction must end before step 2 begins.
 CREATE OR REPLACE FUNCTION tube_backfill_step1() RETURNS text
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT nextval('tube_seq')::text
 $$;
 COMMENT ON FUNCTION tube_backfill_step1() IS 'First step of a backfill: note the sequence';
 
--- tube_writers(): the transactions that hold a lock by which a tube's pods are written: virtualtransaction, pid (NULL for a
--- prepared one). Writes nothing.
+-- tube_writers(): the transactions that hold a lock by which a tube's pods are written: virtualtransaction, pid (NULL
+-- for a prepared one). Writes nothing.
 CREATE OR REPLACE FUNCTION tube_writers() RETURNS TABLE (virtualtransaction text, pid integer)
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT DISTINCT l.virtualtransaction, l.pid
@@ -19,9 +19,9 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_writers() IS 'The transactions that are writing pods';
 
--- tube_backfill_step2(timeout): waits until every transaction that was writing pods when it was called has ended, so that
--- no pod older than the number of step 1 can turn up after the backfill. Raises 55P03, naming the culprit, when one lasts
--- longer than timeout; then call it again. It needs READ COMMITTED. Writes nothing.
+-- tube_backfill_step2(timeout): waits until every transaction that was writing pods when it was called has ended, so
+-- that no pod older than the number of step 1 can turn up after the backfill. Raises 55P03, naming the culprit, when
+-- one lasts longer than timeout; then call it again. It needs READ COMMITTED. Writes nothing.
 --
 -- A writer locks the tube before it draws a seq and keeps the lock to its end, hence nobody else need be waited for. A
 -- transaction that is prepared may change its name on the way (a restart does that): those are looked for in a second
@@ -49,7 +49,8 @@ BEGIN
                     INTO culprit
                     FROM tube_writers() w LEFT JOIN pg_stat_activity s ON s.pid = w.pid
                     WHERE w.virtualtransaction = ANY (awaited);
-                PERFORM tube_refuse('55P03', format('transactions that write pods did not end within %s: %s', timeout, culprit),
+                PERFORM tube_refuse('55P03',
+                    format('transactions that write pods did not end within %s: %s', timeout, culprit),
                     'end them, or call step 2 again');
             END IF;
             PERFORM pg_sleep(0.02);

@@ -1,5 +1,5 @@
--- tube_attached(tube, tbl, order_col): the attachment that a backfill is of. Raises RT001, and RT005 where the table is not attached or
--- has no such column. Locks its row, so that one backfill of it starts at a time. Writes nothing.
+-- tube_attached(tube, tbl, order_col): the attachment that a backfill is of. Raises RT001, and RT005 where the table is
+-- not attached or has no such column. Locks its row, so that one backfill of it starts at a time. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_attached(tube text, tbl regclass, order_col text) RETURNS tube_attachment
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -11,7 +11,8 @@ BEGIN
     IF NOT FOUND THEN
         PERFORM tube_refuse('RT005', format('table %s is not attached to tube %L', tbl, tube), 'attach it first');
     END IF;
-    IF NOT EXISTS (SELECT FROM pg_attribute c WHERE c.attrelid = a.tbl AND c.attname = order_col AND c.attnum > 0 AND NOT c.attisdropped) THEN
+    IF NOT EXISTS (SELECT FROM pg_attribute c
+            WHERE c.attrelid = a.tbl AND c.attname = order_col AND c.attnum > 0 AND NOT c.attisdropped) THEN
         PERFORM tube_refuse('RT005', format('table %s has no column %L to order its backfill by', tbl, order_col),
             'name a column of the table, id for example');
     END IF;
@@ -20,8 +21,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_attached(text, regclass, text) IS 'The attachment that a backfill is of';
 
--- tube_backfilling(tube, tbl, shard): whether this table's shard is being backfilled: it is being put into the tube, or control pods of
--- its backfill are still there. Pods of other tables in the same shard do not count. Writes nothing.
+-- tube_backfilling(tube, tbl, shard): whether this table's shard is being backfilled: it is being put into the tube, or
+-- control pods of its backfill are still there. Pods of other tables in the same shard do not count. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfilling(tube text, tbl regclass, shard integer) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -35,7 +36,8 @@ BEGIN
     EXECUTE format($sql$
         SELECT EXISTS (
             SELECT FROM %I p
-            WHERE cardinality(p.ids) = 0 AND p.shard = ANY ($1) AND p.payload ->> 'type' IN ('backfill_start', 'backfill_end')
+            WHERE cardinality(p.ids) = 0 AND p.shard = ANY ($1)
+                AND p.payload ->> 'type' IN ('backfill_start', 'backfill_end')
                 AND (p.payload ->> 'start_seq' = $2 OR NOT EXISTS (
                     SELECT FROM tube_backfill b
                     WHERE b.tube = $3 AND b.start_seq = p.payload ->> 'start_seq' AND p.shard = ANY (b.shards))))
@@ -49,7 +51,8 @@ COMMENT ON FUNCTION tube_backfilling(text, regclass, integer) IS 'Whether a tabl
 CREATE OR REPLACE FUNCTION tube_backfill_control(tube text, type text, start_seq text, shards integer[]) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
-    EXECUTE format('INSERT INTO %I (op, shard, ids, payload) SELECT ''B'', s, ''{}'', $2 FROM unnest($1) AS s ORDER BY s', tube)
+    EXECUTE format('INSERT INTO %I (op, shard, ids, payload)'
+        ' SELECT ''B'', s, ''{}'', $2 FROM unnest($1) AS s ORDER BY s', tube)
         USING shards, jsonb_build_object('type', type, 'start_seq', start_seq);
 END
 $$;
@@ -78,15 +81,18 @@ BEGIN
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_begin(tube_attachment, text, text, integer, integer[]) IS 'Marks the beginning of a backfill';
+COMMENT ON FUNCTION tube_backfill_begin(tube_attachment, text, text, integer, integer[])
+    IS 'Marks the beginning of a backfill';
 
--- tube_backfill_progress(a, more, finished): adds to what is in the tube, and marks the end where it is reached. Writes tube_backfill and the tube.
+-- tube_backfill_progress(a, more, finished): adds to what is in the tube, and marks the end where it is reached. Writes
+-- tube_backfill and the tube.
 CREATE OR REPLACE FUNCTION tube_backfill_progress(a tube_attachment, more bigint, finished boolean) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     b tube_backfill;
 BEGIN
-    UPDATE tube_backfill x SET ids = x.ids + more, finished = tube_backfill_progress.finished, updated_at = clock_timestamp()
+    UPDATE tube_backfill x
+        SET ids = x.ids + more, finished = tube_backfill_progress.finished, updated_at = clock_timestamp()
         WHERE x.tube = a.tube AND x.tbl = a.tbl RETURNING * INTO b;
     IF finished THEN
         PERFORM tube_backfill_control(b.tube, 'backfill_end', b.start_seq, b.shards);

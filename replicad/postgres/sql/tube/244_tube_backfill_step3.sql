@@ -1,11 +1,11 @@
--- tube_backfill_step3(step1, tube, tbl, order_col, shard, fetch_chunk_size, insert_chunk_size): puts all ids of the table
--- that the predicates let pass into the tube, in the order of order_col, between control pods backfill_start and
+-- tube_backfill_step3(step1, tube, tbl, order_col, shard, fetch_chunk_size, insert_chunk_size): puts all ids of the
+-- table that the predicates let pass into the tube, in the order of order_col, between control pods backfill_start and
 -- backfill_end; returns how many. A shard that is being backfilled is left alone: NULL.
 --   step1              what step 1 returned; step 2 must have waited since
 --   shard              for rows without a routing of their own; by default the attachment's
 --   fetch_chunk_size   ids between two NOTICEs of progress
--- Raises RT001, RT005. Writes the tube and tube_backfill. All in one transaction, during which the tube's position stands
--- still and regular pods wait: for large tables there is tube_backfill_chunk.
+-- Raises RT001, RT005. Writes the tube and tube_backfill. All in one transaction, during which the tube's position
+-- stands still and regular pods wait: for large tables there is tube_backfill_chunk.
 CREATE OR REPLACE FUNCTION tube_backfill_step3(
     step1 text, tube text, tbl regclass, order_col text, shard integer = NULL,
     fetch_chunk_size integer = 20000, insert_chunk_size integer = 250
@@ -28,7 +28,8 @@ BEGIN
         RETURN NULL;
     END IF;
     inserted := tube_insert_numbered(ARRAY[a.tube],
-        format('SELECT stored.shard, stored.id, row_number() OVER (%s ORDER BY stored.sort_key) - 1 AS n FROM (%s) AS stored',
+        format('SELECT stored.shard, stored.id, row_number() OVER (%s ORDER BY stored.sort_key) - 1 AS n'
+            ' FROM (%s) AS stored',
             CASE WHEN a.routing IS NOT NULL THEN 'PARTITION BY stored.shard' END, source),
         path, CASE WHEN a.routing IS NULL THEN home END, 'B',
         (SELECT b.approx_ids FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl),
@@ -40,15 +41,16 @@ $$;
 COMMENT ON FUNCTION tube_backfill_step3(text, text, regclass, text, integer, integer, integer)
     IS 'Third step of a backfill: all ids of a table';
 
--- tube_backfill_source(a, order_col, home): the query of shard, id and sort_key of the rows to backfill; home is the shard
--- of rows without a routing. Writes nothing.
+-- tube_backfill_source(a, order_col, home): the query of shard, id and sort_key of the rows to backfill; home is the
+-- shard of rows without a routing. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfill_source(a tube_attachment, order_col text, home integer) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format('SELECT %s AS shard, id::bigint AS id, %I AS sort_key FROM %s AS tube_row WHERE id IS NOT NULL%s',
         coalesce(E'coalesce((\n' || a.routing || format(E'\n)::integer, %s) & 2147483647', home), home::text),
         order_col, tube_qualified(a.tbl), tube_where((tube_find(a.tube)).predicate, a.predicate))
 $$;
-COMMENT ON FUNCTION tube_backfill_source(tube_attachment, text, integer) IS 'The query of the rows that a backfill is of';
+COMMENT ON FUNCTION tube_backfill_source(tube_attachment, text, integer)
+    IS 'The query of the rows that a backfill is of';
 
 -- tube_backfill_shards(source, path): the shards that occur in source. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfill_shards(source text, path text) RETURNS integer[]

@@ -1,10 +1,10 @@
--- tube_backfill_chunk(step1, tube, tbl, order_col, shard, max_ids, insert_chunk_size): step 3 of a backfill in pieces: puts the next max_ids ids
--- into the tube and remembers where it stopped. ids is how many it put (NULL where the shard is left alone, see step 3),
--- finished whether that was the end. Each call is a short transaction, after which regular pods flow and a crash costs
--- nothing; whoever calls next, from wherever, goes on: with the start_seq, order and shard of the first call.
--- An index on order_col keeps the calls cheap; without one each reads the table.
--- A row that moves in the order meanwhile may be missed or come twice; its change has touched it anyway.
--- Raises RT001, RT005. Writes the tube and tube_backfill.
+-- tube_backfill_chunk(step1, tube, tbl, order_col, shard, max_ids, insert_chunk_size): step 3 of a backfill in pieces:
+-- puts the next max_ids ids into the tube and remembers where it stopped. ids is how many it put (NULL where the shard
+-- is left alone, see step 3), finished whether that was the end. Each call is a short transaction, after which regular
+-- pods flow and a crash costs nothing; whoever calls next, from wherever, goes on: with the start_seq, order and shard
+-- of the first call. An index on order_col keeps the calls cheap; without one each reads the table. A row that moves in
+-- the order meanwhile may be missed or come twice; its change has touched it anyway. Raises RT001, RT005. Writes the
+-- tube and tube_backfill.
 CREATE OR REPLACE FUNCTION tube_backfill_chunk(
     step1 text, tube text, tbl regclass, order_col text, shard integer = NULL,
     max_ids integer = 100000, insert_chunk_size integer = 250, OUT ids bigint, OUT finished boolean
@@ -19,7 +19,8 @@ BEGIN
     PERFORM tube_check_touch(home, 'B', insert_chunk_size);
     SELECT * INTO b FROM tube_backfill x WHERE x.tube = a.tube AND x.tbl = a.tbl AND NOT x.finished;
     IF NOT FOUND THEN
-        IF NOT tube_backfill_begin(a, step1, order_col, home, CASE WHEN a.routing IS NULL THEN ARRAY[home] ELSE '{}' END) THEN
+        IF NOT tube_backfill_begin(a, step1, order_col, home,
+                CASE WHEN a.routing IS NULL THEN ARRAY[home] ELSE '{}' END) THEN
             finished := true;
             RETURN;
         END IF;
@@ -39,8 +40,8 @@ $$;
 COMMENT ON FUNCTION tube_backfill_chunk(text, text, regclass, text, integer, integer, integer)
     IS 'Third step of a backfill, the next piece of it';
 
--- tube_backfill_page(a, b, max_ids): the next max_ids ids of a backfill with their shards, in order (NULLs last), and the
--- sort key of the last of them as text. Writes nothing.
+-- tube_backfill_page(a, b, max_ids): the next max_ids ids of a backfill with their shards, in order (NULLs last), and
+-- the sort key of the last of them as text. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfill_page(
     a tube_attachment, b tube_backfill, max_ids integer, OUT ids bigint[], OUT shards integer[], OUT last_value text
 )
@@ -51,13 +52,15 @@ DECLARE
     path text := tube_path_text((tube_find(a.tube)).path || a.path);
     source text := tube_backfill_source(a, b.order_col, b.shard);
     with_key text := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NOT NULL%s ORDER BY sort_key, id LIMIT %s',
-        source, CASE WHEN b.after_value IS NOT NULL THEN format(' AND (sort_key, id) > ($1::%s, $2)', kind) END, max_ids);
+        source, CASE WHEN b.after_value IS NOT NULL THEN format(' AND (sort_key, id) > ($1::%s, $2)', kind) END,
+        max_ids);
     without_key text := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NULL%s ORDER BY id LIMIT %s',
         source, CASE WHEN b.after_value IS NULL AND b.after_id IS NOT NULL THEN ' AND id > $2' END, max_ids);
 BEGIN
     PERFORM set_config('search_path', path, true);
     EXECUTE format('WITH page AS MATERIALIZED ('
-        'SELECT shard, id, sort_key, row_number() OVER (ORDER BY sort_key IS NULL, sort_key, id) AS n FROM (%s) AS found'
+        'SELECT shard, id, sort_key, row_number() OVER (ORDER BY sort_key IS NULL, sort_key, id) AS n'
+        ' FROM (%s) AS found'
         ' ORDER BY n LIMIT %s'
         ') SELECT coalesce(array_agg(id ORDER BY n), ''{}''), array_agg(shard ORDER BY n),'
         ' (SELECT sort_key::text FROM page ORDER BY n DESC LIMIT 1) FROM page',
@@ -68,9 +71,10 @@ END
 $$;
 COMMENT ON FUNCTION tube_backfill_page(tube_attachment, tube_backfill, integer) IS 'The next ids of a backfill';
 
--- tube_backfill_put(b, ids, shards, chunk): puts them into the tube, after a backfill_start for each shard that is new to
--- the backfill. Writes the tube and tube_backfill.
-CREATE OR REPLACE FUNCTION tube_backfill_put(b tube_backfill, ids bigint[], shards integer[], chunk integer) RETURNS void
+-- tube_backfill_put(b, ids, shards, chunk): puts them into the tube, after a backfill_start for each shard that is new
+-- to the backfill. Writes the tube and tube_backfill.
+CREATE OR REPLACE FUNCTION tube_backfill_put(b tube_backfill, ids bigint[], shards integer[], chunk integer)
+RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     fresh integer[] := ARRAY(SELECT DISTINCT s FROM unnest(shards) s WHERE s <> ALL (b.shards) ORDER BY s);
@@ -85,4 +89,5 @@ BEGIN
         current_schema(), tube_object_name(b.tube, '_touch')) USING ids, shards, chunk;
 END
 $$;
-COMMENT ON FUNCTION tube_backfill_put(tube_backfill, bigint[], integer[], integer) IS 'Puts ids of a backfill into the tube';
+COMMENT ON FUNCTION tube_backfill_put(tube_backfill, bigint[], integer[], integer)
+    IS 'Puts ids of a backfill into the tube';

@@ -1,8 +1,9 @@
--- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): the lease of a partition: its term and its first beat.
+-- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): the lease of a partition: its term and its first
+-- beat.
 --   partitions  the tube's number, or 1: the whole tube
 --   holder      asking again for what it holds exactly, it gets its term again with a new beat
---   expired     beats that the caller has watched unchanged for longer than their ttl: leases in the way with such a beat
---               are removed. Their holder may be alive: its term fits nothing any more.
+--   expired     beats that the caller has watched unchanged for longer than their ttl: leases in the way with such a
+--               beat are removed. Their holder may be alive: its term fits nothing any more.
 -- Two leases are in each other's way when a shard could belong to both: p/n and q/m where p = q modulo gcd(n, m).
 -- Raises RT001, RT003, RT004 (naming the holder), RT005. Locks the tube's row in tube_registry, writes tube_lease.
 CREATE OR REPLACE FUNCTION tube_lease_claim(
@@ -31,8 +32,9 @@ BEGIN
             IS DISTINCT FROM (tube_lease_claim.holder, tube_lease_claim.partitions, tube_lease_claim.partition)
         LIMIT 1;
     IF FOUND THEN
-        PERFORM tube_refuse('RT004', format('partition %s/%s of tube %L is held by %s', other.partition, other.partitions,
-            t.tube, other.holder), 'wait until it is released, or until its time to live has passed without a sign of life');
+        PERFORM tube_refuse('RT004',
+            format('partition %s/%s of tube %L is held by %s', other.partition, other.partitions, t.tube, other.holder),
+            'wait until it is released, or until its time to live has passed without a sign of life');
     END IF;
     INSERT INTO tube_lease AS l (tube, partitions, partition, holder, term, beat, ttl)
         VALUES (t.tube, partitions, partition, holder, nextval('tube_term_seq'), nextval('tube_term_seq'), ttl)
@@ -40,4 +42,5 @@ BEGIN
         RETURNING l.term, l.beat INTO term, beat;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_claim(text, integer, integer, text, interval, bigint[]) IS 'Claims the lease of a partition';
+COMMENT ON FUNCTION tube_lease_claim(text, integer, integer, text, interval, bigint[])
+    IS 'Claims the lease of a partition';

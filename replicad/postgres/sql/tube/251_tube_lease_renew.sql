@@ -7,14 +7,16 @@ BEGIN
     SELECT string_agg(DISTINCT l.holder, ', ') INTO holder FROM tube_lease l
         WHERE l.tube = tube_lease_lost.tube AND l.partition % gcd(l.partitions, tube_lease_lost.partitions)
             = tube_lease_lost.partition % gcd(l.partitions, tube_lease_lost.partitions);
-    PERFORM tube_refuse('RT002', format('term %s does not hold partition %s/%s of tube %L%s', term, partition, partitions,
-        tube, coalesce(': it is held by ' || holder, '')), 'nothing was read or acked; claim the partition anew');
+    PERFORM tube_refuse('RT002',
+        format('term %s does not hold partition %s/%s of tube %L%s', term, partition, partitions, tube,
+            coalesce(': it is held by ' || holder, '')), 'nothing was read or acked; claim the partition anew');
 END
 $$;
 COMMENT ON FUNCTION tube_lease_lost(text, integer, integer, bigint) IS 'Raises the error of a lost lease';
 
 -- tube_lease_renew(tube, partitions, partition, term): a new beat for this very lease. Raises RT002. Writes tube_lease.
-CREATE OR REPLACE FUNCTION tube_lease_renew(tube text, partitions integer, partition integer, term bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION tube_lease_renew(tube text, partitions integer, partition integer, term bigint)
+RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     new_beat bigint;

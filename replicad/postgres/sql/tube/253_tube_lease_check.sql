@@ -1,32 +1,37 @@
--- tube_lease_check(tube, partitions, partition, term): true when a lease with that term covers the partition, that is, when it is of
--- the same partition or of one that contains it. Raises RT002. Made to stand inside the statement that reads, so that
--- reading and fencing see one snapshot. Writes nothing.
-CREATE OR REPLACE FUNCTION tube_lease_check(tube text, partitions integer, partition integer, term bigint) RETURNS boolean
+-- tube_lease_check(tube, partitions, partition, term): true when a lease with that term covers the partition, that is,
+-- when it is of the same partition or of one that contains it. Raises RT002. Made to stand inside the statement that
+-- reads, so that reading and fencing see one snapshot. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_lease_check(tube text, partitions integer, partition integer, term bigint)
+RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 BEGIN
     PERFORM FROM tube_lease l
         WHERE l.tube = tube_lease_check.tube AND l.term = tube_lease_check.term
-            AND tube_lease_check.partitions % l.partitions = 0 AND tube_lease_check.partition % l.partitions = l.partition;
+            AND tube_lease_check.partitions % l.partitions = 0
+            AND tube_lease_check.partition % l.partitions = l.partition;
     IF NOT FOUND THEN
         PERFORM tube_lease_lost(tube, partitions, partition, term);
     END IF;
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_check(text, integer, integer, bigint) IS 'Whether a term holds a partition; fences reads';
+COMMENT ON FUNCTION tube_lease_check(text, integer, integer, bigint)
+    IS 'Whether a term holds a partition; fences reads';
 
--- tube_lease_hold(tube, partitions, partition, term): the same, and nobody takes that lease away until the transaction ends; renewals go
--- on. Raises RT002. Locks the lease's row.
+-- tube_lease_hold(tube, partitions, partition, term): the same, and nobody takes that lease away until the transaction
+-- ends; renewals go on. Raises RT002. Locks the lease's row.
 CREATE OR REPLACE FUNCTION tube_lease_hold(tube text, partitions integer, partition integer, term bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     PERFORM FROM tube_lease l
         WHERE l.tube = tube_lease_hold.tube AND l.term = tube_lease_hold.term
-            AND tube_lease_hold.partitions % l.partitions = 0 AND tube_lease_hold.partition % l.partitions = l.partition
+            AND tube_lease_hold.partitions % l.partitions = 0
+            AND tube_lease_hold.partition % l.partitions = l.partition
         FOR KEY SHARE;
     IF NOT FOUND THEN
         PERFORM tube_lease_lost(tube, partitions, partition, term);
     END IF;
 END
 $$;
-COMMENT ON FUNCTION tube_lease_hold(text, integer, integer, bigint) IS 'Locks a lease for the rest of a transaction; fences acks';
+COMMENT ON FUNCTION tube_lease_hold(text, integer, integer, bigint)
+    IS 'Locks a lease for the rest of a transaction; fences acks';

@@ -13,8 +13,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_ack(text, integer, integer, bigint, bigint[]) IS 'Removes pods that the downstream has';
 
--- tube_ack_upto(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the same for all
--- regular pods with after_regular < seq <= upto_regular and all backfill pods in their range.
+-- tube_ack_upto(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the
+-- same for all regular pods with after_regular < seq <= upto_regular and all backfill pods in their range.
 CREATE OR REPLACE FUNCTION tube_ack_upto(
     tube text, partitions integer, partition integer, term bigint,
     after_regular bigint, after_backfill bigint, upto_regular bigint, upto_backfill bigint
@@ -30,8 +30,8 @@ $$;
 COMMENT ON FUNCTION tube_ack_upto(text, integer, integer, bigint, bigint, bigint, bigint, bigint)
     IS 'Removes a range of pods that the downstream has';
 
--- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority with
--- after < seq <= upto, and asks nothing; returns how many. Writes the tube.
+-- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority
+-- with after < seq <= upto, and asks nothing; returns how many. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_remove_range(
     tube text, partitions integer, partition integer, backfill boolean, after bigint, upto bigint
 ) RETURNS bigint
@@ -40,7 +40,8 @@ DECLARE
     removed bigint := 0;
 BEGIN
     IF after < upto THEN
-        EXECUTE format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s AND seq > %s AND seq <= %s AND %s',
+        EXECUTE format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
+            ' AND seq > %s AND seq <= %s AND %s',
             tube, partitions, partition, backfill::integer, after, upto, tube_served_sql());
         GET DIAGNOSTICS removed = ROW_COUNT;
     END IF;

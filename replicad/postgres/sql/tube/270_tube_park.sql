@@ -1,7 +1,7 @@
--- tube_park(tube, partitions, partition, term, seq, ids, tries, error): these ids of a pod of the partition keep failing:
--- moves them to tube_parked, with the number of tries and the error; with no ids (NULL or empty) the whole pod, be it a
--- control pod. A pod without ids left goes. Returns how many ids (1 for a control pod); 0 where the pod is gone.
--- Raises RT002, RT005. Locks the lease's row, writes the tube and tube_parked.
+-- tube_park(tube, partitions, partition, term, seq, ids, tries, error): these ids of a pod of the partition keep
+-- failing: moves them to tube_parked, with the number of tries and the error; with no ids (NULL or empty) the whole
+-- pod, be it a control pod. A pod without ids left goes. Returns how many ids (1 for a control pod); 0 where the pod is
+-- gone. Raises RT002, RT005. Locks the lease's row, writes the tube and tube_parked.
 CREATE OR REPLACE FUNCTION tube_park(
     tube text, partitions integer, partition integer, term bigint, seq bigint, ids bigint[], tries integer, error text
 ) RETURNS bigint
@@ -24,7 +24,8 @@ BEGIN
         RETURN 0;
     END IF;
     INSERT INTO tube_parked (tube, seq, op, shard, ids, payload, ts, tries, error)
-        VALUES (tube, pod.seq, pod.op, pod.shard, bad, pod.payload, pod.ts, coalesce(tries, 1), coalesce(error, 'no error was given'));
+        VALUES (tube, pod.seq, pod.op, pod.shard, bad, pod.payload, pod.ts,
+            coalesce(tries, 1), coalesce(error, 'no error was given'));
     IF good = '{}' THEN
         EXECUTE format('DELETE FROM %I WHERE seq = $1', tube) USING seq;
     ELSE

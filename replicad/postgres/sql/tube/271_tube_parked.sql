@@ -5,8 +5,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_parked_list(text) IS 'What failed too often';
 
--- tube_parked_replay(tube, parked_ids): puts entries of tube_parked, by their number or (NULL) all, back into the tube as new pods, the oldest
--- first; returns how many entries. Raises RT001. Writes tube_parked and the tube.
+-- tube_parked_replay(tube, parked_ids): puts entries of tube_parked, by their number or (NULL) all, back into the tube
+-- as new pods, the oldest first; returns how many entries. Raises RT001. Writes tube_parked and the tube.
 CREATE OR REPLACE FUNCTION tube_parked_replay(tube text, parked_ids bigint[] = NULL) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -25,8 +25,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_parked_replay(text, bigint[]) IS 'Puts what failed too often back into its tube';
 
--- tube_parked_drop(tube, parked_ids): forgets entries of tube_parked, by their number or (NULL) all; returns how many. Raises
--- RT001. Writes tube_parked.
+-- tube_parked_drop(tube, parked_ids): forgets entries of tube_parked, by their number or (NULL) all; returns how many.
+-- Raises RT001. Writes tube_parked.
 CREATE OR REPLACE FUNCTION tube_parked_drop(tube text, parked_ids bigint[] = NULL) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

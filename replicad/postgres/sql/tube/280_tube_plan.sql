@@ -1,10 +1,11 @@
--- tube_plan(tube, partitions, partition, term, after_regular, after_backfill, upto, max_pods, max_ids, max_backfill): how
--- far a reader behind the cursor (after_regular, after_backfill) gets: the cursor behind the last of its next pods, how many
--- pods and how many ids.
+-- tube_plan(tube, partitions, partition, term, after_regular, after_backfill, upto, max_pods, max_ids, max_backfill):
+-- how far a reader behind the cursor (after_regular, after_backfill) gets: the cursor behind the last of its next pods,
+-- how many pods and how many ids.
 --   upto          the tube's position: only pods up to it are certain to be all there
 --   max_pods      at most so many pods, and among them
 --   max_backfill  at most so many backfill pods (NULL: no such limit); they come only when no regular pod is left
---   max_ids       about so many ids (NULL: any number, and ids is NULL): the pod that exceeds it stays out, unless it is the first
+--   max_ids       about so many ids (NULL: any number, and ids is NULL): the pod that exceeds it stays out, unless it
+--                 is the first
 -- Raises RT001, RT002, RT003, RT005, RT006. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_plan(
     tube text, partitions integer, partition integer, term bigint,
@@ -23,7 +24,8 @@ BEGIN
         PERFORM tube_check_partitions(tube, partitions);
     END IF;
     IF greatest(after_regular, after_backfill) > upto THEN
-        PERFORM tube_refuse('RT006', format('cursor %s.%s lies beyond position %s of tube %L', after_regular, after_backfill, upto, tube),
+        PERFORM tube_refuse('RT006',
+            format('cursor %s.%s lies beyond position %s of tube %L', after_regular, after_backfill, upto, tube),
             'pods below it can still appear, or the database was restored from a backup: read from the start');
     END IF;
     backfill := after_backfill;
@@ -37,7 +39,8 @@ BEGIN
         RETURN;
     END IF;
     SELECT * INTO half FROM tube_plan_half(
-        tube_range_sql(t, partitions, partition, true, after_backfill, upto, max_backfill, true), max_ids - ids, 1 - least(pods, 1));
+        tube_range_sql(t, partitions, partition, true, after_backfill, upto, max_backfill, true),
+        max_ids - ids, 1 - least(pods, 1));
     backfill := coalesce(half.last, after_backfill);
     pods := pods + half.pods;
     ids := ids + half.ids;
@@ -46,8 +49,9 @@ $$;
 COMMENT ON FUNCTION tube_plan(text, integer, integer, bigint, bigint, bigint, bigint, integer, bigint, integer)
     IS 'How far the reader of a partition gets with its next pods';
 
--- tube_plan_half(range, max_ids, at_least): of the pods of a range, by seq, those within max_ids ids and at least that many:
--- the last seq (NULL: none), how many pods and (with max_ids) ids, and whether max_ids left pods out. Writes nothing.
+-- tube_plan_half(range, max_ids, at_least): of the pods of a range, by seq, those within max_ids ids and at least that
+-- many: the last seq (NULL: none), how many pods and (with max_ids) ids, and whether max_ids left pods out. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_plan_half(
     range text, max_ids bigint, at_least integer, OUT last bigint, OUT pods integer, OUT ids bigint, OUT cut boolean
 )
@@ -59,7 +63,8 @@ BEGIN
         EXECUTE format('SELECT max(seq) FILTER (WHERE fits), count(*) FILTER (WHERE fits),'
             ' coalesce(max(upto) FILTER (WHERE fits), 0), count(*) FILTER (WHERE fits) < count(*)'
             ' FROM (SELECT seq, upto, upto <= $1 OR n <= $2 AS fits FROM (SELECT seq, row_number() OVER w AS n,'
-            ' sum(cardinality(ids)) OVER w AS upto FROM (%s) AS range WINDOW w AS (ORDER BY seq)) AS counted) AS judged', range)
+            ' sum(cardinality(ids)) OVER w AS upto FROM (%s) AS range WINDOW w AS (ORDER BY seq)) AS counted'
+            ') AS judged', range)
             INTO last, pods, ids, cut USING max_ids, at_least;
     END IF;
 END

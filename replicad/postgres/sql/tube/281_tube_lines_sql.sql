@@ -1,8 +1,9 @@
--- tube_lines_sql(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the statement, fit for COPY, that
--- yields finished lines for the partition's pods in (after, upto]: regular ones by seq, then backfill ones by seq:
+-- tube_lines_sql(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the
+-- statement, fit for COPY, that yields finished lines for the partition's pods in (after, upto]: regular ones by seq,
+-- then backfill ones by seq:
 --   RDATA tube:<tube> <p>/<n> <seq> {"seq":1,"op":"U","shard":3,"ids":[1,2],"ts":"2026-01-01T00:00:00.000000+00:00"}
--- and "payload" last where there is one. The statement raises RT002 when term does not hold the partition at the time it
--- runs. The range may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
+-- and "payload" last where there is one. The statement raises RT002 when term does not hold the partition at the time
+-- it runs. The range may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
 --
 -- concat builds a line twice as fast as || does, and jsonb would take a row apart and put it together again.
 CREATE OR REPLACE FUNCTION tube_lines_sql(
@@ -17,15 +18,18 @@ DECLARE
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
     SELECT string_agg(format($sql$SELECT concat(%L, seq, ' {"seq":', seq, ',"op":"', op, '","shard":', shard,
-        ',"ids":', array_to_json(ids), ',"ts":"', to_char(ts AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US'), '+00:00"',
+        ',"ids":', array_to_json(ids),
+        ',"ts":"', to_char(ts AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US'), '+00:00"',
         ',"payload":' || payload::text, '}') AS line FROM (%s) AS half WHERE %s$sql$,
             format('RDATA tube:%s %s/%s ', tube, partition, partitions),
             tube_range_sql(t, partitions, partition, halves.backfill, halves.after, halves.upto, NULL, true), fence),
             ' UNION ALL ' ORDER BY halves.backfill)
         INTO statement
-        FROM (VALUES (false, after_regular, upto_regular), (true, after_backfill, upto_backfill)) AS halves (backfill, after, upto)
+        FROM (VALUES (false, after_regular, upto_regular), (true, after_backfill, upto_backfill))
+            AS halves (backfill, after, upto)
         WHERE halves.after < halves.upto;
-    RETURN coalesce(statement, format('SELECT NULL::text AS line FROM (SELECT %s AS held OFFSET 0) AS fence WHERE NOT held', fence));
+    RETURN coalesce(statement,
+        format('SELECT NULL::text AS line FROM (SELECT %s AS held OFFSET 0) AS fence WHERE NOT held', fence));
 END
 $$;
 COMMENT ON FUNCTION tube_lines_sql(text, integer, integer, bigint, bigint, bigint, bigint, bigint)

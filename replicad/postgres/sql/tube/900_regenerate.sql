@@ -8,8 +8,11 @@ BEGIN
         PERFORM tube_index_ensure(r.tube, r.partitions);
         PERFORM tube_touch_ensure(r.tube);
         PERFORM tube_trigger_ensure(r.tube, NULL, NULL, '{}');
-        FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl WHERE x.tube = r.tube ORDER BY x.tbl::oid LOOP
-            PERFORM tube_triggers_ensure(r.tube, a.tbl, tube_trigger_ensure(r.tube, a.predicate, a.routing, a.path), a.shard);
+        FOR a IN SELECT x.* FROM tube_attachment x JOIN pg_class c ON c.oid = x.tbl
+            WHERE x.tube = r.tube ORDER BY x.tbl::oid
+        LOOP
+            PERFORM tube_triggers_ensure(
+                r.tube, a.tbl, tube_trigger_ensure(r.tube, a.predicate, a.routing, a.path), a.shard);
         END LOOP;
     END LOOP;
     PERFORM tube_table_touch_sweep();

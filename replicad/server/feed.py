@@ -217,6 +217,7 @@ class Feed:
         self.name = stream.name
         self.numbers = dict(stream.writers)
         self.reading = reading
+        self.late_rows = 0  # that turned up at or below a position that was told: each is a row that readers missed
         self._db = db
         self._catchup_db = catchup_db
         self._schema = schema
@@ -278,6 +279,10 @@ class Feed:
         if token is None:
             raise StreamRefused(f"stream {self.name} was removed")
         return token
+
+    async def count(self, after: int, upto: int) -> int:
+        """How many rows (after, upto] has now."""
+        return await self._source.count(self._db, after, upto)
 
     async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool) -> None:
         """Send the rows of (after, upto], and where each writer then stands, for one client that catches up.

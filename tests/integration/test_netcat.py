@@ -279,3 +279,20 @@ async def test_a_row_of_any_content_is_one_valid_line(events: Database, nc: Netc
     while line.startswith("PING"):
         line = await nc.line()
     assert json.loads(line.removeprefix("RDATA events master 1 ")) == [nasty]
+
+
+async def test_a_row_that_turns_up_below_the_position_is_an_alarm(
+    events: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its id was taken in another transaction than its insert, which only a reservation covers."""
+    monkeypatch.setattr("replicad.server.publisher.LATE_INTERVAL", 0.1)
+    early = await events.fetch_value("SELECT nextval('events_id_seq')")
+    await insert(events, "2")
+    feed = daemon.publisher.feeds["events"]
+    with trio.fail_after(20):
+        while daemon.publisher._counted.get("events", (0, 0, 0))[1] < 2:
+            await trio.sleep(0.05)
+        await events.execute("INSERT INTO events (id, body) VALUES ($1, '1')", early)
+        while not feed.late_rows:
+            await trio.sleep(0.05)
+    assert feed.late_rows == 1

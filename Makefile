@@ -30,7 +30,7 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 	$(VENV)/bin/lint-imports || failed="$$failed lint-imports;"; \
 	if [ -n "$$failed" ]; then echo "make: refused by:$$failed see above" >&2; exit 1; fi
 
-bench: check-java $(VENV)/.dev ## measure; prints tables
+bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables
 	@$(RUN) -m bench $(BENCH_ARGS)
 
 stress: $(VENV)/.dev ## the long form of the concurrency checks
@@ -76,6 +76,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with all extras and the developer's tools (about 700 MB the first time)"
 	$(call pip_install,--editable '.[demo]' --group dev)
 	@touch $(VENV)/.demo $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@echo "==> installing the peers to measure against"
+	$(call pip_install,--group bench)
+	@touch $@
 
 check-java:
 	@java=$${JAVA_HOME:+$$JAVA_HOME/bin/}java; \

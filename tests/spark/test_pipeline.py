@@ -171,6 +171,16 @@ def test_a_downstream_that_fails_is_named(spark: SparkSession, cities: Cities, t
     assert len(cities.daemon.tubes["t"].pods) == 1
 
 
+AUDITED = """
+CREATE SCHEMA dw;
+CREATE TABLE dw.cities (id bigint, name text, people integer, area text, _shard integer, _seq bigint,
+  PRIMARY KEY (_shard, id));
+CREATE TABLE dw.audit (_shard integer, id bigint, _seq bigint);
+CREATE FUNCTION dw.note() RETURNS trigger LANGUAGE plpgsql AS
+  'BEGIN INSERT INTO dw.audit VALUES (NEW._shard, NEW.id, NEW._seq); RETURN NULL; END';
+CREATE TRIGGER note AFTER INSERT OR UPDATE ON dw.cities FOR EACH ROW EXECUTE FUNCTION dw.note();
+"""
+
 DRIVER = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -179,7 +189,7 @@ from conftest import FAST
 from replicad.spark import build_session, pipeline
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.sinks.postgres import PostgresSink
-spark = build_session("driver", master="local[2]", log_file=Path({folder!r}) / "spark.log", config=FAST)
+spark = build_session("driver", master={master!r}, log_file=Path({folder!r}) / "spark.log", config=FAST)
 pipeline.run(PipelineConfig(
     tube="t", port={port}, database={url!r}, table="shard_{{shard:04d}}.cities", sink=PostgresSink({url!r},
     "dw.cities"), checkpoint=Path({folder!r}) / "checkpoint", trigger="0s", options={{"leaseTtl": "1s", "leaseWait":
@@ -207,9 +217,9 @@ def kill(driver: subprocess.Popen[str]) -> None:
         driver.stdout.close()
 
 
-def start_driver(cities: Cities, folder: Path) -> subprocess.Popen[str]:
+def start_driver(cities: Cities, folder: Path, master: str) -> subprocess.Popen[str]:
     here = str(Path(__file__).parent)
-    script = DRIVER.format(tests=here, folder=str(folder), port=cities.daemon.port, url=cities.url)
+    script = DRIVER.format(tests=here, folder=str(folder), port=cities.daemon.port, url=cities.url, master=master)
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -226,11 +236,21 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def test_killed_drivers_lose_nothing_and_write_nothing_twice(
+def executors(driver: subprocess.Popen[str]) -> list[int]:
+    """The executors' JVMs of a local cluster."""
+    found = []
+    for pid in children(driver.pid):
+        with contextlib.suppress(OSError):
+            if b"CoarseGrainedExecutorBackend" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_killed_executors_and_drivers_lose_nothing_and_write_nothing_twice(
     spark: SparkSession, cities: Cities, tmp_path: Path, drivers: list[subprocess.Popen[str]]
 ) -> None:
-    """SIGKILL of the driver and all that is its, in the middle of a run, with live writers;
-    then one more to the end."""
+    """SIGKILL of an executor with its Python workers, then of a driver with all that is its, with live writers."""
     stop, chance = threading.Event(), random.Random(7)
 
     def write() -> None:
@@ -241,24 +261,18 @@ def test_killed_drivers_lose_nothing_and_write_nothing_twice(
                 cities.change_at_random(chance, number)
             time.sleep(0.002)
 
-    psql(
-        cities.url,
-        "CREATE SCHEMA dw; CREATE TABLE dw.cities (id bigint, name text, people integer, area text, _shard integer, "
-        "_seq bigint, PRIMARY KEY (_shard, id)); CREATE TABLE dw.audit (_shard integer, id bigint, _seq bigint); "
-        "CREATE FUNCTION dw.note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO dw.audit VALUES "
-        "(NEW._shard, NEW.id, NEW._seq); RETURN NULL; END'; CREATE TRIGGER note AFTER INSERT OR UPDATE ON dw.cities "
-        "FOR EACH ROW EXECUTE FUNCTION dw.note()",
-    )
+    psql(cities.url, AUDITED)
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        for after in (2, 4):
-            driver = start_driver(cities, tmp_path)
-            drivers.append(driver)
-            assert driver.stdout is not None
-            for _ in range(after):
-                assert driver.stdout.readline(), "the driver ended by itself"
-            kill(driver)
+        driver = start_driver(cities, tmp_path, "local-cluster[2,1,1024]")
+        drivers.append(driver)
+        assert driver.stdout is not None
+        assert driver.stdout.readline(), "the driver ended by itself"
+        os.kill(executors(driver)[0], signal.SIGKILL)
+        for _ in range(2):
+            assert driver.stdout.readline(), "the driver ended by itself"
+        kill(driver)
     finally:
         stop.set()
         writer.join()

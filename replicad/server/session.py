@@ -11,8 +11,8 @@ import hmac
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.states import CloseReason
 from replicad.server.hub import Hub
 from replicad.server.journal import Channel, Reader
+from replicad.server.outlet import Outlet
 
 if TYPE_CHECKING:
     from replicad.config import ServerSettings
@@ -44,6 +45,7 @@ _REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
     (trio.ClosedResourceError, CloseReason.PEER_LOST),
     (ssl.SSLError, CloseReason.PEER_LOST),
 )
+_GONE = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError)  # what sending to a peer that left raises
 _numbers = count(1)
 log = structlog.get_logger()
 
@@ -86,7 +88,7 @@ class Session:
         self._readers: list[Reader] = []
         self._wake = trio.Event()
         self._sending = trio.Lock()
-        self._torn = False  # a send was cut short: the peer has half a line, so no ERROR can follow
+        self._outlet = Outlet(stream, limits.stall_timeout)
         self._closing = False
         self._end: tuple[CloseReason, str] | None = None
         self._ended = trio.Event()
@@ -117,14 +119,20 @@ class Session:
 
     async def send(self, data: bytes) -> None:
         """Send whole lines, waiting until the socket has taken them."""
-        async with self._turn():
-            await self._send_all(data)
+        await self._wait_for_turn()
+        try:
+            await self._send_all([data])
+        finally:
+            self._sending.release()
 
     async def flush(self) -> None:
         """Send what is posted already, so that what is sent next comes after it."""
-        async with self._turn():
+        await self._wait_for_turn()
+        try:
             if self._posted:
-                await self._send_all(self._render_posted())
+                await self._send_all([self._render_posted()])
+        finally:
+            self._sending.release()
 
     def read(self, channel: Channel, cursor: int, *, extended: bool) -> Reader:
         """Have the chunks of a journal sent from `cursor` on, after what is posted already.
@@ -188,10 +196,10 @@ class Session:
     async def _finish(self) -> None:
         """Let the send that is under way come to its end, and what is posted go out, so that ERROR stands on a line."""
         self._closing = True
-        with trio.move_on_after(ERROR_GRACE):
+        with trio.move_on_after(ERROR_GRACE), suppress(*_GONE):
             async with self._sending:
                 if self._posted:
-                    await self._send_all(self._render_posted())
+                    await self._send_all([self._render_posted()])
 
     def _explain(self, error: Exception) -> tuple[CloseReason, str]:
         """The reason that an exception is, and what to tell the peer."""
@@ -206,15 +214,15 @@ class Session:
     async def _say_goodbye(self, text: str) -> None:
         with trio.move_on_after(ERROR_GRACE, shield=True):
             try:
-                if text and not self._torn:
+                if text and not self._outlet.torn:  # else the peer has half a line, which no ERROR can follow
                     await self._stream.send_all(Error(text).render().encode() + b"\n")
                     if isinstance(self._stream, trio.abc.HalfCloseableStream):
                         await self._stream.send_eof()
                     left = DRAIN_BYTES  # unread input would make the close a reset, which could overtake the ERROR
                     while left > 0 and (data := await self._stream.receive_some(RECEIVE_BYTES)):
                         left -= len(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError):
-                pass  # the peer is gone: nobody is left to be told
+            except _GONE:
+                pass  # nobody is left to be told
         await trio.aclose_forcefully(self._stream)
 
     # --- reading ---
@@ -255,24 +263,29 @@ class Session:
     async def _write(self) -> None:
         """Send what is posted, then what the journals have, then wait for either or for a deadline."""
         while True:
-            self._wake = trio.Event()
-            busy = False
-            await self.flush()
-            for reader in list(self._readers):
-                if (data := reader.take_nowait()) is not None:
-                    busy = True
-                    await self.send(data)
-            if not busy and not self._posted:
+            if self._wake.is_set():
+                self._wake = trio.Event()
+            await self._wait_for_turn()
+            try:
+                pieces = [chunk for reader in self._readers for chunk in reader.take_nowait()]
+                if self._posted:
+                    pieces.insert(0, self._render_posted())
+                if pieces:
+                    await self._send_all(pieces)
+            finally:
+                self._sending.release()
+            if not pieces:
                 await self._wait()
 
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """The right to send; nobody gets it any more once the session is closing."""
-        async with self._sending:
-            if not self._closing:
-                yield
-                return
-        await trio.sleep_forever()
+    async def _wait_for_turn(self) -> None:
+        """Acquire the right to send; nobody gets it any more once the session is closing."""
+        try:
+            self._sending.acquire_nowait()  # the usual case, without a detour through the scheduler
+        except trio.WouldBlock:
+            await self._sending.acquire()
+        if self._closing:
+            self._sending.release()
+            await trio.sleep_forever()
 
     def _render_posted(self) -> bytes:
         now = trio.current_time()
@@ -280,14 +293,12 @@ class Session:
         self._posted.clear()
         return b"".join(lines)
 
-    async def _send_all(self, data: bytes) -> None:
-        """Send under the lock. A peer that does not take one chunk within the stall time is cut off."""
-        self._torn = True
-        with trio.move_on_after(self._settings.limits.stall_timeout):
-            await self._stream.send_all(data)
-            self._torn = False
-        if self._torn:
-            raise HangUp(CloseReason.SLOW_READER, "slow_reader: nothing was read in time")
+    async def _send_all(self, pieces: list[bytes]) -> None:
+        """Send under the lock. A peer that does not take them within the stall time is cut off."""
+        try:
+            await self._outlet.send(pieces)
+        except trio.TooSlowError:
+            raise HangUp(CloseReason.SLOW_READER, "slow_reader: nothing was read in time") from None
         self._connection.sent(trio.current_time())
 
     async def _wait(self) -> None:

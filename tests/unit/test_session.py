@@ -232,3 +232,12 @@ async def test_stopping_tells_every_client(start: Start, autojump_clock: object)
     for bench in benches:
         assert (await bench.peer.read_to_end())[-1] == "ERROR server stopping"
     assert len(benches[0].hub) == 0
+
+
+async def test_a_peer_that_breaks_off_while_commands_wait_ends_its_own_session_only(start: Start) -> None:
+    bench = start(small_pipe=True)
+    await trio.testing.wait_all_tasks_blocked()  # the greeting is on its way and nobody reads it
+    bench.session.post(RemoteServerUp("x"))
+    await bench.peer.stream.aclose()
+    await trio.testing.wait_all_tasks_blocked()
+    assert bench.reason in (CloseReason.PEER_LOST, CloseReason.PEER_CLOSED)

@@ -37,7 +37,7 @@ Read it with Spark:
 
   from replicad.spark import build_session
 
-  spark = build_session("touches")         # or a session of your own, after replicad.spark.register(session)
+  spark = build_session("touches")  # or a session of your own, after replicad.spark.register(session)
   touches = spark.readStream.format("replicad").option("tube", "cities").load()
   touches.writeStream.format("console").option("checkpointLocation", "/tmp/touches").start().awaitTermination()
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -88,12 +89,19 @@ def demo(folder: Path) -> Iterator[Run]:
             process.kill()
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that is not below pytest's own, which every other run of pytest closes to the account of Postgres."""
+    with tempfile.TemporaryDirectory(prefix="replicad-demo-") as made:
+        yield Path(made) / "demo"
+
+
 @pytest.mark.parametrize(
     ("moment", "number"),
     [("1. Starting", signal.SIGINT), ("4. Starting the daemon", signal.SIGTERM), ("Spark is starting", signal.SIGINT)],
 )
-def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, moment: str, number: signal.Signals) -> None:
-    with demo(tmp_path / "demo") as run:
+def test_an_interrupt_leaves_no_process_behind(folder: Path, moment: str, number: signal.Signals) -> None:
+    with demo(folder) as run:
         assert run.read_until(moment), run.said
         run.process.send_signal(number)
         if number is signal.SIGINT:
@@ -104,8 +112,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, moment: str, numb
     assert not any("Traceback" in line for line in run.lines)
 
 
-def test_it_succeeds_after_one_that_was_broken_off_and_both_sides_are_equal(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
+def test_it_succeeds_after_one_that_was_broken_off_and_both_sides_are_equal(folder: Path) -> None:
     with demo(folder) as run:
         assert run.read_until("3. Making a tube"), run.said
         run.process.send_signal(signal.SIGINT)

@@ -182,12 +182,16 @@ class SocketLink:
     def receive(self) -> bytes:
         """The next whole lines. Sends PINGs while it waits, and gives up on a silent peer and at the deadline."""
         self._reading = True
+        waited = False
         try:
             while True:
                 with self._lock:
                     self._check_open()
                     block = self._read_nowait()
                     if block is None:
+                        if not waited:
+                            self.connection.pardon(self._clock())  # silence counts from when somebody listens
+                        waited = True
                         self._mind_the_time()
                 if block:
                     return block

@@ -22,6 +22,7 @@ from replicad.protocol.connection import Connection, Due
 
 T = TypeVar("T")
 
+_GRACE = 0.05  # seconds for the reader to take what is there already, after the whole process had stood still
 _LAST_WORDS = 0.5  # seconds for an ERROR that is already on its way here
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError, ssl.SSLError, OSError)
 
@@ -224,7 +225,11 @@ class TrioLink:
             now = trio.current_time()
             if not self._reading:
                 self.connection.pardon(now)  # the peer's words are there, the owner has no time for them
-            match self.connection.due(now):
+            due = self.connection.due(now)
+            if due in (Due.PEER_SILENT, Due.UNFINISHED_LINE):
+                await trio.sleep(_GRACE)
+                due = self.connection.due(now)
+            match due:
                 case Due.PING:
                     with contextlib.suppress(ReplicadError):  # noted, and raised to the owner when it asks next
                         await self.send((Ping(),))

@@ -29,7 +29,7 @@ from .conftest import MakeClient, wait_until
 from .fake import FakeDaemon, FakeSession, World
 
 HALF = Part(0, 2)
-QUICK = Timing(ping_interval=0.05, peer_timeout=0.25, line_timeout=30)
+QUICK = Timing(ping_interval=0.05, peer_timeout=0.8, line_timeout=30)
 
 
 def test_a_worker_claims_reads_acks_and_releases(client: Any, world: World, fake: FakeDaemon) -> None:
@@ -84,11 +84,11 @@ def test_a_refusal_leaves_the_connection_as_it_was(client: Any, fake: FakeDaemon
 def test_a_long_poll_outlasts_the_answer_time_and_is_answered_at_once_when_pods_come(
     make_client: MakeClient, fake: FakeDaemon, world: World
 ) -> None:
-    client = make_client(fake.port, answer_timeout=0.2)
+    client = make_client(fake.port, answer_timeout=0.5)
     term = client.claim("cities", HALF).term
     began = time.monotonic()
-    assert list(client.pods("cities", HALF, term, wait=0.5)) == []
-    assert time.monotonic() - began >= 0.5
+    assert list(client.pods("cities", HALF, term, wait=1.0)) == []
+    assert time.monotonic() - began >= 1.0
     timer = threading.Timer(0.3, world.touch, ("cities", 1))
     timer.start()
     assert client.plan("cities", HALF, term, wait=30.0).pods == 1
@@ -164,7 +164,7 @@ def _polling(fake: FakeDaemon) -> None:
 
 
 def test_a_late_answer_is_never_taken_for_the_next_ones(make_client: MakeClient, fake: FakeDaemon) -> None:
-    client = make_client(fake.port, answer_timeout=0.2)
+    client = make_client(fake.port, answer_timeout=0.5)
     held: list[FakeSession] = []
 
     def hold(session: FakeSession, command: Command) -> bytes | None:
@@ -207,13 +207,13 @@ def test_after_a_broken_answer_the_connection_is_not_used_again(
 
 
 def test_an_idle_client_keeps_its_connection_alive_and_reads_what_comes(world: World, make_client: MakeClient) -> None:
-    daemon = FakeDaemon(world, timing=QUICK)  # it hangs up on who is silent for a quarter of a second
+    daemon = FakeDaemon(world, timing=QUICK)  # it hangs up on who is silent for 0.8 s
     daemon.start()
     try:
         client = make_client(daemon.port, timing=QUICK)
         client.tube("cities")
         pings = [0]
-        wait_until(lambda: pings.append(_pings(daemon)) or pings[-1] >= 12, "a dozen PINGs were sent")
+        wait_until(lambda: pings.append(_pings(daemon)) or pings[-1] >= 20, "PINGs were sent for longer than that")
         assert client.tube("cities") == 2
         assert daemon.connections == 1
     finally:
@@ -242,7 +242,7 @@ def test_a_peer_that_falls_silent_amid_a_request_is_not_waited_for(world: World,
         client = make_client(daemon.port, timing=QUICK, answer_timeout=60.0)
         term = client.claim("cities", HALF).term
         daemon.silent = True
-        with pytest.raises(ConnectionLost, match=r"has been silent for 0\.25 s"):
+        with pytest.raises(ConnectionLost, match=r"has been silent for 0\.8 s"):
             client.plan("cities", HALF, term, wait=60.0)
     finally:
         daemon.kill()

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -47,7 +48,8 @@ log = structlog.get_logger("replicad.spark")
 class BatchRunner:
     """Runs micro-batches, one after another, and keeps the count.
 
-    `busy`: one is under way. `error` is what ended the last one, if anything.
+    `busy`: one is under way. `error` is what ended the last one, if anything. `mark` is a file that goes when the first
+    batch is known to be in Spark's commit log, that is with the second one.
     """
 
     enricher: Enricher
@@ -56,13 +58,19 @@ class BatchRunner:
     transform: Callable[[DataFrame], DataFrame] | None = None
     on_batch: Callable[[BatchReport, PipelineResult], None] | None = None
     result: PipelineResult = field(default_factory=PipelineResult)
+    mark: Path | None = None
     error: BaseException | None = None
     busy: bool = False
+    first: int | None = None  # number of the first batch since the start
 
     def __call__(self, pods: DataFrame, number: int) -> None:
         """One micro-batch of the source's rows (with payloads)."""
         started = time.monotonic()
         self.busy = True
+        if self.first is None:
+            self.first = number
+        elif self.mark is not None:
+            self.mark.unlink(missing_ok=True)
         try:
             batch = Batch(_query_id(pods.sparkSession), number)
             outcome = self._run(pods, batch)

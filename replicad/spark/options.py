@@ -141,6 +141,13 @@ class SourceOptions:
         "pollTimeout", _time(0, 300), 1.0, Use.STREAMING, "how long a trigger waits for something to come"
     )
     consumer: str | None = _option("consumer", _word, None, Use.TUBE, "name under which the lease is held")
+    holder: str | None = _option(
+        "holder",
+        _word,
+        None,
+        Use.TUBE_STREAM,
+        "exact holder of the lease, for a program that restarts its own query; default: one that nobody else has",
+    )
     lease_ttl: float = _option(
         "leaseTtl", _time(0.1, 86400), 30.0, Use.TUBE, "time after which the lease of a dead query is free"
     )
@@ -220,6 +227,8 @@ def _check(options: SourceOptions, given: Mapping[str, Any], streaming: bool | N
             f"option minPodsPerTrigger={options.min_pods} is above maxPodsPerTrigger={options.max_pods}: "
             "no micro-batch could ever be both; raise the latter"
         )
+    if options.holder is not None and options.consumer is not None:
+        raise UsageError("options holder and consumer are both given; give one of them")
     if options.min_pods is None and "maxTriggerDelay" in given:
         raise UsageError("option maxTriggerDelay goes with minPodsPerTrigger, the number of pods to wait for")
 

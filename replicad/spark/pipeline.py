@@ -5,18 +5,35 @@ What is done in a micro-batch stands in `batches`; here a query is put together,
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import structlog
 
 from replicad import errors
-from replicad.errors import EnvironmentRefused, ReplicadError, UsageError
+from replicad.errors import (
+    ConnectionLost,
+    DatabaseError,
+    DatabaseRefused,
+    DatabaseUnavailable,
+    DownstreamError,
+    EnvironmentRefused,
+    LeaseLost,
+    ReplicadError,
+    UsageError,
+)
 from replicad.spark.database import forget
 from replicad.spark.enrich import Enricher
+from replicad.spark.holding import TubeHold, holder_name
+from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
+from replicad.spark.poison import MARK, park_unreadable
 from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.session import build_session, check_pyspark
 from replicad.spark.sinks.base import Shape
@@ -30,9 +47,13 @@ if TYPE_CHECKING:
 
 OnBatch = Callable[[BatchReport, PipelineResult], None]
 
+log = structlog.get_logger("replicad.spark")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed is tried again; each pause doubles
 _PATIENCE = 60.0  # seconds for the batch in hand when a pipeline is to end
 _LOOK = 0.2  # seconds between two looks at whether the query has ended or is to end
 _KEYS = {"_shard": pa.int32(), "_seq": pa.int64()}
+_MAY_PASS = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost)  # all else needs a person
 
 
 def run(
@@ -44,8 +65,9 @@ def run(
     """Run a pipeline to its end and return what it counted.
 
     With the trigger `available_now` it ends when everything has been read that was there at the start; with an
-    interval, when `until` says so (asked after every batch and some times a second), or with KeyboardInterrupt.
-    `on_batch` is called after every micro-batch, in another thread. `spark` None: a local session for this run alone.
+    interval, when `until` says so (asked after every batch and some times a second), or with KeyboardInterrupt. A
+    batch that fails is tried again, see `PipelineConfig.tries`. `on_batch` is called after every micro-batch, in
+    another thread. `spark` None: a local session for this run alone.
 
     Raises:
         UsageError, EnvironmentRefused: before anything runs.
@@ -54,20 +76,97 @@ def run(
     """
     session = build_session(f"replicad {config.name}") if spark is None else spark
     try:
-        query, runner = _start(config, session, on_batch)
+        return _Run(config, session, until or (lambda _: False), on_batch).to_the_end()
+    finally:
+        if spark is None:
+            session.stop()
+
+
+class _Run:
+    """One call of `run`: the query, as often as it has to be started, under one lease."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        spark: SparkSession,
+        until: Callable[[PipelineResult], bool],
+        on_batch: OnBatch | None,
+    ) -> None:
+        self._config = config
+        self._spark = spark
+        self._until = until
+        self._on_batch = on_batch
+        self._holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
+        self._result = PipelineResult()
+        self._enricher = make_enricher(
+            config
+        )  # once: a column that is dropped meanwhile does not change the downstream
+        self._failures = 0  # in a row, without a batch in between
+
+    def to_the_end(self) -> PipelineResult:
+        pause = _FIRST_PAUSE
+        while True:
+            batches = self._result.batches
+            try:
+                return self._once()
+            except _MAY_PASS as error:
+                if isinstance(error, DatabaseRefused):
+                    raise
+                if self._result.batches > batches:
+                    self._failures, pause = 0, _FIRST_PAUSE
+                self._failures += 1
+                if self._failures >= self._config.tries:
+                    if not self._park(error):
+                        raise
+                    self._failures, pause = 0, _FIRST_PAUSE
+                log.warning("batch_failed", tries=self._failures, retry_in=pause, error=str(error))
+                if self._pause(pause):
+                    return self._result
+                pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _once(self) -> PipelineResult:
+        """Start the query and wait for its end."""
+        query, runner = _start(
+            self._config, self._spark, self._on_batch, self._enricher, result=self._result, holder=self._holder
+        )
         try:
             while not query.awaitTermination(_LOOK):
-                if until is not None and until(runner.result):
+                if self._until(runner.result):
                     _let_finish(query, runner)
                     break
         except BaseException as error:
             raise explain(error, runner.error) from error
         finally:
             query.stop()
-        return runner.result
-    finally:
-        if spark is None:
-            session.stop()
+            self._result = runner.result
+        if not runner.busy:
+            self._release()
+        if runner.mark is not None and self._config.trigger == AVAILABLE_NOW:
+            runner.mark.unlink(missing_ok=True)
+        return self._result
+
+    def _park(self, error: ReplicadError) -> bool:
+        """Whether the failures were due to ids that cannot be read, which now are out of the way."""
+        if not isinstance(error, DatabaseError) or isinstance(error, DatabaseUnavailable):
+            return False
+        options = parse_options(_options(self._config, self._holder), streaming=True)
+        return park_unreadable(options, self._enricher, self._failures, self._config.checkpoint) > 0
+
+    def _pause(self, pause: float) -> bool:
+        """Wait before the next try; True when the run is to end instead."""
+        deadline = time.monotonic() + pause
+        while time.monotonic() < deadline:
+            if self._until(self._result):
+                return True
+            time.sleep(min(_LOOK, pause))
+        return False
+
+    def _release(self) -> None:
+        """Let the tube go. Spark kills the reader where a query stops, mostly before it can do so itself."""
+        options = parse_options({**_options(self._config, self._holder), "leaseWait": "0"}, streaming=True)
+        with contextlib.suppress(ReplicadError), TubeHold(options, holder=self._holder, renewing=False) as hold:
+            hold.term()
+            hold.release()
 
 
 def _let_finish(query: StreamingQuery, runner: BatchRunner) -> None:
@@ -83,26 +182,32 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     Raises:
         UsageError, EnvironmentRefused, DatabaseError: it cannot start.
     """
-    return _start(config, spark, on_batch)[0]
+    return _start(config, spark, on_batch, make_enricher(config))[0]
 
 
-def _start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None) -> tuple[StreamingQuery, BatchRunner]:
+def _start(
+    config: PipelineConfig,
+    spark: SparkSession,
+    on_batch: OnBatch | None,
+    enricher: Enricher,
+    *,
+    result: PipelineResult | None = None,
+    holder: str | None = None,
+) -> tuple[StreamingQuery, BatchRunner]:
     check_pyspark()
     from replicad.spark import register  # noqa: PLC0415 - PySpark is there, `check_pyspark` says
     from replicad.spark.batches import BatchRunner  # noqa: PLC0415
 
     register(spark)
-    columns = None if config.columns == ALL_COLUMNS else list(config.columns)
-    layout = find_layout(config.database, config.rules, config.id_column, columns, config.numeric)
-    enricher = Enricher(config.database, layout)
     shape = Shape(enricher.schema, config.id_column)
     if config.transform is not None:
         shape = _shape_after(config, spark, enricher)
     config.sink.prepare(shape)
     forget(config.database)  # this thread does not need it any more
     _make_checkpoint(config)
-    runner = BatchRunner(enricher, config.sink, shape, config.transform, on_batch)
-    reader = spark.readStream.format("replicad").options(**config.source_options)
+    mark = config.checkpoint / MARK
+    runner = BatchRunner(enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), mark)
+    reader = spark.readStream.format("replicad").options(**_options(config, holder))
     writer = reader.load().writeStream.queryName(config.name).foreachBatch(runner)
     writer = writer.option("checkpointLocation", str(config.checkpoint.absolute()))
     if config.trigger == AVAILABLE_NOW:
@@ -110,6 +215,31 @@ def _start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None
     else:
         writer = writer.trigger(processingTime=f"{round(float(config.trigger) * 1000)} milliseconds")
     return writer.start(), runner
+
+
+def make_enricher(config: PipelineConfig) -> Enricher:
+    """Look the pipeline's tables up in Postgres.
+
+    Raises:
+        UsageError: a table or column is missing.
+        DatabaseError: no use of Postgres.
+    """
+    columns = None if config.columns == ALL_COLUMNS else list(config.columns)
+    layout = find_layout(config.database, config.rules, config.id_column, columns, config.numeric)
+    forget(config.database)  # this thread does not need it any more
+    return Enricher(config.database, layout)
+
+
+def _options(config: PipelineConfig, holder: str | None) -> dict[str, str]:
+    """The options of the source for one start of the query."""
+    options = config.source_options
+    if holder is not None:
+        options = {key: value for key, value in options.items() if key.lower() != "consumer"}
+        options["holder"] = holder
+    if (config.checkpoint / MARK).exists():  # the batch that is replayed has lost pods to parking, not by accident
+        options = {key: value for key, value in options.items() if key.lower() != "failondataloss"}
+        options["failOnDataLoss"] = "false"
+    return options
 
 
 def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher) -> Shape:

@@ -36,8 +36,10 @@ class PipelineConfig:
     `columns` are those that the downstream gets, `*` for all; `id_column` is always among them. `trigger` is
     `available_now` (end when everything has been read that was there at the start) or an interval in seconds, 0 for as
     soon as something comes. `options` are further options of the source by their Spark names, e.g.
-    `{"maxPodsPerTrigger": "5000"}`. `transform` gets and returns a DataFrame; a row that it leaves out is deleted
-    downstream; it must keep `id_column`, `_shard` and `_seq` and make no second row of an id.
+    `{"maxPodsPerTrigger": "5000"}`. `tries`: how often in a row a batch may fail, with growing pauses between, before
+    ids whose rows cannot be read are parked, or the run ends where that is not the reason. `transform` gets and returns
+    a DataFrame; a row that it leaves out is deleted downstream; it must keep `id_column`, `_shard` and `_seq` and make
+    no second row of an id.
 
     Raises UsageError, when it is made, for all that can be known without Spark and Postgres.
     """
@@ -55,6 +57,7 @@ class PipelineConfig:
     numeric: str = "text"
     trigger: str | float = AVAILABLE_NOW
     name: str = "pipeline"
+    tries: int = 5
     transform: Callable[[DataFrame], DataFrame] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,6 +69,8 @@ class PipelineConfig:
                 f"sink: {type(self.sink).__qualname__} is no downstream; give one of replicad.spark.sinks, "
                 "or your own object in a CustomSink"
             )
+        if not 1 <= self.tries <= 1000:
+            raise UsageError(f"tries: {self.tries} is out of range; give a number from 1 to 1000")
         if self.numeric not in NUMERIC_FORMS:
             raise UsageError(f"numeric: {self.numeric!r} does not fit; give one of {', '.join(NUMERIC_FORMS)}")
         if isinstance(self.columns, str) and self.columns != ALL_COLUMNS:
@@ -119,7 +124,7 @@ class PipelineConfig:
 
 _KEYS: dict[str, set[str]] = {
     "enrich": {"database", "table", "tables", "id", "columns", "numeric"},
-    "run": {"checkpoint", "trigger", "name", "transform"},
+    "run": {"checkpoint", "trigger", "name", "transform", "tries"},
 }
 _SINK_KEYS = {
     "parquet": {"folder", "rows_per_file"},
@@ -187,6 +192,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         checkpoint=folder / _required(run, "run", "checkpoint"),
         trigger=trigger or run.get("trigger", AVAILABLE_NOW),
         name=run.get("name", "pipeline"),
+        tries=run.get("tries", 5),
         transform=_load("[run] transform", run["transform"]) if "transform" in run else None,
     )
 

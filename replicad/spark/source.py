@@ -181,7 +181,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
 
     def _held(self) -> TubeHold:
         if self._hold is None:
-            self._hold = TubeHold(self._options)
+            self._hold = TubeHold(self._options, holder=self._options.holder)
             self._on_signals()
         return self._hold
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from replicad.errors import (
@@ -96,6 +96,15 @@ class TubeState:
     acked: list[Pod] = field(default_factory=list)
     parked: list[tuple[int, tuple[int, ...], str]] = field(default_factory=list)
     top: int = 0  # the position: the highest seq ever given out
+
+    def park(self, seq: int, ids: tuple[int, ...], error: str) -> int:
+        """Take ids out of a pod; a pod without any goes."""
+        pod = self.pods.pop(seq)
+        good = tuple(one for one in pod.ids if one not in ids)
+        if good:
+            self.pods[seq] = replace(pod, ids=good)
+        self.parked.append((seq, ids, error))
+        return len(ids)
 
 
 class FakeDaemon:
@@ -245,8 +254,8 @@ class FakeDaemon:
                 case Park(tube=tube, part=part, term=term, seq=seq, ids=ids, error=error):
                     with self.moved:
                         self._lease(tube, part, term)
-                        self._state(tube).parked.append((seq, ids, error))
-                    send(Parked(tube, part, len(ids)))
+                        count = self._state(tube).park(seq, ids, error)
+                    send(Parked(tube, part, count))
                 case Replicate():
                     self._replicate(command, send)
                 case _:

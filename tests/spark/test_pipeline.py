@@ -149,7 +149,7 @@ def test_a_dropped_column_ends_the_pipeline_with_a_sentence_and_acks_nothing(
     spark: SparkSession, cities: Cities, tmp_path: Path
 ) -> None:
     sink = PostgresSink(cities.url, "dw.cities")
-    config = cities.config(sink, tmp_path, trigger=0)
+    config = cities.config(sink, tmp_path, trigger=0, tries=1)
     cities.put(1, [1], 1)
 
     def until(result: PipelineResult) -> bool:
@@ -163,9 +163,38 @@ def test_a_dropped_column_ends_the_pipeline_with_a_sentence_and_acks_nothing(
     assert len(cities.daemon.tubes["t"].pods) == 1
 
 
+def test_what_cannot_be_read_is_parked_and_the_others_go_on(
+    spark: SparkSession, cities: Cities, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_FIRST_PAUSE", 0.01)
+    psql(
+        cities.url,
+        "ALTER TABLE shard_0003.cities RENAME TO raw; CREATE VIEW shard_0003.cities AS "
+        "SELECT id, name, 100 / (people - 13) AS people, area FROM shard_0003.raw; "
+        "INSERT INTO shard_0003.raw SELECT i, 'city ' || i, i, 1 FROM generate_series(1, 40) i",
+    )
+    config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, tries=2)
+    tube = cities.daemon.tubes["t"]
+    cities.put(1, range(1, 11), 1)
+    cities.put(2, range(1, 11), 1)
+    cities.daemon.touch("t", 3, range(1, 41))
+    lost = cities.daemon.touch("t", 3, [13])
+    psql(cities.url, "ALTER TABLE shard_0002.cities RENAME COLUMN people TO inhabitants")
+    result = pipeline.run(config, spark)
+    assert result.rows_written == 10 + 39
+    assert tube.pods == {}
+    assert sorted((seq, len(ids)) for seq, ids, _ in tube.parked) == [(2, 10), (3, 1), (lost, 1)]
+    errors = {seq: error for seq, _, error in tube.parked}
+    assert 'column "people" does not exist' in errors[2]
+    assert "division by zero" in errors[lost]
+    assert not (tmp_path / "checkpoint" / "replicad.parked").exists()
+    cities.put(1, [11], 1)
+    assert pipeline.run(config, spark).rows_written == 1
+
+
 def test_a_downstream_that_fails_is_named(spark: SparkSession, cities: Cities, tmp_path: Path) -> None:
     cities.put(1, [1], 1)
-    config = cities.config(CustomSink(Files(str(tmp_path / "nowhere"))), tmp_path)
+    config = cities.config(CustomSink(Files(str(tmp_path / "nowhere"))), tmp_path, tries=2)
     with pytest.raises(DownstreamError, match="Files did not take batch 0: FileNotFoundError"):
         pipeline.run(config, spark)
     assert len(cities.daemon.tubes["t"].pods) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -27,6 +28,7 @@ from replicad.server.requests import Requests
 from replicad.server.session import Session
 from replicad.server.tubes import TubeService
 
+GC_THRESHOLD = 50_000  # new objects between two looks for cycles; at Python's 700, sending to many spent a tenth on it
 ACK_CONNECTIONS = 2  # acks are short; these connections do nothing else, so that the lock-watch can leave them out
 
 Recover = Callable[[], Awaitable[None]]
@@ -39,6 +41,8 @@ def serve(settings: ServerSettings) -> None:
     Raises:
         ReplicadError: it cannot start; the message says why and what to do.
     """
+    gc.set_threshold(GC_THRESHOLD)
+    gc.freeze()  # modules live as long as we do
     with _interruptible(), _postgres(settings) as (url, recover):
         try:
             trio.run(_serve_until_signal, settings, url, recover)

@@ -1,5 +1,5 @@
--- stream_last_value(sequence): the last id issued; start - 1 where there was none yet. Never a torn read (a SELECT from the
--- sequence would be). Raises RS002 beyond 48 bits, which is all that the lock of a reservation carries.
+-- stream_last_value(sequence): the last id issued; start - 1 where there was none yet. Never a torn read (a SELECT from
+-- the sequence would be). Raises RS002 beyond 48 bits, which is all that the lock of a reservation carries.
 CREATE OR REPLACE FUNCTION stream_last_value(sequence regclass) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE

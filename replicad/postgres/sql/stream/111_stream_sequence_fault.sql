@@ -1,5 +1,5 @@
--- stream_sequence_fault(sequence, method): why no stream can be fed by this sequence, and the remedy; NULLs where it can.
--- Asked when a stream is added and again while it is served.
+-- stream_sequence_fault(sequence, method): why no stream can be fed by this sequence, and the remedy; NULLs where it
+-- can. Asked when a stream is added and again while it is served.
 CREATE OR REPLACE FUNCTION stream_sequence_fault(
     sequence regclass, method text, OUT problem text, OUT remedy text
 )

@@ -1,5 +1,6 @@
--- stream_check_row(tbl, id_column, row_sql): tries a row expression on no row and on the newest hundred, as reading will.
--- Returns what it yields: json, jsonb or text. Raises RS002. Names in it are looked up as a new session looks them up.
+-- stream_check_row(tbl, id_column, row_sql): tries a row expression on no row and on the newest hundred, as reading
+-- will. Returns what it yields: json, jsonb or text. Raises RS002. Names in it are looked up as a new session looks
+-- them up.
 CREATE OR REPLACE FUNCTION stream_check_row(tbl regclass, id_column name, row_sql text) RETURNS text
 LANGUAGE plpgsql STABLE AS $$
 DECLARE

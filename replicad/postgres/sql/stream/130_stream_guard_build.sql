@@ -1,7 +1,7 @@
 -- stream_guard_build(s): the trigger function that guards one reserved stream: an id that is inserted, or written by an
--- UPDATE, must be above the bound that its transaction holds. One function per stream, since only then can the id be read
--- without a detour; the condition is in here, for a WHEN clause would be prepared anew for every statement.
--- Writes stream_guard_N(). The installation builds them all anew, so that they follow this template.
+-- UPDATE, must be above the bound that its transaction holds. One function per stream, since only then can the id be
+-- read without a detour; the condition is in here, for a WHEN clause would be prepared anew for every statement. Writes
+-- stream_guard_N(). The installation builds them all anew, so that they follow this template.
 CREATE OR REPLACE FUNCTION stream_guard_build(s stream) RETURNS void
 LANGUAGE plpgsql AS $$
 BEGIN

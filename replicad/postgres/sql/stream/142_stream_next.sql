@@ -1,9 +1,9 @@
 -- stream_next(stream): reserves an id until this transaction ends, and returns it. Whoever inserts it may do so in any
 -- statement of the transaction; an id that is not used is no harm. Raises RS001, RS002.
 --
--- The transaction holds a bound first and takes ids afterwards. One lock per transaction and stream; it is remembered in a
--- transaction-local setting together with the transaction's id: that reverts with a savepoint, as the lock does, and a
--- stray SET does not pass for it. All in one function and few expressions, since every writer pays for it.
+-- The transaction holds a bound first and takes ids afterwards. One lock per transaction and stream; it is remembered
+-- in a transaction-local setting together with the transaction's id: that reverts with a savepoint, as the lock does,
+-- and a stray SET does not pass for it. All in one function and few expressions, since every writer pays for it.
 CREATE OR REPLACE FUNCTION stream_next(stream text) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE

@@ -1,11 +1,11 @@
 -- stream_reserve(stream, n, held): reserves n ids for this *session*, until stream_complete. For writers that keep a
--- connection for it; their rows may be inserted by any transaction of any session (stream_adopt) before that.
--- `held` is the bound that the session holds for this stream already, NULL where it holds none; one bound, the lowest,
--- covers all that is in flight. Returns the bound of these ids, which is the one held where `held` was NULL.
+-- connection for it; their rows may be inserted by any transaction of any session (stream_adopt) before that. `held` is
+-- the bound that the session holds for this stream already, NULL where it holds none; one bound, the lowest, covers all
+-- that is in flight. Returns the bound of these ids, which is the one held where `held` was NULL.
 --
 -- The bound that is kept is a certified one: no position above it was ever published while it is held. A bound that is
--- read and then locked may be stale when the lock is there, so it is locked hand over hand: lock what was read, read again,
--- lock that, let go of the first. Raises RS001, RS002; a session in which it failed must be closed or reset.
+-- read and then locked may be stale when the lock is there, so it is locked hand over hand: lock what was read, read
+-- again, lock that, let go of the first. Raises RS001, RS002; a session in which it failed must be closed or reset.
 CREATE OR REPLACE FUNCTION stream_reserve(
     stream text, n integer, held bigint = NULL, OUT number integer, OUT bound bigint, OUT ids bigint[]
 )

@@ -1,6 +1,7 @@
--- stream_certified(number, upto, writer): the highest bound up to `upto` that is held with a certificate (stream_reserve) by a
--- session that holds this writer back: one that is called after it, or after no known writer. NULL where there is none.
--- Lock and certificate must be the same session's: when a session ends, its locks go one by one.
+-- stream_certified(number, upto, writer): the highest bound up to `upto` that is held with a certificate
+-- (stream_reserve) by a session that holds this writer back: one that is called after it, or after no known writer.
+-- NULL where there is none. Lock and certificate must be the same session's: when a session ends, its locks go one by
+-- one.
 CREATE OR REPLACE FUNCTION stream_certified(number integer, upto bigint, writer text) RETURNS bigint
 LANGUAGE sql VOLATILE AS $$
     WITH held AS MATERIALIZED (  -- one look at the lock table, which is a consistent one

@@ -1,8 +1,8 @@
--- stream_adopt(number, setting, id, writer): makes this transaction responsible for an id that another session reserved, so that
--- it stays covered until the transaction ends even if that session ends before. Takes a bound below the id first and looks
--- for a certified one afterwards: while one is held, nothing above it was published; from then on our own lock counts. Both
--- must hold back the writer of the row. Called by the guard; a row without an id is never sent and needs no cover.
--- Raises RS003 where the id is not covered, or would not be by this session.
+-- stream_adopt(number, setting, id, writer): makes this transaction responsible for an id that another session
+-- reserved, so that it stays covered until the transaction ends even if that session ends before. Takes a bound below
+-- the id first and looks for a certified one afterwards: while one is held, nothing above it was published; from then
+-- on our own lock counts. Both must hold back the writer of the row. Called by the guard; a row without an id is never
+-- sent and needs no cover. Raises RS003 where the id is not covered, or would not be by this session.
 CREATE OR REPLACE FUNCTION stream_adopt(number integer, setting text, id bigint, writer text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE

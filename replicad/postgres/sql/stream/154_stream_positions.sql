@@ -1,7 +1,7 @@
--- stream_positions(stream): how far each known writer of a reserved stream has finished, now and without a daemon: the last
--- value first, the bounds that are held afterwards. A session that is not named after a known writer holds back all. The
--- row without a name is for all writers together.
--- A crash of Postgres may take back what was not flushed; what a daemon publishes is. Raises RS001, RS002.
+-- stream_positions(stream): how far each known writer of a reserved stream has finished, now and without a daemon: the
+-- last value first, the bounds that are held afterwards. A session that is not named after a known writer holds back
+-- all. The row without a name is for all writers together. A crash of Postgres may take back what was not flushed; what
+-- a daemon publishes is. Raises RS001, RS002.
 CREATE OR REPLACE FUNCTION stream_positions(stream text) RETURNS TABLE (writer text, "position" bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE

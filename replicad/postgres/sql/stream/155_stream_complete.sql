@@ -1,5 +1,5 @@
--- stream_complete(number, held, next): this session's oldest ids are finished, whether a row came of them or not. Lets go of
--- the bound `held`, having taken the next one, that of the oldest ids still in flight (NULL: there are none).
+-- stream_complete(number, held, next): this session's oldest ids are finished, whether a row came of them or not. Lets
+-- go of the bound `held`, having taken the next one, that of the oldest ids still in flight (NULL: there are none).
 -- Returns false where the session did not hold the bound (any more): then the ids were not protected.
 CREATE OR REPLACE FUNCTION stream_complete(number integer, held bigint, next bigint = NULL) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$

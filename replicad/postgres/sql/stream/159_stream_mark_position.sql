@@ -1,5 +1,5 @@
--- stream_mark_position(number, position, at): notes where the stream stands, once a minute at most, and thins out the notes of
--- yesterday to one per hour. Writes stream_mark.
+-- stream_mark_position(number, position, at): notes where the stream stands, once a minute at most, and thins out the
+-- notes of yesterday to one per hour. Writes stream_mark.
 CREATE OR REPLACE FUNCTION stream_mark_position(stream_number integer, new_position bigint, at timestamptz) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE

@@ -1,5 +1,5 @@
--- stream_reset(number, seen_resets, position): the ids of a stream have gone back (a restore, setval): tokens of before are
--- void. Done once where several ask for it: only while the counter is still `seen_resets`. Returns the counter.
+-- stream_reset(number, seen_resets, position): the ids of a stream have gone back (a restore, setval): tokens of before
+-- are void. Done once where several ask for it: only while the counter is still `seen_resets`. Returns the counter.
 -- Writes stream, stream_position, stream_mark.
 CREATE OR REPLACE FUNCTION stream_reset(stream_number integer, seen_resets integer, new_position bigint) RETURNS integer
 LANGUAGE plpgsql AS $$

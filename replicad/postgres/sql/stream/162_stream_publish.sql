@@ -1,5 +1,5 @@
--- stream_publish(number, seen_resets, position, writers, positions, at): keeps what a daemon has published; positions only grow.
--- Returns false, and writes nothing, where the stream was reset or removed since the daemon loaded it.
+-- stream_publish(number, seen_resets, position, writers, positions, at): keeps what a daemon has published; positions
+-- only grow. Returns false, and writes nothing, where the stream was reset or removed since the daemon loaded it.
 -- Writes stream_position, and now and then stream_mark.
 CREATE OR REPLACE FUNCTION stream_publish(
     stream_number integer, seen_resets integer, linear_position bigint, writers integer[], positions bigint[],

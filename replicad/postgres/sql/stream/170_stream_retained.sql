@@ -1,5 +1,5 @@
--- stream_retained(number, after): true; raises RS004 where rows above `after` were trimmed away. STABLE: inside the reading
--- statement it sees what the statement sees, so that a trim cannot slip in between.
+-- stream_retained(number, after): true; raises RS004 where rows above `after` were trimmed away. STABLE: inside the
+-- reading statement it sees what the statement sees, so that a trim cannot slip in between.
 CREATE OR REPLACE FUNCTION stream_retained(stream_number integer, after bigint) RETURNS boolean
 LANGUAGE plpgsql STABLE AS $$
 DECLARE

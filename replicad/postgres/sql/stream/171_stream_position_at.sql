@@ -1,5 +1,5 @@
--- stream_position_at(name, at): where the stream stood at that time, from the notes of its daemons: the latest not after
--- it, NULL where they do not go back so far. Raises RS001.
+-- stream_position_at(name, at): where the stream stood at that time, from the notes of its daemons: the latest not
+-- after it, NULL where they do not go back so far. Raises RS001.
 CREATE OR REPLACE FUNCTION stream_position_at(name text, at timestamptz) RETURNS bigint
 LANGUAGE sql STABLE AS $$
     SELECT (SELECT m.position FROM stream_mark m WHERE m.stream = s.number AND m.at <= stream_position_at.at

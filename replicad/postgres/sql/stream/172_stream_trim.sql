@@ -1,5 +1,5 @@
--- stream_trim(name, upto, batch): deletes the oldest rows with ids up to `upto`, about `batch` of them; call it until it
--- returns 0. What is gone is noted first, so that a token below it is told. Refuses (RS002) to delete what was not
+-- stream_trim(name, upto, batch): deletes the oldest rows with ids up to `upto`, about `batch` of them; call it until
+-- it returns 0. What is gone is noted first, so that a token below it is told. Refuses (RS002) to delete what was not
 -- published yet. Its lock does not hold back positions: the lock-watch leaves sessions called "replicad ack" out.
 -- Writes the stream's table, stream, stream_mark.
 CREATE OR REPLACE FUNCTION stream_trim(name text, upto bigint, batch integer = 10000) RETURNS bigint

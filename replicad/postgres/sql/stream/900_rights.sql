@@ -1,7 +1,7 @@
 -- Who may do what: writers of any role reserve ids and insert under the guard, so they may look streams up and use the
--- functions on that way. Administration is the owner's: a row expression is SQL that the daemon runs.
--- Every function looks its neighbours up in this schema alone, whatever the caller's search_path, but for those that are
--- inlined or called for every row: they need no neighbours, or name them in full.
+-- functions on that way. Administration is the owner's: a row expression is SQL that the daemon runs. Every function
+-- looks its neighbours up in this schema alone, whatever the caller's search_path, but for those that are inlined or
+-- called for every row: they need no neighbours, or name them in full.
 DO $rights$
 DECLARE
     f record;

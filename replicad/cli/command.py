@@ -92,7 +92,7 @@ class ReplicadGroup(click.Group):
 
 def _option_of(made: Setting, default: object) -> dict[str, Any]:
     """What click is told of a setting. Values stay text: `read_settings` parses them, whatever their source."""
-    text = made.help if default in (None, "") else f"{made.help} [default: {_shown(default, made.unit)}]"
+    text = made.help if default in (None, "", ()) else f"{made.help} [default: {_shown(default, made.unit)}]"
     return {"metavar": made.placeholder, "help": text}
 
 

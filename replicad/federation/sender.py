@@ -82,7 +82,7 @@ class Sender:
         self._intake: Intake | None = None
         self._task_status: trio.TaskStatus[None] | None = None
         self._scope = trio.CancelScope()
-        self._stopping = False
+        self.stopping = False
         unknown = self._moves.keys() - set(settings.streams)
         if unknown:
             raise UsageError(f"--from names {', '.join(sorted(unknown))}, which is none of the streams that are sent")
@@ -96,7 +96,7 @@ class Sender:
 
     def stop(self) -> None:
         """Take nothing more in, let what is under way end within the grace of the settings; `run` then returns."""
-        self._stopping = True
+        self.stopping = True
         self._scope.cancel()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -107,7 +107,7 @@ class Sender:
         """
         self._task_status = task_status
         backoff = Backoff(first=0.5, cap=30.0)
-        while not self._stopping:
+        while not self.stopping:
             began = trio.current_time()
             try:
                 await self._session()
@@ -208,7 +208,7 @@ class Sender:
     @contextmanager
     def _until_stop(self) -> Iterator[None]:
         with trio.CancelScope() as self._scope:
-            if self._stopping:
+            if self.stopping:
                 self._scope.cancel()
             yield
 

@@ -17,8 +17,10 @@ import trio
 
 from replicad.errors import SenderRefused
 from replicad.federation.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted, make_transaction
-from replicad.postgres.bridge import Connection, Database, Row, quote_ident
+from replicad.postgres.bridge import Connection, Database, Row, load_sql, quote_ident
 
+PATIENCE = 10.0  # seconds for a predecessor's connection to end: Postgres may notice a killed process late
+LOOK = 0.1  # seconds between two tries meanwhile
 _STANDINGS = 2000  # destinations read at once when a sender starts
 _COLLAPSE = 200  # destinations whose facts are collapsed by one statement
 
@@ -197,9 +199,19 @@ async def open_store(
         SenderRefused: one does, or the senders that run do not agree on who they are.
     """
     async with db.connection() as keeper:
-        refused = await keeper.fetch_value(
-            f"SELECT {quote_ident(schema)}.federation_enlist($1, $2, $3)", sender, sorted(senders), list(streams)
-        )
+        await keeper.execute(load_sql("federation_keepalive"))
+        refused = None
+        with trio.move_on_after(PATIENCE):
+            while True:
+                refused = await keeper.fetch_value(
+                    f"SELECT {quote_ident(schema)}.federation_enlist($1, $2, $3)",
+                    sender,
+                    sorted(senders),
+                    list(streams),
+                )
+                if refused is None:
+                    break
+                await trio.sleep(LOOK)
         if refused is not None:
             raise SenderRefused(
                 f"{refused}; stop it first, or give this one a name of its own (--sender-name, --senders)"

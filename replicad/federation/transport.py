@@ -27,6 +27,7 @@ ANSWER_TIME = 5.0  # seconds, likewise
 KEEP_IDLE = 30.0  # seconds for which an unused connection is kept
 
 _HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
+_PLAIN = re.compile(r"[!-~]+")
 _REFUSED = frozenset({400, 413, 414, 415, 422, 431})  # it will say so again: the request itself displeases
 _REASON = 200  # characters of a reason that are kept
 
@@ -66,7 +67,7 @@ class HttpTransport:
         if self._settings.url.startswith("{destination}"):
             return _is_url(destination)
         if "://{destination}" in self._settings.url:
-            return _HOST.fullmatch(destination) is not None
+            return _HOST.fullmatch(destination) is not None and _is_url(f"http://{destination}")
         return bool(destination)
 
     def url(self, destination: str, transaction: str) -> str:
@@ -150,9 +151,10 @@ async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
+        port = parts.port  # raises where it is none
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and text.isascii() and text.isprintable()
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and bool(_PLAIN.fullmatch(text))
 
 
 def _judge(response: httpx.Response) -> Outcome:

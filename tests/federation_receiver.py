@@ -1,0 +1,167 @@
+"""A small HTTP server that plays many destinations: `/NAME/...` is the one called NAME. Real sockets, h11, trio."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import trio
+
+
+@dataclass(frozen=True)
+class Request:
+    """What arrived."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def destination(self) -> str:
+        return self.target.split("/")[1]
+
+    @property
+    def transaction(self) -> str:
+        return self.headers["replicad-transaction"]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def facts(self) -> list[Any]:
+        found: list[Any] = self.json["pdus"] if "pdus" in self.json else self.json["facts"]
+        return found
+
+    @property
+    def updates(self) -> list[Any]:
+        found: list[Any] = self.json["edus"] if "edus" in self.json else self.json["updates"]
+        return found
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How to answer. `accept`: whether it is taken; what follows may still go wrong on the way back."""
+
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b"{}"
+    chunks: int = 1  # the body, as often
+    pause: float = 0.0  # seconds before each chunk
+    delay: float = 0.0  # seconds before the status line
+    reset: bool = False  # the connection, in the place of an answer
+    accept: bool = True
+
+
+Behaviour = Callable[[Request], Reply]
+
+
+class Receiver:
+    """Remembers what it took: by destination, by transaction id, in order; and every request."""
+
+    def __init__(self, behave: Behaviour | None = None) -> None:
+        self.behave: Behaviour = behave or (lambda _: Reply())
+        self.taken: defaultdict[str, dict[str, Request]] = defaultdict(dict)
+        self.requests: list[Request] = []
+        self.counts: Counter[str] = Counter()  # facts taken, by destination
+        self.repeats = 0
+        self.in_flight: Counter[str] = Counter()
+        self.most_in_flight = 0
+        self.connections = 0
+        self.port = 0
+
+    def facts(self, destination: str) -> list[Any]:
+        """The facts that a destination took, in order; a repeat of a transaction counts once."""
+        return [fact for request in self.taken[destination].values() for fact in request.facts]
+
+    def updates(self, destination: str) -> list[Any]:
+        return [update for request in self.taken[destination].values() for update in request.updates]
+
+    @asynccontextmanager
+    async def listening(self, port: int = 0) -> AsyncIterator[Receiver]:
+        async with trio.open_nursery() as nursery:
+            listeners = await trio.open_tcp_listeners(port, host="127.0.0.1", backlog=512)
+            self.port = listeners[0].socket.getsockname()[1]
+            nursery.start_soon(trio.serve_listeners, self._serve, listeners)
+            yield self
+            nursery.cancel_scope.cancel()
+
+    async def wait_for(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        """Look until the condition holds."""
+        with trio.fail_after(seconds):
+            while not condition():
+                await trio.sleep(0.01)
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        self.connections += 1
+        connection = h11.Connection(h11.SERVER)
+        try:
+            while await self._one(stream, connection):
+                connection.start_next_cycle()
+        except (trio.BrokenResourceError, h11.RemoteProtocolError):
+            pass
+        finally:
+            await trio.aclose_forcefully(stream)
+
+    async def _one(self, stream: trio.SocketStream, connection: h11.Connection) -> bool:
+        head: h11.Request | None = None
+        body = bytearray()
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await stream.receive_some(65536))
+            elif isinstance(event, h11.Request):
+                head = event
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                break
+            else:
+                return False
+        assert head is not None
+        headers = {name.decode(): value.decode() for name, value in head.headers}
+        request = Request(head.method.decode(), head.target.decode(), headers, bytes(body))
+        self.in_flight[request.destination] += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight[request.destination])
+        try:
+            reply = self.behave(request)
+            self._note(request, reply)
+            if reply.delay:
+                await trio.sleep(reply.delay)
+        finally:
+            self.in_flight[request.destination] -= 1
+        if reply.reset:
+            stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return False
+        await self._answer(stream, connection, reply)
+        return connection.our_state is h11.DONE and connection.their_state is h11.DONE
+
+    def _note(self, request: Request, reply: Reply) -> None:
+        self.requests.append(request)
+        if not (200 <= reply.status < 300 and reply.accept):
+            return
+        known = self.taken[request.destination].get(request.transaction)
+        if known is None:
+            self.taken[request.destination][request.transaction] = request
+            self.counts[request.destination] += len(request.facts)
+        else:
+            self.repeats += 1
+            assert known.body == request.body, "one transaction id, two contents"
+
+    async def _answer(self, stream: trio.SocketStream, connection: h11.Connection, reply: Reply) -> None:
+        length = ("content-length", str(len(reply.body) * reply.chunks))
+        head = h11.Response(status_code=reply.status, headers=[length, *reply.headers])
+        await stream.send_all(connection.send(head) or b"")
+        for _ in range(reply.chunks):
+            if reply.pause:
+                await trio.sleep(reply.pause)
+            await stream.send_all(connection.send(h11.Data(data=reply.body)) or b"")
+        await stream.send_all(connection.send(h11.EndOfMessage()) or b"")

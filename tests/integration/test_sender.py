@@ -1,0 +1,331 @@
+"""The sender with everything real: Postgres, a daemon, sockets, HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.errors import ReplicadError, StreamRestarted, UnknownStream, UsageError
+from replicad.federation.feed import client_feed
+from replicad.federation.sender import Sender
+from replicad.federation.settings import Bounds, Delivery, Routing, SenderSettings
+from replicad.postgres.bridge import Database
+from replicad.protocol.states import CloseReason
+from replicad.server.daemon import Daemon
+from replicad.streams import registry
+
+from ..federation_receiver import Receiver, Reply
+
+QUICK = Bounds(retry_first=0.05, retry_max=0.2, sweep_interval=0.2)
+StartSender = Callable[..., Any]
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with Receiver().listening() as listening:
+        yield listening
+
+
+@pytest.fixture
+async def facts(database: Database, daemon: Daemon) -> Database:
+    """Streams `facts` and `typing`, of rows that say themselves where they go; returns the database."""
+    for name in ("facts", "typing"):
+        await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, body json)")
+        await registry.add(database, name, f"public.{name}", "id", row="body")
+        await daemon.publisher.find(name)
+    return database
+
+
+@pytest.fixture
+def start_sender(daemon: Daemon, receiver: Receiver, database_url: str) -> StartSender:
+    """Run a sender in this process for the length of a block; it is stopped in an orderly way at its end."""
+
+    @asynccontextmanager
+    async def start(
+        moves: dict[str, str] | None = None, routing: Routing | None = None, bounds: Bounds = QUICK, **changes: Any
+    ) -> AsyncIterator[Sender]:
+        url = f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}"
+        settings = SenderSettings(
+            **{"facts": "facts", "updates": ("typing",)} | changes,
+            routing=routing or Routing(),
+            delivery=Delivery(form="webhook", url=url, request_timeout=10),
+            bounds=bounds,
+        )
+        address = daemon.addresses[0]
+        feed = client_feed(address.host, address.port, name=settings.sender_name)
+        sender = Sender(settings, url=database_url, schema="replicad", open_feed=feed, moves=moves)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(sender.run)
+            yield sender
+            sender.stop()
+
+    return start
+
+
+async def write(database: Database, table: str, *rows: object) -> None:
+    """Rows of one transaction."""
+    await database.execute(
+        f"INSERT INTO {table} (body) SELECT r FROM unnest($1::text[]::json[]) r", [json.dumps(row) for row in rows]
+    )
+
+
+def fact(number: int, *destinations: str, room: str | None = None) -> dict[str, object]:
+    return {"destinations": destinations, "room": room, "pdu": {"n": number}}
+
+
+def numbers(receiver: Receiver, destination: str) -> list[int]:
+    return [found["n"] for found in receiver.facts(destination)]
+
+
+async def counts(database: Database, table: str) -> int:
+    found: int = await database.fetch_value(f"SELECT count(*) FROM replicad.federation_{table}")
+    return found
+
+
+async def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    with trio.fail_after(seconds):
+        while not await condition():
+            await trio.sleep(0.02)
+
+
+async def test_facts_and_updates_go_where_their_rows_say_and_leave_nothing_behind(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    async with start_sender() as sender:
+        await write(facts, "facts", fact(1, "a", "b"), fact(2, "b"), {"n": "for nobody"}, ["no object"])
+        await write(facts, "typing", {"destinations": ["a"], "edu": {"typing": 1}, "key": "k", "droppable": True})
+        await write(facts, "typing", {"destinations": ["b"], "edu": {"to": "device"}})
+        await write(facts, "facts", fact(3, "a"))
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1, 3] and numbers(receiver, "b") == [1, 2])
+        await receiver.wait_for(lambda: bool(receiver.updates("a") and receiver.updates("b")))
+        assert (receiver.updates("a"), receiver.updates("b")) == ([{"typing": 1}], [{"to": "device"}])
+
+        async def nothing_left() -> bool:
+            return not any([await counts(facts, table) for table in ("fact", "destination_room", "edu")])
+
+        await wait_until(nothing_left)
+        assert sender.statistics().intake.rows == 7
+    assert receiver.most_in_flight == 1
+
+
+async def test_what_is_written_while_no_sender_runs_is_delivered_by_the_next(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    await write(facts, "facts", fact(0, "a"))
+    for first in (1, 4, 7):
+        async with start_sender():  # the first begins `now`: fact 0 was before
+            await write(facts, "facts", fact(first, "a"))
+            await receiver.wait_for(lambda first=first: first in numbers(receiver, "a"))
+        await write(facts, "facts", fact(first + 1, "a"), fact(first + 2, "a"))
+    async with start_sender():
+        await receiver.wait_for(lambda: len(numbers(receiver, "a")) == 9)
+    assert numbers(receiver, "a") == list(range(1, 10))
+
+
+async def test_the_daemon_is_told_only_what_postgres_has(
+    facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acks: list[int] = []
+    from replicad.federation import feed
+
+    def acknowledge(self: object, sender: str, token: int) -> None:
+        assert sender == "sender"
+        acks.append(token)
+
+    monkeypatch.setattr(feed._ClientFeed, "acknowledge", acknowledge)
+    locked = "SELECT token FROM replicad.federation_sender WHERE stream = 'facts'"
+    async with start_sender():
+        async with facts.connection() as other, other.transaction():
+            await other.execute("LOCK TABLE replicad.federation_destination_room")
+            await write(facts, "facts", fact(1, "a"))
+            position = await facts.fetch_value("SELECT max(id) FROM facts")
+            await trio.sleep(0.3)
+            assert position not in acks
+        await receiver.wait_for(lambda: position in acks)
+        assert await facts.fetch_value(locked) == position
+
+
+async def test_a_query_and_a_function_and_a_list_route_too(
+    facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await facts.execute("CREATE TABLE member (room text, server text)")
+    await facts.execute("INSERT INTO member VALUES ('r', 'a'), ('r', 'b'), ('s', 'b')")
+    sql = """
+        SELECT f.n, array_agg(m.server) AS destinations, f.row ->> 'room' AS room,
+            json_build_object('n', f.token) AS pdu
+        FROM unnest($1::bigint[], $2::jsonb[]) WITH ORDINALITY AS f (token, row, n)
+        JOIN member m ON m.room = f.row ->> 'room' GROUP BY f.n, f.row, f.token"""
+    async with start_sender(routing=Routing(route_sql=sql)):
+        await write(facts, "facts", {"room": "r"}, {"room": "s"}, {"room": "empty"})
+        await receiver.wait_for(lambda: numbers(receiver, "b") == [1, 2])
+        assert numbers(receiver, "a") == [1]
+    async with start_sender(routing=Routing(route="tests.federation_routes:route")):
+        await write(facts, "facts", {"to": "c"}, {})
+        await receiver.wait_for(lambda: receiver.facts("c") == [{"token": 4, "stream": "facts"}])
+    async with start_sender(routing=Routing(destinations=("d", "e"))):
+        await write(facts, "facts", {"whole": "row"})
+        await receiver.wait_for(lambda: receiver.facts("d") == receiver.facts("e") == [{"whole": "row"}])
+
+
+@pytest.mark.parametrize(
+    ("routing", "said"),
+    [
+        (Routing(route_sql="SELECT 1 AS n"), "--route-sql is not usable: .*destinations"),
+        (Routing(route_sql="SELEC"), "--route-sql is not usable: .*syntax"),
+        (Routing(latest_sql="SELECT $1::text, $2::text[]"), "--latest-sql is not usable: .*room"),
+        (Routing(route="no.such.module:f"), "--route: no.such.module:f cannot be loaded"),
+    ],
+)
+async def test_a_mistake_in_the_routing_is_said_before_anything_starts(
+    facts: Database, start_sender: StartSender, routing: Routing, said: str
+) -> None:
+    with pytest.RaisesGroup(pytest.RaisesExc(UsageError, match=said), flatten_subgroups=True, allow_unwrapped=True):
+        async with start_sender(routing=routing):
+            pass
+
+
+async def test_a_stream_that_does_not_exist_is_named(facts: Database, start_sender: StartSender) -> None:
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(UnknownStream, match="nonsense"), flatten_subgroups=True, allow_unwrapped=True
+    ):
+        async with start_sender(facts="nonsense"):
+            pass
+
+
+async def test_a_row_that_cannot_be_routed_stops_there_or_is_skipped_and_holds_up_none_before_it(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    bad = {"destinations": "not a list"}
+    async with start_sender():
+        await write(facts, "facts", fact(1, "a"), fact(2, "a"), bad, fact(4, "a"))
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1, 2])
+        await trio.sleep(0.2)
+        assert numbers(receiver, "a") == [1, 2]
+    async with start_sender(routing=Routing(bad_row="skip")) as sender:
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1, 2, 4])
+        assert sender.statistics().intake.skipped == 1
+
+
+async def test_a_lost_connection_to_postgres_or_to_the_daemon_loses_and_repeats_nothing(
+    facts: Database, receiver: Receiver, start_sender: StartSender, daemon: Daemon
+) -> None:
+    cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'replicad sender%'"
+    async with start_sender():
+        for number in range(60):
+            await write(facts, "facts", fact(number, "a", "b"))
+            if number % 20 == 10:
+                await facts.execute(cut)
+            elif number % 20 == 0:
+                for session in list(daemon.hub):
+                    session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
+            await trio.sleep(0.02)
+        await receiver.wait_for(lambda: len(numbers(receiver, "a")) == 60 and len(numbers(receiver, "b")) == 60)
+    assert numbers(receiver, "a") == numbers(receiver, "b") == list(range(60))
+
+
+async def test_two_senders_share_the_destinations_and_a_third_takes_its_part(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    names = [f"d{number}" for number in range(40)]
+
+    def served(senders: Sequence[Sender]) -> list[int]:
+        return [sender.statistics().engine.destinations for sender in senders]
+
+    async with start_sender(sender_name="s1", senders=("s1", "s2")) as one:
+        async with start_sender(sender_name="s2", senders=("s2", "s1")) as two:
+            await write(facts, "facts", *(fact(number, *names) for number in range(5)))
+            await receiver.wait_for(lambda: all(receiver.counts[name] == 5 for name in names))
+            assert sum(served([one, two])) == 40
+            assert min(served([one, two])) > 8
+        await write(facts, "facts", fact(5, *names))
+        await receiver.wait_for(lambda: sum(receiver.counts.values()) >= 200 + served([one])[0])
+    three = ("s1", "s2", "s3")
+    async with start_sender(sender_name="s1", senders=three), start_sender(sender_name="s3", senders=three):
+        async with start_sender(sender_name="s2", senders=three):
+            await receiver.wait_for(lambda: all(receiver.counts[name] == 6 for name in names))
+    assert all(numbers(receiver, name) == list(range(6)) for name in names)
+    assert receiver.repeats == 0
+
+
+async def test_remote_server_up_from_anybody_ends_a_back_off(
+    facts: Database, receiver: Receiver, start_sender: StartSender, netcat: Any
+) -> None:
+    receiver.behave = lambda _: Reply(503)
+    slow = Bounds(retry_first=3600, retry_max=7200)
+    async with start_sender(bounds=slow) as sender, netcat() as person:
+        await write(facts, "facts", fact(1, "a"))
+        await receiver.wait_for(lambda: sender.statistics().engine.backing_off == 1)
+        receiver.behave = lambda _: Reply()
+        await person.send("REMOTE_SERVER_UP a")
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1])
+
+
+async def test_catch_up_sends_the_ends_of_rooms_as_the_applications_query_says(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    await facts.execute("CREATE TABLE extremity (room text, partial boolean, pdu json)")
+    await facts.execute("""INSERT INTO extremity VALUES ('r', false, '{"n": 100}'), ('r', false, '{"n": 101}'),
+        ('p', true, '{"n": 200}')""")
+    sql = "SELECT room, pdu FROM extremity WHERE room = ANY ($2) AND NOT partial AND $1 <> 'enemy'"
+    receiver.behave = lambda _: Reply(503)
+    bounds = Bounds(retry_first=0.05, retry_max=0.4, catch_up_after=0.1)
+    async with start_sender(routing=Routing(latest_sql=sql), bounds=bounds) as sender:
+        await write(facts, "facts", fact(1, "a", room="r"))
+        await receiver.wait_for(lambda: sender.statistics().engine.catching_up == 1)
+        rows = [fact(number, "a", room=room) for number, room in enumerate("rprp", 2)]
+        await write(facts, "facts", *rows)
+
+        async def recorded() -> bool:
+            return await counts(facts, "destination_room") >= 3
+
+        await wait_until(recorded)
+        receiver.behave = lambda _: Reply()
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1, 100, 101, 5])
+        await receiver.wait_for(lambda: sender.statistics().engine.catching_up == 0)
+        await write(facts, "facts", fact(6, "a", room="r"))
+        await receiver.wait_for(lambda: numbers(receiver, "a")[-1] == 6)
+
+
+async def test_ids_that_went_back_are_delivered_under_their_new_meaning(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    async with start_sender() as sender:
+        await write(facts, "facts", *(fact(number, "a") for number in range(1, 21)))
+        await receiver.wait_for(lambda: len(numbers(receiver, "a")) == 20)
+        await facts.execute("DELETE FROM facts WHERE id > 10")
+        await facts.execute("SELECT setval('facts_id_seq', 10)")
+        position = "SELECT token FROM replicad.federation_sender WHERE stream = 'facts'"
+
+        async def rewound() -> bool:
+            return bool(await facts.fetch_value(position) == 10 and sender.statistics().intake)
+
+        await wait_until(rewound)
+        await write(facts, "facts", fact(111, "a"), fact(112, "a"))
+        await receiver.wait_for(lambda: numbers(receiver, "a")[20:] == [111, 112])
+
+
+async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(
+    facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.server.subscriptions.AHEAD_PATIENCE", 0.1)
+    monkeypatch.setattr("replicad.client.pursuit.FIRST_REFUSALS", 1)
+    async with start_sender():
+        await write(facts, "facts", fact(1, "a"), fact(2, "a"))
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1, 2])
+    await facts.execute("UPDATE replicad.federation_sender SET token = 1000 WHERE stream = 'facts'")
+    refused: ReplicadError | None = None
+    try:
+        async with start_sender():
+            pass
+    except* StreamRestarted as group:
+        refused = group.exceptions[0]  # type: ignore[assignment]
+    assert "--from" in str(refused)
+    async with start_sender(moves={"facts": "1"}):
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1, 2, 2])
+        await write(facts, "facts", fact(3, "a"))
+        await receiver.wait_for(lambda: numbers(receiver, "a") == [1, 2, 2, 3])

@@ -1,0 +1,321 @@
+"""What a store of the sender must do, said of the one in Postgres and of the one that other tests use in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.errors import DatabaseError, SenderRefused
+from replicad.federation.items import START, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
+from replicad.federation.store import Entry, Recording, Store, open_store
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database
+
+from ..federation_fakes import MemoryStore
+
+ALL = Wanted(pdus=True, edus=True, transaction=True, collapse=False)
+SCHEMA = 'odd "schema'
+AnyStore = Store | MemoryStore
+
+
+@pytest.fixture
+async def real(database: Database) -> AsyncIterator[Store]:
+    await schema.install(database, "federation", SCHEMA)
+    async with open_store(database, SCHEMA, "s1", ["s1"], ["facts", "to_device"]) as store:
+        await store.begin("facts", 0)
+        await store.begin("to_device", 0)
+        yield store
+
+
+@pytest.fixture(params=["postgres", "memory"])
+async def store(request: pytest.FixtureRequest, real: Store) -> AnyStore:
+    return real if request.param == "postgres" else MemoryStore()
+
+
+def fact(token: int, part: int = 0, room: str | None = None, body: str | None = None) -> Pdu:
+    return Pdu(Order(token, part), room, body or f'{{"n": {token}.{part}}}')
+
+
+async def record(store: AnyStore, upto: int, *facts: tuple[Pdu, Sequence[str]]) -> None:
+    recording = Recording()
+    for pdu, names in facts:
+        recording.add(pdu, names)
+        recording.newcomers.extend(names)
+    await store.record("facts", upto, recording)
+
+
+async def orders(store: AnyStore, name: str) -> list[Order]:
+    page = await store.page(name, ALL, pdus=1000, pdu_bytes=1 << 30, edus=1000)
+    return [pdu.order for pdu in page.pdus]
+
+
+async def standings(store: AnyStore) -> dict[str, Standing]:
+    return {name: standing async for name, standing in store.standings(lambda _: True)}
+
+
+async def test_a_fact_stands_there_for_each_of_its_destinations_until_that_one_took_it(store: AnyStore) -> None:
+    body = '{"b":1,  "a":2.50, "text":"\\u0000 \\"quoted\\" \\ud83d\\ude00 é"}'
+    await record(store, 9, (fact(5, 0, "r", body), ["a", "b"]), (fact(5, 1, None), ["a"]), (fact(9), ["a", "b"]))
+    page = await store.page("a", ALL, pdus=2, pdu_bytes=1 << 20, edus=10)
+    assert [(pdu.order, pdu.room) for pdu in page.pdus] == [((5, 0), "r"), ((5, 1), None)]
+    assert page.pdus[0].body == body, "not byte for byte what came in"
+    assert page.more_pdus
+    await store.write([Entry("a", Order(5, 1), 1)])
+    assert await orders(store, "a") == [(9, 0)]
+    assert await orders(store, "b") == [(5, 0), (9, 0)]
+    found = await standings(store)
+    assert (found["a"].success, found["a"].outstanding) == (Order(5, 1), True)
+    assert (found["b"].success, found["b"].outstanding) == (START, True)
+    assert (await store.tokens())["facts"] == 9
+
+
+async def test_recording_again_changes_nothing(store: AnyStore) -> None:
+    for _ in range(2):
+        await record(store, 9, (fact(5), ["a"]), (fact(9), ["a"]))
+    assert await orders(store, "a") == [(5, 0), (9, 0)]
+
+
+async def test_a_page_ends_where_the_bytes_do_and_says_that_there_is_more(store: AnyStore) -> None:
+    await record(store, 9, *((fact(token, body='"' + "x" * 98 + '"'), ["a"]) for token in range(1, 10)))
+    page = await store.page("a", ALL, pdus=50, pdu_bytes=250, edus=10)
+    assert [pdu.order.token for pdu in page.pdus] == [1, 2, 3]
+    assert page.more_pdus
+    page = await store.page("a", ALL, pdus=9, pdu_bytes=1 << 20, edus=10)
+    assert (len(page.pdus), page.more_pdus) == (9, False)
+
+
+async def test_a_transaction_under_way_is_found_again_as_it_was(store: AnyStore) -> None:
+    bodies = ['{"b": 1,"a":  2.0}', '{"n":2}']
+    await record(store, 7, (fact(5, 0, None, bodies[0]), ["a"]), (fact(6, 0, "r", bodies[1]), ["a"]), (fact(7), ["a"]))
+    edus = ['{"z" : 1.00, "a": "\\u0000"}', '{"y":2}']
+    made = make_transaction(
+        "a", serial=4, ts=1_700_000_000_000, upto=Order(6, 0), pdus=bodies, edus=edus, edu_numbers=[3]
+    )
+    await store.write([Entry("a", START, 4, made)])
+    page = await store.page("a", ALL, pdus=50, pdu_bytes=1 << 20, edus=10)
+    assert page.transaction == made
+    assert (await standings(store))["a"].serial == 4
+    await store.write([Entry("a", made.upto, 4)])
+    assert await orders(store, "a") == [(7, 0)]
+
+
+async def test_a_transaction_with_facts_that_stand_in_for_others_is_found_again_as_it_was(store: AnyStore) -> None:
+    await record(store, 5, (fact(5, 0, "r"), ["a"]))
+    made = make_transaction("a", serial=1, ts=1, upto=Order(5, 0), pdus=['"end"', '"é"'], substituted=True)
+    await store.write([Entry("a", START, 1, made)])
+    assert (await store.page("a", ALL, pdus=1, pdu_bytes=1, edus=1)).transaction == made
+
+
+async def test_a_transaction_of_updates_alone_is_found_again_though_facts_came_meanwhile(store: AnyStore) -> None:
+    await record(store, 5, (fact(5), ["a"]))
+    made = make_transaction("a", serial=2, ts=1, upto=Order(5, 0), edus=['"typing"'])
+    await store.write([Entry("a", Order(5, 0), 2, made)])
+    await record(store, 6, (fact(6), ["a"]))
+    assert (await store.page("a", ALL, pdus=1, pdu_bytes=1, edus=1)).transaction == made
+
+
+async def test_back_off_is_found_again_less_the_time_that_passed(store: AnyStore) -> None:
+    await store.write([Entry("a", START, 3, failures=4, retry_in=100.0, catching_up=True, error="status 503")])
+    found = (await standings(store))["a"]
+    assert (found.failures, found.catching_up, found.outstanding) == (4, True, False)
+    assert found.retry_in is not None
+    assert 90 < found.retry_in <= 100
+    await store.write([Entry("a", START, 3, failures=4, retry_in=0.0)])
+    await trio.sleep(0.01)
+    assert (await standings(store))["a"].retry_in == 0
+
+
+async def test_collapse_leaves_the_latest_of_each_room_and_what_is_under_way(store: AnyStore) -> None:
+    rooms = ["r", "s", "r", None, "r", None, "s"]
+    facts = [(fact(token, 0, room), ["a", "b"]) for token, room in enumerate(rooms, 1)]
+    await record(store, 7, *facts, (fact(7, 1, "s"), ["a"]))
+    made = make_transaction("a", serial=1, ts=1, upto=Order(1, 0), pdus=[facts[0][0].body])
+    await store.write([Entry("a", START, 1, made)])
+    assert await store.collapse(["a"]) == 3
+    await store.write([Entry("a", START, 1)])
+    assert await orders(store, "a") == [(1, 0), (4, 0), (5, 0), (6, 0), (7, 1)]
+    assert len(await orders(store, "b")) == 7
+    assert await store.collapse(["b", "a"]) == 3 + 1
+
+
+async def test_a_keyed_update_replaces_the_one_that_waits_but_not_the_one_under_way(store: AnyStore) -> None:
+    def edu(body: str, key: str | None = None) -> tuple[str, Edu]:
+        return "a", Edu(body, key)
+
+    await store.record_edus("to_device", 3, [edu('"k1"', "k"), edu('"x"'), edu('"k2"', "k"), ("b", Edu('"k9"', "k"))])
+    page = await store.page("a", ALL, pdus=1, pdu_bytes=1, edus=10)
+    assert [found.body for found in page.edus] == ['"x"', '"k2"']
+    numbers = tuple(found.number for found in page.edus if found.number is not None)
+    await store.record_edus("to_device", 4, [edu('"k3"', "k"), edu('"x"')])
+    await store.write([Entry("a", START, 1, done_edus=numbers)])
+    page = await store.page("a", ALL, pdus=1, pdu_bytes=1, edus=1)
+    assert [found.body for found in page.edus] == ['"k3"']
+    assert page.more_edus
+    assert (await standings(store))["b"].outstanding
+    assert (await store.tokens())["to_device"] == 4
+
+
+def random_steps(chance: Random) -> list[tuple[str, Any]]:
+    steps = [
+        ("fact", (chance.choice(["r", "s", None]), chance.randint(1, 3))),
+        ("edu", chance.choice(["k", None])),
+        ("begin", chance.randint(1, 4)),
+        ("done", chance.random() < 0.6),
+        ("collapse", None),
+    ]
+    return [chance.choice(steps) for _ in range(3)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_both_stores_agree_on_whatever_is_done_to_them(real: Store, seed: int) -> None:
+    chance, fake, name = Random(seed), MemoryStore(), "a"
+    stores: tuple[AnyStore, AnyStore] = (real, fake)
+    serial = 0
+    entry = Entry(name, START, 0)
+    steps = [step for _ in range(40) for step in random_steps(chance)]
+    for token, (kind, argument) in enumerate(steps, 1):
+        if kind == "fact":
+            room, parts = argument
+            for store in stores:
+                await record(store, token, *((fact(token, part, room), [name]) for part in range(parts)))
+        elif kind == "edu":
+            for store in stores:
+                await store.record_edus("to_device", token, [(name, Edu(str(token), argument))])
+        elif kind == "begin" and entry.transaction is None:
+            serial += 1
+            for store in stores:
+                page = await store.page(name, replace(ALL, transaction=False), pdus=argument, pdu_bytes=1 << 20, edus=1)
+                made = make_transaction(
+                    name,
+                    serial=serial,
+                    ts=serial,
+                    upto=page.pdus[-1].order if page.pdus else entry.success,
+                    pdus=[pdu.body for pdu in page.pdus],
+                    edus=[edu.body for edu in page.edus],
+                    edu_numbers=[edu.number for edu in page.edus if edu.number is not None],
+                )
+                await store.write([Entry(name, entry.success, serial, made)])
+            entry = Entry(name, entry.success, serial, made)
+        elif kind == "done" and entry.transaction is not None:
+            entry = Entry(name, entry.transaction.upto if argument else entry.success, serial)
+            for store in stores:
+                under_way = (await store.page(name, ALL, pdus=1, pdu_bytes=1, edus=1)).transaction
+                assert under_way is not None
+                await store.write([replace(entry, done_edus=under_way.edu_numbers if argument else ())])
+        elif kind == "collapse":
+            assert await real.collapse([name]) == await fake.collapse([name])
+        assert await contents(real, name) == await contents(fake, name), (kind, argument)
+    assert serial > 5
+
+
+async def contents(store: AnyStore, name: str) -> object:
+    """All that can be seen of a destination, but the numbers of updates, which the stores choose."""
+    found = (await standings(store)).get(name, Standing())
+    page = await store.page(name, ALL, pdus=1000, pdu_bytes=1 << 30, edus=1000)
+    made: Transaction | None = page.transaction and replace(page.transaction, edu_numbers=())
+    rest = await store.page(name, replace(ALL, transaction=False), pdus=3, pdu_bytes=40, edus=2)
+    return (
+        found,
+        made,
+        [(pdu.order, pdu.room, pdu.body) for pdu in rest.pdus],
+        [edu.body for edu in rest.edus],
+        rest.more_pdus,
+        rest.more_edus,
+    )
+
+
+# --- what only Postgres has ---
+
+
+async def test_facts_that_nobody_waits_for_are_swept_as_far_as_all_senders_have_recorded(
+    real: Store, database: Database
+) -> None:
+    await record(real, 3, (fact(1), ["a"]), (fact(2), ["a", "b"]), (fact(3), ["b"]))
+    await real.write([Entry("a", Order(2, 0), 1)])
+    assert await real.sweep("facts") == 1
+    await real.write([Entry("b", Order(3, 0), 1)])
+    prefix = real._prefix
+    await database.execute(f"INSERT INTO {prefix}sender VALUES ('s2', 'facts', 2, '{{s1}}')")
+    assert await real.sweep("facts") == 1, "a fact that a slower sender has yet to record was removed, or none"
+    await database.execute(f"UPDATE {prefix}sender SET token = 3")
+    assert await real.sweep("facts") == 1
+
+
+async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store) -> None:
+    await record(real, 9, (fact(4), ["a", "b"]), (fact(8, body='"old"'), ["a", "b"]), (fact(9), ["b"]))
+    made = make_transaction("b", serial=1, ts=1, upto=Order(8, 0), pdus=["1"])
+    await real.write([Entry("a", Order(8, 0), 1), Entry("b", START, 1, made)])
+    assert await real.rewind("facts", 5, ["a", "b"]) == 2
+    found = await standings(real)
+    assert (await real.tokens())["facts"] == 5
+    assert Order(5, 0) < found["a"].success < Order(6, 0)
+    assert (await real.page("b", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction is None
+    await record(real, 8, (fact(8, body='"new"'), ["a", "b"]))
+    assert await orders(real, "b") == [(4, 0), (8, 0)]
+    page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
+    assert [pdu.body for pdu in page.pdus] == ['"new"']
+
+
+async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(
+    real: Store, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.federation.store.PATIENCE", 0.2)
+    with pytest.raises(SenderRefused, match="named s1 is running"):
+        async with open_store(database, SCHEMA, "s1", ["s1"], ["facts"]):
+            pass
+    with pytest.raises(SenderRefused, match="s1 is running and shares the destinations among s1, not among s1, s2"):
+        async with open_store(database, SCHEMA, "s2", ["s1", "s2"], ["facts"]):
+            pass
+    pid = await real._keeper.fetch_value("SELECT pg_backend_pid()")
+    await database.execute("SELECT pg_terminate_backend($1, 5000)", pid)
+    async with open_store(database, SCHEMA, "s1", ["s1"], ["facts"]) as again:
+        assert (await again.tokens())["facts"] == 0
+        with pytest.raises(DatabaseError):
+            await record(real, 99, (fact(99), ["a"]))
+        assert (await again.tokens())["facts"] == 0, "who lost the name has written all the same"
+
+
+async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest(database: Database) -> None:
+    await schema.install(database, "federation", SCHEMA)
+    for name, token in (("a", 70), ("b", 50)):
+        async with open_store(database, SCHEMA, name, ["a", "b"], ["facts"]) as store:
+            assert (await store.tokens())["facts"] in (None, 10)
+            await store.begin("facts", 10)
+            await store.record("facts", token, Recording())
+    async with open_store(database, SCHEMA, "c", ["c", "a"], ["facts"]) as store:
+        assert (await store.tokens())["facts"] == 50
+        async with open_store(database, SCHEMA, "a", ["a", "c"], ["facts"]) as other:
+            assert (await other.tokens())["facts"] == 50
+            await other.record("facts", 80, Recording())
+    async with open_store(database, SCHEMA, "a", ["a", "c"], ["facts", "more"]) as store:
+        assert await store.tokens() == {"facts": 80, "more": None}
+
+
+async def test_many_destinations_are_met_page_by_page(real: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicad.federation.store._STANDINGS", 7)
+    names = [f"{number}.example" for number in range(50)]
+    await record(real, 1, (fact(1), names))
+    mine = {name async for name, _ in real.standings(lambda name: name.startswith("4"))}
+    assert mine == {name for name in names if name.startswith("4")}
+
+
+async def test_a_body_that_is_no_json_is_refused_whole(real: Store) -> None:
+    with pytest.raises(DatabaseError):
+        await record(real, 2, (fact(1), ["a"]), (fact(2, body="{broken"), ["a"]))
+    assert await orders(real, "a") == []
+    assert (await real.tokens())["facts"] == 0
+
+
+async def test_installing_twice_keeps_everything_and_removing_leaves_nothing(database: Database) -> None:
+    await schema.install(database, "federation", SCHEMA)
+    await database.execute(schema.script("federation", SCHEMA, "up"))
+    objects = "SELECT count(*) FROM pg_class WHERE relnamespace::regnamespace::text = $1"
+    assert await database.fetch_value(objects, json.dumps(SCHEMA).replace('\\"', '""'))
+    assert await schema.uninstall(database, "federation", SCHEMA)
+    assert await database.fetch_value("SELECT to_regnamespace($1) IS NULL", '"odd ""schema"')

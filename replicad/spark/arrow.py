@@ -32,12 +32,9 @@ _TS = pa.field("ts", pa.timestamp("us", tz="UTC"))
 _PAYLOAD = pa.field("payload", pa.string())
 _PARSED = pa.schema([*_FIELDS, _TS])
 
-DDL = "seq bigint, op string, shard int, ids array<bigint>, ts timestamp"
-DDL_PAYLOAD = "seq bigint, op string, shard int, ids array<bigint>, payload string, ts timestamp"
-
 
 def schema(*, payload: bool) -> pa.Schema:
-    """The Arrow schema of the source's rows; `DDL` and `DDL_PAYLOAD` say the same to Spark."""
+    """The Arrow schema of the source's rows; the columns in `source` say the same to Spark."""
     return pa.schema([*_FIELDS, _PAYLOAD, _TS]) if payload else _PARSED
 
 

@@ -28,7 +28,6 @@ from replicad.spark.options import EARLIEST, LATEST, SourceOptions
 
 _FIRST = "EARLIEST"  # the wire's word for the first row that is retained
 ROWS_PER_BATCH = 10_000  # rows in one RecordBatch
-DDL = "stream string, instance string, token bigint, row string"
 SCHEMA = pa.schema([("stream", pa.string()), ("instance", pa.string()), ("token", pa.int64()), ("row", pa.string())])
 
 log = logging.getLogger("replicad.spark")

@@ -98,3 +98,28 @@ def test_the_last_cursor_knows_both_kinds_of_pods(seqs: list[tuple[int, bool]]) 
     (batch,) = PodReader("t", PART, False).batches([b"".join(map(line, made))])
     regular, late = [s for s, b in seqs if not b], [s for s, b in seqs if b]
     assert last_cursor(batch, START) == Cursor(max(regular, default=0), max(late, default=0))
+
+
+def test_spark_and_arrow_are_told_of_the_same_columns() -> None:
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import ArrayType, IntegerType, LongType, StringType, StructField, StructType, TimestampType
+
+    from replicad.spark import source, streams
+
+    kinds = {
+        "bigint": LongType(),
+        "int": IntegerType(),
+        "string": StringType(),
+        "timestamp": TimestampType(),
+        "array<bigint>": ArrayType(LongType()),
+    }
+
+    def spark_schema(columns: str) -> StructType:
+        return StructType([StructField(name, kinds[kind]) for name, kind in map(str.split, columns.split(", "))])
+
+    for columns, schema in (
+        (source.POD_COLUMNS, arrow.schema(payload=False)),
+        (source.POD_COLUMNS_PAYLOAD, arrow.schema(payload=True)),
+        (source.STREAM_COLUMNS, streams.SCHEMA),
+    ):
+        assert to_arrow_schema(spark_schema(columns), timezone="UTC").equals(schema)

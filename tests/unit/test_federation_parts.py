@@ -1,0 +1,275 @@
+"""The small parts of the sender: when, who, where to, and what can be set."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import wait_all_tasks_blocked
+
+from replicad.cli.app import run
+from replicad.errors import RouteFailed
+from replicad.federation.agenda import Agenda
+from replicad.federation.backoff import Backoff
+from replicad.federation.catchup import stand_in
+from replicad.federation.items import START, Order, Page, Pdu, make_transaction
+from replicad.federation.ledger import Ledger
+from replicad.federation.routing import Fact, FixedRouter, FunctionRouter, RowRouter, SourceRow, Update, body_text
+from replicad.federation.sharding import owner, ownership
+from replicad.federation.store import Entry
+
+# --- when ---
+
+
+@given(
+    first=st.floats(0.01, 100),
+    most=st.floats(100, 1e6),
+    jitter=st.floats(0, 0.9),
+    failures=st.integers(1, 10_000),
+    chance=st.floats(0, 1, exclude_max=True),
+    at_least=st.floats(0, 1e9),
+)
+def test_a_pause_grows_to_the_cap_and_never_beyond(
+    first: float, most: float, jitter: float, failures: int, chance: float, at_least: float
+) -> None:
+    backoff = Backoff(first, most, 2.0, jitter)
+    interval = backoff.interval(failures)
+    assert first <= interval <= most
+    assert backoff.interval(failures + 1) == pytest.approx(min(most, 2 * interval))
+    pause = backoff.pause(failures, chance, at_least)
+    assert interval * (1 - jitter) * 0.999 <= pause <= most
+    assert pause >= min(at_least, most)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.one_of(st.none(), st.floats(0, 100))), max_size=200))
+def test_an_agenda_is_a_time_per_name(steps: list[tuple[str, float | None]]) -> None:
+    agenda, model = Agenda(), dict[str, float]()
+    for number, (name, at) in enumerate(steps):
+        if at is None:
+            agenda.drop(name)
+            model.pop(name, None)
+        else:
+            agenda.put(name, at)
+            model[name] = at
+        assert agenda.next_time() == min(model.values(), default=None)
+        assert len(agenda) == len(model)
+        if number % 7 == 0:
+            due = agenda.pop_due(50.0)
+            assert sorted(due) == sorted(name for name, at in model.items() if at <= 50.0)
+            assert [model[name] for name in due] == sorted(model[name] for name in due)
+            model = {name: at for name, at in model.items() if at > 50.0}
+
+
+def test_an_agenda_does_not_grow_with_what_is_put_again_and_again() -> None:
+    agenda = Agenda()
+    for number in range(100_000):
+        agenda.put(str(number % 100), float(number))
+    assert len(agenda._heap) < 500
+
+
+# --- who ---
+
+
+@given(st.sets(st.text("abcdef123", min_size=1, max_size=5), min_size=2, max_size=6), st.text(max_size=20))
+def test_a_destination_stays_with_its_sender_unless_that_one_goes(senders: set[str], destination: str) -> None:
+    mine = owner(sorted(senders), destination)
+    assert owner(sorted(senders, reverse=True), destination) == mine
+    for gone in senders - {mine}:
+        assert owner(sorted(senders - {gone}), destination) == mine
+    assert [name for name in senders if ownership(name, sorted(senders))(destination)] == [mine]
+
+
+def test_senders_share_evenly_and_a_new_one_takes_only_its_part() -> None:
+    names = [f"host{number}.example" for number in range(4000)]
+    three, four = ["s1", "s2", "s3"], ["s1", "s2", "s3", "s4"]
+    shares = Counter(owner(four, name) for name in names)
+    assert max(shares.values()) - min(shares.values()) < 200
+    moved = [name for name in names if owner(three, name) != owner(four, name)]
+    assert {owner(four, name) for name in moved} == {"s4"}
+
+
+def test_the_owner_of_a_destination_is_the_same_in_every_version() -> None:
+    names = ["matrix.org", "a.example", "b.example", "https://shop.example/hook"]
+    assert [owner(["s1", "s2", "s3"], name) for name in names] == OWNERS
+
+
+OWNERS = ["s3", "s3", "s2", "s3"]
+
+
+# --- what is written down ---
+
+
+class SlowStore:
+    """Remembers what was written; a write ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.written: list[list[Entry]] = []
+        self.gate = trio.Event()
+
+    async def write(self, entries: list[Entry]) -> None:
+        self.written.append(list(entries))
+        await self.gate.wait()
+
+
+async def test_entries_that_come_while_one_is_written_share_the_next_write_and_the_last_word_counts() -> None:
+    store = SlowStore()
+    ledger = Ledger(store)
+    done: list[str] = []
+
+    async def write(name: str) -> None:
+        await ledger.write(Entry(name, START, 1))
+        done.append(name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ledger.run)
+        nursery.start_soon(write, "a")
+        await wait_all_tasks_blocked()
+        for serial in range(5):
+            ledger.post(Entry("b", START, serial, done_edus=(serial,)))
+        nursery.start_soon(write, "c")
+        nursery.start_soon(ledger.settle, "b")
+        await wait_all_tasks_blocked()
+        assert done == []
+        store.gate.set()
+        await ledger.drain()
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert done == ["a", "c"]
+    assert [[entry.name for entry in batch] for batch in store.written] == [["a"], ["b", "c"]]
+    assert (store.written[1][0].serial, store.written[1][0].done_edus) == (4, (0, 1, 2, 3, 4))
+
+
+@given(
+    st.lists(st.text(max_size=3), max_size=3),
+    st.lists(st.text(max_size=3), max_size=3),
+    st.lists(st.text(max_size=3), max_size=3),
+    st.lists(st.text(max_size=3), max_size=3),
+)
+def test_an_id_belongs_to_its_content(pdus: list[str], edus: list[str], others: list[str], more: list[str]) -> None:
+    def made(pdus: list[str], edus: list[str]) -> str:
+        return make_transaction("a", serial=1, ts=1, upto=Order(1, 0), pdus=pdus, edus=edus).id
+
+    assert (made(pdus, edus) == made(others, more)) == ((pdus, edus) == (others, more))
+
+
+# --- where to ---
+
+
+def row(value: object) -> SourceRow:
+    return SourceRow(7, 0, value if isinstance(value, str) else json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "fact"),
+    [
+        ({"destinations": ["a", "b", "a"], "room": "r", "pdu": 1}, Fact(("a", "b"), "r", 1)),
+        ({"destinations": ["a"]}, Fact(("a",), None, None)),
+        ({"destinations": []}, None),
+        ({"destinations": None}, None),
+        ({}, None),
+        (["not", "an object"], None),
+    ],
+)
+async def test_rows_say_where_they_go(value: object, fact: Fact | None) -> None:
+    assert await RowRouter().facts([row(value)]) == [fact]
+
+
+async def test_updates_say_whether_they_may_be_dropped_and_are_kept_where_they_do_not() -> None:
+    values = [{"destinations": ["a"], "edu": {"e": 1}, "key": "k", "droppable": True}, {"destinations": ["a"]}]
+    first, second = await RowRouter().updates("typing", [row(value) for value in values])
+    assert first == Update(("a",), {"e": 1}, "k", True)
+    assert second == Update(("a",))
+    assert second.droppable is False
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"destinations": ["a"',
+        {"destinations": "a"},
+        {"destinations": 5},
+        {"destinations": [5]},
+        {"destinations": ["a\0"]},
+        {"destinations": ["a"], "room": 5},
+        "[" * 100_000,
+    ],
+    ids=range(7),
+)
+async def test_a_row_that_makes_no_sense_is_named_by_its_token(value: object) -> None:
+    with pytest.raises(RouteFailed, match="token 7"):
+        await RowRouter().facts([row(value)])
+
+
+async def test_a_list_of_destinations_keeps_the_rooms_that_rows_have() -> None:
+    found = await FixedRouter(["a", "b"]).facts([row({"room": "r"}), row([1])])
+    assert found == [Fact(("a", "b"), "r"), Fact(("a", "b"), None)]
+
+
+async def test_a_function_routes_and_what_it_raises_or_returns_wrongly_is_said() -> None:
+    def function(stream: str, token: int, value: Any) -> object:
+        assert (stream, token) == ("facts", 7)
+        if value == "raise":
+            raise KeyError("oops")
+        return {"fact": Fact(["a", "a"], "r"), "none": None, "update": Update(["a"]), "text": Fact("abc")}[value]
+
+    router = FunctionRouter(function, "facts")
+    assert await router.facts([row('"fact"'), row('"none"')]) == [Fact(("a",), "r"), None]
+    for value, said in (("raise", "KeyError.*oops"), ("update", "returned Update"), ("text", "no list")):
+        with pytest.raises(RouteFailed, match=said):
+            await router.facts([row(json.dumps(value))])
+
+
+def test_a_body_is_the_row_or_json_text_or_a_value() -> None:
+    assert body_text(row('{"a":  1}'), None) == '{"a":  1}'
+    assert body_text(row("1"), '{"b":  2.0}') == '{"b":  2.0}'
+    assert body_text(row("1"), {"é": [1, None]}) == '{"é":[1,null]}'
+    for bad in ("{", "NaN", '{"a": Infinity}', float("nan"), object(), "\ud800", {"a": "\ud800"}):
+        with pytest.raises(RouteFailed, match="token 7"):
+            body_text(row("1"), bad)
+
+
+async def test_of_a_rooms_many_latest_facts_the_last_that_fit_stand_in() -> None:
+    class Application:
+        async def latest(self, destination: str, rooms: object) -> dict[str, list[str]]:
+            assert rooms == ["r", "s"]
+            return {"r": [str(number) for number in range(100)], "elsewhere": ["1"]}
+
+    pdus = (Pdu(Order(1, 0), "r", "a"), Pdu(Order(2, 0), None, "b"), Pdu(Order(3, 0), "s", "c"))
+    page = await stand_in(Page(pdus=pdus, more_pdus=True), "d", Application(), 50)
+    assert [pdu.body for pdu in page.pdus] == [*map(str, range(50, 100)), "b", "c"]
+    assert {pdu.order for pdu in page.pdus if pdu.substituted} == {Order(1, 0)}
+    assert page.more_pdus
+
+
+# --- what can be set ---
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--origin us.example", "--facts names no stream"),
+        ("--facts f", "--form matrix needs --origin"),
+        ("--facts f --form webhook --sign hmac", "REPLICAD_FEDERATION_SECRET"),
+        ("--facts f --form webhook --url http://x/{nonsense}{destination}", "nothing else in braces"),
+        ("--facts f --form webhook --url http://x/", "needs {destination}"),
+        ("--facts f --form webhook --url x/{destination}", "neither http:// nor https://"),
+        ("--facts f --form webhook --retry-first 1h --retry-max 1m", "--retry-first 3600 is above --retry-max 60"),
+        ("--facts f --form webhook --senders x,y", "does not name this sender"),
+        ("--facts f --form webhook --updates f", "something twice"),
+        ("--facts f --form webhook --destinations http://a/ --route a:b", "--destinations and --route are given"),
+        ("--facts f --form webhook --destination-ca nowhere", "--destination-ca nowhere cannot be used"),
+        ("--facts f --form webhook --from soon --database postgresql://x/x", "--from: 'soon' does not fit"),
+        ("--facts f --form webhook --from g=5 --database postgresql://x/x", "--from names g"),
+        ("--facts f --form webhook --concurrency 0", "--concurrency: 0 is out of range"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_one_sentence(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sender", *options.split()]) == 2
+    stderr = capsys.readouterr().err
+    assert said in stderr
+    assert len(stderr.splitlines()) == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
+from hypothesis import settings
 
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
@@ -20,6 +21,9 @@ from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
 
 _numbers = itertools.count(1)
+
+settings.register_profile("busy machine", deadline=None)  # how long an example takes says nothing about the code
+settings.load_profile("busy machine")
 
 
 @contextmanager

@@ -93,6 +93,7 @@ class Pursuit:
         self._connection: Connection
         self._asking: str | None = None  # the stream whose subscription is not answered yet
         self._refused: ReplicadError | None = None
+        self._begun = False  # there was a connection on which everything was accepted
         self._waited = 0.0
         self._gaps = 0
         self._refusals = 0
@@ -118,6 +119,7 @@ class Pursuit:
         self.follower.new_connection()
         yield from self._subscribe_all()
         self._refusals = 0
+        self._begun = True
         yield Connected(server_name)
         yield from self._take((yield Receive(FOREVER)))
         self._backoff.reset()  # it was accepted and is alive: the next loss is a new one
@@ -220,7 +222,7 @@ class Pursuit:
             raise error
         delay = self._backoff.next_delay()
         self._waited += delay
-        patience = self._options.patience if self._accepted else self._options.first_patience
+        patience = self._options.patience if self._begun else self._options.first_patience
         if patience is not None and self._waited > patience:
             raise error
         return delay

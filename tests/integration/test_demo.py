@@ -126,7 +126,7 @@ def test_it_succeeds_after_one_that_was_broken_off_and_both_sides_are_equal(fold
     assert "Both sides are equal." in text
     counted = {
         found[1]: int(found[2].replace(",", ""))
-        for found in re.finditer(r"^ +([a-z][a-z, ]+?) {2,}([0-9,]+)$", text, re.MULTILINE)
+        for found in re.finditer(r"^ +([a-z][A-Za-z, -]+?) {2,}([0-9,]+)$", text, re.MULTILINE)
     }
     assert counted["rows loaded"] > 60_000
     assert counted["ids in them"] >= counted["rows loaded"] + counted["rows changed, deleted, inserted since"]

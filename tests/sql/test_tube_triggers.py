@@ -177,7 +177,8 @@ async def test_altering_the_table_breaks_no_session_that_has_written_to_it(db: D
         for change in (
             "SELECT 1", "ALTER TABLE sh1.t ADD COLUMN extra text DEFAULT 'x'", "ALTER TABLE sh1.t ALTER id TYPE bigint",
             "ALTER TABLE sh1.t DROP COLUMN gone", "SELECT tube.tube_ensure_exists('a', 3)",
-            "ALTER TABLE sh1.t RENAME TO renamed; ALTER TABLE sh1.renamed RENAME TO t", "ALTER TABLE sh1.t ALTER v TYPE bigint",
+            "ALTER TABLE sh1.t RENAME TO renamed; ALTER TABLE sh1.renamed RENAME TO t",
+            "ALTER TABLE sh1.t ALTER v TYPE bigint",
         ):  # fmt: skip
             await db.execute(change)
             for statement in write * 7:  # beyond the sixth, plans are kept for good

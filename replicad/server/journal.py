@@ -6,7 +6,8 @@ What the lines say is none of its business. The bounds:
 - The window holds at most `max_bytes`, `max_chunks` and `max_age`. A chunk leaves at the tail when room is needed.
 - Room is made by waiting a little for the readers at the tail, so that a burst that Postgres writes faster than
   any socket takes it does not cut everybody off. A minority that lags while the others are ahead may hold the writer
-  up for `patience` seconds in all, then it falls off the tail and the others go on without it.
+  up for `patience` seconds in all, then it falls off the tail and the others go on without it. One that has taken
+  nothing for that long by the time room is needed falls at once: it costs the others nothing.
 - A reader whose next chunk is older than `max_age` when room is needed falls off whatever the others do.
 """
 
@@ -64,7 +65,7 @@ class _Chunk:
 class Reader:
     """A cursor into a channel. `wake` is called, at most once per wait, when something can be taken again."""
 
-    __slots__ = ("_channel", "_patience", "cursor", "ended", "extended", "fallen", "wake")
+    __slots__ = ("_channel", "_patience", "cursor", "ended", "extended", "fallen", "moved_at", "on_fall", "wake")
 
     def __init__(
         self, channel: Channel, cursor: int, wake: Callable[[], None], extended: bool, patience: float
@@ -75,6 +76,8 @@ class Reader:
         self.wake = wake
         self.extended = extended
         self.fallen = False
+        self.moved_at = float("-inf")  # when it took something last, as exact as the last append
+        self.on_fall = wake  # called when it has fallen: it may be busy sending and never come to take more
         self.ended: ReplicadError | None = None
 
     def take_nowait(self) -> list[bytes]:
@@ -88,7 +91,7 @@ class Reader:
         if self.ended is not None:
             raise self.ended
         if self.fallen:
-            raise SlowReader(f"the next line of {channel.name} is no longer held; reconnect and resume from your token")
+            raise self.refusal()
         taken: list[bytes] = []
         size = 0
         while self.cursor < channel.head and len(taken) < TAKE_CHUNKS:
@@ -104,8 +107,15 @@ class Reader:
         if self.cursor == channel.head:
             self._patience = channel.limits.patience
         if taken:
+            self.moved_at = channel.appended_at
             channel.reader_moved()
         return taken
+
+    def refusal(self) -> SlowReader:
+        """What to tell a reader that has fallen."""
+        return SlowReader(
+            f"the next line of {self._channel.name} is no longer held; reconnect and resume from your token"
+        )
 
     def charge(self, seconds: float) -> bool:
         """Take from what this reader may still cost the others; False when nothing is left."""
@@ -126,6 +136,7 @@ class Channel:
         self.chunks: dict[int, _Chunk] = {}
         self.head = 0
         self.tail = 0
+        self.appended_at = float("-inf")
         self.seam = Seam(0, dict(positions))
         self._bytes = 0
         self._readers: set[Reader] = set()
@@ -167,7 +178,8 @@ class Channel:
             return
         if self._over(len(data)):
             await self._make_room(len(data))
-        self.chunks[self.head] = _Chunk(data, trio.current_time(), extended)
+        self.appended_at = trio.current_time()
+        self.chunks[self.head] = _Chunk(data, self.appended_at, extended)
         self.head += 1
         self._bytes += len(data)
         self._appended_bytes += len(data)
@@ -221,24 +233,32 @@ class Channel:
                     reader.fallen = True
                     self._fallen += 1
                     self._readers.discard(reader)
-                    reader.wake()
+                    reader.on_fall()
             else:
                 self._bytes -= len(self.chunks.pop(self.tail).data)
                 self.tail += 1
 
     async def _wait_for(self, late: list[Reader]) -> list[Reader]:
         """Give the readers at the tail a moment; returns those that have to fall."""
-        remaining = self.chunks[self.tail].at + self.limits.max_age - trio.current_time()
+        began = trio.current_time()
+        offered_at = self.chunks[self.tail].at
+        remaining = offered_at + self.limits.max_age - began
         if remaining <= 0:
             return late
+        if not self._most_lag():
+            idle_since = began - self.limits.patience
+            if stuck := [reader for reader in late if max(offered_at, reader.moved_at) <= idle_since]:
+                return stuck
         self._moved = trio.Event()
-        began = trio.current_time()
         with trio.move_on_after(min(remaining, 0.05)):
             await self._moved.wait()
         waited = trio.current_time() - began
         self._waited += waited
-        # While most are behind it is the machine that is slow, not they; then nobody is charged.
-        middle = self.tail + len(self.chunks) // 2
-        if 2 * sum(reader.cursor < middle for reader in self._readers) > len(self._readers):
+        if self._most_lag():
             return []
         return [reader for reader in late if reader.cursor == self.tail and not reader.charge(waited)]
+
+    def _most_lag(self) -> bool:
+        """Whether most readers are behind: then it is the machine that is slow, not they, and nobody is charged."""
+        middle = self.tail + len(self.chunks) // 2
+        return 2 * sum(reader.cursor < middle for reader in self._readers) > len(self._readers)

@@ -141,6 +141,7 @@ class Session:
             SlowReader: the chunk is no longer held.
         """
         reader = channel.subscribe(cursor, self.wake, extended=extended)
+        reader.on_fall = lambda: self.hang_up(*self._explain(reader.refusal()))
         self._readers.append(reader)
         self.wake()
         return reader

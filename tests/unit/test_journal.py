@@ -65,6 +65,24 @@ async def test_lines_for_subscribers_by_name_pass_others_by() -> None:
     assert drain(extended) == b"WRITERS s a b=1\nx\n"
 
 
+async def test_a_reader_that_took_nothing_while_the_journal_filled_costs_the_others_nothing(
+    autojump_clock: object,
+) -> None:
+    channel = Channel("s", {}, JournalLimits(max_bytes=100, patience=1.0))
+    stuck, *quick = [channel.subscribe(0, silent, extended=False) for _ in range(4)]
+    await trio.sleep(1000)  # being at the head for long is no offence
+    await channel.append(b"x" * 10)
+    assert stuck.take_nowait()
+    for _ in range(100):
+        await trio.sleep(0.5)
+        before = trio.current_time()
+        await channel.append(b"x" * 10)
+        assert trio.current_time() == before
+        for reader in quick:
+            drain(reader)
+    assert [reader.fallen for reader in (stuck, *quick)] == [True, False, False, False]
+
+
 async def test_a_reader_that_never_reads_falls_and_costs_the_others_its_patience_once(autojump_clock: object) -> None:
     channel = Channel("s", {}, JournalLimits(max_bytes=100, patience=1.0))
     stuck = channel.subscribe(0, silent, extended=False)

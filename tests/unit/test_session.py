@@ -241,3 +241,20 @@ async def test_a_peer_that_breaks_off_while_commands_wait_ends_its_own_session_o
     await bench.peer.stream.aclose()
     await trio.testing.wait_all_tasks_blocked()
     assert bench.reason in (CloseReason.PEER_LOST, CloseReason.PEER_CLOSED)
+
+
+async def test_a_session_whose_reader_falls_ends_at_once_though_its_peer_takes_nothing(
+    start: Start, autojump_clock: object
+) -> None:
+    bench = start(small_pipe=True)
+    await bench.peer.lines(2)
+    channel = Channel("s", {}, JournalLimits(max_bytes=100, patience=1.0))
+    quick = channel.subscribe(0, lambda: None, extended=False)
+    bench.session.read(channel, 0, extended=False)
+    began = trio.current_time()
+    while bench.reason is None and trio.current_time() < began + 30:
+        await channel.append(b"x" * 30 + b"\n")
+        quick.take_nowait()
+        await trio.sleep(0.5)
+    assert bench.reason is CloseReason.SLOW_READER
+    assert trio.current_time() - began <= 5

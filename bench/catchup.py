@@ -19,7 +19,7 @@ _PIPE = 1 << 20  # bytes of psql's pipe: as wide as Linux lets it be
 
 
 def run(options: Options) -> list[Figure]:
-    """One figure."""
+    """The rate, and what of the time is ours."""
     rows = options.sized(ROWS)
     with system() as ours, ours.daemon() as daemon:
         ours.make_stream()
@@ -28,9 +28,11 @@ def run(options: Options) -> list[Figure]:
         number = int(ours.sql(f"SELECT number FROM replicad.stream WHERE name = '{STREAM}'"))
         source = RowSource(number, STREAM, f"public.{STREAM}", "id", row="t.body", unique_ids=True)
         copy = f"COPY ({source.range_sql(0, rows)}) TO STDOUT {_FORMAT}"
-        mine, psql = [], []
+        mine, psql, spent = [], [], []
         for _ in range(options.runs):
+            before = daemon.cpu()
             mine.append(rows / _by_daemon(daemon, rows))
+            spent.append((daemon.cpu() - before) / rows)
             psql.append(rows / _by_psql(ours, copy, rows))
     return [
         Figure(
@@ -39,7 +41,8 @@ def run(options: Options) -> list[Figure]:
             f"psql to a pipe {rates(psql, 'rows/s')}",
             Spread.of_ratios(mine, psql),
             at_least=GOAL,
-        )
+        ),
+        Figure("  processor time of the daemon", f"{Spread.of(spent).middle * 1e6:.3f} s/M rows"),
     ]
 
 

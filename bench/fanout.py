@@ -7,12 +7,12 @@ last. Ours includes Postgres, which reads the rows and writes the lines; the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from bench.peers import Peer, peers
 from bench.readers import Door, Heard, crowd
 from bench.report import Figure, Spread, rates
-from bench.system import STREAM, Daemon, Options, System, system
+from bench.system import STREAM, Daemon, Options, System, cpu, system
 
 ROWS = 2_000_000
 DELIVERIES = 20_000_000
@@ -20,42 +20,77 @@ CLIENTS = (1, 10, 50, 200)
 GOALS = {1: 1.0, 10: 2.0, 50: 2.0, 200: 2.0}
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Rows per second, all clients together, and the server's seconds of processor time for one delivered row."""
+
+    rate: float
+    cost: float
+
+
 def run(options: Options) -> list[Figure]:
-    """One figure for each number of clients."""
+    """Two figures for each number of clients: rows per second, and what they cost the server."""
     with system() as ours, ours.daemon() as daemon, peers() as others:
         ours.make_stream()
-        return [_figure(options, ours, daemon, others, clients) for clients in CLIENTS]
+        return [figure for clients in CLIENTS for figure in _figures(options, ours, daemon, others, clients)]
 
 
-def _figure(options: Options, ours: System, daemon: Daemon, others: list[Peer], clients: int) -> Figure:
+def _figures(options: Options, ours: System, daemon: Daemon, others: list[Peer], clients: int) -> list[Figure]:
     rows = options.sized(min(ROWS, DELIVERIES // clients))
     door = Door(daemon.host, daemon.port, b"REPLICATE\n", b"POSITION bench")
     lines = _lines(rows)
-    mine: list[float] = []
-    best: list[float] = []
-    theirs: dict[str, list[float]] = {peer.name: [] for peer in others}
+    mine: list[Delivery] = []
+    theirs: dict[str, list[Delivery]] = {peer.name: [] for peer in others}
     for _ in range(options.runs):
-        mine.append(_rate(door, clients, rows, lambda: ours.commit_rows(rows)))
+        mine.append(_by_us(ours, daemon, door, clients, rows))
         for peer in others:
-            theirs[peer.name].append(_rate(peer.door, clients, rows, lambda peer=peer: peer.publish(lines)))
-        if others:
-            best.append(max(found[-1] for found in theirs.values()))
-    return Figure(
-        f"rows/s to {clients} clients",
-        rates(mine, "rows/s"),
-        ", ".join(f"{name} {rates(found, 'rows/s')}" for name, found in theirs.items()),
-        Spread.of_ratios(mine, best) if others else None,
-        at_least=GOALS[clients],
-    )
+            theirs[peer.name].append(_by_peer(peer, clients, lines))
+    per_round = list(zip(*theirs.values(), strict=True))
+    rates_beside = ", ".join(f"{name} {rates([d.rate for d in found], 'rows/s')}" for name, found in theirs.items())
+    costs_beside = ", ".join(f"{name} {_cost(found)}" for name, found in theirs.items())
+    return [
+        Figure(
+            f"rows/s to {clients} client{'s' if clients > 1 else ''}",
+            rates([delivery.rate for delivery in mine], "rows/s"),
+            rates_beside,
+            Spread.of_ratios([d.rate for d in mine], [max(d.rate for d in found) for found in per_round])
+            if per_round
+            else None,
+            at_least=GOALS[clients],
+        ),
+        Figure(
+            "  processor time, Postgres included",
+            _cost(mine),
+            costs_beside,
+            Spread.of_ratios([d.cost for d in mine], [min(d.cost for d in found) for found in per_round])
+            if per_round
+            else None,
+        ),
+    ]
 
 
-def _rate(door: Door, clients: int, rows: int, feed: Callable[[], None]) -> float:
+def _cost(deliveries: list[Delivery]) -> str:
+    return f"{Spread.of(delivery.cost for delivery in deliveries).middle * 1e6:.3f} s/M rows"
+
+
+def _by_us(ours: System, daemon: Daemon, door: Door, clients: int, rows: int) -> Delivery:
     with crowd(door, clients, rows) as readers:
-        feed()
-        heard: Heard = readers.wait()
+        ours.commit_rows(rows)
+        before = daemon.cpu() + ours.cpu()  # delivery begins with the commit: what inserted the rows has ended
+        return _delivery(readers.wait(), daemon.cpu() + ours.cpu() - before)
+
+
+def _by_peer(peer: Peer, clients: int, lines: list[bytes]) -> Delivery:
+    with crowd(peer.door, clients, len(lines)) as readers:
+        before = cpu(peer.process)
+        peer.publish(lines)
+        return _delivery(readers.wait(), cpu(peer.process) - before)
+
+
+def _delivery(heard: Heard, seconds: float) -> Delivery:
     if heard.lost:
-        raise RuntimeError(f"{heard.lost} of {clients} readers were cut off or got too little; {heard}")
-    return heard.rows / (heard.last - heard.first)
+        raise RuntimeError(f"{heard.lost} readers were cut off or got too little: {heard}")
+    return Delivery(heard.rows / (heard.last - heard.first), seconds / heard.rows)
 
 
 def _lines(rows: int) -> list[bytes]:

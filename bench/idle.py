@@ -9,7 +9,7 @@ import psutil
 from bench.peers import peers
 from bench.readers import Door, idle
 from bench.report import Figure, Spread, amount
-from bench.system import Options, allow_files, system
+from bench.system import Options, allow_files, cpu, system
 
 CONNECTIONS = 10_000
 WATCHED = 5.0  # seconds over which processor time is measured: one PING for each connection
@@ -24,29 +24,33 @@ def run(options: Options) -> list[Figure]:
         door = Door(daemon.host, daemon.port, b"REPLICATE\n", b"POSITION bench")
         mine = _cost(door, daemon.process, connections)
         theirs = {peer.name: _cost(peer.door, peer.process, connections) for peer in others}
-    return [
-        Figure(
-            f"{what}, {connections:,} connections",
-            amount(mine[number], unit),
-            ", ".join(f"{name} {amount(cost[number], unit)}" for name, cost in theirs.items()),
-            Spread.of(mine[0] / cost[0] for cost in theirs.values()) if number == 0 and theirs else None,
+    figures = []
+    for number, (what, unit) in enumerate((("memory for each", "bytes"), ("processors used", "processors"))):
+        best = min((cost[number] for cost in theirs.values()), default=0.0)
+        figures.append(
+            Figure(
+                f"{what}, {connections:,} connections",
+                amount(mine[number], unit),
+                ", ".join(f"{name} {amount(cost[number], unit)}" for name, cost in theirs.items()),
+                Spread.of([mine[number] / best]) if best > 0 else None,
+            )
         )
-        for number, (what, unit) in enumerate((("memory for each", "bytes"), ("processors used", "processors")))
-    ]
+    return figures
 
 
 def _cost(door: Door, server: psutil.Process, connections: int) -> tuple[float, float]:
     """Resident bytes for each connection, and the share of a processor that all of them take."""
-    with idle(door, 2):  # what the first connections load for all is none of the others' cost
+    with idle(door, 2):  # what the first connections load for all, and polling, is none of the others' cost
+        alone = _used(server)
         before = server.memory_info().rss
     with idle(door, connections):
-        time.sleep(1.0)
-        began = time.monotonic(), _cpu(server)
-        time.sleep(WATCHED)
-        used = (_cpu(server) - began[1]) / (time.monotonic() - began[0])
-        return (server.memory_info().rss - before) / connections, used
+        used = _used(server)
+        return (server.memory_info().rss - before) / connections, max(0.0, used - alone)
 
 
-def _cpu(server: psutil.Process) -> float:
-    times = server.cpu_times()
-    return float(times.user + times.system)
+def _used(server: psutil.Process) -> float:
+    """The share of a processor that a server takes."""
+    time.sleep(1.0)  # let those who have just come settle
+    began = time.monotonic(), cpu(server)
+    time.sleep(WATCHED)
+    return (cpu(server) - began[1]) / (time.monotonic() - began[0])

@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -142,7 +142,9 @@ def note_probes(pipe: Connection, door: Door, clients: int) -> None:
         for key, _ in watch.select():
             link = key.fileobj
             if link is pipe:
-                pipe.send(seen)
+                with suppress(EOFError):  # nobody wants to know
+                    pipe.recv()
+                    pipe.send(seen)
                 return
             size = _receive(link, buffer)
             now = time.monotonic()

@@ -7,10 +7,13 @@ the twenty before and beside the two, when the two were cut off, and by how much
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 
 from bench.latency import commit_probes
 from bench.readers import Door, probes
@@ -28,49 +31,33 @@ _BURST = f"INSERT INTO {STREAM} (body) SELECT {BODY.replace('~', '')} FROM gener
 
 @dataclass(slots=True)
 class Slow:
-    """A subscriber that takes `size` bytes every `pause` seconds, or nothing at all (size 0), and how it ended."""
+    """A subscriber that takes `size` bytes every `pause` seconds, or nothing at all (size 0)."""
 
+    name: str
     link: socket.socket
     size: int
     pause: float
-    ended_after: float | None = None
-    told: bool = False
 
     def read(self, stop: threading.Event) -> None:
         """Until stopped or cut off."""
-        began = time.monotonic()
-        tail = b""
-        while not stop.wait(self.pause):
-            if self.size == 0:
-                # Without reading: the kernel knows whether the peer has ended the connection.
-                if self.link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != 1:
-                    break
-                continue
-            try:
-                data = self.link.recv(self.size)
-            except ConnectionError:
-                break
-            if not data:
-                break
-            tail = (tail + data)[-2 * self.size :]
-            self.told = self.told or b"ERROR slow_reader" in tail
-            if self.told:
-                break
-        else:
-            return
-        self.ended_after = time.monotonic() - began
+        with suppress(ConnectionError):
+            while not stop.wait(self.pause):
+                if self.size and not self.link.recv(self.size):
+                    return
 
 
 def run(options: Options) -> list[Figure]:
     """Latency without and with slow readers, how they ended, and memory."""
     count = options.sized(PROBES)
-    with system() as ours, ours.daemon("--journal-bytes", str(JOURNAL)) as daemon:
+    settings = ("--journal-bytes", str(JOURNAL), "--log-level", "info", "--log-format", "json")
+    with system() as ours, ours.daemon(*settings) as daemon:
         ours.make_stream()
         with process(ours.pgbench(_BURST, "-R", str(RATE), "-T", "600", clients=2)):
             time.sleep(1.0)
             before = _latencies(ours, daemon, count)
             memory = daemon.memory()
-            stuck, trickling, beside, peak = _with_slow_ones(ours, daemon, count)
+            beside, peak = _with_slow_ones(ours, daemon, count)
+        ends = {name: _end(daemon, name) for name in ("stuck", "trickling")}
     growth = peak - memory
     return [
         Figure(
@@ -79,8 +66,8 @@ def run(options: Options) -> list[Figure]:
             f"without them {latency(before)}",
             Spread.of([percentile(beside, 0.99) / percentile(before, 0.99)]),
         ),
-        Figure("one that reads nothing", _end(stuck)),
-        Figure(f"one that takes {TRICKLE[0] / TRICKLE[1] / 1024:.0f} KiB/s", _end(trickling)),
+        Figure("one that reads nothing", ends["stuck"]),
+        Figure(f"one that takes {TRICKLE[0] / TRICKLE[1] / 1024:.0f} KiB/s", ends["trickling"]),
         Figure(
             "memory of the daemon grew by",
             amount(growth, "bytes") if growth > 0 else "nothing",
@@ -91,9 +78,12 @@ def run(options: Options) -> list[Figure]:
     ]
 
 
-def _with_slow_ones(ours: System, daemon: Daemon, count: int) -> tuple[Slow, Slow, list[float], int]:
+def _with_slow_ones(ours: System, daemon: Daemon, count: int) -> tuple[list[float], int]:
     stop = threading.Event()
-    slow = [Slow(_slow_link(daemon), 0, 0.1), Slow(_slow_link(daemon), *TRICKLE)]
+    slow = [
+        Slow("stuck", _slow_link(daemon, "stuck"), 0, 0.1),
+        Slow("trickling", _slow_link(daemon, "trickling"), *TRICKLE),
+    ]
     peak = 0
 
     def watch() -> None:
@@ -112,15 +102,15 @@ def _with_slow_ones(ours: System, daemon: Daemon, count: int) -> tuple[Slow, Slo
             thread.join()
         for one in slow:
             one.link.close()
-    return slow[0], slow[1], beside, peak
+    return beside, peak
 
 
-def _slow_link(daemon: Daemon) -> socket.socket:
+def _slow_link(daemon: Daemon, name: str) -> socket.socket:
     """A subscriber whose kernel keeps little for it."""
     link = socket.socket()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
     link.connect((daemon.host, daemon.port))
-    link.sendall(f"REPLICATE {STREAM}\n".encode())
+    link.sendall(f"NAME {name}\nREPLICATE {STREAM}\n".encode())
     return link
 
 
@@ -136,7 +126,12 @@ def _latencies(ours: System, daemon: Daemon, count: int) -> list[float]:
     return [at - committed[number] for number, times in seen.items() for at in times]
 
 
-def _end(slow: Slow) -> str:
-    if slow.ended_after is None:
-        return "was not cut off"
-    return f"cut off after {slow.ended_after:.1f} s{', told why' if slow.told else ''}"
+def _end(daemon: Daemon, name: str) -> str:
+    """How the session of that name ended, as the daemon's log tells it; its client may not know yet."""
+    lines = [json.loads(line) for line in daemon.log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    opened = {line["session"]: line["timestamp"] for line in lines if line["event"] == "session_opened"}
+    for line in lines:
+        if line["event"] == "session_closed" and line.get("name") == name and line["reason"] == "slow_reader":
+            began, ended = (datetime.fromisoformat(at) for at in (opened[line["session"]], line["timestamp"]))
+            return f"cut off after {(ended - began).total_seconds():.1f} s"
+    return "was not cut off"

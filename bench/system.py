@@ -46,6 +46,7 @@ class Daemon:
     host: str
     port: int
     process: psutil.Process
+    log: Path
 
     def memory(self) -> int:
         """Resident bytes."""
@@ -53,8 +54,7 @@ class Daemon:
 
     def cpu(self) -> float:
         """Seconds of processor time so far."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        return cpu(self.process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,14 @@ class System:
         if done.returncode:
             raise RuntimeError(f"replicad {' '.join(arguments)}: {done.stderr.strip()}")
 
+    def cpu(self) -> float:
+        """Seconds of processor time that Postgres' present processes have taken so far."""
+        pid = int((self.folder / "postgres" / "data" / "postmaster.pid").read_text(encoding="ascii").split()[0])
+        return sum(cpu(backend) for backend in psutil.Process(pid).children())
+
     @contextmanager
     def daemon(self, *options: str) -> Iterator[Daemon]:
-        """Run `replicad serve` with these options on a free port."""
+        """Run `replicad serve` with these options on a free port. Its log is empty but for warnings, unless asked."""
         ready, log = self.folder / "ready", self.folder / "daemon.log"
         command = [
             sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
@@ -119,7 +124,7 @@ class System:
         with log.open("ab") as output, process(command, output=output) as started:
             wait_until(ready.exists, "the daemon to listen", started)
             host, _, port = ready.read_text(encoding="utf-8").strip().rpartition(":")
-            yield Daemon(host, int(port), psutil.Process(started.pid))
+            yield Daemon(host, int(port), psutil.Process(started.pid), log)
 
     def make_stream(self) -> None:
         """A table `bench` with rows that make lines of about 88 bytes, which is the stream `bench`."""
@@ -156,6 +161,15 @@ def process(command: Sequence[str], output: object = subprocess.DEVNULL) -> Iter
         except subprocess.TimeoutExpired:
             started.kill()
             started.wait()
+
+
+def cpu(server: psutil.Process) -> float:
+    """Seconds of processor time that a process has taken so far; 0 for one that has ended."""
+    try:
+        times = server.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def connect(host: str, port: int, hello: bytes = b"") -> socket.socket:

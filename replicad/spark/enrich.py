@@ -25,7 +25,8 @@ KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
 @dataclass(frozen=True, slots=True)
 class Changes:
     """What one chunk of touches comes to. `writes`: rows as they are now, then _shard and _seq;
-    `deletes`: _shard, id, _seq."""
+    `deletes`: _shard, id, _seq.
+    """
 
     writes: pa.Table
     deletes: pa.Table

@@ -54,6 +54,7 @@ def _version_of(java: Path) -> int:
 
 def parse_version(text: str) -> int | None:
     """The major version in what `java -version` prints: 17 of `"17.0.15"`, 8 of `"1.8.0_402"`;
-    None where there is none."""
+    None where there is none.
+    """
     found = re.search(r'version "(?:1\.)?([0-9]+)', text)
     return int(found[1]) if found else None

@@ -98,9 +98,8 @@ class _Run:
         self._on_batch = on_batch
         self._holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
         self._result = PipelineResult()
-        self._enricher = make_enricher(
-            config
-        )  # once: a column that is dropped meanwhile does not change the downstream
+        # once: a column that is dropped meanwhile must not change the downstream
+        self._enricher = make_enricher(config)
         self._failures = 0  # in a row, without a batch in between
 
     def to_the_end(self) -> PipelineResult:
@@ -134,8 +133,11 @@ class _Run:
                 if self._until(runner.result):
                     _let_finish(query, runner)
                     break
-        except BaseException as error:
-            raise explain(error, runner.error) from error
+        except Exception as error:
+            found = explain(error, runner.error)
+            if found is error:
+                raise
+            raise found from error
         finally:
             query.stop()
             self._result = runner.result
@@ -277,8 +279,9 @@ _OURS = re.compile(r"replicad\.errors\.([A-Za-z]+): (.+)")
 
 def explain(error: BaseException, cause: BaseException | None = None) -> BaseException:
     """The error of ours that ended a query: `cause` where it is one, else found in what Spark says;
-    else `error` itself."""
-    if isinstance(error, (ReplicadError, KeyboardInterrupt, SystemExit)):
+    else `error` itself.
+    """
+    if isinstance(error, ReplicadError):
         return error
     if isinstance(cause, ReplicadError):
         return cause

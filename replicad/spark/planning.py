@@ -103,7 +103,8 @@ class _Plan:
 
     def fill_at_once(self, budget: Budget) -> None:
         """One answer from each partition. It does not say how many ids or backfill pods it has,
-        only that it has none."""
+        only that it has none.
+        """
         count = len(self._order)
         carried = [0, 0, 0]
         for number, *three in zip(
@@ -135,7 +136,8 @@ class _Plan:
 
 def _to_the_end(ask: Ask, part: Part, place: Place, backfill: int | None) -> Place:
     """Everything that a partition has now. It ends although writers go on:
-    the first answer that is not full is the last."""
+    the first answer that is not full is the last.
+    """
     full = 1
     while True:
         got = ask(part, place.cursor, limit=MOST_PODS, backfill=backfill)

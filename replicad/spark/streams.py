@@ -67,7 +67,8 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """The stream's position, or as far towards it as a micro-batch may go;
-        waits up to pollTimeout for it to move."""
+        waits up to pollTimeout for it to move.
+        """
         begin = StreamOffset.from_json(start).token
         if self._available_now:
             self._target = self._target or position(self._options, None, 0.0)

@@ -36,7 +36,8 @@ class ShardSet:
 
     @classmethod
     def parse(cls, text: str) -> ShardSet:
-        """Read such a text.
+        """Read such a te
+"""
 
         Raises:
             ValueError: not of that form.
@@ -57,7 +58,8 @@ class ShardSet:
 
 @dataclass(frozen=True, slots=True)
 class TableRule:
-    """The table of some shards: an SQL name in which `{shard}` stands for the number, e.g.
+    """The table of some shards: an SQL name in which `{shard}` stands for the number, e
+        """
     `shard_{shard:04d}.cities`."""
 
     table: str

@@ -1,5 +1,6 @@
 """From pods to touches: what a micro-batch asks for, each id once per shard. Pure Arrow;
-knows no database and no Spark."""
+knows no database and no Spark.
+"""
 
 from __future__ import annotations
 

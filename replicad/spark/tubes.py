@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from replicad.errors import CursorAhead
+from replicad.errors import CursorAhead, PartitionsChanged, ReplicadError
 from replicad.protocol.tokens import START, Cursor
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.offsets import TubeOffset
@@ -29,6 +29,7 @@ from replicad.spark.planning import Budget, Target, plan_all, plan_batch
 from replicad.spark.reading import TubePartition, read_range
 
 LAG_INTERVAL = 5.0  # seconds between two looks at how much is waiting; each costs a count in Postgres
+REPARTITION_PATIENCE = 10.0  # seconds for which a daemon may not know yet that the number of partitions changed
 WAIT_SLICE = 10.0  # seconds of waiting in one request; daemons bound it
 BATCH_TTL = 5.0  # seconds for which a batch read keeps others from the tube after its last request
 
@@ -74,11 +75,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         begin = TubeOffset.from_json(start)
         try:
             self._ack(begin)
-            partitions = hold.partitions()
-            if partitions != begin.partitions:
-                log.warning("tube %s has %d partitions now, not %d", hold.tube, partitions, begin.partitions)
-                begin = TubeOffset.beginning(partitions)
-            end = self._next(hold, begin, limit)
+            begin, end = self._plan(hold, begin, limit)
         except CursorAhead as error:
             if self._options.fail_on_data_loss:
                 raise CursorAhead(
@@ -87,8 +84,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
                 ) from error
             log.warning("%s; reading begins anew", error)
             self._acked = begin  # nothing of it is there to be acked
-            begin = TubeOffset.beginning(hold.partitions())
-            end = self._next(hold, begin, limit)
+            begin, end = self._plan(hold, TubeOffset.beginning(begin.partitions), limit)
         if end == begin:
             self._planned = None
             return start
@@ -105,8 +101,11 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             return None
         now = time.monotonic()
         if self._reported is None or now - self._reported[0] >= LAG_INTERVAL:
-            end = plan_batch(self._hold.plan, base, Budget(pods=100_000))
-            self._reported = (now, end.to_json())
+            try:
+                self._reported = (now, plan_batch(self._hold.plan, base, Budget(pods=100_000)).to_json())
+            except ReplicadError as error:  # it is a figure for people; what matters fails where it matters
+                log.warning("lag of tube %s not known: %s", self._hold.tube, error)
+                return None
         return self._reported[1]
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
@@ -167,6 +166,21 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         if self._planned == offset:
             self._planned = None
 
+    def _plan(self, hold: TubeHold, begin: TubeOffset, limit: ReadLimit) -> tuple[TubeOffset, TubeOffset]:
+        """The next micro-batch, in the tube's own number of partitions: where it begins, and its end."""
+        deadline = time.monotonic() + REPARTITION_PATIENCE
+        while True:
+            partitions = hold.partitions()
+            if partitions != begin.partitions:
+                log.warning("tube %s has %d partitions now, not %d", hold.tube, partitions, begin.partitions)
+                begin = TubeOffset.beginning(partitions)
+            try:
+                return begin, self._next(hold, begin, limit)
+            except PartitionsChanged:  # just now: the daemon will have noticed in a moment
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
     def _next(self, hold: TubeHold, begin: TubeOffset, limit: ReadLimit) -> TubeOffset:
         options = self._options
         if isinstance(limit, ReadAllAvailable):
@@ -187,9 +201,8 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         """Plan, waiting for enough pods for as long as the options say; `begin` where there are not enough."""
         deadline = time.monotonic() + self._options.poll_timeout
         end = begin
-        if (
-            self._idle_at != begin or not self._options.poll_timeout
-        ):  # else there was nothing a moment ago, and waiting sees what came since
+        if self._idle_at != begin or not self._options.poll_timeout:
+            # else there was nothing a moment ago, and waiting sees what came since
             end = plan_batch(hold.plan, begin, budget)
         while not self._is_enough(begin, end):
             left = deadline - time.monotonic()
@@ -225,8 +238,7 @@ class TubeBatchReader(DataSourceReader):  # type: ignore[misc]
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        """A task for every partition that has pods. The lease runs out by itself,
-        nobody says when the tasks are done."""
+        """A task for every partition that has pods. Nobody says when they are done: the lease runs out by itself."""
         # the same holder for every action of one Spark application, so that they do not wait for each other
         holder = holder_name(self._options.consumer, "batch", os.getppid())
         with TubeHold(self._options, holder=holder, ttl=BATCH_TTL, renewing=False) as hold:

@@ -1,5 +1,6 @@
 """A sharded table with touches, for tests of the pipeline:
-every change goes to Postgres first and to the daemon's tube then."""
+every change goes to Postgres first and to the daemon's tube then.
+"""
 
 from __future__ import annotations
 

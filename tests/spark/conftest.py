@@ -1,5 +1,6 @@
 """One Spark for all tests of this folder, with settings that make a query cost about a second;
-and daemons without Postgres."""
+and daemons without Postgres.
+"""
 
 from __future__ import annotations
 

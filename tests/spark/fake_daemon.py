@@ -95,6 +95,7 @@ class TubeState:
     leases: list[Held] = field(default_factory=list)
     acked: list[Pod] = field(default_factory=list)
     parked: list[tuple[int, tuple[int, ...], str]] = field(default_factory=list)
+    old_numbers: list[int] = field(default_factory=list)  # of partitions, which TUBE still tells for so many times
     top: int = 0  # the position: the highest seq ever given out
 
     def park(self, seq: int, ids: tuple[int, ...], error: str) -> int:
@@ -206,7 +207,7 @@ class FakeDaemon:
             with sending:
                 one.sendall(core.send(command, time.monotonic()))
 
-        name = f"{one.getpeername()[1]}"
+        name = f"connection-{one.fileno()}"
         try:
             send(Server("fake"))
             send(Ping(str(int(time.time() * 1000))))
@@ -234,7 +235,8 @@ class FakeDaemon:
                         send(Error("not_authorised: wrong token"))
                         raise OSError("wrong token")
                 case Tube(tube=tube):
-                    send(Tube(tube, self._state(tube).partitions))
+                    state = self._state(tube)
+                    send(Tube(tube, state.old_numbers.pop() if state.old_numbers else state.partitions))
                 case Claim():
                     send(self._claim(command, name))
                 case Renew(tube=tube, part=part, term=term):
@@ -340,6 +342,8 @@ class FakeDaemon:
         with self.moved:
             while True:
                 self._lease(command.tube, command.part, command.term)
+                if command.upto is None and command.part.partitions not in (1, self._state(command.tube).partitions):
+                    raise PartitionsChanged(f"tube {command.tube} has another number of partitions")
                 self._check(command.tube, command.after)
                 self._check(command.tube, command.upto)
                 chosen = self._select(command)

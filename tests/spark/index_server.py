@@ -1,5 +1,6 @@
 """A search index in memory that answers what the bulk downstream asks, in the form of Elasticsearch;
-and can misbehave."""
+and can misbehave.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Everything real: tables with triggers, a daemon in a process of its own, Spark, and a downstream;
-and what is killed of it."""
+and what is killed of it.
+"""
 
 from __future__ import annotations
 

@@ -201,7 +201,8 @@ def test_a_task_that_fails_in_the_middle_leaves_nothing(url: str) -> None:
 
 def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_skip(url: str) -> None:
     """Two drivers write one batch at once;
-    the second waits for the first one's transaction and then changes nothing."""
+    the second waits for the first one's transaction and then changes nothing.
+    """
     sink = PostgresSink(url, 'dw."Cit ies"')
     sink.prepare(SHAPE)
     inside, go_on = threading.Event(), threading.Event()

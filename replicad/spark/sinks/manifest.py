@@ -42,7 +42,8 @@ class Leaf:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """One version of the table. `shards` maps a shard to its leaves by `low`;
-    `applied` a query to its last (batch, step)."""
+    `applied` a query to its last (batch, step).
+    """
 
     version: int
     shape: Shape

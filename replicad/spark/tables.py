@@ -36,8 +36,7 @@ class ShardSet:
 
     @classmethod
     def parse(cls, text: str) -> ShardSet:
-        """Read such a te
-"""
+        """Read such a text.
 
         Raises:
             ValueError: not of that form.
@@ -58,9 +57,10 @@ class ShardSet:
 
 @dataclass(frozen=True, slots=True)
 class TableRule:
-    """The table of some shards: an SQL name in which `{shard}` stands for the number, e
-        """
-    `shard_{shard:04d}.cities`."""
+    """The table of some shards: an SQL name in which `{shard}` stands for the number.
+
+    For example `shard_{shard:04d}.cities`.
+    """
 
     table: str
     shards: ShardSet = ShardSet("all", ())

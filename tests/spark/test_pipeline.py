@@ -210,8 +210,7 @@ CREATE FUNCTION dw.note() RETURNS trigger LANGUAGE plpgsql AS
 CREATE TRIGGER note AFTER INSERT OR UPDATE ON dw.cities FOR EACH ROW EXECUTE FUNCTION dw.note();
 """
 
-DRIVER = 
-"""
+DRIVER = """
 import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path

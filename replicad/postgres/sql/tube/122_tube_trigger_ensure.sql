@@ -9,7 +9,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry := tube_find(tube);
     own boolean := predicate IS NOT NULL OR routing IS NOT NULL;
-    hash text := left(md5(concat_ws(E'\n', coalesce(predicate, '-'), coalesce(routing, '-'), path::text)), 8);
+    hash text := left(md5(concat_ws(E'\n', coalesce(predicate, '-'), coalesce(routing, '-'), path::text)), 12);
     name text := tube_object_name(tube, CASE WHEN own THEN '_trigger_' || hash ELSE '_trigger' END);
     body text := tube_trigger_body(tube, tube_where(t.predicate, predicate), routing);
     setting text := tube_path_text(CASE WHEN own THEN t.path || path ELSE t.path END);

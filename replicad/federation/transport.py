@@ -7,13 +7,15 @@ the answer's body only a little is read, for a short time, so that the connectio
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Protocol
 from urllib.parse import quote, urlsplit
+from zlib import crc32
 
 import httpx
 import trio
@@ -22,6 +24,7 @@ from replicad.federation import signing
 from replicad.federation.items import Transaction
 from replicad.federation.settings import MATRIX, Delivery
 
+POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_ANSWER = 64 << 10  # bytes of an answer's body that are worth reading for the sake of the connection
 ANSWER_TIME = 5.0  # seconds, likewise
 KEEP_IDLE = 30.0  # seconds for which an unused connection is kept
@@ -55,8 +58,8 @@ class Transport(Protocol):
 class HttpTransport:
     """See the module. Made by `open_transport`."""
 
-    def __init__(self, client: httpx.AsyncClient, settings: Delivery) -> None:
-        self._client = client
+    def __init__(self, clients: Sequence[httpx.AsyncClient], settings: Delivery) -> None:
+        self._clients = clients
         self._settings = settings
         self._method = "PUT" if settings.form == MATRIX else "POST"
 
@@ -87,7 +90,7 @@ class HttpTransport:
         }
         if self._settings.form != MATRIX:
             headers["idempotency-key"] = transaction.id
-        request = self._client.build_request(
+        request = self._client(destination).build_request(
             self._method, self.url(destination, transaction.id), content=body, headers=headers
         )
         secret = self._settings.federation_secret
@@ -113,12 +116,15 @@ class HttpTransport:
         outcome: Outcome | None = None
         with trio.move_on_after(self._settings.request_timeout):
             try:
-                response = await self._client.send(request, stream=True)
+                response = await self._client(destination).send(request, stream=True)
                 outcome = _judge(response)
                 await _drain(response)
             except (httpx.HTTPError, httpx.StreamError, OSError) as error:
                 outcome = outcome or Outcome(False, _reason("request", error))
         return outcome or Outcome(False, f"no answer within {self._settings.request_timeout:g} s")
+
+    def _client(self, destination: str) -> httpx.AsyncClient:
+        return self._clients[crc32(destination.encode()) % len(self._clients)]
 
     def _body(self, transaction: Transaction) -> bytes:
         pdus, edus = ",".join(transaction.pdus), ",".join(transaction.edus)
@@ -136,16 +142,26 @@ async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
 
     Raises UsageError where the authorities to trust cannot be read.
     """
-    most = settings.concurrency + settings.probes
-    async with httpx.AsyncClient(
-        verify=settings.ssl_context(),
-        trust_env=False,
-        follow_redirects=False,
-        timeout=httpx.Timeout(settings.request_timeout, connect=settings.destination_timeout),
-        limits=httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEEP_IDLE),
-        headers={"user-agent": f"replicad/{version('replicad')}", "accept-encoding": "identity"},
-    ) as client:
-        yield HttpTransport(client, settings)
+    most = settings.concurrency + settings.probes  # requests at a time; the workers see to it
+    idle = math.ceil(most / POOLS)
+    trusted = settings.ssl_context()
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(
+                    verify=trusted,
+                    trust_env=False,
+                    follow_redirects=False,
+                    timeout=httpx.Timeout(settings.request_timeout, connect=settings.destination_timeout),
+                    limits=httpx.Limits(
+                        max_connections=most, max_keepalive_connections=idle, keepalive_expiry=KEEP_IDLE
+                    ),
+                    headers={"user-agent": f"replicad/{version('replicad')}", "accept-encoding": "identity"},
+                )
+            )
+            for _ in range(POOLS)
+        ]
+        yield HttpTransport(clients, settings)
 
 
 def _is_url(text: str) -> bool:

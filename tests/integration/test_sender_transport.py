@@ -155,7 +155,7 @@ async def test_a_cancelled_request_leaves_the_transport_usable(receiver: Receive
 
 
 def checker(**changes: Any) -> HttpTransport:
-    return HttpTransport(None, Delivery(**({"form": "matrix", "origin": "us.example"} | changes)))  # type: ignore[arg-type]
+    return HttpTransport([], Delivery(**({"form": "matrix", "origin": "us.example"} | changes)))
 
 
 def test_what_can_be_no_destination_is_known_before_it_is_tried() -> None:

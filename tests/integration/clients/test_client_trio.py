@@ -35,7 +35,9 @@ async def test_cancelled_waiting_for_rows_loses_none(fake: FakeDaemon, world: Wo
     taken: list[str] = []
     cancelled = 0
     async with open_client("127.0.0.1", fake.port, name="a test") as client:
-        async with client.follow({"events": "EARLIEST"}) as follower, trio.open_nursery() as nursery:
+        also = (Connected,)
+        async with client.follow({"events": "EARLIEST"}, also=also) as follower, trio.open_nursery() as nursery:
+            await anext(follower)  # connecting begins anew when it is cancelled: it needs as long as it needs
             nursery.start_soon(trio.to_thread.run_sync, write, world)
             while len(taken) < 300:
                 with trio.move_on_after(chance.choice([0, 0.0005, 0.002, 0.01])) as scope:
@@ -45,6 +47,7 @@ async def test_cancelled_waiting_for_rows_loses_none(fake: FakeDaemon, world: Wo
                 cancelled += scope.cancelled_caught
     assert taken == [f"[{number}]" for number in range(300)]
     assert cancelled > 10
+    assert fake.connections == 1
 
 
 def write(world: World) -> None:

@@ -297,6 +297,22 @@ async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest(dat
         assert await store.tokens() == {"facts": 80, "more": None}
 
 
+async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_others_have_outstanding(
+    real: Store, database: Database
+) -> None:
+    rooms = f"{real._prefix}destination_room"
+    await database.execute(f"INSERT INTO {rooms} SELECT 'd' || i % 50, i, 0, 'r' FROM generate_series(1, 20000) i")
+    await database.execute(f"ANALYZE {rooms}")
+    keeper, scans = real._keeper, "SELECT pg_stat_get_xact_numscans($1::text::regclass)"
+    async with keeper.transaction():
+        before = await keeper.fetch_value(scans, rooms)
+        await real.write([Entry(f"d{number}", Order(100, 0), 1) for number in range(20)])
+        await real.collapse(["d1", "d2"])
+        for call in ("facts('d3', 50, 1000)", "transaction('d3')", "standing(NULL, 100)", "edus('d3', 5)"):
+            await keeper.fetch(f"SELECT * FROM {real._prefix}{call}")
+        assert await keeper.fetch_value(scans, rooms) == before, "the whole table was read"
+
+
 async def test_many_destinations_are_met_page_by_page(real: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicad.federation.store._STANDINGS", 7)
     names = [f"{number}.example" for number in range(50)]

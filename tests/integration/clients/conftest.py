@@ -12,7 +12,8 @@ import pytest
 from replicad.client.blocking import BlockingClient
 
 from .both import TrioInThread
-from .fake import FakeDaemon, FakeStream, FakeTube, World
+from .fake import FakeDaemon
+from .world import FakeStream, FakeTube, World
 
 PATIENCE = 10.0  # seconds for what should take milliseconds: the machine may be busy
 

@@ -21,7 +21,8 @@ from replicad.protocol.connection import Timing
 from replicad.protocol.tokens import Cursor
 
 from .conftest import wait_until
-from .fake import FakeDaemon, FakeSession, World
+from .fake import FakeDaemon, FakeSession
+from .world import World
 
 HALF = Part(0, 2)
 

@@ -28,8 +28,9 @@ from replicad.protocol.commands import Part
 from replicad.protocol.connection import Timing
 
 from .conftest import MakeClient, wait_until
-from .fake import FakeDaemon, FakeStream, World
+from .fake import FakeDaemon
 from .proxy import FaultProxy
+from .world import FakeStream, World
 
 QUICK = Timing(ping_interval=0.05, peer_timeout=0.8, line_timeout=30)
 

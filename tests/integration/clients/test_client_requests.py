@@ -26,7 +26,8 @@ from replicad.protocol.connection import Timing
 from replicad.protocol.tokens import Cursor
 
 from .conftest import MakeClient, wait_until
-from .fake import FakeDaemon, FakeSession, World
+from .fake import FakeDaemon, FakeSession
+from .world import World
 
 HALF = Part(0, 2)
 QUICK = Timing(ping_interval=0.05, peer_timeout=0.8, line_timeout=30)

@@ -15,7 +15,8 @@ from replicad.protocol.commands import Part
 from replicad.protocol.connection import Timing
 
 from .conftest import MakeClient, wait_until
-from .fake import FakeDaemon, World
+from .fake import FakeDaemon
+from .world import World
 
 CONFIG = """
 [ca]

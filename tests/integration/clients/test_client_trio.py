@@ -13,7 +13,8 @@ from replicad.errors import ConnectionLost, UnknownTube
 from replicad.protocol import commands as c
 from replicad.protocol.commands import Part
 
-from .fake import FakeDaemon, World
+from .fake import FakeDaemon
+from .world import World
 
 HALF = Part(0, 2)
 

@@ -100,12 +100,13 @@ class TubeService:
 
     async def _look_at_tubes(self) -> None:
         found = {info.name: info for info in await self._pods.tubes()}
-        for name in self.tubes.keys() - found.keys():
-            self._poller.unwatch(f"tube:{name}")
-            self._positions.pop(name, None)
-        for name in found.keys() - self.tubes.keys():
-            info = found[name]
-            self._poller.watch(f"tube:{name}", LockSource(info.table_oid, info.sequence_oid), self._on_reading)
+        for name, known in self.tubes.items():
+            if name not in found or found[name].table_oid != known.table_oid:  # dropped, and perhaps made anew
+                self._poller.unwatch(f"tube:{name}")
+                self._positions.pop(name, None)
+        for name, info in found.items():
+            if name not in self.tubes or self.tubes[name].table_oid != info.table_oid:
+                self._poller.watch(f"tube:{name}", LockSource(info.table_oid, info.sequence_oid), self._on_reading)
         self.tubes = found
 
     async def _look_at_leases(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 import trio
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -345,5 +345,6 @@ def test_tubes_keep_their_promises_whatever_happens_in_whatever_order(world: Wor
             deadline=None,
             suppress_health_check=list(HealthCheck),
             print_blob=True,
+            phases=[Phase.explicit, Phase.generate],
         ),
     )

@@ -271,3 +271,16 @@ async def test_a_pod_wakes_its_own_partition_among_hundreds_and_no_other(
         await insert(cities, 1, 7)
         await workers[1].expect("RDATA tube:cities 1/200 .*", "CURSOR cities 1/200 .* 1")
         assert planned[200:] == [Part(1, 200)]
+
+
+async def test_a_tube_that_is_dropped_and_made_anew_at_once_is_served(cities: Database, nc: Netcat) -> None:
+    await claim(nc, "0/1")
+    async with cities.connection() as connection, connection.transaction():
+        await connection.execute("SELECT tube.tube_ensure_absent('cities')")
+        await connection.execute("SELECT tube.tube_ensure_exists('cities', 1)")
+    term = await claim(nc, "0/1")
+    await cities.execute("SELECT tube.cities_touch(0, ARRAY[5], 'T')")
+    with trio.fail_after(10):
+        while not (found := await read(nc, f"0/1 {term} wait=1"))[0]:
+            pass
+    assert found[0][0]["ids"] == [5]

@@ -108,10 +108,15 @@ class System:
         if done.returncode:
             raise RuntimeError(f"replicad {' '.join(arguments)}: {done.stderr.strip()}")
 
-    def cpu(self) -> float:
-        """Seconds of processor time that Postgres' present processes have taken so far."""
+    def cpu(self) -> dict[int, float]:
+        """Seconds of processor time that each of Postgres' present processes has taken so far."""
         pid = int((self.folder / "postgres" / "data" / "postmaster.pid").read_text(encoding="ascii").split()[0])
-        return sum(cpu(backend) for backend in psutil.Process(pid).children())
+        return {backend.pid: cpu(backend) for backend in psutil.Process(pid).children()}
+
+    def cpu_since(self, before: dict[int, float]) -> float:
+        """What those that were there before, and still are, have taken since."""
+        now = self.cpu()
+        return sum(now[pid] - before[pid] for pid in now.keys() & before.keys())
 
     @contextmanager
     def daemon(self, *options: str) -> Iterator[Daemon]:

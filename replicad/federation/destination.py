@@ -121,9 +121,10 @@ class Destination:
         if pdu.order <= self.newest:
             return False
         self.newest = pdu.order
+        failing = self.retry_at is not None
         if self.behind:
             self._missed_pdus = True
-        elif len(self._pdus) >= self._terms.queue_pdus or self._memory.full:
+        elif failing or len(self._pdus) >= self._terms.queue_pdus or self._memory.full:
             self.behind = True
         else:
             self._memory.hold(pdu)

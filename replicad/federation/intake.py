@@ -8,7 +8,7 @@ is skipped, as the settings say; deliveries go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -78,7 +78,7 @@ class Intake:
         self._connected = connected
         self._recorded: dict[str, int | None] = {}
         self._told: dict[str, int] = {}  # positions without rows that are not written down yet
-        self._moving: set[str] = set()  # streams whose first position is where to go on
+        self._moves: MutableMapping[str, str] = {}  # streams whose first position is where to go on
         self._acknowledged: int | None = None
         self._strange: set[str] = set()  # names that were logged because they can be no destination's
         self._rows = self._skipped = self._refused_names = 0
@@ -87,17 +87,19 @@ class Intake:
         """A frozen copy of the counters."""
         return IntakeStatistics(self._rows, self._skipped, self._refused_names)
 
-    async def run(self, feed: Feed, recorded: Mapping[str, int | None], moving: Collection[str] = ()) -> None:
+    async def run(
+        self, feed: Feed, recorded: Mapping[str, int | None], moves: MutableMapping[str, str] | None = None
+    ) -> None:
         """Take in until cancelled. `recorded`: up to which token each stream is, None where nothing was recorded yet.
 
-        Streams that are `moving` go on where their first position is, whatever was recorded.
+        Streams in `moves` go on where their first position is, whatever was recorded, and are then removed from it.
 
         Raises:
             Restart: a stream was reset or went back; the store is in order again.
             ReplicadError: from the feed or from Postgres.
         """
         self._recorded = dict(recorded)
-        self._moving = set(moving)
+        self._moves = moves if moves is not None else {}
         write, read = trio.open_memory_channel[Told](AHEAD)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._pump, feed, write)
@@ -156,17 +158,17 @@ class Intake:
 
     async def _position(self, event: PositionMoved) -> None:
         known = self._recorded.get(event.stream)
-        if known is None:
-            await self._store.begin(event.stream, event.token)
-        elif event.stream in self._moving:
-            if event.token < known:
-                await self._rewind(event.stream, event.token)
-                raise Restart
-            await self._store.record(event.stream, event.token, Recording())
-        else:
+        moving = self._moves.pop(event.stream, None) is not None
+        if known is not None and not moving:
             self._told[event.stream] = event.token
             return
-        self._moving.discard(event.stream)
+        if known is None:
+            await self._store.begin(event.stream, event.token)
+        elif event.token >= known:
+            await self._store.record(event.stream, event.token, Recording())
+        else:
+            await self._rewind(event.stream, event.token)
+            raise Restart
         self._recorded[event.stream] = event.token
 
     async def _rewind(self, stream: str, token: int) -> None:

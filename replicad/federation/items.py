@@ -129,7 +129,8 @@ def make_transaction(
     The serial tells apart two transactions of equal content that are both meant (typing, not typing, typing).
     """
     digest = hashlib.blake2b(digest_size=16)
-    for text in (destination, str(serial), str(ts), str(upto.token), str(upto.part), *pdus, "", *edus):
+    head = (destination, serial, ts, upto.token, upto.part, len(pdus))
+    for text in (*map(str, head), *pdus, *edus):
         encoded = text.encode()
         digest.update(len(encoded).to_bytes(8, "big"))
         digest.update(encoded)

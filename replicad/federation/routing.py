@@ -11,13 +11,14 @@ import importlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard, TypeVar
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, UsageError
 from replicad.postgres.bridge import Database, Row
 
 T = TypeVar("T", bound="Fact | Update")
 
+MAX_KEY = 1000  # bytes of a room or a key; keys are part of an index
 _DATA_EXCEPTION = "22"  # class of SQLSTATEs that blame the data, and not the query or the server
 
 
@@ -271,12 +272,21 @@ def _names(row: SourceRow, found: object) -> tuple[str, ...]:
     if isinstance(found, str) or not isinstance(found, Iterable):
         _fail(row, "its destinations are no list")
     names = dict.fromkeys(found)
-    if not all(isinstance(name, str) and "\0" not in name for name in names):
+    if not all(map(_is_text, names)):
         _fail(row, "not every destination is a text")
     return tuple(names)
 
 
+def _is_text(found: object) -> TypeGuard[str]:
+    """Whether it is a text as Postgres takes one: no NUL, no half of a surrogate pair."""
+    return isinstance(found, str) and "\0" not in found and not any("\ud800" <= char <= "\udfff" for char in found)
+
+
 def _text(row: SourceRow, what: str, found: object) -> str | None:
-    if found is not None and (not isinstance(found, str) or "\0" in found):
+    if found is None:
+        return None
+    if not _is_text(found):
         _fail(row, f"its {what} is no text")
+    if len(found.encode()) > MAX_KEY:
+        _fail(row, f"its {what} has more than {MAX_KEY} bytes")
     return found

@@ -200,7 +200,6 @@ class Sender:
             log.info("sender_statistics", removed_facts=removed, **asdict(engine.statistics()))
 
     def _connected(self) -> None:
-        self._moves.clear()
         if self._task_status is not None:
             self._task_status.started()
             self._task_status = None

@@ -25,6 +25,7 @@ from replicad.federation.items import Transaction
 from replicad.federation.settings import MATRIX, Delivery
 
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
+MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables
 MAX_ANSWER = 64 << 10  # bytes of an answer's body that are worth reading for the sake of the connection
 ANSWER_TIME = 5.0  # seconds, likewise
 KEEP_IDLE = 30.0  # seconds for which an unused connection is kept
@@ -65,7 +66,7 @@ class HttpTransport:
 
     def accepts(self, destination: str) -> bool:
         """Whether a name can stand where the URL has it, and is not our own."""
-        if destination == self._settings.origin or len(destination) > 1024:
+        if destination == self._settings.origin or len(destination.encode()) > MAX_NAME:
             return False
         if self._settings.url.startswith("{destination}"):
             return _is_url(destination)

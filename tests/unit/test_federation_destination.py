@@ -363,11 +363,11 @@ def test_equal_content_twice_is_two_transactions() -> None:
 
 
 def test_waking_while_a_probe_is_under_way_makes_its_failure_count_as_the_first() -> None:
-    destination = Destination(
-        "a.example", Terms(backoff=BACKOFF), Memory(10_000), 0.0, Standing(failures=9, retry_in=9)
-    )
-    destination.enqueue(Pdu(Order(1, 0), None, "1"))
+    known = Standing(failures=9, retry_in=9, outstanding=True)
+    destination = Destination("a.example", Terms(backoff=BACKOFF), Memory(10_000), 0.0, known)
     assert destination.due(0.0) == 9.0
+    wanted = destination.load()
+    destination.loaded(Page(pdus=(Pdu(Order(1, 0), None, "1"),)), wanted)
     destination.begin(0)
     destination.wake(5.0)
     destination.failed(6.0, 0.0)

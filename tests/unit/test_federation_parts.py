@@ -195,10 +195,12 @@ async def test_updates_say_whether_they_may_be_dropped_and_are_kept_where_they_d
         {"destinations": 5},
         {"destinations": [5]},
         {"destinations": ["a\0"]},
+        {"destinations": ["a\ud800"]},
         {"destinations": ["a"], "room": 5},
+        {"destinations": ["a"], "room": "é" * 501},
         "[" * 100_000,
     ],
-    ids=range(7),
+    ids=range(9),
 )
 async def test_a_row_that_makes_no_sense_is_named_by_its_token(value: object) -> None:
     with pytest.raises(RouteFailed, match="token 7"):

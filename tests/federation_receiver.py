@@ -94,8 +94,8 @@ class Receiver:
             yield self
             nursery.cancel_scope.cancel()
 
-    async def wait_for(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
-        """Look until the condition holds."""
+    async def expect(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        """Look until the condition holds; fails when it does not within that time."""
         with trio.fail_after(seconds):
             while not condition():
                 await trio.sleep(0.01)

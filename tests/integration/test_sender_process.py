@@ -104,7 +104,7 @@ async def test_killed_at_any_moment_it_delivers_every_fact_in_order_and_repeats_
                 expected[name].append(number)
             await write(facts, number, chosen, f"r{chance.randrange(3)}")
             number += 1
-            await trio.sleep(0.004)
+            await receiver.expect(lambda number=number: sum(receiver.counts.values()) > 4 * number - 1500)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(write_facts)
@@ -112,14 +112,14 @@ async def test_killed_at_any_moment_it_delivers_every_fact_in_order_and_repeats_
             for _ in range(KILLS):
                 before = sum(receiver.counts.values())
                 async with process(arguments(), stderr=log) as sender:
-                    await receiver.wait_for(lambda before=before: sum(receiver.counts.values()) > before)
-                    await trio.sleep(chance.random())
+                    more = before + chance.randrange(1, 400)
+                    await receiver.expect(lambda more=more: sum(receiver.counts.values()) >= more)
                     sender.send_signal(signal.SIGKILL)
                     await sender.wait()
                     kills += 1
             writing = False
             async with process(arguments(), stderr=log):
-                await receiver.wait_for(lambda: all(receiver.counts[n] == len(expected[n]) for n in names), 60)
+                await receiver.expect(lambda: all(receiver.counts[n] == len(expected[n]) for n in names), 60)
     assert kills == KILLS
     assert {name: [found["n"] for found in receiver.facts(name)] for name in names} == expected
     assert receiver.repeats > 0, "nothing was cut off while it was on its way"
@@ -136,7 +136,7 @@ async def test_sigterm_lets_what_is_under_way_end_and_the_secret_of_the_file_is_
     with log.open("wb") as out:
         async with process(arguments("--config", str(file), "--log-level", "debug"), stderr=out) as sender:
             await write(facts, 1, ["a"], "r")
-            await receiver.wait_for(lambda: receiver.counts["a"] == 1)
+            await receiver.expect(lambda: receiver.counts["a"] == 1)
             sender.send_signal(signal.SIGTERM)
             with trio.fail_after(10):
                 assert await sender.wait() == 0

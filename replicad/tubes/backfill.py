@@ -151,7 +151,8 @@ class Backfiller:
     async def _wait_for_room(self, tube: str, partition: int, partitions: int) -> None:
         query = (
             f"SELECT count(*) FROM (SELECT FROM {self._table(tube)} "
-            f"WHERE (shard % {partitions}) = {partition} AND ((op = 'B')::integer) = 1 LIMIT {MAX_BACKLOG}) AS waiting"
+            f"WHERE (shard % {partitions}) = {partition} AND ((op = 'B')::integer) = 1 AND cardinality(ids) > 0 "
+            f"LIMIT {MAX_BACKLOG}) AS waiting"
         )
         while await self._db.fetch_value(query) >= MAX_BACKLOG:
             await trio.sleep(BACKLOG_INTERVAL)

@@ -1,0 +1,101 @@
+"""The daemon's backfiller: it is broken off and goes on, waits while the tube is full, and for who may still write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.postgres.bridge import Database
+from replicad.server.daemon import Daemon
+
+ROWS = 5000
+PUT_IN = "payload ->> 'type' IS DISTINCT FROM 'backfill_schedule'"  # all but what asked for the backfill
+
+
+@pytest.fixture
+async def items(database: Database) -> Database:
+    """A table of 5,000 rows, attached to an empty tube of one partition."""
+    from replicad.postgres import schema
+
+    await schema.install(database, "tube")
+    await database.execute("SELECT tube.tube_ensure_exists('items')")
+    await database.execute(
+        f"CREATE TABLE items AS SELECT g::bigint AS id FROM generate_series(1, {ROWS}) AS g;"
+        "ALTER TABLE items ADD PRIMARY KEY (id);"
+        "SELECT tube.tube_table_ensure_attached('items', 'items', 0)"
+    )
+    return database
+
+
+async def until(look: Callable[[], Any]) -> None:
+    with trio.fail_after(30):
+        while not await look():
+            await trio.sleep(0.01)
+
+
+async def contents(database: Database) -> tuple[list[int], list[str]]:
+    """The ids in the tube in the order of their pods, and the types of the control pods."""
+    rows = await database.fetch("SELECT ids, payload ->> 'type' AS type FROM tube.items ORDER BY seq")
+    return [id for row in rows for id in row["ids"]], [row["type"] for row in rows if not row["ids"]]
+
+
+async def test_a_backfill_that_is_broken_off_again_and_again_goes_on_and_every_id_comes_once(
+    items: Database, start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.tubes.backfill.CHUNK_IDS", 500)
+    monkeypatch.setattr("replicad.tubes.backfill.MAX_BACKLOG", 1)  # so that it stops after each piece
+    await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+    seen: list[int] = []
+    marks: list[str] = []
+    pieces = 0
+    while "backfill_end" not in marks:
+        async with start_daemon():
+            await until(lambda: items.fetch_value(f"SELECT count(*) FROM tube.items WHERE {PUT_IN}"))
+        ids, types = await contents(items)
+        await items.execute(f"DELETE FROM tube.items WHERE {PUT_IN}")
+        seen += ids
+        marks += types
+        pieces += 1
+    assert seen == list(range(1, ROWS + 1))
+    assert marks == ["backfill_start", "backfill_end"]
+    assert pieces > 3
+
+
+async def test_a_full_tube_holds_the_backfill_back(
+    items: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.tubes.backfill.CHUNK_IDS", 250)
+    monkeypatch.setattr("replicad.tubes.backfill.MAX_BACKLOG", 5)
+    await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+    most = 0
+    gone: list[int] = []
+    with trio.fail_after(60):
+        while len(gone) < ROWS:
+            count = await items.fetch_value("SELECT count(*) FROM tube.items")
+            most = max(most, count)
+            if count >= 5 or len(gone) > ROWS - 1500:
+                row = await items.fetch_row(
+                    "DELETE FROM tube.items "
+                    "WHERE seq = (SELECT min(seq) FROM tube.items WHERE cardinality(ids) > 0) RETURNING ids"
+                )
+                gone += row["ids"] if row is not None else []
+    assert gone == list(range(1, ROWS + 1))
+    assert most <= 5 + 3  # a piece more than the bound, and the control pods
+
+
+async def test_a_transaction_that_may_still_write_pods_is_waited_for(
+    items: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.tubes.backfill.STEP2_TIMEOUT", 0.2)
+    async with items.connection() as connection, connection.transaction():
+        await connection.execute("INSERT INTO items VALUES (99999)")
+        await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+        await trio.sleep(2.5)  # a look, and several time-outs of the wait
+        assert (await contents(items))[1] == ["backfill_schedule"]
+    await until(lambda: items.fetch_value("SELECT count(*) FROM tube.items WHERE payload ->> 'type' = 'backfill_end'"))
+    ids, marks = await contents(items)
+    assert marks == ["backfill_start", "backfill_end"]
+    assert sorted(ids) == sorted([*range(1, ROWS + 1), 99999, 99999])

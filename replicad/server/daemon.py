@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -130,31 +131,7 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
         ReplicadError: it cannot start.
     """
     limits = settings.limits
-    async with (
-        open_database(
-            url,
-            size=limits.database_connections,
-            application_name="replicad",
-            statement_timeout=limits.statement_timeout,
-            connect_timeout=limits.connect_timeout,
-        ) as db,
-        open_database(
-            url,
-            size=ACK_CONNECTIONS,
-            application_name="replicad ack",
-            statement_timeout=limits.statement_timeout,
-            connect_timeout=limits.connect_timeout,
-        ) as ack_db,
-        open_database(
-            url,
-            size=limits.catchup_connections,
-            application_name="replicad catch-up",
-            statement_timeout=None,  # bounded by the client's own progress (stall_timeout)
-            wait_timeout=limits.wait_max,
-            connect_timeout=limits.connect_timeout,
-        ) as catchup_db,
-        Horizon(db) as horizon,
-    ):
+    async with _open_pools(settings, url) as (db, ack_db, catchup_db), Horizon(db) as horizon:
         listeners = await open_listeners(settings.listen)
         await _install(db, settings)
         hub = Hub(limits.max_connections)
@@ -193,6 +170,26 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
                     session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
                 sessions.cancel_scope.deadline = trio.current_time() + limits.stop_grace / 2
             services.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _open_pools(settings: ServerSettings, url: str) -> AsyncIterator[tuple[Database, Database, Database]]:
+    """Connections for everything that is short, for acks, and for copies that last as long as their reader takes."""
+    limits = settings.limits
+    usual = partial(
+        open_database, url, statement_timeout=limits.statement_timeout, connect_timeout=limits.connect_timeout
+    )
+    async with (
+        usual(size=limits.database_connections, application_name="replicad") as db,
+        usual(size=ACK_CONNECTIONS, application_name="replicad ack") as ack_db,
+        usual(
+            size=limits.catchup_connections,
+            application_name="replicad catch-up",
+            statement_timeout=None,  # bounded by the client's own progress (stall_timeout)
+            wait_timeout=limits.wait_max,
+        ) as catchup_db,
+    ):
+        yield db, ack_db, catchup_db
 
 
 async def _install(db: Database, settings: ServerSettings) -> None:

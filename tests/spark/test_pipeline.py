@@ -173,7 +173,7 @@ def test_what_cannot_be_read_is_parked_and_the_others_go_on(
         "SELECT id, name, 100 / (people - 13) AS people, area FROM shard_0003.raw; "
         "INSERT INTO shard_0003.raw SELECT i, 'city ' || i, i, 1 FROM generate_series(1, 40) i",
     )
-    config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, tries=2)
+    config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, tries=1)
     tube = cities.daemon.tubes["t"]
     cities.put(1, range(1, 11), 1)
     cities.put(2, range(1, 11), 1)

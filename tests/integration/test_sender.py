@@ -52,13 +52,17 @@ def start_sender(daemon: Daemon, receiver: Receiver, database_url: str) -> Start
 
     @asynccontextmanager
     async def start(
-        moves: dict[str, str] | None = None, routing: Routing | None = None, bounds: Bounds = QUICK, **changes: Any
+        moves: dict[str, str] | None = None,
+        routing: Routing | None = None,
+        bounds: Bounds = QUICK,
+        probes: int = 64,
+        **changes: Any,
     ) -> AsyncIterator[Sender]:
         url = f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}"
         settings = SenderSettings(
             **{"facts": "facts", "updates": ("typing",)} | changes,
             routing=routing or Routing(),
-            delivery=Delivery(form="webhook", url=url, request_timeout=10),
+            delivery=Delivery(form="webhook", url=url, request_timeout=10, probes=probes),
             bounds=bounds,
         )
         address = daemon.addresses[0]
@@ -137,6 +141,40 @@ async def test_what_is_written_while_no_sender_runs_is_delivered_by_the_next(
     async with start_sender():
         await receiver.expect(lambda: len(numbers(receiver, "a")) == 9)
     assert numbers(receiver, "a") == list(range(1, 10))
+
+
+async def test_a_new_destination_that_was_never_tried_before_a_kill_is_not_forgotten(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    receiver.behave = lambda request: Reply(delay=60 if request.destination == "slow" else 0)
+    async with start_sender(probes=1, sender_grace=0.0):
+        await write(facts, "facts", fact(1, "slow"), fact(2, "new"))
+        await write(facts, "typing", {"destinations": ["newer"], "edu": {"to": "device"}})
+
+        async def recorded() -> bool:
+            return await counts(facts, "destination_room") == 2 and await counts(facts, "edu") == 1
+
+        await expect_soon(recorded)
+        await receiver.expect(lambda: receiver.in_flight["slow"] == 1)
+    assert not receiver.taken["new"]
+    async with start_sender(updates=()):
+        await receiver.expect(lambda: numbers(receiver, "new") == [2] and len(receiver.updates("newer")) == 1)
+
+
+async def test_what_was_taken_is_not_delivered_again_where_the_stream_is_read_again(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    async with start_sender():
+        await write(facts, "facts", *(fact(number, "a", "b") for number in range(10)))
+        await receiver.expect(lambda: receiver.counts["a"] == receiver.counts["b"] == 10)
+    receiver.behave = lambda request: Reply(503 if request.destination == "b" else 200)
+    for _ in range(2):
+        await facts.execute("UPDATE replicad.federation_sender SET token = 2 WHERE stream = 'facts'")
+        async with start_sender() as sender:
+            await receiver.expect(lambda sender=sender: sender.statistics().intake.rows == 8)
+            assert await counts(facts, "destination_room") == 0
+    assert numbers(receiver, "a") == numbers(receiver, "b") == list(range(10))
+    assert receiver.repeats == 0
 
 
 async def test_the_daemon_is_told_only_what_postgres_has(

@@ -89,7 +89,7 @@ async def test_every_live_destination_gets_everything_in_order_while_one_in_ten_
         return DOWN if destination in dead else TAKEN
 
     world = World(answer)
-    async with world.running(workers=64, probers=32) as engine:
+    async with world.running(workers=16, probers=16) as engine:
         bodies = []
         latency = 0.0
         for _ in range(8):
@@ -100,7 +100,7 @@ async def test_every_live_destination_gets_everything_in_order_while_one_in_ten_
             if len(bodies) > 1:  # all are new at the first fact, and nobody knows who is dead
                 latency = max(latency, trio.current_time() - began)
         assert all(world.transport.bodies(name) == bodies for name in live)
-        assert latency < 1.0  # 270 destinations, 64 at a time, 0.05 s each: 0.25 s
+        assert latency < 1.5  # 270 destinations, 16 at a time, 0.05 s each: 0.85 s
         assert engine.statistics().memory <= 8 * 300, "not only what is new was kept, and that once"
         assert engine.statistics().backing_off + engine.statistics().in_flight == len(dead)
 

@@ -40,6 +40,7 @@ from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
 
 LOOK_INTERVAL = 1.0  # seconds between two looks at all leases and all tubes; a time to live is some of them
+FIRST_READING = 2.0  # seconds to wait for the first position of a tube; only an open transaction takes longer
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
 DEFAULT_LIMIT = 1000
 RENEW_SHARE = 5  # a request renews its lease when this part of the time to live has passed
@@ -265,9 +266,11 @@ class TubeService:
         return wait or 0.0
 
     async def _position(self, tube: str) -> int:
-        """The tube's position; nothing is handed out before it is known."""
-        position = self._positions.get(tube)
-        return 0 if position is None else position
+        """The tube's position, waited for where the daemon or the tube is new; nothing is handed out without one."""
+        with trio.move_on_after(FIRST_READING):
+            while tube not in self._positions:
+                await self._moved.wait()
+        return self._positions.get(tube, 0)
 
     async def _check(self, tube: str, cursor: Cursor) -> None:
         """Refuse a cursor that lies where pods can still appear: reading behind it would skip them."""

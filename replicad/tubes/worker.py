@@ -5,14 +5,16 @@ bound, processes their ids in batches side by side, never an id twice at once, a
 
 What fails is tried again with growing pauses, in halves, until the ids that fail are alone; an id that fails for good
 is parked, but only while others succeed: when everything fails it is the downstream that is down, and everything waits.
-A worker that cannot renew its lease stops processing before the lease can be another's.
+A worker that cannot renew its lease stops processing before the lease can be another's. After a backfill it collects
+garbage (garbage.py), where the user says what the downstream holds.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -21,14 +23,24 @@ import trio
 from replicad.client.backoff import Backoff
 from replicad.client.pods import Pod
 from replicad.client.trio_client import TrioClient
-from replicad.errors import ConnectionLost, LeaseHeld, LeaseLost, PartitionsChanged, ReplicadError
+from replicad.errors import (
+    ConnectionLost,
+    DownstreamError,
+    LeaseHeld,
+    LeaseLost,
+    PartitionsChanged,
+    ReplicadError,
+)
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START
+from replicad.tubes.garbage import FRUITLESS_STEPS, StaleIds, collect, start_of
 from replicad.tubes.ledger import Ledger, Touch
 
 Handle = Callable[["Batch"], Awaitable[None]]
 HandleControl = Callable[[Pod], Awaitable[None]]
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+
+RELEASE_TIMEOUT = 1.0  # seconds to say goodbye in
 
 log = structlog.get_logger()
 
@@ -54,6 +66,8 @@ class WorkerSettings:
     tries: int = 5  # of a single id before it is parked; 0: for ever
     backoff_first: float = 0.5
     backoff_cap: float = 60.0
+    garbage_ids: int = 1000  # stale ids that are asked for at once
+    garbage_settle: float = 1.0  # how long the downstream must name none; as long as a write may stay unseen there
 
 
 @dataclass(slots=True)
@@ -63,6 +77,7 @@ class WorkerStatistics:
     processed: int = 0
     failed_calls: int = 0
     parked: int = 0
+    garbage: int = 0
     acked_pods: int = 0
     leases_lost: int = 0
 
@@ -72,7 +87,10 @@ class Worker:
 
     `open_client` makes a client; it is called for each partition and for each lease's renewals. `handle` processes a
     batch and returns when the downstream has it; what it raises makes the batch come again. `control` is called with
-    control pods (backfill_start, backfill_end) when they are read; what was read before may still be in progress.
+    control pods, your own and those of backfills, when they are read; what was read before may still be in progress.
+
+    `stale_ids(shard, before, limit)` makes garbage go after a backfill: it returns up to `limit` ids that the
+    downstream holds for the shard and wrote for a `Touch.seq` below `before`. They come to `handle` with op G.
     """
 
     def __init__(
@@ -83,6 +101,7 @@ class Worker:
         *,
         partitions: Collection[int] | None = None,
         control: HandleControl | None = None,
+        stale_ids: StaleIds | None = None,
         settings: WorkerSettings | None = None,
     ) -> None:
         """`partitions` None: all of them."""
@@ -91,6 +110,7 @@ class Worker:
         self._handle = handle
         self._only = None if partitions is None else frozenset(partitions)
         self._control = control
+        self._stale_ids = stale_ids
         self._settings = settings or WorkerSettings()
         self.statistics = WorkerStatistics()
 
@@ -138,6 +158,8 @@ class _Partition:
         self._cursor = START
         self._term = 0
         self._ended = trio.Event()  # a batch, since it was made
+        self._processed = trio.Event()  # some ids, since it was made
+        self._ends: deque[tuple[Pod, int]] = deque()  # of backfills, whose garbage is to be collected; held
         self._successes = 0
         self._lease = trio.CancelScope()
         self._lost: ReplicadError | None = None
@@ -163,7 +185,19 @@ class _Partition:
                 except ReplicadError as error:  # not through the nursery, which would wrap it
                     failure = error
                     nursery.cancel_scope.cancel()
+                except trio.Cancelled:
+                    await self._release()
+                    raise
         raise failure or self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
+
+    async def _release(self) -> None:
+        """Let another worker begin at once, unless a call of the user's function is cut short: it may still take
+        effect, and nobody else is to have its ids before the lease has run out."""
+        if self._ledger.busy or self._lease.cancel_called:
+            return
+        with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
+            async with self._worker._open_client() as client:  # the other connection may be in the middle of an answer
+                await client.release(self._tube, self._part, self._term)
 
     async def _renew(self) -> None:
         """Renew on a connection of its own: the other one may be waiting for pods."""
@@ -187,13 +221,15 @@ class _Partition:
         while True:
             self._ended = trio.Event()
             await self._ack()
+            if self._ends and self._ledger.oldest == self._ends[0][0].seq:
+                nursery.start_soon(self._collect, *self._ends.popleft())
             came = 0
             if self._ledger.pods < settings.max_pods:
                 came = await self._read()
             while calls.available_tokens and (touches := self._ledger.take(settings.batch_ids)):
                 await calls.acquire_on_behalf_of(touches[0])
                 nursery.start_soon(self._process, touches, calls)
-            if not came and self._ledger.busy:
+            if not came and self._ledger.pods:
                 with trio.move_on_after(1.0):  # news are looked for between the ends of batches
                     await self._ended.wait()
 
@@ -213,12 +249,43 @@ class _Partition:
         for pod in found.pods:
             if not pod.ids and self._worker._control is not None:
                 await self._worker._control(pod)
-            self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids)
+            before = None if self._worker._stale_ids is None else start_of(pod)
+            self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=before is not None)
+            if before is not None:
+                self._ends.append((pod, before))
         return len(found.pods)
 
     async def _ack(self) -> None:
         if finished := self._ledger.take_finished():
             self._worker.statistics.acked_pods += await self._client.ack(self._tube, self._part, self._term, finished)
+
+    async def _collect(self, pod: Pod, before: int) -> None:
+        """Collect the garbage of a shard; everything that was read before the pod is done."""
+        assert self._worker._stale_ids is not None
+        say = log.bind(tube=self._tube, part=str(self._part), shard=pod.shard, seq=pod.seq)
+        try:
+            garbage = await collect(
+                self._worker._stale_ids,
+                self._ledger,
+                pod,
+                before,
+                step=self._settings.garbage_ids,
+                settle=self._settings.garbage_settle,
+                process=self._wait_processed,
+            )
+        except DownstreamError as error:
+            say.error("garbage_kept", error=str(error))
+            if await self._put_aside(pod.seq, [], FRUITLESS_STEPS, error):
+                self._ledger.forget(pod.seq)
+        else:
+            say.info("garbage_collected", ids=garbage)
+            self._worker.statistics.garbage += garbage
+            self._ledger.let_go(pod.seq)
+        self._ended.set()
+
+    async def _wait_processed(self) -> None:
+        self._ended.set()  # there is something to process
+        await self._processed.wait()
 
     async def _process(self, touches: list[Touch], calls: trio.CapacityLimiter) -> None:
         """Process ids until each is done or parked; what fails comes again in halves."""
@@ -228,6 +295,7 @@ class _Partition:
             error = await self._call(batch)
             if error is None:
                 self._successes += 1
+                self._worker.statistics.processed += len(batch)
                 self._finish(batch)
                 continue
             await trio.sleep(self._pause(tries))
@@ -254,19 +322,26 @@ class _Partition:
         return min(self._settings.backoff_cap, self._settings.backoff_first * math.pow(2, min(tries, 30)))
 
     def _finish(self, touches: list[Touch]) -> None:
-        self._ledger.done(touch.id for touch in touches)
-        self._worker.statistics.processed += len(touches)
+        self._ledger.done(touches)
+        self._processed.set()
+        self._processed = trio.Event()
         self._ended.set()
 
-    async def _park(self, touch: Touch, tries: int, error: Exception) -> None:
+    async def _put_aside(self, seq: int, ids: list[int], tries: int, error: Exception) -> bool:
+        """Park ids of a pod, or all of it; False where that ended the lease."""
         said = " ".join(repr(error).split())
         try:
-            for seq in touch.seqs:
-                await self._client.park(self._tube, self._part, self._term, seq, [touch.id], tries=tries, error=said)
+            await self._client.park(self._tube, self._part, self._term, seq, ids, tries=tries, error=said)
         except ReplicadError as refused:  # not through the nursery, which would wrap it
             self._lost = refused
             self._lease.cancel()
-            return
-        self._ledger.done([touch.id])
+            return False
+        return True
+
+    async def _park(self, touch: Touch, tries: int, error: Exception) -> None:
+        for seq in touch.seqs:
+            if not await self._put_aside(seq, [touch.id], tries, error):
+                return
+        self._finish([touch])
         self._worker.statistics.parked += 1
         log.warning("id_parked", tube=self._tube, part=str(self._part), id=touch.id, tries=tries, error=repr(error))

@@ -6,12 +6,15 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import pytest
 import trio
 
+from replicad.client.pods import Pod
 from replicad.client.trio_client import TrioClient, open_client
 from replicad.postgres.bridge import Database
+from replicad.protocol.commands import Part
 from replicad.protocol.states import CloseReason
 from replicad.server.daemon import Daemon
 from replicad.tubes.worker import Batch, Worker, WorkerSettings
@@ -42,6 +45,7 @@ class Downstream:
 
     def __init__(self, database: Database) -> None:
         self.rows: dict[int, int] = {}
+        self.seqs: dict[int, int] = {}  # id: the seq that it was written for
         self.busy: Counter[int] = Counter()
         self.calls = 0
         self.broken = False
@@ -61,9 +65,15 @@ class Downstream:
             await trio.sleep(random.random() / 500)
             for id in ids:
                 self.rows.pop(id, None)
+                self.seqs.pop(id, None)
             self.rows |= {row["id"]: row["value"] for row in found}
+            seq_of = {touch.id: touch.seq for touch in batch.touches}
+            self.seqs |= {row["id"]: seq_of[row["id"]] for row in found}
         finally:
             self.busy.subtract(ids)
+
+    async def stale_ids(self, shard: int, before: int, limit: int) -> list[int]:
+        return [id for id, seq in self.seqs.items() if id % 2 == shard and seq < before][:limit]
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -182,24 +192,106 @@ async def test_backfill_can_be_left_for_later(items: Database, open_worker_clien
     assert await items.fetch_value("SELECT array_agg(op) FROM tube.items WHERE op = 'B'") == ["B"]
 
 
-async def test_a_scheduled_backfill_reaches_the_downstream_between_its_marks(
+async def test_a_worker_that_is_stopped_while_idle_lets_go_of_its_leases_at_once(
+    items: Database, open_worker_client: OpenClient
+) -> None:
+    worker = Worker(open_worker_client, "items", Downstream(items).handle)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        with trio.fail_after(20):
+            while await items.fetch_value("SELECT count(*) FROM tube.tube_lease") < 2:
+                await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+    async with open_worker_client() as client:
+        for partition in (0, 1):
+            await client.claim("items", Part(partition, 2))
+
+
+async def test_after_a_backfill_what_the_downstream_holds_of_deleted_rows_goes_though_workers_die(
     items: Database, open_worker_client: OpenClient
 ) -> None:
     await items.execute("INSERT INTO items SELECT id, 1 FROM generate_series(1, 1000) AS id")
-    await items.execute("DELETE FROM tube.items")
-    assert await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 9)") == 1
+    await items.execute("DELETE FROM tube.items")  # nobody was listening
     downstream = Downstream(items)
+    downstream.rows = dict.fromkeys(range(500, 2000), 0)
+    downstream.seqs = dict.fromkeys(range(500, 2000), 0)
+    assert await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 9)") == 1
     marks: list[str] = []
+    collecting = trio.Event()
 
-    async def control(pod: object) -> None:
-        marks.append(pod.payload["type"])  # type: ignore[attr-defined]
+    async def control(pod: Pod) -> None:
+        marks.append(pod.payload["type"])
 
-    worker = Worker(open_worker_client, "items", downstream.handle, control=control)
-    async with trio.open_nursery() as nursery:
+    async def stale_ids(shard: int, before: int, limit: int) -> list[int]:
+        found = await downstream.stale_ids(shard, before, limit)
+        if found:
+            assert not {id for id in range(1, 1001) if id % 2 == shard} - downstream.rows.keys()  # the backfill is done
+            collecting.set()
+        return found
+
+    settings = replace(QUICK, max_pods=1000, garbage_ids=20, garbage_settle=0.1)
+    worker = Worker(
+        open_worker_client, "items", downstream.handle, control=control, stale_ids=stale_ids, settings=settings
+    )
+    async with trio.open_nursery() as nursery:  # killed while it collects
         nursery.start_soon(worker.run)
         with trio.fail_after(30):
-            while len(downstream.rows) < 1000 or marks.count("backfill_end") < 2:
-                await trio.sleep(0.05)
+            await collecting.wait()
+        nursery.cancel_scope.cancel()
+    assert len(downstream.rows) > 1000
+    assert await items.fetch_value("SELECT count(*) FROM tube.items WHERE payload ->> 'type' = 'backfill_end'")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
         await until(lambda: is_empty(items))
         nursery.cancel_scope.cancel()
-    assert sorted(marks) == ["backfill_end"] * 2 + ["backfill_start"] * 2
+    assert downstream.rows == await table(items)
+    assert set(marks) == {"backfill_start", "backfill_end"}
+    assert worker.statistics.garbage <= 1000
+
+
+async def test_garbage_that_cannot_be_collected_is_parked_with_the_reason(
+    items: Database, open_worker_client: OpenClient
+) -> None:
+    downstream = Downstream(items)
+    downstream.poison = {7}
+    for_ever = [8]
+
+    async def stale_ids(shard: int, before: int, limit: int) -> list[int]:
+        assert (before, limit) == (5, 1000)
+        return for_ever if shard == 0 else [7] if 7 not in parked_once else []
+
+    parked_once: set[int] = set()
+
+    async def handle(batch: Batch) -> None:
+        if {touch.id for touch in batch.touches} == {7}:
+            assert [touch.op for touch in batch.touches] == (["G"] if downstream.poison else ["T"])
+            tries.append(7)
+            if len(tries) == QUICK.tries:
+                parked_once.add(7)
+        await downstream.handle(batch)
+
+    tries: list[int] = []
+    worker = Worker(
+        open_worker_client, "items", handle, stale_ids=stale_ids, settings=replace(QUICK, garbage_settle=0.01)
+    )
+    end = '{"type": "backfill_end", "start_seq": "5"}'
+    for shard in (0, 1):
+        await items.execute("SELECT tube.items_touch($1, ARRAY[]::bigint[], 'B', $2)", shard, end)
+    await items.execute("SELECT tube.items_touch(1, ARRAY[11], 'T')")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        while len(tries) < QUICK.tries - 1:  # an id is parked only while others succeed
+            await items.execute("SELECT tube.items_touch(1, ARRAY[11], 'T')")
+            await trio.sleep(0.01)
+        await items.execute("SELECT tube.items_touch(1, ARRAY[11], 'T')")
+        await until(lambda: is_empty(items))
+        nursery.cancel_scope.cancel()
+    parked = await items.fetch("SELECT * FROM tube.tube_parked_list('items') ORDER BY shard")
+    assert [(row["shard"], row["op"], row["ids"]) for row in parked] == [(0, "B", []), (1, "T", [7])]
+    assert "still names 1 stale ids of shard 0, e.g. 8" in parked[0]["error"]
+    assert await items.fetch_value("SELECT tube.tube_parked_replay('items')") == 2
+    downstream.poison, for_ever = set(), []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        await until(lambda: is_empty(items))
+        nursery.cancel_scope.cancel()

@@ -3,27 +3,28 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.tubes.ledger import Ledger, Touch
+from replicad.tubes.ledger import Ledger, Row, Touch
 
-PODS = st.lists(st.lists(st.integers(1, 8), max_size=5), max_size=20)
+PODS = st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(1, 8), max_size=5)), max_size=20)
 STEPS = st.lists(st.one_of(st.just("add"), st.integers(1, 4), st.just("done"), st.just("finished")), max_size=80)
 
 
 @given(PODS, STEPS)
 def test_a_pod_is_finished_exactly_when_each_of_its_ids_was_processed_after_it_came(
-    pods: list[list[int]], steps: list[str | int]
+    pods: list[tuple[int, list[int]]], steps: list[str | int]
 ) -> None:
     ledger = Ledger()
     coming = list(enumerate(pods, start=1))
     taken: list[Touch] = []
-    owed: dict[int, set[int]] = {}  # seq: ids whose processing began after the pod came and has not ended
-    begun_with: dict[int, set[int]] = {}
+    owed: dict[int, set[Row]] = {}  # seq: ids whose processing began after the pod came and has not ended
+    begun_with: dict[Row, set[int]] = {}
     finished: set[int] = set()
 
     def end(touch: Touch) -> None:
-        ledger.done([touch.id])
-        for seq in begun_with.pop(touch.id):
-            owed[seq].discard(touch.id)
+        ledger.done([touch])
+        row = (touch.shard, touch.id)
+        for seq in begun_with.pop(row):
+            owed[seq].discard(row)
 
     def check() -> None:
         for seq in ledger.take_finished():
@@ -33,15 +34,16 @@ def test_a_pod_is_finished_exactly_when_each_of_its_ids_was_processed_after_it_c
 
     for step in steps:
         if step == "add" and coming:
-            seq, ids = coming.pop(0)
-            ledger.add(seq, 0, "U", ids)
-            owed[seq] = set(ids)
+            seq, (shard, ids) = coming.pop(0)
+            ledger.add(seq, shard, "U", ids)
+            owed[seq] = {(shard, id) for id in ids}
         elif isinstance(step, int):
             for touch in ledger.take(step):
-                assert touch.id not in {other.id for other in taken}  # never twice at once
+                row = (touch.shard, touch.id)
+                assert row not in {(other.shard, other.id) for other in taken}  # never twice at once
                 taken.append(touch)
-                begun_with[touch.id] = {seq for seq, ids in owed.items() if touch.id in ids}
-                assert set(touch.seqs) == begun_with[touch.id]
+                begun_with[row] = {seq for seq, rows in owed.items() if row in rows}
+                assert set(touch.seqs) == begun_with[row]
         elif step == "done" and taken:
             end(taken.pop(0))
         elif step == "finished":
@@ -52,7 +54,8 @@ def test_a_pod_is_finished_exactly_when_each_of_its_ids_was_processed_after_it_c
         check()
         taken = ledger.take(3)
         for touch in taken:
-            begun_with[touch.id] = {seq for seq, ids in owed.items() if touch.id in ids}
+            row = (touch.shard, touch.id)
+            begun_with[row] = {seq for seq, rows in owed.items() if row in rows}
     assert finished == {seq for seq, _ in enumerate(pods, start=1)} - {seq for seq, _ in coming}
 
 
@@ -60,10 +63,11 @@ def test_ids_that_waited_longest_come_first_and_a_busy_one_does_not_block_the_ot
     ledger = Ledger()
     ledger.add(1, 7, "I", [3, 1])
     ledger.add(2, 7, "U", [2, 3])
-    assert [(t.id, t.op, t.seqs) for t in ledger.take(2)] == [(3, "U", (1, 2)), (1, "I", (1,))]
+    first = ledger.take(2)
+    assert [(t.id, t.op, t.seqs) for t in first] == [(3, "U", (1, 2)), (1, "I", (1,))]
     ledger.add(3, 7, "D", [3, 4])
     assert [t.id for t in ledger.take(9)] == [2, 4]
-    ledger.done([3])
+    ledger.done(first[:1])
     assert [(t.id, t.op, t.seqs) for t in ledger.take(9)] == [(3, "D", (3,))]
 
 
@@ -72,3 +76,30 @@ def test_a_control_pod_is_done_at_once() -> None:
     ledger.add(5, 0, "B", [])
     assert ledger.take_finished() == [5]
     assert ledger.pods == 0
+
+
+def test_the_same_id_in_two_shards_is_two_rows() -> None:
+    ledger = Ledger()
+    ledger.add(1, 0, "U", [7])
+    ledger.add(2, 4, "I", [7])
+    taken = ledger.take(9)
+    assert [(t.shard, t.id, t.op, t.seqs) for t in taken] == [(0, 7, "U", (1,)), (4, 7, "I", (2,))]
+    ledger.done(taken[1:])
+    assert ledger.take_finished() == [2]
+
+
+def test_a_held_pod_waits_for_what_is_added_to_it_and_for_being_let_go() -> None:
+    ledger = Ledger()
+    ledger.add(1, 3, "B", [5])
+    ledger.add(2, 3, "B", [], held=True)
+    assert ledger.oldest == 1
+    ledger.done(ledger.take(9))
+    assert ledger.take_finished() == [1]
+    assert ledger.oldest == 2
+    ledger.add_to(2, 3, "G", [8, 9])
+    taken = ledger.take(9)
+    assert [(t.id, t.op, t.seq) for t in taken] == [(8, "G", 2), (9, "G", 2)]
+    ledger.let_go(2)
+    assert (ledger.take_finished(), ledger.left(2)) == ([], 2)
+    ledger.done(taken)
+    assert ledger.take_finished() == [2]

@@ -172,6 +172,35 @@ class TokenExpired(StreamError):
     code = "token_expired"
 
 
+class NotOwner(StreamError):
+    """The key is another writer's, or nobody's at this moment; nothing was written.
+
+    `key`, `owner` and `address` are None where they are not known; with an address the write can be sent there.
+    """
+
+    code = "not_owner"
+
+    def __init__(
+        self, message: str, *, key: str | None = None, owner: str | None = None, address: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        self.owner = owner
+        self.address = address
+
+
+class WriterExpelled(StreamError):
+    """The writer gave no sign of life for its time to live: it shares the stream no longer and has to join anew."""
+
+    code = "writer_expelled"
+
+
+class InstanceTaken(StreamError):
+    """Another process writes the stream under that name."""
+
+    code = "instance_taken"
+
+
 # --- tubes -----------------------------------------------------------------------------------------
 
 

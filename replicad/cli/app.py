@@ -10,7 +10,9 @@ import click
 from replicad.cli.command import Session
 from replicad.cli.failures import report
 
-COMMANDS = ("serve", "tail", "ping", "streams", "tubes", "top", "pipeline", "sender", "sql", "demo", "version")
+COMMANDS = (
+    "serve", "tail", "ping", "streams", "writers", "tubes", "top", "pipeline", "sender", "sql", "demo", "version",
+)  # fmt: skip
 """In the order of the help text; `replicad.cli.NAME` has the command as `command`."""
 
 EPILOG = """\b

@@ -12,7 +12,7 @@ from replicad.errors import UsageError
 if TYPE_CHECKING:
     from replicad.postgres.schema import Direction, Part
 
-PARTS: tuple[Part, ...] = ("stream", "tube", "federation")
+PARTS: tuple[Part, ...] = ("stream", "tube", "federation", "ownership")
 
 _parts = click.argument("parts", metavar="[PART...]", nargs=-1, type=click.Choice(PARTS))
 _schema = option(

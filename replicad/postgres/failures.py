@@ -29,6 +29,9 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
     "RS002": errors.StreamRefused,
     "RS003": errors.StreamRefused,
     "RS004": errors.TokenExpired,
+    "RS010": errors.NotOwner,
+    "RS011": errors.WriterExpelled,
+    "RS012": errors.InstanceTaken,
 }
 
 # Classes and codes of Postgres after which trying again may help: broken connections, exhausted resources (a full

@@ -1,0 +1,8 @@
+-- writer_refuse(code, message, hint): raises that SQLSTATE. Writes nothing.
+CREATE OR REPLACE FUNCTION writer_refuse(code text, message text, hint text) RETURNS void
+LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    RAISE EXCEPTION USING ERRCODE = code, MESSAGE = message, HINT = hint;
+END
+$$;
+COMMENT ON FUNCTION writer_refuse(text, text, text) IS 'Raises an error of ours with its remedy';

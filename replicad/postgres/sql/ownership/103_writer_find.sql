@@ -1,0 +1,40 @@
+-- writer_find(stream): how the keys of a stream are shared. Raises RS001, and RS002 where they are not. Writes nothing.
+CREATE OR REPLACE FUNCTION writer_find(stream text) RETURNS writer_sharding
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    found_sharding writer_sharding;
+BEGIN
+    SELECT w.* INTO found_sharding FROM writer_sharding w JOIN stream s ON s.number = w.stream
+        WHERE s.name = writer_find.stream;
+    IF NOT FOUND THEN
+        PERFORM stream_find(stream);
+        PERFORM writer_refuse('RS002', format('the writers of stream %L do not share its keys', stream),
+            format('run `replicad writers enable %s`, or: SELECT %I.writer_enable(%L)', stream, current_schema(), stream));
+    END IF;
+    RETURN found_sharding;
+END
+$$;
+COMMENT ON FUNCTION writer_find(text) IS 'How the keys of a stream are shared; RS002 where they are not';
+
+-- writer_lock(stream): the same, with the row locked: one change after the other, so that terms are committed in the
+-- order of their numbers. Whoever needs locks of slots takes them before. Locks writer_sharding.
+CREATE OR REPLACE FUNCTION writer_lock(stream text) RETURNS writer_sharding
+LANGUAGE plpgsql AS $$
+DECLARE
+    w writer_sharding := writer_find(stream);
+BEGIN
+    SELECT * INTO w FROM writer_sharding x WHERE x.stream = w.stream FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN writer_find(stream);  -- disabled while we waited: raises
+    END IF;
+    RETURN w;
+END
+$$;
+COMMENT ON FUNCTION writer_lock(text) IS 'Locks what says how the keys of a stream are shared';
+
+-- writer_changed(number): the next look shows a change. Writes writer_sharding, whose row the caller has locked.
+CREATE OR REPLACE FUNCTION writer_changed(number smallint) RETURNS void
+LANGUAGE sql AS $$
+    UPDATE writer_sharding SET version = nextval('writer_term_seq') WHERE stream = number
+$$;
+COMMENT ON FUNCTION writer_changed(smallint) IS 'Gives the sharing of a stream a new version';

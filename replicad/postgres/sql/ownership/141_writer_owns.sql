@@ -1,0 +1,58 @@
+-- writer_owns(stream, key, instance, term): this transaction may write rows of the key, and nobody else's does until it
+-- ends: returns the key's slot, or raises RS010, naming the owner. To be called in the transaction that writes, before it
+-- reads what it decides by. Also RS001, RS002. Locks the slot, shared; writes nothing.
+--
+-- Whoever takes or gives the slot needs that lock alone, and commits before letting go of it: so whoever gets it
+-- shared, and looks afterwards, sees whose the slot is now. An isolation above READ COMMITTED does not look
+-- afterwards, but at its first statement; there the row's own lock raises 40001 where the row has changed since.
+-- A writer that stops in the middle of a transaction must not hold the slot for good: such a transaction is ended by
+-- Postgres after the writer's ttl, unless the session's own idle_in_transaction_session_timeout is shorter.
+CREATE OR REPLACE FUNCTION writer_owns(stream text, key text, instance text, term bigint) RETURNS integer
+LANGUAGE plpgsql AS $$
+DECLARE
+    number integer;
+    place integer;
+    patience interval;
+    idle interval;
+BEGIN
+    SELECT s.number, writer_slot_of(key, w.slots) INTO number, place
+        FROM stream s JOIN writer_sharding w ON w.stream = s.number WHERE s.name = writer_owns.stream;
+    IF place IS NOT NULL THEN
+        PERFORM pg_advisory_xact_lock_shared(1380992591, writer_lock_key(number, place));
+        IF current_setting('transaction_isolation') <> 'read committed' THEN
+            PERFORM FROM writer_slot x WHERE x.stream = number AND x.slot = place FOR SHARE;
+        END IF;
+        SELECT coalesce(m.ttl, '1 min') INTO patience
+            FROM writer_slot x LEFT JOIN writer_member m ON m.stream = x.stream AND m.instance = x.owner
+            WHERE x.stream = number AND x.slot = place
+                AND x.owner = writer_owns.instance AND x.term = writer_owns.term;
+    END IF;
+    IF patience IS NULL THEN
+        PERFORM writer_not_owner(stream, key, instance, term);
+    END IF;
+    idle := current_setting('idle_in_transaction_session_timeout');
+    IF idle = '0' OR idle > patience THEN
+        PERFORM set_config('idle_in_transaction_session_timeout', (extract(epoch FROM patience) * 1000)::int::text, true);
+    END IF;
+    RETURN place;
+END
+$$;
+COMMENT ON FUNCTION writer_owns(text, text, text, bigint) IS 'Makes sure that a transaction''s writer owns a key';
+
+-- writer_not_owner(stream, key, instance, term): raises RS010, or what writer_find raises. Writes nothing.
+CREATE OR REPLACE FUNCTION writer_not_owner(stream text, key text, instance text, term bigint) RETURNS void
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    o record := writer_owner(stream, key);
+BEGIN
+    IF key IS NULL THEN
+        PERFORM writer_refuse('RS002', 'NULL is nobody''s key', 'give the key as text');
+    END IF;
+    PERFORM writer_refuse('RS010',
+        format('key %L of stream %L belongs to %s, not to %s under term %s', left(key, 100), stream,
+            coalesce('writer ' || o.owner || coalesce(' at ' || o.address, ''), 'no writer at this moment'),
+            instance, coalesce(term::text, 'NULL')),
+        'nothing was written; send it to its owner, or wait until it has one');
+END
+$$;
+COMMENT ON FUNCTION writer_not_owner(text, text, text, bigint) IS 'Raises the error of a key that is another''s';

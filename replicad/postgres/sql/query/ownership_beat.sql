@@ -1,0 +1,1 @@
+SELECT {schema}.writer_beat($1, $2, $3)

@@ -1,0 +1,1 @@
+SELECT {schema}.writer_disable($1)

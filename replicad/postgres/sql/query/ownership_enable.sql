@@ -1,0 +1,1 @@
+SELECT {schema}.writer_enable($1, ($2::bigint)::integer)

@@ -1,0 +1,1 @@
+SELECT unnest({schema}.writer_expel($1, $2::bigint[]))

@@ -1,0 +1,1 @@
+SELECT {schema}.writer_leave($1, $2, $3)

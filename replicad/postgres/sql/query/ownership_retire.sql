@@ -1,0 +1,1 @@
+SELECT {schema}.writer_retire($1, $2, $3)

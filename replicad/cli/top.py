@@ -48,8 +48,9 @@ def command(once: bool, interval: float, warn: float, as_json: bool, **options: 
     """Watch every partition of every tube.
 
     lag_s is the age of the oldest regular pod, in_s and out_s are the pods of the whole tube per second since the last
-    look. A partition is marked when pods wait and nobody has its lease, when its lag is above --warn, and when ids are
-    parked. An island that cannot be reached is shown as such and tried again.
+    look. A partition is marked when pods wait and nobody has its lease, when its lag is above --warn, when a
+    transaction that is open for longer than that holds its tube back, and when ids are parked. An island that cannot be
+    reached is shown as such and tried again.
     """
     import trio
 
@@ -124,6 +125,8 @@ class Island:
             trouble.append("late")
         if row["parked"]:
             trouble.append("parked")
+        if (row["writer_s"] or 0) > self._warn:
+            trouble.append(f"held back for {row['writer_s']:.0f} s by {row['writer']}")
         return {
             "island": island,
             **row,

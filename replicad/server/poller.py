@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, DatabaseUnavailable
+from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
 from replicad.limits import Limits
 from replicad.postgres.horizon import Horizon, Reading, Source
 
@@ -139,4 +139,7 @@ class Poller:
         await trio.sleep(self._pause)
         self._pause = min(2 * self._pause, OUTAGE_PAUSE_MAX)
         if self._recover is not None and isinstance(error, DatabaseUnavailable):
-            await self._recover()
+            try:
+                await self._recover()
+            except EnvironmentRefused as refused:  # the disk is full, say: the next try may find room
+                log.error("postgres_not_started", error=str(refused), again_in_s=self._pause)

@@ -22,9 +22,10 @@ import trio
 
 from replicad.client.backoff import Backoff
 from replicad.client.pods import Pod
+from replicad.client.refusals import may_pass
 from replicad.client.trio_client import TrioClient
 from replicad.errors import (
-    ConnectionLost,
+    CursorAhead,
     DownstreamError,
     LeaseHeld,
     LeaseLost,
@@ -121,13 +122,24 @@ class Worker:
             UnknownTube, NotAuthorised: what trying again cannot mend.
         """
         while True:
-            async with self._open_client() as client:
-                partitions = await client.tube(self._tube)
+            partitions = await self._ask_for_partitions()
             mine = [n for n in range(partitions) if self._only is None or n in self._only]
             async with trio.open_nursery() as nursery:
                 for number in mine:
                     nursery.start_soon(self._keep_working, Part(number, partitions), nursery.cancel_scope)
             log.info("partitions_changed", tube=self._tube, before=partitions)
+
+    async def _ask_for_partitions(self) -> int:
+        backoff = Backoff(first=0.2, cap=10.0)
+        while True:
+            try:
+                async with self._open_client() as client:
+                    return await client.tube(self._tube)
+            except ReplicadError as error:
+                if not may_pass(error):
+                    raise
+                log.info("tube_unknown_yet", tube=self._tube, code=error.code, error=str(error))
+            await trio.sleep(backoff.next_delay())
 
     async def _keep_working(self, part: Part, all_parts: trio.CancelScope) -> None:
         """Work on a partition, through lost leases and connections, until the number of partitions changes."""
@@ -139,7 +151,9 @@ class Worker:
             except PartitionsChanged:
                 all_parts.cancel()
                 return
-            except (LeaseHeld, LeaseLost, ConnectionLost) as error:
+            except ReplicadError as error:
+                if not isinstance(error, LeaseHeld | LeaseLost | CursorAhead) and not may_pass(error):
+                    raise
                 self.statistics.leases_lost += isinstance(error, LeaseLost)
                 log.info("partition_interrupted", tube=self._tube, part=str(part), code=error.code, error=str(error))
             await trio.sleep(backoff.next_delay())
@@ -168,7 +182,7 @@ class _Partition:
         """Claim the lease and work until it is lost.
 
         Raises:
-            LeaseHeld, LeaseLost, ConnectionLost, PartitionsChanged: as the daemon says.
+            ReplicadError: LeaseHeld, LeaseLost, PartitionsChanged, ConnectionLost and so on, as the daemon says.
         """
         settings = self._settings
         asked = trio.current_time()
@@ -207,9 +221,10 @@ class _Partition:
                 asked = trio.current_time()
                 try:
                     await client.renew(self._tube, self._part, self._term)
-                except ConnectionLost as error:  # the deadline stands, and the next try may be in time
-                    log.info("renewal_failed", tube=self._tube, part=str(self._part), error=str(error))
                 except ReplicadError as error:
+                    if may_pass(error):  # the deadline stands, and the next try may be in time
+                        log.info("renewal_failed", tube=self._tube, part=str(self._part), error=str(error))
+                        continue
                     self._lost = error
                     self._lease.cancel()
                 else:

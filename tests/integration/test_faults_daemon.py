@@ -114,11 +114,11 @@ async def test_a_killed_daemon_is_back_within_seconds_and_its_clients_resume_wit
         assert seen == list(range(1, 2001))
 
 
-async def test_a_killed_postmaster_is_survived_by_daemon_and_clients(tmp_path: Path) -> None:
+async def test_a_killed_postmaster_is_survived_by_daemon_and_clients(tmp_path: Path, postgres_folder: Path) -> None:
     """The embedded server is started again by the daemon; clients stay connected and miss nothing."""
-    with serving(tmp_path, "--data-folder", str(tmp_path / "postgres")) as daemon:
+    with serving(tmp_path, "--data-folder", str(postgres_folder)) as daemon:
         address = await daemon.wait_ready()
-        with EmbeddedPostgres(tmp_path / "postgres") as server:
+        with EmbeddedPostgres(postgres_folder) as server:
             async with open_database(server.url, size=1, application_name="test") as database:
                 await add_events(database)
                 await registry.add(database, "events", "public.events", "id", row="body")

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from replicad.client.blocking import BlockingClient
 from replicad.client.pods import Pod
 from replicad.config import Address, ServerSettings
-from replicad.errors import CursorAhead, DatabaseError, LeaseHeld, LeaseLost, PartitionsChanged
+from replicad.errors import CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged
 from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
@@ -85,17 +85,6 @@ class World:
 
     def sql(self, statement: str, *args: object) -> Any:
         return self.call(self.database.fetch, statement, *args)
-
-    def ddl(self, statement: str, *args: object) -> None:
-        """A statement that changes the tube itself; a deadlock with a backfill or a worker's ack is tried again."""
-        for tries in range(10):
-            try:
-                self.sql(statement, *args)
-            except DatabaseError as error:
-                if error.sqlstate != "40P01" or tries == 9:
-                    raise
-            else:
-                return
 
     def begin(self) -> Transaction:
         """A transaction that stays open until it is told how to end."""
@@ -152,7 +141,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.world.ddl("SELECT tube.tube_ensure_absent('items')")
+        self.world.sql("SELECT tube.tube_ensure_absent('items')")
         self.world.call(self.world.database.execute, "DROP TABLE IF EXISTS items")
         self.world.call(
             self.world.database.execute,
@@ -201,7 +190,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.transactions)
     @rule(partitions=st.sampled_from([1, 2, 4]))
     def repartition(self, partitions: int) -> None:
-        self.world.ddl("SELECT tube.tube_ensure_exists('items', $1)", partitions)
+        self.world.sql("SELECT tube.tube_ensure_exists('items', $1)", partitions)
         self.partitions = partitions
 
     @rule()

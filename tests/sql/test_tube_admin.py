@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
 
-from replicad.errors import DatabaseError, TubeRefused, UnknownTube
-from replicad.postgres.bridge import Database, quote_ident
+from replicad.errors import DatabaseError, TubeError, TubeRefused, UnknownTube
+from replicad.postgres.bridge import Connection, Database, quote_ident
 
 Take = Callable[[str], Awaitable[list[tuple[str, int, list[int]]]]]
 
@@ -325,3 +327,76 @@ async def test_two_tubes_can_be_attached_and_dropped_at_the_same_time(db: Databa
     assert await db.fetch_value("SELECT count(*) FROM pg_trigger WHERE NOT tgisinternal") == 0
     with pytest.raises(DatabaseError):
         await db.execute("SELECT sh1.t_touch('{1}')")
+
+
+async def test_whoever_changes_a_tube_meets_writers_backfills_and_workers_without_a_deadlock(db: Database) -> None:
+    await db.execute("CREATE SCHEMA sh1; CREATE TABLE sh1.t (id bigint PRIMARY KEY)")
+    await db.execute("INSERT INTO sh1.t SELECT generate_series(1, 3000)")
+    # Whoever is in a circle is told at once, so that a short test has many chances to see one.
+    chance = random.Random(11)
+    done: Counter[str] = Counter()
+    gone = ("42P01", "42883", "XX000")  # a table, a function, or what was just being looked up
+
+    async def write(connection: Connection) -> None:
+        await connection.execute("UPDATE sh1.t SET id = id WHERE id <= $1", chance.randrange(5))
+
+    async def backfill(connection: Connection) -> None:
+        step1 = await connection.fetch_value("SELECT tube.tube_backfill_step1()")
+        finished = False
+        while not finished:
+            row = await connection.fetch_row(
+                "SELECT * FROM tube.tube_backfill_chunk($1, 'a', 'sh1.t', 'id', NULL, 500)", step1
+            )
+            finished = row is None or row["finished"]
+        await connection.execute("DELETE FROM tube.a WHERE op = 'B'")
+
+    async def work(connection: Connection) -> None:
+        number = chance.choice([1, 2, 3])
+        lease = await connection.fetch_row(
+            "SELECT * FROM tube.tube_lease_claim('a', $1, 0, 'me', '1 hour', '{}')", number
+        )
+        assert lease is not None
+        seqs = [row["seq"] for row in await connection.fetch("SELECT seq FROM tube.a ORDER BY seq LIMIT 4")]
+        await connection.execute("SELECT tube.tube_ack('a', $1, 0, $2, $3)", number, lease["term"], seqs[:3])
+        for seq in seqs[3:]:
+            await connection.execute(
+                "SELECT tube.tube_park('a', $1, 0, $2, $3, NULL, 1, 'no')", number, lease["term"], seq
+            )
+        await connection.execute("SELECT tube.tube_parked_replay('a')")
+        await connection.execute("SELECT tube.tube_lease_release('a', $1, 0, $2)", number, lease["term"])
+
+    async def repartition(connection: Connection) -> None:
+        await connection.execute("SELECT tube.tube_ensure_exists('a', $1)", chance.choice([1, 2, 3]))
+
+    async def detach(connection: Connection) -> None:
+        await connection.execute("SELECT tube.tube_table_ensure_detached('a', 'sh1.t')")
+        await attach(db, "a", "sh1.t")
+
+    async def drop(connection: Connection) -> None:
+        await connection.execute("SELECT tube.tube_ensure_absent('a')")
+        await connection.execute("SELECT tube.tube_ensure_exists('a', 2)")
+        await attach(db, "a", "sh1.t")
+
+    async def churn(what: Callable[[Connection], Awaitable[None]]) -> None:
+        async with db.connection() as connection:
+            await connection.execute("SET deadlock_timeout = '5ms'")
+            while True:
+                try:
+                    await what(connection)
+                    done[what.__name__] += 1
+                except TubeError:
+                    pass  # the tube, the attachment or the partition is not there just now
+                except DatabaseError as error:
+                    if error.sqlstate not in gone:
+                        raise
+
+    await db.execute("SELECT tube.tube_ensure_exists('a', 2)")
+    await attach(db, "a", "sh1.t")
+    with trio.move_on_after(20):
+        async with trio.open_nursery() as nursery:
+            for what in (write, write, backfill, work, work, repartition, detach, drop):
+                nursery.start_soon(churn, what)
+            while min(done[what.__name__] for what in (write, backfill, work, repartition, detach, drop)) < 5:
+                await trio.sleep(0.05)
+            nursery.cancel_scope.cancel()
+    assert len(done) == 6, done

@@ -14,6 +14,18 @@ END
 $$;
 COMMENT ON FUNCTION tube_find(text) IS 'A tube''s row in the registry';
 
+-- tube_keep(tube): the same, and until the transaction ends nobody drops the tube. Whoever will wait for anything that
+-- hangs on a tube calls it first, as those who drop tubes begin with that row: so nobody waits in a circle. Raises
+-- RT001. Locks the row in tube_registry.
+CREATE OR REPLACE FUNCTION tube_keep(tube text) RETURNS tube_registry
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM FROM tube_registry r WHERE r.tube = tube_keep.tube FOR KEY SHARE;
+    RETURN tube_find(tube);
+END
+$$;
+COMMENT ON FUNCTION tube_keep(text) IS 'A tube''s row in the registry, kept from being dropped';
+
 -- tube_lock(tube): the same, and until the transaction ends nobody else changes the tube, its attachments or who holds
 -- its leases. Raises RT001. Locks the row in tube_registry.
 CREATE OR REPLACE FUNCTION tube_lock(tube text) RETURNS tube_registry

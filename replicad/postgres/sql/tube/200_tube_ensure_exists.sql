@@ -7,7 +7,8 @@
 -- statistics on it and on seq: those of a queue are wrong a minute later, and with them it sorts a whole partition to
 -- return its first pods. Without them it always expects next to nothing, and goes by the index. The index of another
 -- number of partitions goes too, unless readers keep the table locked: dropping would make them and all writers wait,
--- so after a second it stays until the next call; it costs a little and harms nobody.
+-- so after half a second (before anybody in that queue looks for deadlocks) it stays until the next call; it costs a
+-- little and harms nobody.
 CREATE OR REPLACE FUNCTION tube_index_ensure(tube text, partitions integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -28,9 +29,9 @@ BEGIN
             AND left(c.relname, length(tube)) = tube AND substr(c.relname, length(tube) + 1) ~ '^_pods_[0-9]+$'
     LOOP
         BEGIN
-            PERFORM set_config('lock_timeout', '1s', true);
+            PERFORM set_config('lock_timeout', '500ms', true);
             EXECUTE format('DROP INDEX %s', stale);
-        EXCEPTION WHEN lock_not_available THEN
+        EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
             RAISE NOTICE 'index % is in use and stays until tube_ensure_exists is called again', stale;
         END;
         PERFORM set_config('lock_timeout', patience, true);

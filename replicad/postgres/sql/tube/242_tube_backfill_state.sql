@@ -1,11 +1,15 @@
 -- tube_attached(tube, tbl, order_col): the attachment that a backfill is of. Raises RT001, and RT005 where the table is
--- not attached or has no such column. Locks its row, so that one backfill of it starts at a time. Writes nothing.
+-- not attached or has no such column. Locks its row, so that one backfill of it starts at a time, and before it, in the
+-- order of those who drop tubes and triggers, the tube's row and the table. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_attached(tube text, tbl regclass, order_col text) RETURNS tube_attachment
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    t tube_registry := tube_find(tube);
+    t tube_registry := tube_keep(tube);
     a tube_attachment;
 BEGIN
+    IF tube_qualified(tbl) IS NOT NULL THEN
+        EXECUTE format('LOCK TABLE %s IN ACCESS SHARE MODE', tube_qualified(tbl));
+    END IF;
     SELECT * INTO a FROM tube_attachment x WHERE x.tube = t.tube AND x.tbl = tube_attached.tbl AND x.root = x.tbl
         FOR NO KEY UPDATE;
     IF NOT FOUND THEN
@@ -59,7 +63,8 @@ $$;
 COMMENT ON FUNCTION tube_backfill_control(text, text, text, integer[]) IS 'Puts control pods of a backfill into a tube';
 
 -- tube_backfill_begin(a, start_seq, order_col, shard, shards): notes a new backfill and marks its beginning in shards.
--- Returns false, and writes nothing, where one is under way. Raises RT005. Writes tube_backfill and the tube.
+-- Returns false, and writes nothing, where one is under way. Raises RT005. Writes tube_backfill and the tube, which is
+-- locked for writing before it is read: a reader that becomes a writer could meet an index that is being replaced.
 CREATE OR REPLACE FUNCTION tube_backfill_begin(
     a tube_attachment, start_seq text, order_col text, shard integer, shards integer[]
 ) RETURNS boolean
@@ -69,6 +74,7 @@ BEGIN
         PERFORM tube_refuse('RT005', format('%L is not what step 1 of a backfill returned', start_seq),
             'call tube_backfill_step1() and tube_backfill_step2() first, each in its own transaction');
     END IF;
+    EXECUTE format('LOCK TABLE %I IN ROW EXCLUSIVE MODE', a.tube);
     IF tube_backfilling(a.tube, a.tbl, shard) THEN
         RAISE NOTICE 'shard % of % is being backfilled already', shard, a.tbl;
         RETURN false;

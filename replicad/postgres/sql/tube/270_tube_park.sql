@@ -2,7 +2,8 @@
 -- failing: moves them to tube_parked, with the number of tries and the error; with no ids (NULL or empty) the whole
 -- pod, be it a control pod. A pod without ids left goes. Ids for a control pod are garbage that is collected on its
 -- behalf: they are kept as touches of its shard, and the control pod stays. Returns how many ids (1 for a control pod);
--- 0 where the pod is gone. Raises RT002, RT005. Locks the lease's row, writes the tube and tube_parked.
+-- 0 where the pod is gone. Raises RT002, RT005. Locks the rows of the tube, which what is parked refers to, and of the
+-- lease; writes the tube and tube_parked.
 CREATE OR REPLACE FUNCTION tube_park(
     tube text, partitions integer, partition integer, term bigint, seq bigint, ids bigint[], tries integer, error text
 ) RETURNS bigint
@@ -13,7 +14,9 @@ DECLARE
     good bigint[] := '{}';
 BEGIN
     PERFORM tube_check_partition(partitions, partition);
+    PERFORM tube_keep(tube);
     PERFORM tube_lease_hold(tube, partitions, partition, term);
+    EXECUTE format('LOCK TABLE %I IN ROW EXCLUSIVE MODE', tube);  -- before it is read: see tube_backfill_begin
     EXECUTE format('SELECT * FROM %I WHERE seq = $1 AND shard %% $2 = $3 FOR UPDATE', tube)
         INTO pod USING seq, partitions, partition;
     bad := pod.ids;

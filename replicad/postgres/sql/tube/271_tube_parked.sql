@@ -10,7 +10,7 @@ COMMENT ON FUNCTION tube_parked_list(text) IS 'What failed too often';
 CREATE OR REPLACE FUNCTION tube_parked_replay(tube text, parked_ids bigint[] = NULL) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    t tube_registry := tube_find(tube);
+    t tube_registry := tube_keep(tube);
     replayed bigint;
 BEGIN
     EXECUTE format($sql$
@@ -30,7 +30,7 @@ COMMENT ON FUNCTION tube_parked_replay(text, bigint[]) IS 'Puts what failed too 
 CREATE OR REPLACE FUNCTION tube_parked_drop(tube text, parked_ids bigint[] = NULL) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    t tube_registry := tube_find(tube);
+    t tube_registry := tube_keep(tube);
     dropped bigint;
 BEGIN
     DELETE FROM tube_parked p WHERE p.tube = t.tube AND (parked_ids IS NULL OR p.parked = ANY (parked_ids));

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "slow": "Slow readers: what those who read get beside them, and how the slow ones end",
     "tubes": "Tubes: ids from the tube to a TCP client, acks included, against psql running the same statements",
     "injection": "Injection: a million ids into a tube, against plain INSERTs of the same arrays",
+    "federation": "Federation: facts delivered to a thousand destinations, against the same client without queues",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
 }  # fmt: skip
 

@@ -90,6 +90,18 @@ class SlowReader(ConnectionLost):
     code = "slow_reader"
 
 
+class RelayRefused(ReplicadError):
+    """A line that concerns all connections is too long to be passed on to those of other daemons."""
+
+    code = "relay_refused"
+
+
+class PresenceRefused(ReplicadError):
+    """What a worker says of its users cannot be kept; the message has the bound or the reason."""
+
+    code = "presence_refused"
+
+
 # --- Postgres --------------------------------------------------------------------------------------
 
 

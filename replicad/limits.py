@@ -92,6 +92,9 @@ class Limits:
         3600.0, "The longest lease that a client may ask for.", 0.5
     )
     wait_max: float = _time(300.0, "The longest that a request may wait for pods or for a lease.", 0)
+    presence_devices: int = _count(  # about 1 KB each
+        500_000, "Devices whose syncing presence keeps; one more is refused.", 1, 100_000_000
+    )
     stop_grace: float = _time(5.0, "On SIGTERM or SIGINT everything ends within this time.", 0.1, 600)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from replicad.errors import (
     ConnectionLost,
     DatabaseError,
+    PresenceRefused,
+    RelayRefused,
     RemoteError,
     ReplicadError,
     ServerStopping,
@@ -30,7 +32,7 @@ def refusal(text: str) -> ReplicadError:
 
 def concerns_one_request(error: ReplicadError) -> bool:
     """Whether the server refused a request and left the connection open, as far as its code tells."""
-    return isinstance(error, StreamError | TubeError | DatabaseError)
+    return isinstance(error, StreamError | TubeError | DatabaseError | PresenceRefused | RelayRefused)
 
 
 def may_pass(error: ReplicadError) -> bool:

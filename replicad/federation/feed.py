@@ -36,8 +36,8 @@ class Feed(Protocol):
         Never ends by itself. Raises ReplicadError where trying again does not help.
         """
 
-    def acknowledge(self, sender: str, token: int) -> None:
-        """Tell the daemon up to where facts are recorded, soon. The last word counts."""
+    def acknowledge(self, sender: str, stream: str, token: int) -> None:
+        """Tell the daemon up to where a stream is recorded, soon. The last word of each stream counts."""
 
 
 OpenFeed = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Feed]]
@@ -66,26 +66,29 @@ class _ClientFeed:
     def __init__(self, client: TrioClient, follower: TrioFollower) -> None:
         self._client = client
         self._follower = follower
-        self._ack: FederationAck | None = None
+        self._acks: dict[str, FederationAck] = {}  # by stream; said, and not sent yet
         self._said = trio.Event()
 
     def follow(self) -> AsyncIterator[Told]:
         return self._follower
 
-    def acknowledge(self, sender: str, token: int) -> None:
-        self._ack = FederationAck(sender, token)
+    def acknowledge(self, sender: str, stream: str, token: int) -> None:
+        self._acks[stream] = FederationAck(sender, token, stream)
         self._said.set()
 
     async def send_acks(self) -> None:
-        """Send the last ack there is, again while it does not get through."""
+        """Send the last ack of each stream, again while it does not get through."""
         while True:
             await self._said.wait()
             self._said = trio.Event()
-            ack = self._ack
-            assert ack is not None
+            acks = list(self._acks.values())
             try:
-                await self._client.send(ack)
+                await self._client.send(*acks)
             except (ConnectionLost, RemoteError, DatabaseError) as error:
                 log.debug("ack_not_sent", error=str(error))
                 self._said.set()
                 await trio.sleep(ACK_RETRY)
+            else:
+                for ack in acks:
+                    if ack.stream is not None and self._acks[ack.stream] is ack:
+                        del self._acks[ack.stream]

@@ -79,7 +79,7 @@ class Intake:
         self._recorded: dict[str, int | None] = {}
         self._told: dict[str, int] = {}  # positions without rows that are not written down yet
         self._moves: MutableMapping[str, str] = {}  # streams whose first position is where to go on
-        self._acknowledged: int | None = None
+        self._acknowledged: dict[str, int] = {}
         self._strange: set[str] = set()  # names that were logged because they can be no destination's
         self._rows = self._skipped = self._refused_names = 0
 
@@ -149,7 +149,7 @@ class Intake:
             case Connected():
                 log.info("daemon_connected", server=event.server_name)
                 self._connected()
-                self._acknowledged = None
+                self._acknowledged.clear()
                 self._acknowledge(feed)
             case Disconnected():
                 log.warning("daemon_lost", error=str(event.error), retry_in=round(event.retry_in, 3))
@@ -201,10 +201,10 @@ class Intake:
 
     def _acknowledge(self, feed: Feed) -> None:
         """Say up to where all is recorded; said again after a loss of the connection."""
-        token = self._recorded.get(self._facts)
-        if token is not None and token != self._acknowledged:
-            feed.acknowledge(self._sender, token)
-            self._acknowledged = token
+        for stream, token in self._recorded.items():
+            if token is not None and token != self._acknowledged.get(stream):
+                feed.acknowledge(self._sender, stream, token)
+                self._acknowledged[stream] = token
 
     # --- routing ---
 

@@ -22,7 +22,7 @@ from asyncpg import Record as Row
 
 from replicad import errors
 from replicad.postgres import failures
-from replicad.postgres.connection import COPY_CHUNK, Connection, Counters, Settings, Sink
+from replicad.postgres.connection import COPY_CHUNK, Connection, Counters, Notices, Settings, Sink
 from replicad.postgres.literals import quote_ident, quote_literal
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Connection",
     "Database",
     "DatabaseStatistics",
+    "Notices",
     "Row",
     "Sink",
     "load_sql",
@@ -145,6 +146,12 @@ class Database:
         """One pinned connection. At the end it is reset: an open transaction is rolled back, settings and locks go."""
         async with self._borrowed(reset=True) as connection:
             yield connection
+
+    @asynccontextmanager
+    async def listen(self, channel: str) -> AsyncIterator[Notices]:
+        """`Connection.listen` on a connection of the pool, which is held for the length of the block."""
+        async with self._borrowed(reset=True) as connection, connection.listen(channel) as notices:
+            yield notices
 
     def statistics(self) -> DatabaseStatistics:
         """A frozen copy of the counters."""

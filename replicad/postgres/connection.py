@@ -37,6 +37,9 @@ COPY_CHUNK = 128 * 1024  # bytes per call of a sink: below it the hand-over cost
 _COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
 _SETTLE = 2.0  # seconds that a cancelled connection gets to come back before it is thrown away
 _GRACE = 5.0  # seconds beyond statement_timeout after which a silent server counts as lost
+_NOTICES_AHEAD = (
+    1000  # payloads of NOTIFY that may wait for whoever listens; more are lost, and NOTIFY promises no more
+)
 
 # Quote and delimiter that JSON and our lines never contain, so that CSV leaves every byte as it is.
 _COPY_LINES = "(FORMAT csv, QUOTE E'\\x01', DELIMITER E'\\x02')"
@@ -115,6 +118,36 @@ class _Handoff:
         self._parts.clear()
         self._size = 0
         self._arrived.set()
+
+
+class Notices:
+    """What was told by NOTIFY on one channel since `Connection.listen`, in the order of the commits."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._put, self._take = trio.open_memory_channel[str](_NOTICES_AHEAD)
+
+    def hear(self, _driver: object, _pid: int, _channel: str, payload: str) -> None:
+        """The driver's side: one payload."""
+        with suppress(trio.WouldBlock, trio.ClosedResourceError):
+            self._put.send_nowait(payload)
+
+    def close(self, _driver: object = None) -> None:
+        """No more of them; what was heard already can still be taken."""
+        self._put.close()
+
+    async def next(self, patience: float) -> str:
+        """Wait for the next payload. After so many seconds of silence the server is asked whether it is there.
+
+        Raises DatabaseUnavailable when the connection is lost: what is told from then on is told to others only.
+        """
+        while True:
+            with trio.move_on_after(patience):
+                try:
+                    return await self._take.receive()
+                except trio.EndOfChannel:
+                    raise self._connection.silent() from None
+            await self._connection.fetch_value("SELECT 1")
 
 
 class Connection:
@@ -196,6 +229,18 @@ class Connection:
         return int(tag.rpartition(" ")[2])
 
     @asynccontextmanager
+    async def listen(self, channel: str) -> AsyncIterator[Notices]:
+        """LISTEN to a channel for the length of the block."""
+        notices = Notices(self)
+        self._driver.add_termination_listener(notices.close)
+        try:
+            await self._run(self._driver.add_listener, channel, notices.hear)
+            yield notices
+        finally:
+            notices.close()
+            self._driver.remove_termination_listener(notices.close)
+
+    @asynccontextmanager
     async def transaction(
         self, *, isolation: Isolation = "read_committed", readonly: bool = False
     ) -> AsyncIterator[None]:
@@ -274,7 +319,7 @@ class Connection:
                 with _deadline(self._patience()) as patience:
                     chunk = await handoff.take()
                 if patience.cancelled_caught:
-                    raise self._silent()
+                    raise self.silent()
                 if chunk is None:
                     break
                 await sink(chunk)
@@ -308,7 +353,7 @@ class Connection:
             self._counters.cancelled += 1
             raise
         if patience.cancelled_caught:
-            raise self._silent()
+            raise self.silent()
         return result
 
     def _is_lost(self, error: BaseException) -> bool:
@@ -327,7 +372,8 @@ class Connection:
         limit = self._settings.statement_timeout
         return None if limit is None else limit + _GRACE
 
-    def _silent(self) -> errors.DatabaseUnavailable:
+    def silent(self) -> errors.DatabaseUnavailable:
+        """What to raise when the server says nothing any more; the connection is cut."""
         self.terminate()
         self._counters.lost += 1
         return errors.DatabaseUnavailable(f"Postgres at {self._settings.target} stopped answering.")

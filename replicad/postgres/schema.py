@@ -25,15 +25,16 @@ from replicad.errors import SchemaMissing, SchemaTooNew
 from replicad.postgres.bridge import Database
 from replicad.postgres.literals import quote_ident, quote_literal
 
-Part = Literal["tube", "stream", "federation", "ownership"]
+Part = Literal["tube", "stream", "federation", "ownership", "presence"]
 Direction = Literal["up", "down"]
 
-VERSIONS: dict[Part, int] = {"tube": 1, "stream": 1, "federation": 1, "ownership": 1}
+VERSIONS: dict[Part, int] = {"tube": 1, "stream": 1, "federation": 1, "ownership": 1: 1, "presence": 1}
 DEFAULT_SCHEMAS: dict[Part, str] = {
     "tube": "tube",
     "stream": "replicad",
     "federation": "replicad",
     "ownership": "replicad",
+    "presence": "replicad",
 }
 
 _SQL = Path(__file__).parent / "sql"

@@ -209,21 +209,22 @@ class ClearUserSync(Command):
 
 @dataclass(frozen=True, slots=True)
 class FederationAck(Command):
-    """FEDERATION_ACK: federation data up to `token` was delivered by `instance`."""
+    """FEDERATION_ACK: federation data up to `token` was delivered by `instance`; which stream's may be said (ours)."""
 
     NAME = "FEDERATION_ACK"
     SENDER = Side.CLIENT
-    USAGE = "instance_name token"
+    USAGE = "instance_name token [stream_name]"
     instance: str
     token: int
+    stream: str | None = None
 
     @classmethod
     def parse(cls, rest: str) -> Self:
-        instance, token = split_words(cls.NAME, rest, cls.USAGE, 2, 2)
-        return cls(instance, integer(cls.NAME, "token", token))
+        instance, token, *stream = split_words(cls.NAME, rest, cls.USAGE, 2, 3)
+        return cls(instance, integer(cls.NAME, "token", token), *stream)
 
     def arguments(self) -> str:
-        return f"{self.instance} {self.token}"
+        return f"{self.instance} {self.token}" if self.stream is None else f"{self.instance} {self.token} {self.stream}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,21 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
-from replicad.protocol.commands import Error, Server
+from replicad.protocol.commands import ClearUserSync, Command, Error, LockReleased, RemoteServerUp, Server
 from replicad.protocol.states import CloseReason
+from replicad.server.acks import AckService
 from replicad.server.hub import Hub
 from replicad.server.listener import accept_forever, open_listeners
 from replicad.server.poller import Poller
+from replicad.server.presence import PresenceService
 from replicad.server.publisher import Publisher
+from replicad.server.relay import Relay
 from replicad.server.requests import Requests
 from replicad.server.session import Session
 from replicad.server.tubes import TubeService
 
 GC_THRESHOLD = 50_000  # new objects between two looks for cycles; at Python's 700, sending to many spent a tenth on it
+RELAY_CONNECTIONS = 2  # one listens, the other tells
 ACK_CONNECTIONS = 2  # acks are short; these connections do nothing else, so that the lock-watch can leave them out
 
 Recover = Callable[[], Awaitable[None]]
@@ -119,6 +123,8 @@ class Daemon:
     hub: Hub
     publisher: Publisher
     tubes: TubeService
+    presence: PresenceService
+    relay: Relay
 
 
 @asynccontextmanager
@@ -131,14 +137,26 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
         ReplicadError: it cannot start.
     """
     limits = settings.limits
-    async with _open_pools(settings, url) as (db, ack_db, catchup_db), Horizon(db) as horizon:
+    async with _open_pools(settings, url) as (db, ack_db, catchup_db, relay_db), Horizon(db) as horizon:
         listeners = await open_listeners(settings.listen)
         await _install(db, settings)
         hub = Hub(limits.max_connections)
         poller = Poller(horizon, limits, recover)
         publisher = Publisher(db, catchup_db, settings, poller)
         tubes = TubeService(db, ack_db, catchup_db, settings, poller)
-        requests = Requests(hub, publisher, tubes, poller, limits.max_pending)
+        presence = PresenceService(db, settings)
+        relay = Relay(relay_db, settings.database.stream_schema, partial(_heard, hub, presence))
+        acks = AckService(db, settings.database.stream_schema, publisher)
+        requests = Requests(
+            hub=hub,
+            publisher=publisher,
+            tubes=tubes,
+            poller=poller,
+            presence=presence,
+            acks=acks,
+            relay=relay,
+            max_pending=limits.max_pending,
+        )
 
         async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
             session = Session(stream, peer, settings, hub)
@@ -151,6 +169,9 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
             services.start_soon(poller.run)
             await services.start(publisher.run)
             await services.start(tubes.run)
+            await services.start(presence.run)
+            services.start_soon(relay.run)
+            services.start_soon(acks.run)
             async with trio.open_nursery() as sessions:
                 async with trio.open_nursery() as accepting:
                     for listener in listeners:
@@ -164,7 +185,7 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
                         tubes=sorted(tubes.tubes),
                     )
                     with _ready_file(settings.ready_file, addresses[0]):
-                        yield Daemon(addresses, hub, publisher, tubes)
+                        yield Daemon(addresses, hub, publisher, tubes, presence, relay)
                     accepting.cancel_scope.cancel()
                 for session in list(hub):
                     session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
@@ -173,7 +194,9 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
 
 
 @asynccontextmanager
-async def _open_pools(settings: ServerSettings, url: str) -> AsyncIterator[tuple[Database, Database, Database]]:
+async def _open_pools(
+    settings: ServerSettings, url: str
+) -> AsyncIterator[tuple[Database, Database, Database, Database]]:
     """Connections for everything that is short, for acks, and for copies that last as long as their reader takes."""
     limits = settings.limits
     usual = partial(
@@ -188,8 +211,17 @@ async def _open_pools(settings: ServerSettings, url: str) -> AsyncIterator[tuple
             statement_timeout=None,  # bounded by the client's own progress (stall_timeout)
             wait_timeout=limits.wait_max,
         ) as catchup_db,
+        usual(size=RELAY_CONNECTIONS, application_name="replicad relay") as relay_db,
     ):
-        yield db, ack_db, catchup_db
+        yield db, ack_db, catchup_db, relay_db
+
+
+def _heard(hub: Hub, presence: PresenceService, command: Command) -> None:
+    """What another daemon told."""
+    if isinstance(command, ClearUserSync):
+        presence.clear(command, elsewhere=True)
+    elif isinstance(command, RemoteServerUp | LockReleased):
+        hub.relay(command, None)
 
 
 async def _install(db: Database, settings: ServerSettings) -> None:

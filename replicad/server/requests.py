@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from replicad.errors import ProtocolError, ReplicadError, SlowReader
+from replicad.errors import PresenceRefused, ProtocolError, RelayRefused, ReplicadError, SlowReader, StreamError
 from replicad.protocol.commands import (
     Ack,
     Claim,
@@ -35,9 +35,12 @@ from replicad.protocol.commands import (
     UserSync,
 )
 from replicad.protocol.states import CloseReason
+from replicad.server.acks import AckService
 from replicad.server.hub import Hub
 from replicad.server.poller import Poller
+from replicad.server.presence import PresenceService
 from replicad.server.publisher import Publisher
+from replicad.server.relay import Relay
 from replicad.server.session import HangUp, Session
 from replicad.server.subscriptions import Subscriptions
 from replicad.server.tubes import TubeService
@@ -48,11 +51,25 @@ TUBE_COMMANDS = (Tube, Claim, Renew, Release, Pods, Ack, Park)
 class Requests:
     """Hands the commands of all sessions to those who answer them."""
 
-    def __init__(self, hub: Hub, publisher: Publisher, tubes: TubeService, poller: Poller, max_pending: int) -> None:
+    def __init__(
+        self,
+        *,
+        hub: Hub,
+        publisher: Publisher,
+        tubes: TubeService,
+        poller: Poller,
+        presence: PresenceService,
+        acks: AckService,
+        relay: Relay,
+        max_pending: int,
+    ) -> None:
         self.hub = hub
         self.publisher = publisher
         self.tubes = tubes
         self.poller = poller
+        self.presence = presence
+        self.acks = acks
+        self.relay = relay
         self.max_pending = max_pending
         self.received: Counter[str] = Counter()  # commands by name, since the start
 
@@ -67,8 +84,8 @@ class Conversation:
     def __init__(self, session: Session, requests: Requests) -> None:
         self._session = session
         self._requests = requests
-        subscriptions = Subscriptions(session, requests.publisher)
-        self._subscribing = _Queue(session, requests.max_pending, subscriptions.replicate)
+        self._subscriptions = Subscriptions(session, requests.publisher)
+        self._subscribing = _Queue(session, requests.max_pending, self._subscriptions.replicate)
         self._tubes = _Queue(session, requests.max_pending, partial(requests.tubes.answer, session))
         self._answers: Mapping[type[Command], Callable[..., Awaitable[None]]] = {
             Replicate: self._subscribing.put,
@@ -76,17 +93,20 @@ class Conversation:
             Doorbell: self._ring,
             RemoteServerUp: self._relay,
             LockReleased: self._relay,
-            UserSync: self._note,
-            ClearUserSync: self._note,
-            UserIp: self._note,
-            FederationAck: self._note,
+            UserSync: self._user_sync,
+            ClearUserSync: self._clear_user_sync,
+            UserIp: self._user_ip,
+            FederationAck: self._federation_ack,
             **dict.fromkeys(TUBE_COMMANDS, self._tubes.put),
         }
 
     async def handle(self, _: Session, command: Command) -> None:
         """Answer one command, or queue it to be answered; a refusal becomes ERROR and the connection stays."""
         self._requests.received[command.NAME] += 1
-        await self._answers[type(command)](command)
+        try:
+            await self._answers[type(command)](command)
+        except (PresenceRefused, RelayRefused, StreamError) as error:
+            self._session.refuse(error)
 
     async def _ring(self, _: Doorbell) -> None:
         self._requests.poller.ring()
@@ -95,9 +115,27 @@ class Conversation:
         self._session.post(Streams(tuple(sorted(self._requests.publisher.feeds))))
 
     async def _relay(self, command: Command) -> None:
+        self._requests.relay.tell(command)
         self._requests.hub.relay(command, self._session)
 
-    async def _note(self, command: Command) -> None:
+    async def _user_sync(self, command: UserSync) -> None:
+        self._note(command)
+        self._requests.presence.user_sync(self._session, command)
+
+    async def _clear_user_sync(self, command: ClearUserSync) -> None:
+        self._note(command)
+        self._requests.presence.clear(command)
+        self._requests.relay.tell(command)
+
+    async def _user_ip(self, command: UserIp) -> None:
+        self._note(command)
+        self._requests.presence.user_ip(command)
+
+    async def _federation_ack(self, command: FederationAck) -> None:
+        if not self._requests.acks.note(command, self._subscriptions.followed):
+            self._note(command)
+
+    def _note(self, command: Command) -> None:
         self._session.log.debug("command", command=command.NAME)
 
 

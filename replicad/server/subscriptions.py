@@ -34,6 +34,11 @@ class Subscriptions:
         self._streams: set[str] = set()
         session.at_end(lambda: publisher.unfollow(self._join_new))
 
+    @property
+    def followed(self) -> frozenset[str] | None:
+        """The streams that are followed by name, or None where it is all of them."""
+        return None if self._all else frozenset(self._streams)
+
     async def replicate(self, command: Replicate) -> None:
         """Serve one REPLICATE; what cannot be done is answered by ERROR and leaves the connection as it was.
 

@@ -63,6 +63,7 @@ CASES = [
     Case("USER_SYNC w1 @a:b end 5", C, c.UserSync("w1", "@a:b", None, False, 5), "USER_SYNC w1 @a:b None end 5"),
     Case("CLEAR_USER_SYNC w1", C, c.ClearUserSync("w1")),
     Case("FEDERATION_ACK sender1 -1", C, c.FederationAck("sender1", -1)),
+    Case("FEDERATION_ACK sender1 5 events", C, c.FederationAck("sender1", 5, "events")),
     Case("REMOTE_SERVER_UP matrix.org", S, c.RemoteServerUp("matrix.org")),
     Case("REMOTE_SERVER_UP matrix.org", C, c.RemoteServerUp("matrix.org")),
     Case(

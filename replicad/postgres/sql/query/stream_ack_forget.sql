@@ -1,0 +1,1 @@
+SELECT {schema}.stream_ack_forget($1, $2)

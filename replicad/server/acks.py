@@ -1,0 +1,83 @@
+"""FEDERATION_ACK: gathered here, written once a second. An ack that is lost with the daemon is said again later, by
+the next one of the same sender; until then rows are kept that need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import structlog
+import trio
+
+from replicad.errors import DatabaseError, StreamRefused, TokenAhead
+from replicad.postgres.bridge import Database
+from replicad.protocol.commands import FederationAck
+from replicad.server.publisher import Publisher
+from replicad.streams import acks
+from replicad.streams.acks import Ack
+
+INTERVAL = 1.0  # seconds in which acks are gathered
+MAX_WAITING = 10_000  # senders of streams whose acks wait for Postgres
+FEDERATION = "federation"  # the stream that an ack of Synapse's is about
+
+log = structlog.get_logger()
+
+
+class AckService:
+    """The acks of all sessions."""
+
+    def __init__(self, db: Database, schema: str, publisher: Publisher) -> None:
+        self._db = db
+        self._schema = schema
+        self._publisher = publisher
+        self._waiting: dict[tuple[str, str], Ack] = {}
+        self._came = trio.Event()
+
+    def note(self, command: FederationAck, following: Collection[str] | None) -> bool:
+        """Take an ack of a connection that follows these streams, or all (None); False where it can be of none.
+
+        It is about the stream that it names; else about the only one that is followed, or where all are, about the
+        one that is called `federation`.
+
+        Raises:
+            StreamRefused: the stream that it names is not served.
+            TokenAhead: the token lies beyond the stream's position.
+        """
+        name = command.stream
+        if name is None:
+            name = FEDERATION if following is None else next(iter(following), None) if len(following) == 1 else None
+        feed = self._publisher.feeds.get(name or "")
+        if feed is None:
+            if command.stream is not None:
+                raise StreamRefused(f"stream {command.stream[:80]} is not served, so nothing of it can be acknowledged")
+            return False
+        position = feed.reading.position
+        if position is None or command.token > position:
+            raise TokenAhead(
+                f"FEDERATION_ACK {command.token} lies beyond where {feed.name} stands, which is {position}"
+            )
+        key = (feed.name, command.instance)
+        known = self._waiting.get(key)
+        if known is None and len(self._waiting) >= MAX_WAITING:
+            raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; say it again later")
+        if known is None or known.resets != feed.stream.resets or known.token < command.token:
+            self._waiting[key] = Ack(feed.name, feed.stream.resets, command.instance, command.token)
+            self._came.set()
+        return True
+
+    async def run(self) -> None:
+        """Write what was acknowledged, until cancelled."""
+        while True:
+            await self._came.wait()
+            self._came = trio.Event()
+            await trio.sleep(INTERVAL)
+            written = dict(self._waiting)
+            try:
+                await acks.note(self._db, list(written.values()), schema=self._schema)
+            except DatabaseError as error:  # the poller tells of the outage
+                log.debug("acks_wait", error=str(error))
+                self._came.set()
+                continue
+            for key, ack in written.items():
+                if self._waiting.get(key) is ack:
+                    del self._waiting[key]

@@ -1,0 +1,263 @@
+"""Who syncs at one daemon, and of which users the database is to be told: no I/O, and time is an argument.
+
+A user *stays* at an instance (a worker) while any of its devices syncs there, and for a grace period after the last
+of them went; one period where it was said, another where the connection that had said so ended without a word. What an
+instance says on a new connection takes the place of what it said on an old one. A user is online here while there is
+any stay. What other daemons see, and whether the user is online at all, is decided where all of them write.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from replicad.errors import PresenceRefused
+
+MAX_NAME = 255  # bytes of a user's, instance's or device's name, as Matrix has it; Postgres indexes no more than 2,700
+
+Key = tuple[str, str]  # user, instance
+
+
+class Leaving(enum.Enum):
+    """Why nothing of a user syncs at an instance any more."""
+
+    SAID = "said"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What the database is to know of a user: whether any of its devices syncs here. `last_sync` in ms since 1970."""
+
+    user: str
+    online: bool
+    last_sync: int
+
+
+@dataclass(frozen=True, slots=True)
+class RosterStatistics:
+    """A moment of a roster; `places` is what its limit bounds."""
+
+    users: int
+    devices: int
+    leaving: int
+    untold: int
+    places: int
+
+
+@dataclass(slots=True)
+class _Stay:
+    devices: dict[str | None, int] = field(default_factory=dict)  # the connection that said so last
+    leaving: Leaving | None = None
+
+
+@dataclass(slots=True)
+class _User:
+    told: bool | None = False  # what the database knows; None: it was told, and nobody knows whether it has heard
+    stays: int = 0
+    last_sync: int = 0
+
+
+class Roster:
+    """The users at one daemon. `limit` bounds devices, and users that are leaving or whose leaving is yet to be told.
+
+    `grace` and `lost_grace` are seconds. Every method that ends something takes `now`, seconds of one monotonic clock.
+    """
+
+    def __init__(self, limit: int, grace: float, lost_grace: float) -> None:
+        self.limit = limit
+        self._grace = {Leaving.SAID: grace, Leaving.LOST: lost_grace}
+        self._users: dict[str, _User] = {}
+        self._stays: dict[Key, _Stay] = {}
+        self._instances: defaultdict[str, dict[str, None]] = defaultdict(dict)  # users by instance
+        self._said_on: defaultdict[int, dict[tuple[Key, str | None], None]] = defaultdict(dict)
+        self._until: dict[Leaving, dict[Key, float]] = {kind: {} for kind in Leaving}  # ascending
+        self._changed: dict[str, None] = {}  # what the database is to be told of
+        self._devices = 0
+        self._vacant = 0  # users without a stay, kept until the database knows
+
+    # --- what workers say ---
+
+    def start(self, connection: int, instance: str, user: str, device: str | None, last_sync: int = 0) -> None:
+        """A device syncs at an instance, as said on this connection.
+
+        Raises:
+            PresenceRefused: a name is too long, or there are as many places as there may be; nothing has changed.
+        """
+        for name in (instance, user, device or ""):
+            if len(name.encode()) > MAX_NAME:
+                raise PresenceRefused(f"a name of more than {MAX_NAME} bytes is not kept: {name[:40]!r}...")
+        key = (user, instance)
+        stay = self._stays.get(key)
+        if not self._has_place(user, stay, device) and self._places() >= self.limit:
+            raise PresenceRefused(
+                f"{self.limit} devices are all that this server keeps (--presence-devices); user {user} is not shown"
+            )
+        if stay is None:
+            stay = self._stays[key] = _Stay()
+            self._instances[instance][user] = None
+            self._arrive(user)
+        elif stay.leaving is not None:
+            del self._until[stay.leaving][key]
+            stay.leaving = None
+        self._say(key, stay, device, connection)
+        self._users[user].last_sync = max(self._users[user].last_sync, last_sync)
+
+    def end(self, instance: str, user: str, device: str | None, now: float, last_sync: int = 0) -> None:
+        """A device has stopped syncing at an instance, whichever connection says so. Unknown ones are fine."""
+        key = (user, instance)
+        if user in self._users:
+            self._users[user].last_sync = max(self._users[user].last_sync, last_sync)
+        stay = self._stays.get(key)
+        if stay is not None and device in stay.devices:
+            self._forget_device(key, stay, device)
+            self._leave_if_empty(key, stay, Leaving.SAID, now)
+
+    def clear(self, instance: str, *, only_leaving: bool = False) -> None:
+        """An instance has none of its users any more, at once; or only those that are leaving it."""
+        for user in list(self._instances.get(instance, ())):
+            stay = self._stays[user, instance]
+            if stay.devices and only_leaving:
+                continue
+            for device in list(stay.devices):
+                self._forget_device((user, instance), stay, device)
+            self._end_stay((user, instance))
+
+    def lose(self, connection: int, now: float) -> None:
+        """A connection has ended; what was said on it, and not said anew on another, holds for the grace period."""
+        for key, device in list(self._said_on.get(connection, ())):
+            stay = self._stays[key]
+            self._forget_device(key, stay, device)
+            self._leave_if_empty(key, stay, Leaving.LOST, now)
+
+    # --- time ---
+
+    def configure(self, grace: float, lost_grace: float, now: float) -> None:
+        """Change the grace periods, for those that are leaving already too where that makes them shorter."""
+        self._grace = {Leaving.SAID: grace, Leaving.LOST: lost_grace}
+        for kind, until in self._until.items():
+            latest = now + self._grace[kind]
+            self._until[kind] = {key: min(at, latest) for key, at in until.items()}
+
+    def next_deadline(self) -> float:
+        """When `expire` has something to do; infinity where nobody is leaving."""
+        return min((next(iter(until.values()), math.inf) for until in self._until.values()), default=math.inf)
+
+    def expire(self, now: float) -> None:
+        """End the stays whose grace period is over."""
+        for until in self._until.values():
+            over = [key for key, _ in itertools.takewhile(lambda item: item[1] <= now, until.items())]
+            for key in over:
+                self._end_stay(key)
+
+    # --- what the database is told ---
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take` would give anything."""
+        return bool(self._changed)
+
+    def take(self, limit: int) -> list[Change]:
+        """Up to so many changes, the oldest first. They are given again until `confirm` says that they were heard."""
+        taken = []
+        for name in itertools.islice(self._changed, limit):
+            user = self._users[name]
+            user.told = None
+            taken.append(Change(name, user.stays > 0, user.last_sync))
+        return taken
+
+    def confirm(self, changes: Iterable[Change]) -> None:
+        """The database has heard these changes, which `take` gave."""
+        for change in changes:
+            self._users[change.user].told = change.online
+            self._settle(change.user)
+
+    def tell_anew(self) -> None:
+        """The database knows nothing of this daemon any more: it is told of all users again."""
+        for name, user in list(self._users.items()):
+            user.told = False
+            self._settle(name)
+
+    def statistics(self) -> RosterStatistics:
+        """Counts, as one frozen value."""
+        leaving = sum(map(len, self._until.values()))
+        return RosterStatistics(len(self._users), self._devices, leaving, len(self._changed), self._places())
+
+    # --- how ---
+
+    def _has_place(self, user: str, stay: _Stay | None, device: str | None) -> bool:
+        """Whether the device takes no place more than there is: its own, a leaving stay's, or that of a user gone."""
+        if stay is None:
+            return user in self._users and not self._users[user].stays
+        return stay.leaving is not None or device in stay.devices
+
+    def _places(self) -> int:
+        return self._devices + self._vacant + sum(map(len, self._until.values()))
+
+    def _say(self, key: Key, stay: _Stay, device: str | None, connection: int) -> None:
+        before = stay.devices.get(device)
+        if before is None:
+            self._devices += 1
+        elif before != connection:
+            self._unsay(before, key, device)
+        stay.devices[device] = connection
+        self._said_on[connection][key, device] = None
+
+    def _forget_device(self, key: Key, stay: _Stay, device: str | None) -> None:
+        self._unsay(stay.devices.pop(device), key, device)
+        self._devices -= 1
+
+    def _unsay(self, connection: int, key: Key, device: str | None) -> None:
+        said = self._said_on[connection]
+        del said[key, device]
+        if not said:
+            del self._said_on[connection]
+
+    def _leave_if_empty(self, key: Key, stay: _Stay, kind: Leaving, now: float) -> None:
+        if stay.devices:
+            return
+        if self._grace[kind] <= 0:
+            self._end_stay(key)
+            return
+        stay.leaving = kind
+        self._until[kind][key] = now + self._grace[kind]
+
+    def _end_stay(self, key: Key) -> None:
+        stay = self._stays.pop(key)
+        if stay.leaving is not None:
+            del self._until[stay.leaving][key]
+        name, instance = key
+        users = self._instances[instance]
+        del users[name]
+        if not users:
+            del self._instances[instance]
+        user = self._users[name]
+        user.stays -= 1
+        if not user.stays:
+            self._vacant += 1
+            self._settle(name)
+
+    def _arrive(self, name: str) -> None:
+        user = self._users.get(name)
+        if user is None:
+            user = self._users[name] = _User()
+        elif not user.stays:
+            self._vacant -= 1
+        user.stays += 1
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Note whether the database is to be told of this user, and forget one of whom there is nothing to know."""
+        user = self._users[name]
+        online = user.stays > 0
+        if user.told != online:
+            self._changed[name] = None
+            return
+        self._changed.pop(name, None)
+        if not online:
+            self._vacant -= 1
+            del self._users[name]

@@ -1,0 +1,159 @@
+"""What concerns all connections reaches those of every daemon, once; a killed daemon and a Postgres that is away cost
+no more than what was said meanwhile.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from structlog.testing import capture_logs
+
+from replicad.postgres.bridge import Database
+from replicad.protocol.commands import Command, RemoteServerUp
+from replicad.server.daemon import Daemon
+from replicad.server.relay import MAX_LINE, Relay, channel_of
+from tests.conftest import psql
+
+from .conftest import Connect, Netcat, netcat_to
+from .test_faults_daemon import connect, serving
+
+HELLO = ("SERVER .*",)
+
+
+async def heard_by(one: Netcat, others: list[Netcat], tag: str) -> None:
+    """Wait until what `one` says is heard by the others: they listen to each other from then on."""
+    for number in range(200):
+        await one.send(f"REMOTE_SERVER_UP {tag}{number}")
+        missing = False
+        for nc in others:
+            with trio.move_on_after(0.05) as scope:
+                await nc.until(f"REMOTE_SERVER_UP {tag}{number}")
+            missing = missing or scope.cancelled_caught
+        if not missing:
+            return
+    raise AssertionError("never heard")
+
+
+async def test_relays_cross_daemons_once_and_survive_the_death_of_one(database_url: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with serving(tmp_path / "a", "--database", database_url) as first:
+        first_at = await first.wait_ready()
+        async with connect(first_at) as one, connect(first_at) as two:
+            with serving(tmp_path / "b", "--database", database_url) as second:
+                async with connect(await second.wait_ready()) as three:
+                    await heard_by(one, [two, three], "a")
+                    await heard_by(three, [one, two], "b")
+                    lines = [f'LOCK_RELEASED ["w","n","{number}"]' for number in range(300)]
+                    await one.send(*lines, *["REMOTE_SERVER_UP twice"] * 2, "STREAMS")
+                    for nc in (two, three):
+                        await nc.expect_exactly(*lines, *["REMOTE_SERVER_UP twice"] * 2)
+                    await one.expect("STREAMS")  # nothing came back to who said it
+                    assert second.end(signal.SIGKILL)
+            await one.send("REMOTE_SERVER_UP nobody-else")
+            await two.expect_exactly("REMOTE_SERVER_UP nobody-else")
+            with serving(tmp_path / "b", "--database", database_url) as again:
+                async with connect(await again.wait_ready()) as three:
+                    await heard_by(one, [two, three], "c")
+                    await heard_by(three, [one, two], "d")
+
+
+async def test_without_postgres_the_daemon_relays_to_its_own_and_listens_again_later(
+    postgres_url: str, database: Database, daemon: Daemon, start_daemon: Callable[..., Any]
+) -> None:
+    with capture_logs() as logs:
+        async with AsyncExitStack() as stack:
+            other = await stack.enter_async_context(start_daemon())
+            one, two, three = [await stack.enter_async_context(netcat_to(server)) for server in (daemon, daemon, other)]
+            for nc in (one, two, three):
+                await nc.expect(*HELLO)
+            await heard_by(one, [two, three], "a")
+            name = await database.fetch_value("SELECT current_database()")
+            ours = f"FROM pg_stat_activity WHERE datname = '{name}' AND application_name = 'replicad relay'"
+            psql(postgres_url, f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+            psql(postgres_url, f"SELECT pg_terminate_backend(pid) {ours}")
+            await one.send("REMOTE_SERVER_UP alone")
+            await two.expect_exactly("REMOTE_SERVER_UP alone")
+            assert psql(postgres_url, f"SELECT count(*) {ours}") == "0"
+            psql(postgres_url, f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+            await heard_by(one, [two, three], "b")
+            await heard_by(three, [one, two], "c")
+    assert {"relay_deaf", "relay_listens_again"} <= {entry["event"] for entry in logs}
+
+
+async def test_a_line_that_is_too_long_is_refused_and_goes_to_nobody(netcat: Connect) -> None:
+    async with netcat() as one, netcat() as two:
+        for nc in (one, two):
+            await nc.expect(*HELLO)
+        key = "k" * (MAX_LINE - len('LOCK_RELEASED ["","",""]'))
+        await one.send(f'LOCK_RELEASED ["","","{key}x"]', f'LOCK_RELEASED ["","","{key}"]')
+        await one.expect(f"ERROR relay_refused: LOCK_RELEASED .* {MAX_LINE} bytes, not {MAX_LINE + 1}")
+        await two.expect_exactly(f'LOCK_RELEASED ["","","{key}"]')
+
+
+async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(database: Database) -> None:
+    heard: list[Command] = []
+    relay = Relay(database, "replicad", heard.append)
+
+    async def say(*messages: str) -> None:
+        for message in messages:
+            await database.execute("SELECT pg_notify($1, $2)", channel_of("replicad"), message)
+
+    async def expect(*names: str) -> None:
+        with trio.fail_after(10):
+            while [getattr(command, "server_name", "") for command in heard] != list(names):
+                await trio.sleep(0.01)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(relay.run)
+        with trio.fail_after(10):
+            while not heard:
+                await say("first 1\nREMOTE_SERVER_UP a")
+        with capture_logs() as logs:
+            await say("first 1\nREMOTE_SERVER_UP a", "other 9\nREMOTE_SERVER_UP b\nRDATA x\nREMOTE_SERVER_UP c", "no")
+            await say("first 4\nREMOTE_SERVER_UP d")
+            await expect("a", "b", "c", "d")
+        assert [(log["sender"], log["missed"]) for log in logs if log["event"] == "relay_gap"] == [("first", 2)]
+        assert relay.statistics().missed == 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.server.relay.MAX_WAITING", 10_000)
+    relay = Relay(database, "replicad", lambda _: None)
+    for number in range(1000):
+        relay.tell(RemoteServerUp(f"server{number:06}"))
+    size = len("REMOTE_SERVER_UP server000000")
+    assert relay.statistics().dropped == 1000 - 10_000 // size
+    heard: list[Command] = []
+    async with trio.open_nursery() as nursery:
+        listener = Relay(database, "replicad", heard.append)
+        nursery.start_soon(listener._listen_forever)
+        await expect_listening(database)
+        nursery.start_soon(relay._send_forever)
+        with trio.fail_after(10):
+            while len(heard) < 10_000 // size:
+                await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+    assert heard[-1] == RemoteServerUp("server000999")
+
+
+async def expect_listening(database: Database) -> None:
+    with trio.fail_after(10):
+        while not await database.fetch_value("SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"):
+            await trio.sleep(0.01)
+
+
+def test_the_channel_fits_postgres_whatever_the_schema() -> None:
+    assert channel_of("replicad") == "replicad.relay"
+    names = {channel_of("s" * 62 + letter) for letter in "ab"} | {channel_of("ü" * 31)}
+    assert len(names) == 3
+    assert all(len(name.encode()) < 64 for name in names)

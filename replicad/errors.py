@@ -234,6 +234,12 @@ class TubeRefused(TubeError):
     code = "tube_refused"
 
 
+class EncodingUnavailable(TubeError):
+    """The daemon cannot give pods in that encoding; ask for lines, or install what the sentence says."""
+
+    code = "encoding_unavailable"
+
+
 class LeaseHeld(TubeError):
     """Another holder has the partition (or one that overlaps it)."""
 

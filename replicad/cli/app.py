@@ -11,7 +11,7 @@ from replicad.cli.command import Session
 from replicad.cli.failures import report
 
 COMMANDS = (
-    "serve", "tail", "ping", "streams", "writers", "presence", "tubes", "top", "pipeline", "sender", "sql",
+    "serve", "tail", "ping", "streams", "writers", "caches", "presence", "tubes", "top", "pipeline", "sender", "sql",
     "demo", "version",
 )  # fmt: skip
 """In the order of the help text; `replicad.cli.NAME` has the command as `command`."""

@@ -12,7 +12,7 @@ from replicad.errors import UsageError
 if TYPE_CHECKING:
     from replicad.postgres.schema import Direction, Part
 
-PARTS: tuple[Part, ...] = ("stream", "tube", "federation", "ownership", "presence")
+PARTS: tuple[Part, ...] = ("stream", "tube", "federation", "cache", "ownership", "presence")
 
 _parts = click.argument("parts", metavar="[PART...]", nargs=-1, type=click.Choice(PARTS))
 _schema = option(
@@ -28,7 +28,7 @@ def command() -> None:
     """Print the SQL that replicad installs in a database, and its opposite, as scripts for psql.
 
     The daemon installs what it needs by itself; this is for those who read first, or whose daemon may not create
-    anything. PART is tube, stream, federation or another that stands on streams; without one it is all of them. Each part is a transaction of
+    anything. PART is tube, stream, federation or cache; without one it is all of them. Each part is a transaction of
     its own, and both scripts may be run again and again.
     """
 

@@ -25,15 +25,16 @@ from replicad.errors import SchemaMissing, SchemaTooNew
 from replicad.postgres.bridge import Database
 from replicad.postgres.literals import quote_ident, quote_literal
 
-Part = Literal["tube", "stream", "federation", "ownership", "presence"]
+Part = Literal["tube", "stream", "federation", "ownership", "cache", "presence"]
 Direction = Literal["up", "down"]
 
-VERSIONS: dict[Part, int] = {"tube": 1, "stream": 1, "federation": 1, "ownership": 1, "presence": 1}
+VERSIONS: dict[Part, int] = {"tube": 1, "stream": 1, "federation": 1, "ownership": 1, "cache": 1, "presence": 1}
 DEFAULT_SCHEMAS: dict[Part, str] = {
     "tube": "tube",
     "stream": "replicad",
     "federation": "replicad",
     "ownership": "replicad",
+    "cache": "replicad",
     "presence": "replicad",
 }
 

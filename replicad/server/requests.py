@@ -30,6 +30,7 @@ from replicad.protocol.commands import (
     Renew,
     Replicate,
     Streams,
+    Taken,
     Tube,
     UserIp,
     UserSync,
@@ -85,10 +86,11 @@ class Conversation:
         self._session = session
         self._requests = requests
         self._subscriptions = Subscriptions(session, requests.publisher)
-        self._subscribing = _Queue(session, requests.max_pending, self._subscriptions.replicate)
+        self._subscribing = _Queue(session, requests.max_pending, self._subscriptions.answer)
         self._tubes = _Queue(session, requests.max_pending, partial(requests.tubes.answer, session))
         self._answers: Mapping[type[Command], Callable[..., Awaitable[None]]] = {
             Replicate: self._subscribing.put,
+            Taken: self._subscribing.put,
             Streams: self._list_streams,
             Doorbell: self._ring,
             RemoteServerUp: self._relay,

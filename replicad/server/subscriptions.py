@@ -13,7 +13,7 @@ from contextlib import suppress
 import trio
 
 from replicad.errors import BadToken, DatabaseError, SlowReader, StreamRefused, TokenAhead, TokenExpired
-from replicad.protocol.commands import Position, Replicate
+from replicad.protocol.commands import Position, Replicate, Taken
 from replicad.protocol.states import CloseReason
 from replicad.protocol.tokens import Vector
 from replicad.server.feed import LINEAR, Feed
@@ -38,6 +38,14 @@ class Subscriptions:
     def followed(self) -> frozenset[str] | None:
         """The streams that are followed by name, or None where it is all of them."""
         return None if self._all else frozenset(self._streams)
+
+    async def answer(self, command: Replicate | Taken) -> None:
+        """Serve a REPLICATE or answer a TAKEN. Raises what `replicate` raises."""
+        if isinstance(command, Replicate):
+            await self.replicate(command)
+        else:
+            feed = await self._publisher.find(command.stream)
+            self._session.post(Taken(command.stream, await feed.taken()))
 
     async def replicate(self, command: Replicate) -> None:
         """Serve one REPLICATE; what cannot be done is answered by ERROR and leaves the connection as it was.

@@ -78,6 +78,8 @@ CASES = [
     Case("STREAMS caches events", S, c.Streams(("caches", "events"))),
     Case("WRITERS events a1b2c3d4", S, c.Writers("events", "a1b2c3d4", ())),
     Case("WRITERS events a1b2c3d4 master=1 a=b=2", S, c.Writers("events", "a1b2c3d4", (("master", 1), ("a=b", 2)))),
+    Case("TAKEN events", C, c.Taken("events")),
+    Case("TAKEN events 812", S, c.Taken("events", 812)),
     Case("DOORBELL", C, c.Doorbell()),
     Case("DOORBELL ", C, c.Doorbell(), "DOORBELL"),
     Case("TUBE cities", C, c.Tube("cities")),

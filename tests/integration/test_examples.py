@@ -1,0 +1,22 @@
+"""What the pages of the documentation show can be run as it stands there, and does what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_to_its_end_and_a_page_tells_of_it(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+    assert any(f"examples/{example.name}" in page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))

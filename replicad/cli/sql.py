@@ -28,8 +28,8 @@ def command() -> None:
     """Print the SQL that replicad installs in a database, and its opposite, as scripts for psql.
 
     The daemon installs what it needs by itself; this is for those who read first, or whose daemon may not create
-    anything. PART is tube, stream, federation or cache; without one it is all of them. Each part is a transaction of
-    its own, and both scripts may be run again and again.
+    anything. PART is tube, stream, federation, cache, ownership or presence; without one it is all of them. Each part
+    is a transaction of its own, and both scripts may be run again and again.
     """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -74,6 +74,10 @@ class BlockingFollower(Iterator[Any]):
     def token(self, stream: str) -> str | None:
         """What to follow the stream with later so that nothing handed out comes again and nothing else is missed."""
         return self._pursuit.follower.token(stream)
+
+    def positions(self, stream: str) -> Mapping[str, int]:
+        """How far each known writer's rows were handed out (`*`: in a linear subscription all of them)."""
+        return self._pursuit.follower.positions(stream)
 
     def tokens(self) -> dict[str, str | None]:
         """`token` of every stream."""

@@ -24,7 +24,7 @@ from replicad.errors import (
     TokenAhead,
     TokenExpired,
 )
-from replicad.protocol.commands import Command, Error, Replicate, Streams
+from replicad.protocol.commands import Command, Error, Replicate, Streams, Taken
 from replicad.protocol.connection import Connection
 
 FOREVER = float("inf")  # between two rows of a quiet stream nothing but PINGs comes
@@ -43,7 +43,9 @@ class FollowOptions:
     token the server no longer takes, EARLIEST (nothing that still exists is lost, rows may come again) or NOW.
     `patience`: how long to wait in all for a connection that was lost before the error is raised (None: for ever),
     `first_patience` the same for the first one. `answer_timeout`: how long the server may take to accept a
-    subscription or to refuse it.
+    subscription or to refuse it. `taken`: ask, on every connection, up to where ids of each stream have been given out;
+    the answers come as the command Taken. Who was handed everything up to there, by every writer, has whatever was
+    committed when the connection was made.
     """
 
     linear: bool = False
@@ -52,6 +54,7 @@ class FollowOptions:
     patience: float | None = None
     first_patience: float | None = 10.0
     answer_timeout: float = 60.0
+    taken: bool = False
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
 
 
@@ -62,6 +65,7 @@ class FollowWishes(TypedDict, total=False):
     after_reset: str
     patience: float | None
     first_patience: float | None
+    taken: bool
 
 
 class Pursuit:
@@ -121,6 +125,8 @@ class Pursuit:
         self._refusals = 0
         self._begun = True
         yield Connected(server_name)
+        if self._options.taken:
+            yield Send(tuple(Taken(stream) for stream in self.follower.streams()))
         yield from self._take((yield Receive(FOREVER)))
         self._backoff.reset()  # it was accepted and is alive: the next loss is a new one
         self._waited = 0.0

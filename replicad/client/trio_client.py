@@ -280,6 +280,10 @@ class TrioFollower:
         """What to follow the stream with later so that nothing handed out comes again and nothing else is missed."""
         return self._pursuit.follower.token(stream)
 
+    def positions(self, stream: str) -> Mapping[str, int]:
+        """How far each known writer's rows were handed out (`*`: in a linear subscription all of them)."""
+        return self._pursuit.follower.positions(stream)
+
     def tokens(self) -> dict[str, str | None]:
         """`token` of every stream."""
         return {stream: self.token(stream) for stream in self._pursuit.follower.streams()}

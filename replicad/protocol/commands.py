@@ -7,7 +7,7 @@ Whether it is allowed *now* is the business of `states`; what it means, of the s
 from __future__ import annotations
 
 from replicad.errors import RemoteProtocolError
-from replicad.protocol.extensions import Auth, Doorbell, Streams, Writers
+from replicad.protocol.extensions import Auth, Doorbell, Streams, Taken, Writers
 from replicad.protocol.replication import (
     ClearUserSync,
     Error,
@@ -29,7 +29,7 @@ from replicad.protocol.words import Command, Side
 __all__ = [
     "COMMANDS", "Ack", "Acked", "Auth", "Claim", "ClearUserSync", "Command", "CursorAt", "Doorbell", "Error",
     "FederationAck", "Lease", "LockReleased", "Name", "Park", "Parked", "Part", "Ping", "Pods", "Position",
-    "Rdata", "Release", "RemoteServerUp", "Renew", "Replicate", "Server", "Side", "Streams", "Tube", "UserIp",
+    "Rdata", "Release", "RemoteServerUp", "Renew", "Replicate", "Server", "Side", "Streams", "Taken", "Tube", "UserIp",
     "UserSync", "Writers", "parse",
 ]  # fmt: skip
 
@@ -38,7 +38,7 @@ COMMANDS: dict[str, type[Command]] = {
     for kind in (
         Server, Rdata, Position, Error, Ping, Name, Replicate, UserSync, ClearUserSync, FederationAck,
         RemoteServerUp, UserIp, LockReleased,
-        Auth, Streams, Writers, Doorbell,
+        Auth, Streams, Writers, Taken, Doorbell,
         Tube, Claim, Renew, Release, Lease, Pods, CursorAt, Ack, Acked, Park, Parked,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Our own commands beside tubes: access, the list of streams, the numbers of a stream's writers, the doorbell."""
+"""Our own commands beside tubes: access, which streams there are, their writers and how far ids got, the doorbell."""
 
 from __future__ import annotations
 
@@ -76,6 +76,29 @@ class Writers(Command):
 
     def arguments(self) -> str:
         return " ".join([self.stream, self.epoch, *(f"{name}={number}" for name, number in self.numbers)])
+
+
+@dataclass(frozen=True, slots=True)
+class Taken(Command):
+    """TAKEN: from a client, asks up to where ids of a stream have been given out; from the server, that id.
+
+    Postgres is asked after the question came. So whatever was committed before it has an id up to `upto`, and who has
+    got there, with every writer, has all of it; positions alone do not tell, since they may be behind.
+    """
+
+    NAME = "TAKEN"
+    SENDER = Side.BOTH
+    USAGE = "stream_name [id]"
+    stream: str
+    upto: int | None = None
+
+    @classmethod
+    def parse(cls, rest: str) -> Self:
+        stream, *found = split_words(cls.NAME, rest, cls.USAGE, 1, 2)
+        return cls(stream, integer(cls.NAME, "id", found[0]) if found else None)
+
+    def arguments(self) -> str:
+        return self.stream if self.upto is None else f"{self.stream} {self.upto}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,6 +300,10 @@ class Feed:
         if lines := position_lines(self.name, {**after, **seen.tokens}, upto):
             await send(lines)
 
+    async def taken(self) -> int:
+        """Up to where ids have been given out by now."""
+        return await registry.taken(self._db, self.stream, schema=self._schema)
+
     # --- for the publisher ---
 
     def positions(self) -> tuple[int, dict[str, int]]:

@@ -199,6 +199,15 @@ async def publish(
         )
 
 
+async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
+    """Up to where ids of the stream have been given out: whatever is committed by now has an id up to there."""
+    with installed(schema):
+        upto: int | None = await db.fetch_value(statement("stream_taken", schema), stream.sequence_oid)
+    if upto is None:
+        raise StreamRefused(f"stream {stream.name} has no sequence any more; remove it and add it anew")
+    return upto
+
+
 async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published]:
     """What was published last, by the name of the stream; one that was never published is not in it."""
     with installed(schema):

@@ -1,0 +1,101 @@
+"""Functions that cache by themselves and can only be cleared as a whole: `functools.lru_cache` and its like.
+
+Such a cache stores what its function returns, whatever was cleared in between. So after an invalidation it is bypassed
+until every call that was under way then has returned and stored what it liked, is cleared once more, and is good again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from replicad.caches.cache import CacheStatistics, Owner
+from replicad.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Adopted:
+    """One such function. Calls are counted as hits where its own cache was used, whatever that found."""
+
+    def __init__(self, caches: Owner, function: Callable[..., Any]) -> None:
+        """Raises UsageError where it is no such function."""
+        inner = getattr(function, "__wrapped__", None)
+        clear = getattr(function, "cache_clear", None)
+        if not callable(inner) or not callable(clear):
+            raise UsageError(
+                "only a function with cache_clear() and __wrapped__ can be adopted, as functools.lru_cache makes "
+                "them; for others use cached(storage=...)"
+            )
+        if inspect.iscoroutinefunction(inner):
+            raise UsageError("lru_cache keeps coroutines, which can be awaited once: decorate with cached() instead")
+        self.name: str = inner.__name__
+        self._caches = caches
+        self._inner = inner
+        self._clear = clear
+        self._info = getattr(function, "cache_info", None)
+        self._under_way: set[object] = set()  # calls that may store what is good
+        self._old: set[object] = set()  # calls that may store what is not; while there are any, all others bypass
+        self._hits = self._bypassed = self._emptied = 0
+
+    def caller(self, function: Callable[P, R]) -> Callable[P, R]:
+        """What is called in place of the function."""
+
+        @functools.wraps(self._inner)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._caches.lock:
+                if not self._caches.live or self._old:
+                    self._bypassed += 1
+                    ticket = None
+                else:
+                    self._hits += 1
+                    ticket = object()
+                    self._under_way.add(ticket)
+            if ticket is None:
+                value: R = self._inner(*args, **kwargs)
+                return value
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave(ticket)
+
+        return call
+
+    def _leave(self, ticket: object) -> None:
+        with self._caches.lock:
+            self._under_way.discard(ticket)
+            if ticket in self._old:
+                self._old.remove(ticket)
+                if not self._old:
+                    self._clear()
+
+    # --- for the registry, under its lock ---
+
+    def forget(self, keys: Sequence[Any]) -> None:  # noqa: ARG002 - it cannot forget one entry
+        """One entry is no longer good."""
+        self.empty()
+
+    def empty(self) -> None:
+        """No entry is good any more."""
+        self.void()
+        self._clear()
+        self._emptied += 1
+
+    def void(self) -> None:
+        """What is being loaded must not be kept."""
+        self._old |= self._under_way
+        self._under_way.clear()
+
+    def forked(self) -> None:
+        """This is another process now; the threads whose calls were under way are not in it."""
+        self._under_way.clear()
+        self._old.clear()
+        self._clear()
+
+    def statistics(self) -> CacheStatistics:
+        """Counts, as one frozen value."""
+        entries = self._info().currsize if callable(self._info) else 0
+        return CacheStatistics(entries, self._hits, 0, 0, self._bypassed, 0, self._emptied)

@@ -1,0 +1,82 @@
+"""A client's events turned into what the caches are told. No I/O: the drivers bring the events.
+
+The driver follows the stream from `NOW` and hands every event to `take`. When it ends, for whatever reason, it says
+`stop`: nothing is trusted that nobody follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import structlog
+
+from replicad.caches.course import Course
+from replicad.caches.registry import Caches
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
+from replicad.client.pursuit import FollowWishes
+from replicad.protocol.commands import Taken
+
+STREAM = "caches"
+ALSO = (PositionMoved, Connected, Disconnected, Taken)  # what the driver has to ask its follower for
+WISHES = FollowWishes(after_reset="NOW", patience=None, first_patience=None, taken=True)  # NOW: a reset empties all
+RETRY_FIRST = 0.5  # seconds until following is begun anew after something that trying again may not mend
+RETRY_CAP = 30.0
+
+_CATCHING_UP = "what was invalidated while there was no connection is still to come"
+
+log = structlog.get_logger()
+
+
+class Follows(Protocol):
+    """A follower of either client."""
+
+    def token(self, stream: str) -> str | None: ...
+
+    def positions(self, stream: str) -> Mapping[str, int]: ...
+
+
+class Following:
+    """Of one stream, for all caches of a process."""
+
+    def __init__(self, caches: Caches, stream: str) -> None:
+        self._caches = caches
+        self._stream = stream
+        self._course = Course()
+
+    def take(self, event: Any, follower: Follows) -> None:
+        """Deal with one event."""
+        course = self._course
+        match event:
+            case RowBatch():
+                self._caches.apply(event.rows)
+            case Connected():
+                course.connected()
+                if not course.live:
+                    self._caches.stand(live=False, problem=_CATCHING_UP)
+            case Taken():
+                course.taken(event.upto or 0)
+            case Reset():
+                course.reset()
+                self._caches.empty()
+                log.info("caches_emptied", stream=self._stream, reason=event.reason)
+            case Disconnected():
+                self._lost(follower.token(self._stream), str(event.error))
+        if course.waits:
+            course.moved(follower.positions(self._stream))
+        if course.live and not self._caches.live:
+            self._caches.stand(live=True)
+            log.info("caches_live", stream=self._stream)
+
+    def stop(self, why: str) -> None:
+        """Nobody follows any more."""
+        self._lost(None, why)
+
+    def _lost(self, token: str | None, why: str) -> None:
+        was_live = self._course.live
+        emptied = self._course.lost(token)
+        self._caches.stand(live=False, problem=why)
+        if emptied:
+            self._caches.empty()
+        if was_live:
+            log.info("caches_not_live", stream=self._stream, emptied=emptied, reason=why)

@@ -1,0 +1,76 @@
+"""What an entry of a cache is called: JSON values as dictionary keys, and rows of the stream `caches` taken apart.
+
+Two keys are the same entry where they are the same JSON: 1 and 1.0 are one number, true is not 1, the order of an
+object's members does not matter. It knows no cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable
+from math import isfinite
+from typing import NamedTuple
+
+Key = tuple[Hashable, ...]  # of an entry: all its keys, frozen
+
+_PLAIN = frozenset({str, int, type(None)})
+
+
+class Invalidation(NamedTuple):
+    """One row of the stream: an entry of cache `func` (or of a group of that name), or with `keys` None all of them."""
+
+    func: str
+    keys: list[object] | None
+
+
+def freeze(keys: Iterable[object]) -> Key:
+    """The keys of one entry, each a JSON value: str, int, float, bool, None, or lists, tuples and dicts of them.
+
+    Raises:
+        TypeError: a value is nothing that JSON knows.
+    """
+    found = tuple(keys)
+    for value in found:
+        if type(value) not in _PLAIN:
+            return tuple(_frozen(value) for value in found)
+    return found
+
+
+def parse_row(row: str) -> Invalidation:
+    """`[cache_func, keys or null, ts_ms]`; what may stand behind these is passed over.
+
+    Raises:
+        ValueError: it is not that.
+    """
+    try:
+        fields = json.loads(row)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(fields, list) or len(fields) < 2:
+        raise ValueError("no array of a name and keys")
+    func, keys = fields[0], fields[1]
+    if not isinstance(func, str) or not isinstance(keys, list | None):
+        raise ValueError("the name is no string, or the keys are neither an array nor null")  # noqa: TRY004 - of a text
+    return Invalidation(func, keys)
+
+
+def _frozen(value: object) -> Hashable:  # noqa: PLR0911 - one return per type
+    """Anything but strings and plain numbers goes into a tuple that begins with its type, so that nothing collides."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enumeration's member its text
+    if isinstance(value, bool):
+        return (bool, int(value))
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and isfinite(value):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return (list, *map(_frozen, value))
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return (dict, frozenset((name, _frozen(member)) for name, member in value.items()))
+    raise TypeError(
+        f"{type(value).__name__} is no JSON value and cannot be a key: give key=, a function from the arguments "
+        "to a list of strings, numbers, booleans and None"
+    )

@@ -1,0 +1,66 @@
+"""Where values are kept: a bounded store of our own, and what is asked of others (those of cachetools fit as they are).
+
+A storage knows nothing of invalidation; it is only ever used under the registry's lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Protocol
+
+from replicad.caches.keys import Key
+from replicad.errors import UsageError
+
+MISSING: Any = object()  # no value is kept
+
+
+class Storage(Protocol):
+    """A mutable mapping that may forget at any time. It may refuse a value with ValueError."""
+
+    def get(self, key: Any, default: Any = None, /) -> Any: ...
+
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+    def pop(self, key: Any, default: Any = None, /) -> Any: ...
+
+    def clear(self) -> None: ...
+
+    def __len__(self) -> int: ...
+
+
+class LruStorage:
+    """At most `max_entries` values; the one that was not asked for the longest goes first."""
+
+    __slots__ = ("_entries", "_max")
+
+    def __init__(self, max_entries: int) -> None:
+        """Raises UsageError where it could hold nothing."""
+        if max_entries < 1:
+            raise UsageError(f"a cache of {max_entries} entries caches nothing; leave the decorator out instead")
+        self._max = max_entries
+        self._entries: OrderedDict[Key, Any] = OrderedDict()
+
+    def get(self, key: Key, default: Any = None, /) -> Any:
+        """The value, which is now the one that was asked for last."""
+        value = self._entries.get(key, MISSING)
+        if value is MISSING:
+            return default
+        self._entries.move_to_end(key)
+        return value
+
+    def __setitem__(self, key: Key, value: Any, /) -> None:
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._max:
+            self._entries.popitem(last=False)
+
+    def pop(self, key: Key, default: Any = None, /) -> Any:
+        """Take the value out."""
+        return self._entries.pop(key, default)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,85 @@
+"""Caches of a trio program: a task follows the stream. The twin of `blocking`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import trio
+
+from replicad.caches.following import (
+    ALSO,
+    RETRY_CAP,
+    RETRY_FIRST,
+    STREAM,
+    WISHES,
+    Following,
+    log,
+)
+from replicad.caches.registry import Caches
+from replicad.client.backoff import Backoff
+from replicad.client.events import Connected
+from replicad.client.trio_client import TrioClient
+from replicad.errors import ReplicadError
+
+
+class CacheInvalidator(Caches):
+    """Caches that a task keeps from being stale. Made where caches are declared, at the top of a module, say.
+
+    Cached functions, plain or async, may be called from any task, and from any thread as well.
+    """
+
+    def __init__(self, *, tolerate: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
+        """The arguments are those of `registry.Caches`."""
+        super().__init__(tolerate=tolerate, now=now)
+        self._is_live = trio.Event()
+
+    async def run(
+        self,
+        client: TrioClient,
+        *,
+        stream: str = STREAM,
+        backoff: Backoff | None = None,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Follow the stream until cancelled; started (`nursery.start`) once the caches are live for the first time.
+
+        It raises nothing that happens there: while the stream cannot be followed, functions are called as if they were
+        not cached, and `problem` says why. `backoff` is as for `TrioClient.follow`.
+        """
+        following = Following(self, stream)
+        pause = Backoff(RETRY_FIRST, RETRY_CAP)
+        started = False
+        while True:
+            why = "following the stream has ended"
+            try:
+                async with client.follow({stream: "NOW"}, also=ALSO, backoff=backoff, **WISHES) as follower:
+                    async for event in follower:
+                        if isinstance(event, Connected):
+                            pause.reset()
+                        following.take(event, follower)
+                        if self.live and not started:
+                            started = True
+                            task_status.started()
+            except ReplicadError as error:
+                why = str(error)
+                log.warning("caches_not_followed", stream=stream, code=error.code, error=why)
+            except Exception as error:  # noqa: BLE001 - a storage's own, say; whatever it is, nothing stays live
+                why = repr(error)
+                log.exception("caches_not_followed", stream=stream, error=why)
+            finally:
+                following.stop(why)
+            await trio.sleep(pause.next_delay())
+
+    async def wait_live(self) -> None:
+        """Wait until the caches are live."""
+        while not self.live:
+            await self._is_live.wait()
+
+    def stand(self, *, live: bool, problem: str | None = None) -> None:
+        """As in Caches; wakes who waits for it. In the task of `run` only."""
+        super().stand(live=live, problem=problem)
+        if live:
+            self._is_live.set()
+        elif self._is_live.is_set():
+            self._is_live = trio.Event()

@@ -1,0 +1,88 @@
+"""The writer's side: saying, in the transaction that changes something, which cache entries are no longer good.
+
+Thin faces of the SQL functions `invalidate_cache` and `invalidate_cache_many`, for any driver: `invalidate` and
+`invalidate_many` are for async connections (asyncpg's or replicad's own), `blocking_invalidate` and its twin for those
+of DB-API. Errors of the driver come through as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Protocol
+
+from replicad.errors import UsageError
+from replicad.postgres.literals import fill, quote_ident
+
+SCHEMA: Final = "replicad"
+
+
+class Cursors(Protocol):
+    """What is needed of a DB-API connection."""
+
+    def cursor(self) -> Any: ...
+
+
+async def invalidate(connection: Any, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
+    """Once the caller's transaction has committed, the entry `keys` of cache `func` is forgotten everywhere.
+
+    `keys`: JSON values, as the cache is keyed; None: the whole cache. `connection`: of asyncpg, or replicad's own.
+
+    Raises:
+        UsageError: the connection is not in a transaction, so that the change and this could part.
+        TypeError: the keys are no JSON values.
+    """
+    await _ask(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(list(keys)))
+
+
+async def invalidate_many(
+    connection: Any, func: str, entries: Iterable[Sequence[Any]], *, schema: str = SCHEMA
+) -> None:
+    """As `invalidate`, for many entries in one statement; more than 10,000 of them empty the whole cache."""
+    await _ask(connection, _statement("invalidate_cache_many", schema), func, _json([list(keys) for keys in entries]))
+
+
+def blocking_invalidate(connection: Cursors, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
+    """As `invalidate`, on a DB-API connection (psycopg, pg8000, ADBC, ...)."""
+    _run(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(list(keys)))
+
+
+def blocking_invalidate_many(
+    connection: Cursors, func: str, entries: Iterable[Sequence[Any]], *, schema: str = SCHEMA
+) -> None:
+    """As `invalidate_many`, on a DB-API connection."""
+    _run(connection, _statement("invalidate_cache_many", schema), func, _json([list(keys) for keys in entries]))
+
+
+def _statement(function: str, schema: str) -> str:
+    return f"SELECT {quote_ident(schema)}.{function}($1, $2::text::jsonb)"
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise TypeError(f"keys of a cache are JSON values: {error}") from None
+
+
+async def _ask(connection: Any, sql: str, *args: object) -> None:
+    in_transaction = getattr(connection, "is_in_transaction", None)
+    if in_transaction is not None and not in_transaction():
+        raise UsageError(_APART)
+    fetch = getattr(connection, "fetch_value", None) or connection.fetchval
+    await fetch(sql, *args)
+
+
+def _run(connection: Cursors, sql: str, *args: object) -> None:
+    """Constants instead of parameters: drivers disagree on how parameters are written."""
+    if getattr(connection, "autocommit", False) is True:  # not part of DB-API, but what psycopg and others call it
+        raise UsageError(_APART)
+    cursor = connection.cursor()
+    try:
+        cursor.execute(fill(sql, args))
+        cursor.fetchall()
+    finally:
+        cursor.close()
+
+
+_APART = "a change and its invalidation belong together: begin a transaction, change, invalidate, commit."

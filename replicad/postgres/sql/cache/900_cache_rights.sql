@@ -1,0 +1,19 @@
+-- Anybody may say that a cache is old; the table itself, and whether there is a stream, are its owner's. Every function
+-- looks its neighbours up in this schema alone, whatever the caller's search_path.
+DO $rights$
+DECLARE
+    f record;
+BEGIN
+    FOR f IN SELECT p.oid::regprocedure AS name, p.proname
+        FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+        WHERE n.nspname = current_schema()
+            AND p.proname IN ('cache_writer', 'invalidate_cache', 'invalidate_cache_many', 'cache_enable',
+                'cache_disable', 'cache_names')
+    LOOP
+        EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
+        IF f.proname IN ('cache_enable', 'cache_disable', 'cache_names') THEN
+            EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
+        END IF;
+    END LOOP;
+END
+$rights$;

@@ -1,0 +1,395 @@
+"""Cached functions before a real Postgres, kept from being stale by a real daemon, through races, cuts and kills."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.lowlevel
+
+from replicad.caches import blocking, trio_invalidator
+from replicad.caches.guard import Guard, Ticket
+from replicad.caches.registry import Caches
+from replicad.caches.writing import invalidate, invalidate_many
+from replicad.client.backoff import Backoff
+from replicad.client.blocking import BlockingClient
+from replicad.client.trio_client import open_client
+from replicad.errors import StreamRefused
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database
+from replicad.protocol.connection import Timing
+from replicad.server.daemon import Daemon
+from replicad.streams import trimming
+
+from .clients.proxy import FaultProxy
+from .conftest import Connect
+from .test_faults_daemon import serving
+
+KINDS = ["blocking", "trio"]
+THINGS = 4
+QUICK = Timing(0.2, 1.0)
+Call = Callable[[int], Awaitable[int]]
+
+
+class Watched(Caches):
+    """Notes which versions the rows that were carried out told of: what is served later must not be older."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.told: defaultdict[int, int] = defaultdict(int)
+        self.committed: dict[int, int] = {}  # before the connection was made that is going to be live
+        self.lives = 0
+        self.register_group("thing_changed", [("thing", lambda keys: keys[:1])])
+
+    def apply(self, rows: Iterable[str]) -> None:
+        rows = list(rows)
+        super().apply(rows)
+        for func, keys, _ in map(json.loads, rows):
+            if func == "thing_changed":
+                self.told[keys[0]] = max(self.told[keys[0]], keys[1])
+
+    def stand(self, *, live: bool, problem: str | None = None) -> None:
+        super().stand(live=live, problem=problem)
+        if live:
+            self.lives += 1
+            for thing, version in self.committed.items():
+                self.told[thing] = max(self.told[thing], version)
+
+
+class BlockingWatched(Watched, blocking.CacheInvalidator):
+    pass
+
+
+class TrioWatched(Watched, trio_invalidator.CacheInvalidator):
+    pass
+
+
+@asynccontextmanager
+async def caching(
+    kind: str, port: int, load: Callable[[int], Awaitable[int]], timing: Timing | None = None
+) -> AsyncIterator[tuple[Any, Call]]:
+    """An invalidator that follows the daemon, and a function `thing`, cached, that any task may call."""
+    quickly = Backoff(first=0.02, cap=0.1)
+    if kind == "trio":
+        caches: Any = TrioWatched()
+        thing = caches.cached(name="thing")(load)
+        async with (
+            open_client("127.0.0.1", port, name="test", timing=timing, connect_timeout=1.0) as client,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(lambda: caches.run(client, backoff=quickly))
+            yield caches, thing
+            nursery.cancel_scope.cancel()
+        return
+    caches = BlockingWatched()
+
+    @caches.cached(name="thing")  # type: ignore[untyped-decorator]
+    def of_thread(number: int) -> int:
+        return trio.from_thread.run(load, number)
+
+    async def call(number: int) -> int:
+        return await trio.to_thread.run_sync(of_thread, number)
+
+    with BlockingClient("127.0.0.1", port, name="test", timing=timing, connect_timeout=1.0) as client:
+        following = caches.following(client, backoff=quickly)
+        await trio.to_thread.run_sync(following.__enter__)
+        try:
+            yield caches, call
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(following.__exit__, None, None, None)
+
+
+async def until(condition: Callable[[], bool], within: float = 15.0) -> None:
+    with trio.fail_after(within):
+        while not condition():
+            await trio.sleep(0.005)
+
+
+async def make_things(db: Database) -> None:
+    await schema.install(db, "stream")
+    await schema.install(db, "cache")
+    await db.fetch_value("SELECT replicad.cache_enable()")
+    await db.execute("CREATE TABLE things (id int PRIMARY KEY, version int NOT NULL)")
+    await db.execute(f"INSERT INTO things SELECT n, 0 FROM generate_series(0, {THINGS - 1}) n")
+
+
+async def change(db: Database, thing: int, pause: float = 0.0, commit: str = "COMMIT") -> int:
+    """Raise a thing's version and invalidate it, in one transaction; the version."""
+    async with db.connection() as connection:
+        await connection.execute("BEGIN")
+        version = await connection.fetch_value(
+            "UPDATE things SET version = version + 1 WHERE id = $1 RETURNING version", thing
+        )
+        await invalidate(connection, "thing_changed", [thing, version])
+        await trio.sleep(pause)
+        await connection.execute(commit)
+    return int(version)
+
+
+@pytest.fixture
+async def things(database: Database) -> Database:
+    await make_things(database)
+    return database
+
+
+class Race:
+    """Writers that change things and readers that check what they are served, all at once, until told to stop."""
+
+    def __init__(self, db: Database, caches: Watched, thing: Call) -> None:
+        self.db, self.caches, self.thing = db, caches, thing
+        self.committed = dict.fromkeys(range(THINGS), 0)
+        self.turn = trio.Lock()  # held to see that no transaction is open
+        self.stopped = False
+
+    async def write(self, seed: int) -> None:
+        chance = random.Random(seed)
+        while not self.stopped:
+            number = chance.randrange(THINGS)
+            async with self.turn:
+                if chance.random() < 0.2:
+                    await change(self.db, number, commit="ROLLBACK")
+                else:
+                    self.committed[number] = await change(self.db, number, chance.random() / 200)
+            await trio.sleep(chance.random() / 50)
+
+    async def read(self, seed: int) -> None:
+        chance = random.Random(seed)
+        while not self.stopped:
+            number = chance.randrange(THINGS)
+            told = self.caches.told[number]
+            version = await self.thing(number)
+            assert version >= told, f"version {version} of {number} was served after {told} was told of"
+            await trio.lowlevel.checkpoint()
+
+    def lived(self, times: int) -> bool:
+        """Whether the caches have become live that often."""
+        return self.caches.lives >= times
+
+    def wrote(self, versions: int) -> bool:
+        """Whether so many versions are committed."""
+        return sum(self.committed.values()) >= versions
+
+    async def no_transaction_is_open(self) -> None:
+        """Notes what is committed, for the next connection that gets live."""
+        async with self.turn:
+            self.caches.committed = dict(self.committed)
+
+
+def slow_load(db: Database) -> Callable[[int], Awaitable[int]]:
+    """Reads a thing, and now and then is late with what it read."""
+    chance = random.Random(5)
+
+    async def load(number: int) -> int:
+        version = await db.fetch_value("SELECT version FROM things WHERE id = $1", number)
+        await trio.sleep(chance.choice([0, 0, 0.002, 0.03]))
+        return int(version)
+
+    return load
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_stale_is_served_through_races_cuts_and_killed_daemons(
+    kind: str, things: Database, database_url: str, tmp_path: Path
+) -> None:
+    chance = random.Random(11)
+    cuts = [chance.randint(200, 3000) for _ in range(25)]
+    with FaultProxy(0, cuts, seed=1) as proxy:
+        async with caching(kind, proxy.port, slow_load(things)) as (caches, thing):
+            race = Race(things, caches, thing)
+            async with trio.open_nursery() as nursery:
+                for seed in range(3):
+                    nursery.start_soon(race.write, seed)
+                for seed in range(6):
+                    nursery.start_soon(race.read, seed)
+                for times in (4, 1):  # the first daemon's connections are cut again and again
+                    with serving(tmp_path, "--database", database_url) as daemon:
+                        proxy.target = (await daemon.wait_ready())[1]
+                        await until(partial(race.lived, caches.lives + times))
+                        await trio.sleep(0.5)  # races without faults
+                        daemon.end(signal.SIGKILL)
+                        await until(lambda: not caches.live)
+                    await until(partial(race.wrote, sum(race.committed.values()) + 20))
+                    await race.no_transaction_is_open()
+                with serving(tmp_path, "--database", database_url) as daemon:
+                    proxy.target = (await daemon.wait_ready())[1]
+                    await until(lambda: caches.live)
+                    race.stopped = True
+                    await until(lambda: len(nursery.child_tasks) == 0)
+                    await until(lambda: all(caches.told[n] >= v for n, v in race.committed.items()))
+                    for number, version in race.committed.items():
+                        assert await thing(number) == await thing(number) == version
+            statistics = caches.statistics().caches["thing"]
+    assert proxy.cuts > 3
+    assert statistics.hits > 100
+    assert statistics.refused > 0, "no value was late: the race that tickets are for never happened"
+    assert statistics.bypassed > 0
+
+
+@pytest.mark.parametrize("tickets", [True, False], ids=["tickets", "without"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_value_read_before_and_stored_after_an_invalidation_is_not_kept(
+    kind: str, tickets: bool, things: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without tickets the same race leaves it there for good, so this is what keeps it out."""
+    read, go_on = trio.Event(), trio.Event()
+
+    async def load(number: int) -> int:
+        version = await things.fetch_value("SELECT version FROM things WHERE id = $1", number)
+        if version == 0:
+            read.set()
+            await go_on.wait()
+        return int(version)
+
+    def give_back(self: Guard, ticket: Ticket) -> bool:
+        return True
+
+    if not tickets:
+        monkeypatch.setattr(Guard, "give_back", give_back)
+    async with caching(kind, daemon.addresses[0].port, load) as (caches, thing):
+        await until(lambda: caches.live)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(thing, 1)
+            await read.wait()
+            await change(things, 1)
+            await until(lambda: caches.told[1] == 1)
+            go_on.set()
+        assert await thing(1) == (1 if tickets else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_entries_outlive_a_lost_connection_and_what_was_missed_is_caught_up_with_first(
+    kind: str, things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
+) -> None:
+    loads: defaultdict[int, int] = defaultdict(int)
+
+    async def load(number: int) -> int:
+        loads[number] += 1
+        return int(await things.fetch_value("SELECT version FROM things WHERE id = $1", number))
+
+    async with start_daemon(ping_interval=0.2) as daemon:
+        with FaultProxy(daemon.addresses[0].port) as proxy:
+            async with caching(kind, proxy.port, load, QUICK) as (caches, thing):
+                await until(lambda: caches.live)
+                await change(things, 3)
+                await until(lambda: caches.told[3] == 1)
+                assert [await thing(n) for n in (0, 1, 2, 0, 1, 2)] == [0] * 6
+                assert loads == {0: 1, 1: 1, 2: 1}
+                proxy.frozen = True
+                await until(lambda: not caches.live)
+                assert await thing(1) == 0, "answered by Postgres"
+                assert loads == {0: 1, 1: 2, 2: 1}
+                await change(things, 0)
+                async with things.connection() as open_one:
+                    # Nothing behind its row is published before it ends, though that was committed while we were away.
+                    await open_one.execute("BEGIN")
+                    await invalidate(open_one, "other", [])
+                    await change(things, 1)
+                    proxy.frozen = False
+                    await until(lambda: "still to come" in (caches.problem or ""))
+                    assert await thing(1) == 1, "not live before all of what was committed has come"
+                    await open_one.execute("ROLLBACK")
+                await until(lambda: caches.live)
+                assert (caches.told[0], caches.told[1]) == (1, 1)
+                kept = dict(loads)
+                assert [await thing(n) for n in (0, 1, 2)] == [1, 1, 0]
+                assert loads == {0: kept[0] + 1, 1: kept[1] + 1, 2: 1}
+                assert caches.statistics().caches["thing"].emptied == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_where_the_token_resumes_nothing_everything_is_emptied(
+    kind: str, things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
+) -> None:
+    """What came after it was trimmed while nobody listened."""
+    async with start_daemon(ping_interval=0.2) as daemon:
+        with FaultProxy(daemon.addresses[0].port) as proxy:
+            async with caching(kind, proxy.port, slow_load(things), QUICK) as (caches, thing):
+                await until(lambda: caches.live)
+                await change(things, 3)
+                await until(lambda: caches.told[3] == 1)
+                assert await thing(0) == 0
+                proxy.frozen = True
+                await until(lambda: not caches.live)
+                for _ in range(3):
+                    await change(things, 0)
+                last = int(await things.fetch_value("SELECT max(id) FROM replicad.cache_invalidation"))
+                await trim(things, last)
+                proxy.frozen = False
+                await until(lambda: caches.live)
+                assert caches.told[0] == 0, "the rows are gone"
+                assert await thing(0) == 3
+                assert caches.statistics().caches["thing"].emptied == 1
+
+
+async def trim(db: Database, upto: int) -> None:
+    """Trim the stream, once the daemon has noted that it published all of it, which it does every second."""
+    with trio.fail_after(10):
+        while True:
+            with suppress(StreamRefused):
+                await trimming.trim(db, "caches", before=upto)
+                return
+            await trio.sleep(0.05)
+
+
+async def test_streams_say_up_to_where_ids_have_been_given_out(things: Database, netcat: Connect) -> None:
+    """More than a position says: also of ids in open transactions."""
+    async with netcat() as nc, things.connection() as connection:
+        await nc.expect("SERVER .*")
+        await nc.send("TAKEN caches")
+        await nc.expect("TAKEN caches 0")
+        await connection.execute("BEGIN")
+        await invalidate_many(connection, "thing", [[1], [2]])
+        await nc.send("TAKEN caches", "TAKEN nothing")
+        await nc.expect("TAKEN caches 2", "ERROR unknown_stream: .*")
+        await connection.execute("COMMIT")
+        await nc.send("REPLICATE caches EARLIEST")
+        await nc.until(r'RDATA caches master 2 \["thing", \[2\], [0-9]+\]')
+
+
+async def test_a_command_line_enables_invalidates_and_tells(
+    database: Database, database_url: str, daemon: Daemon, tmp_path: Path
+) -> None:
+    async def replicad(*arguments: str, fails: bool = False) -> str:
+        command = [sys.executable, "-m", "replicad", "caches", *arguments, "--database", database_url]
+        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        assert (done.returncode != 0) == fails, done.stderr
+        return (done.stderr if fails else done.stdout).decode()
+
+    loads = []
+
+    async def load(number: int) -> int:
+        loads.append(number)
+        return number
+
+    async with caching("trio", daemon.addresses[0].port, load) as (caches, thing):
+        assert "run `replicad caches enable` first" in await replicad("names", fails=True)
+        assert await thing(1) == await thing(1) == 1
+        assert len(loads) == 2, "not enabled, not cached"
+        assert "serve it from now on" in await replicad("enable", "--writer", "w1", "--writer", "w2")
+        assert "there already" in await replicad("enable")
+        await until(lambda: caches.live)
+        assert await thing(1) == await thing(1) == 1
+        assert len(loads) == 3
+        await replicad("invalidate", "thing", "2")
+        await replicad("invalidate", "thing", "1")
+        await until(lambda: caches.statistics().rows == 2)
+        assert caches.statistics().caches["thing"].entries == 0
+        await replicad("invalidate", "thing")
+        await until(lambda: caches.statistics().caches["thing"].emptied == 1)
+        assert json.loads(await replicad("names", "--json"))["whole"] == 1
+        await thing(1)
+        await replicad("disable")
+        await until(lambda: not caches.live)
+        await until(lambda: caches.statistics().caches["thing"].entries == 0)
+        assert "so nobody would be told" in await replicad("invalidate", "thing", fails=True)

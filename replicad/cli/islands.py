@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from replicad.cli.command import option, settings_options
 from replicad.cli.database import on_database
+from replicad.cli.failures import say
 from replicad.cli.output import JSON_HELP
 from replicad.cli.shards import ShardRange, shard_of_schema
 from replicad.config import DatabaseSettings
@@ -36,6 +37,12 @@ class Tubes:
     async def value(self, function: str, *args: object) -> Any:
         """The one value that one of the functions returns."""
         return await self.db.fetch_value(f"SELECT {self._call(function, args)}", *args)
+
+    async def value_with_progress(self, function: str, *args: object) -> Any:
+        """As `value`; what the function tells of its progress goes to stderr as it comes."""
+        async with self.db.connection() as connection:
+            with connection.remarks(say):
+                return await connection.fetch_value(f"SELECT {self._call(function, args)}", *args)
 
     async def find_tables(self, names: Sequence[str], shards: Sequence[ShardRange] | None) -> list[str]:
         """The tables that a command names: as they are, or (`shards`) those of that name in the shards' schemas.

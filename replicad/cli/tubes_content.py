@@ -19,6 +19,7 @@ from replicad.cli.shards import MAX_SHARD, parse_shards
 from replicad.errors import UsageError
 
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
+_PROGRESS_IDS = 100_000  # ids between two words about progress
 _OPERATIONS = click.Choice(["I", "U", "D", "T", "B"], case_sensitive=False)
 
 _tube = click.argument("tube")
@@ -92,11 +93,17 @@ Example:
 def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
     """Put every id that QUERY returns into TUBE.
 
-    QUERY returns the columns id and row_number and is run in one transaction.
+    QUERY returns the columns id and row_number and is run in one transaction. How far it is goes to stderr.
     """
-    found = on_islands(
-        options, lambda tubes: tubes.value("tube_pods_insert", tube, query, shard, op.upper()), statement_timeout=None
-    )
+
+    async def work(tubes: Tubes) -> int:
+        expected = None  # nobody knows how many ids a query returns before it has
+        count = await tubes.value_with_progress(
+            "tube_pods_insert", tube, query, shard, op.upper(), expected, _PROGRESS_IDS
+        )
+        return int(count)
+
+    found = on_islands(options, work, statement_timeout=None)
     for island, count in found:
         click.echo(f"{count:,} ids" + (f" on {island}" if island else ""))
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -239,6 +239,19 @@ class Connection:
         finally:
             notices.close()
             self._driver.remove_termination_listener(notices.close)
+
+    @contextmanager
+    def remarks(self, hear: Callable[[str], None]) -> Iterator[None]:
+        """Have `hear` called with what Postgres remarks (NOTICE, WARNING) while statements of the block run."""
+
+        def on_message(_driver: object, message: Any) -> None:
+            hear(message.message)
+
+        self._driver.add_log_listener(on_message)
+        try:
+            yield
+        finally:
+            self._driver.remove_log_listener(on_message)
 
     @asynccontextmanager
     async def transaction(

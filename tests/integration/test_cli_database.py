@@ -94,7 +94,7 @@ def test_backfills_are_scheduled_once_per_shard(run: Run) -> None:
 
 
 def test_ids_are_touched_from_arguments_stdin_and_queries(
-    run: Run, database_url: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("tubes", "create", "My-Tube")
     assert run("tubes", "touch", "My-Tube", "--shard", "3", "1,2", "3", "--op", "u") == "3 ids in 1 pods\n"
@@ -107,6 +107,10 @@ def test_ids_are_touched_from_arguments_stdin_and_queries(
         "U3,T2,T0,B250,B250,B250,B250"
     )
     assert "not JSON" in run("tubes", "touch", "My-Tube", "--shard", "3", "--payload", "{", status=2)
+    query = query.replace("1000", "250000")
+    assert app.run(["tubes", "insert", "My-Tube", query, "--shard", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("250,000 ids\n", "100000 ids\n200000 ids\n")
     assert "'x'" in run("tubes", "touch", "My-Tube", "--shard", "3", "x", status=2)
     assert "nothing to touch" in run("tubes", "touch", "My-Tube", "--shard", "3", status=2)
     assert "there is no tube" in run("tubes", "touch", "other", "--shard", "3", "1", status=1)

@@ -106,7 +106,7 @@ class BlockingShardedWriter:
             return not self._closed and self._holdings.is_ready(key, time.monotonic())
 
     def term(self, key: str) -> int | None:
-        """The term under which this writer has the key, None where it has not. Inside of `owning` it cannot change."""
+        """The term under which this writer has the key, or None; it stays while a transaction owns the key."""
         with self._turn:
             return self._holdings.term_of(key)
 

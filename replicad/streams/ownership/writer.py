@@ -81,7 +81,7 @@ class ShardedWriter:
         return not self._closed and self._holdings.is_ready(key, trio.current_time())
 
     def term(self, key: str) -> int | None:
-        """The term under which this writer has the key, None where it has not. Inside of `owning` it cannot change."""
+        """The term under which this writer has the key, or None; it stays while a transaction owns the key."""
         return self._holdings.term_of(key)
 
     def statistics(self) -> WriterStatistics:

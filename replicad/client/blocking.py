@@ -13,16 +13,26 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Generic, Self, TypeVar, Unpack, cast
+from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
 from replicad.client.backoff import Backoff
 from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.pods import Pod, parse_pods
 from replicad.client.pursuit import FollowOptions, FollowWishes, Pursuit
 from replicad.client.refusals import concerns_one_request
-from replicad.client.requests import Bounds, Extent, Introduction, ack_requests, ask, ask_for_pods, park_request
+from replicad.client.requests import (
+    Bounds,
+    Extent,
+    Introduction,
+    PodBlock,
+    ack_requests,
+    ask,
+    ask_for_blocks,
+    ask_for_pods,
+    park_request,
+)
 from replicad.client.sockets import SocketLink, Target, open_link
-from replicad.client.steps import STEPS
+from replicad.client.steps import STEPS, Steps
 from replicad.errors import ConnectionLost, LocalProtocolError, ReplicadError, UsageError
 from replicad.protocol.commands import (
     Ack,
@@ -41,6 +51,7 @@ from replicad.protocol.commands import (
 )
 from replicad.protocol.connection import Timing
 from replicad.protocol.tokens import START, Cursor
+from replicad.protocol.tubing import ARROW
 
 T = TypeVar("T")
 
@@ -97,7 +108,7 @@ class Answer(Iterator[T], Generic[T]):
     `end` is the CURSOR behind the last pod, None until everything was taken. Closing it early costs the connection.
     """
 
-    def __init__(self, blocks: Generator[bytes, None, CursorAt], parse: Callable[[bytes], Iterable[T]]) -> None:
+    def __init__(self, blocks: Generator[Any, None, CursorAt], parse: Callable[[Any], Iterable[T]]) -> None:
         self.end: CursorAt | None = None
         self._blocks = blocks
         self._parse = parse
@@ -218,6 +229,23 @@ class BlockingClient:
         """Like `pods`, in bulk: blocks of whole lines `RDATA tube:NAME p/n seq {...}` as they came, ends included."""
         return Answer(self._blocks(Pods(tube, part, term, after, **extent)), lambda block: (block,))
 
+    def pod_blocks(
+        self,
+        tube: str,
+        part: Part,
+        term: int,
+        after: Cursor = START,
+        *,
+        payload: bool = False,
+        **extent: Unpack[Extent],
+    ) -> Answer[PodBlock]:
+        """Like `pods`, in bulk and as Arrow IPC: see `protocol.md` for the columns. `payload` has payloads come along.
+
+        Raises EncodingUnavailable, before the first, where the daemon has only lines to give.
+        """
+        request = Pods(tube, part, term, after, encoding=ARROW, payload=payload, **extent)
+        return Answer(self._blocks(request), lambda block: (block,))
+
     def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int:
         """Remove pods whose ids the downstream has; returns how many there were. Raises LeaseLost."""
         return sum(self._ask(request, Acked).pods for request in ack_requests(tube, part, term, seqs))
@@ -259,9 +287,10 @@ class BlockingClient:
         assert isinstance(answer, kind)
         return answer
 
-    def _blocks(self, request: Pods) -> Generator[bytes, None, CursorAt]:
+    def _blocks(self, request: Pods) -> Generator[Any, None, CursorAt]:
         with self._request() as link:
-            steps = ask_for_pods(link.connection, request, self._target.answer_timeout)
+            ask_for = ask_for_blocks if request.encoding == ARROW else ask_for_pods
+            steps: Steps[CursorAt] = ask_for(link.connection, request, self._target.answer_timeout)
             answer: bytes | None = None
             while True:
                 try:

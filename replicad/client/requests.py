@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from replicad.client.refusals import refusal
 from replicad.client.steps import Receive, Send, Steps
@@ -16,6 +16,7 @@ from replicad.errors import RemoteProtocolError, WrongServer
 from replicad.protocol.commands import (
     Ack,
     Acked,
+    Arrow,
     Auth,
     Claim,
     Command,
@@ -36,6 +37,7 @@ from replicad.protocol.commands import (
 )
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor
+from replicad.protocol.tubing import MAX_BLOCK
 
 # What answers each request, besides ERROR.
 ANSWERS: dict[type[Command], type[Command]] = {
@@ -66,6 +68,13 @@ class Extent(Bounds, total=False):
     """Bounds, or instead of them `upto`: exactly the pods between two cursors."""
 
     upto: Cursor | None
+
+
+class PodBlock(NamedTuple):
+    """So many pods as one Arrow IPC stream of one RecordBatch."""
+
+    pods: int
+    data: memoryview
 
 
 def ack_requests(tube: str, part: Part, term: int, seqs: Sequence[int]) -> list[Ack]:
@@ -167,6 +176,53 @@ def ask_for_pods(connection: Connection, request: Pods, timeout: float) -> Steps
             return answer
 
 
+def ask_for_blocks(connection: Connection, request: Pods, timeout: float) -> Steps[CursorAt]:
+    """Like `ask_for_pods`, with `encoding=arrow`: yields PodBlocks as they come, returns the CURSOR behind them.
+
+    `timeout` is for each block.
+
+    Raises:
+        EncodingUnavailable: the daemon has only lines to give; nothing was yielded.
+        RemoteProtocolError: a block does not end where it was said to, or CURSOR counts other pods than came.
+    """
+    count = 0
+    yield Send((request,))
+    connection.stop_at(Arrow.NAME)
+    within: float | None = timeout + (request.wait or 0.0)
+    while True:
+        block = yield Receive(within)
+        within = None
+        answer: Command | None = None
+        for command in _commands(connection, block):
+            if isinstance(command, Arrow):
+                _check_about(request, command)
+                if command.pods < 1 or not 0 < command.size <= MAX_BLOCK:
+                    raise RemoteProtocolError(
+                        f"a block of {command.pods} pods and {command.size} bytes was announced for tube "
+                        f"{request.tube}; it has at least one pod and at most {MAX_BLOCK} bytes"
+                    )
+                connection.expect_raw(command.size)
+                raw: bytes = yield Receive(timeout)
+                if not raw.endswith(b"\n"):
+                    raise RemoteProtocolError(f"{command.size} bytes of pods of tube {request.tube} do not end there")
+                count += command.pods
+                within = timeout
+                yield PodBlock(command.pods, memoryview(raw)[:-1])
+            elif answer is None:
+                answer = _ends_blocks(connection, request, command)
+        if isinstance(answer, CursorAt):
+            if answer.pods != count:
+                raise RemoteProtocolError(f"CURSOR counts {answer.pods} pods of tube {request.tube}, {count} came")
+            return answer
+
+
+def _ends_blocks(connection: Connection, request: Pods, command: Command) -> Command | None:
+    """As `_answer`; what ends the answer, CURSOR or a refusal, ends the time in which raw bytes may come."""
+    if isinstance(command, CursorAt | Error):
+        connection.stop_at(None)
+    return _answer(request, command)
+
+
 def _split(block: bytes, label: bytes) -> tuple[bytes, list[bytes]]:
     """The lines that begin with the label, ends included, and the others."""
     lines = block.split(b"\n")
@@ -190,7 +246,11 @@ def _answer(request: Command, command: Command) -> Command | None:
         return None
     if type(command) is not ANSWERS[type(request)]:
         raise RemoteProtocolError(f"{command.NAME} came where the answer to {request.NAME} was expected")
+    _check_about(request, command)
+    return command
+
+
+def _check_about(request: Command, command: Command) -> None:
     for what in ("tube", "part"):
         if getattr(command, what, None) != getattr(request, what, None):
             raise RemoteProtocolError(f"{command.NAME} answers about another {what} than {request.NAME} asked about")
-    return command

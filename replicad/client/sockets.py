@@ -210,6 +210,8 @@ class SocketLink:
 
     def _read_nowait(self) -> bytes | None:
         """Whole lines from what is there (perhaps none yet), None where nothing is; under the lock."""
+        if self.connection.holds_back and (block := self.connection.receive_block(b"", self._clock())):
+            return block
         try:
             data = self._sock.recv(READ_BYTES)
         except (*_PLAIN_WAITS, ssl.SSLWantWriteError):

@@ -23,11 +23,25 @@ from replicad.protocol.replication import (
     UserIp,
     UserSync,
 )
-from replicad.protocol.tubing import Ack, Acked, Claim, CursorAt, Lease, Park, Parked, Part, Pods, Release, Renew, Tube
+from replicad.protocol.tubing import (
+    Ack,
+    Acked,
+    Arrow,
+    Claim,
+    CursorAt,
+    Lease,
+    Park,
+    Parked,
+    Part,
+    Pods,
+    Release,
+    Renew,
+    Tube,
+)
 from replicad.protocol.words import Command, Side
 
 __all__ = [
-    "COMMANDS", "Ack", "Acked", "Auth", "Claim", "ClearUserSync", "Command", "CursorAt", "Doorbell", "Error",
+    "COMMANDS", "Ack", "Acked", "Arrow", "Auth", "Claim", "ClearUserSync", "Command", "CursorAt", "Doorbell", "Error",
     "FederationAck", "Lease", "LockReleased", "Name", "Park", "Parked", "Part", "Ping", "Pods", "Position",
     "Rdata", "Release", "RemoteServerUp", "Renew", "Replicate", "Server", "Side", "Streams", "Taken", "Tube", "UserIp",
     "UserSync", "Writers", "parse",
@@ -39,7 +53,7 @@ COMMANDS: dict[str, type[Command]] = {
         Server, Rdata, Position, Error, Ping, Name, Replicate, UserSync, ClearUserSync, FederationAck,
         RemoteServerUp, UserIp, LockReleased,
         Auth, Streams, Writers, Taken, Doorbell,
-        Tube, Claim, Renew, Release, Lease, Pods, CursorAt, Ack, Acked, Park, Parked,
+        Tube, Claim, Renew, Release, Lease, Pods, Arrow, CursorAt, Ack, Acked, Park, Parked,
     )
 }  # fmt: skip
 

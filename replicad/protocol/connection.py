@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
 from replicad.protocol.commands import Command, Ping, Side, parse
-from replicad.protocol.lines import MAX_LINE, LineBuffer, LineTooLong
+from replicad.protocol.lines import MAX_LINE, LineTooLong, MixedBuffer
 from replicad.protocol.states import State, after
 
 PING_INTERVAL = 5.0  # seconds; at least one command is sent in each (seed 001, keep alives)
@@ -60,7 +60,7 @@ class Connection:
             self.state = State.AWAIT_AUTH if wants_auth else State.OPEN
         self._peer = Side.SERVER if side is Side.CLIENT else Side.CLIENT
         self._timing = timing or Timing()
-        self._lines = LineBuffer(max_line)
+        self._lines = MixedBuffer(max_line)
         self._waiting: deque[bytes] = deque()
         self._last_sent = now
         self._last_received = now
@@ -75,8 +75,9 @@ class Connection:
         Raises:
             LineTooLong: the peer goes on with a line beyond the limit.
         """
-        lines = self._lines.feed(data)
-        self._waiting.extend(lines)
+        lines = self._lines.feed(data).split(b"\n")
+        lines.pop()  # what stands behind the last end: nothing
+        self._waiting.extend(line[:-1] if line.endswith(b"\r") else line for line in lines)
         self._note_received(bool(lines), now)
 
     def receive_block(self, data: bytes, now: float) -> bytes:
@@ -88,9 +89,29 @@ class Connection:
         Raises:
             LineTooLong: the peer goes on with a line beyond the limit.
         """
-        block = self._lines.feed_block(data)
-        self._note_received(bool(block), now)
+        raw = self._lines.raw
+        block = self._lines.feed(data)
+        # Raw bytes are signs of life, each of them: how long a block may take is for who waits for it to say.
+        self._note_received(bool(block) or raw, now)
         return block
+
+    def stop_at(self, word: str | None) -> None:
+        """Have `receive_block` hand out nothing beyond a line that begins with this word; None: as much as there is.
+
+        Whoever reads such a line then calls `expect_raw` where raw bytes follow it.
+        """
+        self._lines.stop = None if word is None else f"{word} ".encode()
+
+    def expect_raw(self, size: int) -> None:
+        """The next thing that `receive_block` hands out are the `size` raw bytes that the peer has announced, and the
+        byte behind them.
+        """
+        self._lines.expect_raw(size)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether bytes were received that `receive_block` has not looked at: call it with b"" before reading more."""
+        return self._lines.held
 
     def _note_received(self, whole_lines: bool, now: float) -> None:
         if whole_lines:

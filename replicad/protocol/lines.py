@@ -1,4 +1,7 @@
-"""Bytes to lines, in linear time and bounded memory. Knows nothing of what stands on a line."""
+"""Bytes to lines, in linear time and bounded memory, and to raw bytes where whoever reads the lines asks for them.
+
+Knows nothing of what stands on a line, but for the first word of those behind which raw bytes may come.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,10 @@ class LineBuffer:
     def partial(self) -> int:
         """Bytes held of a line that has not ended yet."""
         return len(self._partial)
+
+    def begins(self, size: int) -> bytes:
+        """The first bytes of the line that has not ended yet, at most so many."""
+        return bytes(self._partial[:size])
 
     def feed(self, data: bytes) -> list[bytes]:
         """Take received bytes, return the lines that are now whole, oldest first and without their ends.
@@ -88,3 +95,80 @@ class LineBuffer:
                 return begin
             begin = end + 1
         return begin
+
+
+class MixedBuffer:
+    """Collects received bytes of which some are lines and some are not, and hands out one or the other.
+
+    It stops behind every line that begins with `stop`. Whoever reads that line says how many raw bytes follow it, and
+    is given these, in one piece with the newline behind them, before any line comes again. With `stop` None all is
+    lines. Takes linear time; memory stays below the raw bytes, or the limit of a line, plus one piece of data.
+    """
+
+    def __init__(self, max_line: int = MAX_LINE) -> None:
+        self.stop: bytes | None = None
+        self._lines = LineBuffer(max_line)
+        self._held = b""  # what came behind a line that ends in `stop`, not looked at yet
+        self._raw: list[bytes] = []
+        self._raw_left = 0
+
+    @property
+    def held(self) -> bool:
+        """Whether there are bytes that `feed(b"")` may make something of."""
+        return bool(self._held)
+
+    @property
+    def raw(self) -> bool:
+        """Whether raw bytes are awaited."""
+        return self._raw_left > 0
+
+    @property
+    def partial(self) -> int:
+        """Bytes held of a line that has not ended yet."""
+        return self._lines.partial
+
+    def expect_raw(self, size: int) -> None:
+        """What comes next, and is handed out as one piece, are `size` raw bytes and a newline."""
+        self._raw_left = size + 1
+
+    def feed(self, data: bytes) -> bytes:
+        """Take received bytes; return the lines that are now whole, or the raw bytes once all are there, or nothing.
+
+        Raises:
+            LineTooLong: the bytes before this call began a line that is too long.
+        """
+        if self._held:
+            data, self._held = self._held + data, b""
+        if self._raw_left:
+            return self._feed_raw(data)
+        end = self._announcement_end(data)
+        if end:
+            data, self._held = data[:end], data[end:]
+        return self._lines.feed_block(data)
+
+    def check(self) -> None:
+        """As `LineBuffer.check`."""
+        self._lines.check()
+
+    def _feed_raw(self, data: bytes) -> bytes:
+        piece, self._held = (
+            (data, b"") if len(data) <= self._raw_left else (data[: self._raw_left], data[self._raw_left :])
+        )
+        self._raw.append(piece)
+        self._raw_left -= len(piece)
+        if self._raw_left:
+            return b""
+        whole = self._raw[0] if len(self._raw) == 1 else b"".join(self._raw)
+        self._raw.clear()
+        return whole
+
+    def _announcement_end(self, data: bytes) -> int:
+        """Where the first line that begins with `stop` ends in this data; 0 where none does."""
+        if self.stop is None:
+            return 0
+        begin = 0
+        if not (self._lines.begins(len(self.stop)) + data[: len(self.stop)]).startswith(self.stop):
+            begin = data.find(b"\n" + self.stop) + 1
+            if not begin:
+                return 0
+        return data.find(b"\n", begin) + 1

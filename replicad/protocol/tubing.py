@@ -25,6 +25,10 @@ from replicad.protocol.words import (
     split_words,
 )
 
+LINES, ARROW = "lines", "arrow"
+ENCODINGS = (LINES, ARROW)  # of pods: a line each, or many in a block of Arrow IPC
+MAX_BLOCK = 64 << 20  # bytes in a block: the longest line that clients take holds a pod as large
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -180,14 +184,15 @@ class Pods(Command):
     Without `upto`: what lies behind `after` (default: the start), regular pods by seq and then backfill pods
     by seq, at most `limit` pods and `backfill` backfill pods among them (0 leaves backfill out), and about
     `ids` ids (at least one pod); with nothing there it waits up to `wait` seconds. `upto`: exactly the pods of
-    (after, upto], for a replay. `plan=1`: the CURSOR alone, no rows.
+    (after, upto], for a replay. `plan=1`: the CURSOR alone, no rows. `encoding=arrow`: blocks, each announced by
+    ARROW, instead of RDATA lines; `payload=1` has payloads in them, which lines always have.
     """
 
     NAME = "PODS"
     SENDER = Side.CLIENT
     USAGE = (
         "tube partition/partitions term [after=r.b] [upto=r.b] [limit=pods] [ids=ids] [backfill=pods] "
-        "[wait=seconds] [plan=1]"
+        "[wait=seconds] [plan=1] [encoding=lines|arrow] [payload=1]"
     )
     tube: str
     part: Part
@@ -199,10 +204,12 @@ class Pods(Command):
     backfill: int | None = None
     wait: float | None = None
     plan: bool = False
+    encoding: str | None = None
+    payload: bool = False
 
     @classmethod
     def parse(cls, rest: str) -> Self:
-        tube, part, term, *more = split_words(cls.NAME, rest, cls.USAGE, 3, 10)
+        tube, part, term, *more = split_words(cls.NAME, rest, cls.USAGE, 3, 12)
 
         def count(what: str) -> Callable[[str], int]:
             def read(text: str) -> int:
@@ -224,8 +231,14 @@ class Pods(Command):
                 "backfill": count("backfill"),
                 "wait": lambda text: seconds(cls.NAME, "wait", text),
                 "plan": lambda text: flag(cls.NAME, "plan", text),
+                "encoding": _encoding,
+                "payload": lambda text: flag(cls.NAME, "payload", text),
             },
         )
+        if "payload" in options and options.get("encoding") != ARROW:
+            raise bad(cls.NAME, "payload goes with encoding=arrow; lines always have it")
+        if "plan" in options and "encoding" in options:
+            raise bad(cls.NAME, "plan asks for no rows, so encoding does not go with it")
         if "upto" in options and len(options.keys() & {"limit", "ids", "backfill", "wait", "plan"}):
             raise bad(cls.NAME, "upto names an exact range; limit, ids, backfill, wait and plan do not go with it")
         return cls(tube, Part.parse(cls.NAME, part), integer(cls.NAME, "term", term), **options)
@@ -239,7 +252,41 @@ class Pods(Command):
                 text += f" {key}={value}"
         if self.wait is not None:
             text += f" wait={decimal(self.wait)}"
-        return text + (" plan=1" if self.plan else "")
+        if self.plan:
+            text += " plan=1"
+        if self.encoding is not None:
+            text += f" encoding={self.encoding}"
+        return text + (" payload=1" if self.payload else "")
+
+
+def _encoding(text: str) -> str:
+    if text not in ENCODINGS:
+        raise bad(Pods.NAME, f"there are the encodings {' and '.join(ENCODINGS)}, got {text[:40]!r}")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow(Command):
+    """ARROW: so many pods come next, as `size` raw bytes and a newline. The bytes are one Arrow IPC stream.
+
+    Only in an answer to PODS with `encoding=arrow`. There is at least one pod, and `size` is at most MAX_BLOCK.
+    """
+
+    NAME = "ARROW"
+    SENDER = Side.SERVER
+    USAGE = "tube partition/partitions pods bytes"
+    tube: str
+    part: Part
+    pods: int
+    size: int
+
+    @classmethod
+    def parse(cls, rest: str) -> Self:
+        tube, part, pods, size = split_words(cls.NAME, rest, cls.USAGE, 4, 4)
+        return cls(tube, Part.parse(cls.NAME, part), integer(cls.NAME, "pods", pods), integer(cls.NAME, "bytes", size))
+
+    def arguments(self) -> str:
+        return f"{self.tube} {self.part} {self.pods} {self.size}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import hmac
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.states import CloseReason
 from replicad.server.hub import Hub
 from replicad.server.journal import Channel, Reader
-from replicad.server.outlet import Outlet
+from replicad.server.outlet import Outlet, Piece
 
 if TYPE_CHECKING:
     from replicad.config import ServerSettings
@@ -117,11 +117,11 @@ class Session:
         self.log.info("request_refused", code=error.code, error=str(error))
         self.post(_error_line(error))
 
-    async def send(self, data: bytes) -> None:
-        """Send whole lines, waiting until the socket has taken them."""
+    async def send(self, *pieces: Piece) -> None:
+        """Send whole lines, and what they announce, with nothing in between; waits until the socket has taken them."""
         await self._wait_for_turn()
         try:
-            await self._send_all([data])
+            await self._send_all(pieces)
         finally:
             self._sending.release()
 
@@ -294,7 +294,7 @@ class Session:
         self._posted.clear()
         return b"".join(lines)
 
-    async def _send_all(self, pieces: list[bytes]) -> None:
+    async def _send_all(self, pieces: Sequence[Piece]) -> None:
         """Send under the lock. A peer that does not take them within the stall time is cut off."""
         try:
             await self._outlet.send(pieces)

@@ -33,9 +33,11 @@ from replicad.protocol.commands import (
     Tube,
 )
 from replicad.protocol.tokens import Cursor
+from replicad.protocol.tubing import ARROW
 from replicad.server.poller import Poller
 from replicad.server.session import Session
 from replicad.tubes.backfill import Backfiller
+from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
 
@@ -66,6 +68,7 @@ class TubeService:
         self.tubes: dict[str, TubeInfo] = {}
         self._limits = settings.limits
         self._pods = PodBook(db, ack_db, bulk_db, schema)
+        self._bulk = BulkBook(bulk_db, schema)
         self._backfiller = Backfiller(db, ack_db, schema)
         self._poller = poller
         self._positions: dict[str, int] = {}
@@ -227,10 +230,15 @@ class TubeService:
             planned = await self._plan_or_wait(info, command)
             upto, pods = planned.cursor, planned.pods
         if not command.plan and upto != command.after:
-            pods = await self._pods.lines(
-                command.tube, command.part, command.term, after=command.after, upto=upto, sink=session.send
-            )
+            pods = await self._send(session, command, upto)
         session.post(CursorAt(command.tube, command.part, upto, pods))
+
+    async def _send(self, session: Session, command: Pods, upto: Cursor) -> int:
+        tube, part, term = command.tube, command.part, command.term
+        if command.encoding == ARROW:
+            want = Want(tube, part, term, command.after, upto, command.payload)
+            return await self._bulk.send(want, session.send, lambda: self._keep(tube, part, term))
+        return await self._pods.lines(tube, part, term, after=command.after, upto=upto, sink=session.send)
 
     async def _plan_or_wait(self, info: TubeInfo, command: Pods) -> CursorAt:
         deadline = trio.current_time() + self._bounded_wait(command.wait)

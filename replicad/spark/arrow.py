@@ -1,7 +1,8 @@
-"""Lines of pods to Arrow: chunks of `RDATA tube:...` lines become RecordBatches of the source's schema.
+"""Pods as the daemon sends them, to Arrow: RecordBatches of the source's schema, from lines or from blocks.
 
-The common chunk (no payloads) is turned into JSON lines by two replacements of whole byte strings and parsed by
-pyarrow in one go; no line is looked at in Python. Knows nothing of sockets and Spark.
+Blocks are Arrow already, of about a megabyte each, and handed on as they are. Of lines, the common chunk (no payloads)
+is turned into JSON lines by two replacements of whole byte strings and parsed by pyarrow in one go; no line is looked
+at in Python. Knows nothing of sockets and Spark.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.ipc
 import pyarrow.json as pj
 
+from replicad.client.requests import PodBlock
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.tokens import Cursor
 from replicad.protocol.tubing import Part
@@ -81,6 +84,26 @@ class PodReader:
             columns.append(pa.array(payloads or [None] * count, pa.string()))
         columns.append(_one_chunk(table.column("ts")))
         return pa.RecordBatch.from_arrays(columns, schema=schema(payload=self.payload))
+
+
+def block_batch(block: PodBlock, *, payload: bool) -> pa.RecordBatch:
+    """The RecordBatch in a block of pods; its buffers are the block's.
+
+    Raises:
+        RemoteProtocolError: it is no IPC stream of the columns that were agreed on, or holds another number of pods.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(block.data)) as stream:
+            batch = stream.read_next_batch()
+        batch.validate()
+    except (pa.ArrowInvalid, OSError, StopIteration) as error:
+        raise RemoteProtocolError(f"a block of pods is not Arrow IPC: {str(error)[:300]}") from error
+    if batch.schema != schema(payload=payload) or batch.num_rows != block.pods:
+        raise RemoteProtocolError(
+            f"a block of {block.pods} pods has {batch.num_rows} rows of {str(batch.schema)[:300]!r}; "
+            f"expected the columns {', '.join(schema(payload=payload).names)}"
+        )
+    return batch
 
 
 def _parse(rows: bytes) -> pa.Table:

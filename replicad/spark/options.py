@@ -14,9 +14,11 @@ from typing import Any
 
 from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import Vector
+from replicad.protocol.tubing import ENCODINGS
 from replicad.settings import seconds, text_of, whole_number
 
 EARLIEST, LATEST = "earliest", "latest"
+AUTO = "auto"
 LEASE_SLACK = 5.0  # seconds beyond a lease's time to live until a dead holder is sure to be out of the way
 
 
@@ -68,6 +70,12 @@ def _flag(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError("give true or false")
     return text.lower() == "true"
+
+
+def _encoding(text: str) -> str:
+    if text.lower() not in (AUTO, *ENCODINGS):
+        raise ValueError(f"give {AUTO}, {' or '.join(ENCODINGS)}")
+    return text.lower()
 
 
 def _starting_offsets(text: str) -> str:
@@ -159,6 +167,13 @@ class SourceOptions:
         "how long to wait for a tube that another query holds; default: until a dead one's lease has run out",
     )
     include_payload: bool = _option("includePayload", _flag, False, Use.TUBE, "add the column payload (JSON text)")
+    encoding: str = _option(
+        "encoding",
+        _encoding,
+        AUTO,
+        Use.TUBE,
+        "how pods come: lines, arrow (in blocks), or auto: arrow where it can be had",
+    )
     fail_on_data_loss: bool = _option(
         "failOnDataLoss", _flag, True, Use.ALL, "fail where pods or rows that were planned are gone"
     )

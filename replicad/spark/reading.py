@@ -12,11 +12,14 @@ from dataclasses import dataclass
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
-from replicad.errors import ConnectionLost, DatabaseUnavailable, DataLoss
-from replicad.spark.arrow import PodReader, last_cursor
+from replicad.client.blocking import BlockingClient
+from replicad.errors import ConnectionLost, DatabaseUnavailable, DataLoss, EncodingUnavailable
+from replicad.protocol.tokens import Cursor
+from replicad.protocol.tubing import ARROW, LINES
+from replicad.spark.arrow import PodReader, block_batch, last_cursor
 from replicad.spark.connecting import Retries, endpoint_of
 from replicad.spark.offsets import Range
-from replicad.spark.options import SourceOptions
+from replicad.spark.options import AUTO, SourceOptions
 
 log = logging.getLogger("replicad.spark")
 
@@ -39,25 +42,41 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
     Raises:
         DataLoss: fewer pods than were planned are there, and failOnDataLoss is set.
         LeaseLost: another query has taken the tube over.
+        EncodingUnavailable: encoding=arrow was asked for and the daemon has only lines to give.
         ConnectionLost: and it stayed so for all retries.
     """
     options, wanted = partition.options, partition.range
-    assert options.tube is not None
-    reader = PodReader(options.tube, wanted.part, options.include_payload)
     retries = Retries.of(options)
+    encoding = LINES if options.encoding == LINES else ARROW
     after, pods = wanted.after, 0
     while True:
         try:
             with endpoint_of(options).connect(f"task/{options.consumer or 'spark'}") as client:
-                chunks = client.pod_chunks(options.tube, wanted.part, partition.term, after=after, upto=wanted.upto)
-                for batch in reader.batches(chunks):
+                for batch in _batches(client, partition, after, encoding):
                     yield batch
                     pods += batch.num_rows
                     after = last_cursor(batch, after)
             break
+        except EncodingUnavailable:  # before the first pod
+            if options.encoding != AUTO:
+                raise
+            encoding = LINES
         except (ConnectionLost, DatabaseUnavailable) as error:
             retries.pause_or_raise(error)
     _prove_complete(options, wanted, pods)
+
+
+def _batches(
+    client: BlockingClient, partition: TubePartition, after: Cursor, encoding: str
+) -> Iterator[pa.RecordBatch]:
+    options, part, upto = partition.options, partition.range.part, partition.range.upto
+    assert options.tube is not None
+    if encoding == LINES:
+        chunks = client.pod_chunks(options.tube, part, partition.term, after=after, upto=upto)
+        return PodReader(options.tube, part, options.include_payload).batches(chunks)
+    payload = options.include_payload
+    blocks = client.pod_blocks(options.tube, part, partition.term, after=after, payload=payload, upto=upto)
+    return (block_batch(block, payload=payload) for block in blocks)
 
 
 def _prove_complete(options: SourceOptions, wanted: Range, pods: int) -> None:

@@ -13,12 +13,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from typing import Any
+
+import pyarrow as pa
 
 from replicad.errors import (
     BadToken,
     CursorAhead,
+    EncodingUnavailable,
     LeaseHeld,
     LeaseLost,
     PartitionsChanged,
@@ -33,6 +37,7 @@ from replicad.errors import (
 from replicad.protocol.commands import (
     Ack,
     Acked,
+    Arrow,
     Auth,
     Claim,
     Command,
@@ -56,8 +61,11 @@ from replicad.protocol.commands import (
 )
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor, Vector
+from replicad.protocol.tubing import ARROW
+from replicad.spark.arrow import schema
 
 STAMP = "2026-01-01T00:00:00.000000+00:00"
+BLOCK_PODS = 100  # in a block of Arrow
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,11 @@ class Pod:
         if self.payload is not None:
             row["payload"] = self.payload
         return f"RDATA tube:{tube} {part} {self.seq} {json.dumps(row)}\n".encode()
+
+    def row(self) -> dict[str, Any]:
+        payload = None if self.payload is None else json.dumps(self.payload)
+        ts = datetime.fromisoformat(STAMP)
+        return {**asdict(self), "payload": payload, "ts": ts}
 
 
 @dataclass
@@ -120,6 +133,7 @@ class FakeDaemon:
         self.trimmed: dict[str, int] = {}  # up to where rows of streams were forgotten
         self.epoch = "0123456789ab"
         self.cut_after_pods: int | None = None  # close the connection after so many pods of the next answer, once
+        self.arrow = True  # whether it gives blocks
         self.requests: list[str] = []
         self.moved = threading.Condition()
         self._seq = itertools.count(1)
@@ -353,15 +367,34 @@ class FakeDaemon:
                 self.moved.wait(min(left, 0.5))
         if not command.plan:
             cut, self.cut_after_pods = self.cut_after_pods, None
-            lines = [pod.line(command.tube, command.part) for pod in chosen]
-            raw(b"".join(lines[:cut]))
-            if cut is not None and cut < len(lines):
+            if command.encoding == ARROW:
+                self._blocks(command, chosen, cut, raw)
+            else:
+                raw(b"".join(pod.line(command.tube, command.part) for pod in chosen[:cut]))
+            if cut is not None and cut < len(chosen):
                 raise OSError("cut short")
         cursor = Cursor(
             max([pod.seq for pod in chosen if pod.op != "B"], default=command.after.regular),
             max([pod.seq for pod in chosen if pod.op == "B"], default=command.after.backfill),
         )
         send(CursorAt(command.tube, command.part, command.upto or cursor, len(chosen)))
+
+    def _blocks(self, command: Pods, pods: list[Pod], cut: int | None, raw: Callable[[bytes], None]) -> None:
+        """Blocks of BLOCK_PODS pods; where the answer is cut short, the middle of one is where."""
+        if not self.arrow:
+            raise EncodingUnavailable("lines only")
+        for begin in range(0, len(pods), BLOCK_PODS):
+            some = pods[begin : begin + BLOCK_PODS]
+            sink = pa.BufferOutputStream()
+            batch = pa.RecordBatch.from_pylist([pod.row() for pod in some], schema(payload=command.payload))
+            with pa.ipc.new_stream(sink, batch.schema) as stream:
+                stream.write_batch(batch)
+            block = sink.getvalue().to_pybytes()
+            data = Arrow(command.tube, command.part, len(some), len(block)).render().encode() + b"\n" + block + b"\n"
+            if cut is not None and cut < begin + len(some):
+                return raw(data[: len(data) // 2])
+            raw(data)
+        return None
 
     def _ack(self, command: Ack) -> int:
         with self.moved:

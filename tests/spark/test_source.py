@@ -11,7 +11,16 @@ from fake_daemon import FakeDaemon
 from harness import QUERIES, Query, make_source, struct
 from helpers import options
 
-from replicad.errors import ConnectionLost, CursorAhead, DataLoss, LeaseHeld, LeaseLost, NotAuthorised, UnknownTube
+from replicad.errors import (
+    ConnectionLost,
+    CursorAhead,
+    DataLoss,
+    EncodingUnavailable,
+    LeaseHeld,
+    LeaseLost,
+    NotAuthorised,
+    UnknownTube,
+)
 from replicad.spark.reading import read_range
 
 QUICK = {"pollTimeout": "0", "retryInterval": "10ms"}
@@ -316,17 +325,46 @@ def test_a_daemon_that_stays_away_ends_the_query_with_a_sentence(daemon: FakeDae
         query.trigger()
 
 
+@pytest.mark.parametrize("encoding", ["lines", "arrow"])
 def test_a_task_whose_connection_breaks_goes_on_behind_the_last_pod(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
     monkeypatch.setattr("replicad.spark.arrow.TARGET_BYTES", 200)  # so that batches are handed over before the break
     daemon.make_tube("t")
     for number in range(300):
         daemon.touch("t", 1, [number], op="B" if number % 3 == 0 else "U")
-    query = Query(options(daemon, **QUICK))
+    query = Query(options(daemon, **QUICK, encoding=encoding))
     daemon.cut_after_pods = 250
     query.trigger()
     assert sorted(query.ids) == list(range(300))
+
+
+def test_a_batch_is_the_same_in_lines_and_in_blocks_and_may_change_between_them(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t", 2)
+    for number in range(250):
+        daemon.touch("t", number, [number] * (number % 3), payload={"é": number} if number % 5 == 0 else None)
+    wanted = {**QUICK, "includePayload": "true", "leaseTtl": "100ms", "leaseWait": "5s"}
+    first = Query(options(daemon, **wanted, encoding="lines"))
+    first.trigger()
+    first.die()
+    again = Query(options(daemon, **wanted, encoding="arrow"), first.offsets, first.commits - 1)
+    assert again.rows[-1] == first.rows[-1]
+    assert sum("encoding=arrow" in request for request in daemon.requests) == 2
+    again.drain()
+    assert tube.pods == {}
+
+
+def test_a_daemon_without_arrow_is_read_in_lines_unless_blocks_were_asked_for(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    daemon.touch("t", 1, [1, 2])
+    daemon.arrow = False
+    strict = Query(options(daemon, **QUICK, encoding="arrow", leaseTtl="100ms"))
+    with pytest.raises(EncodingUnavailable):
+        strict.trigger()
+    strict.die()
+    query = Query(options(daemon, **QUICK, leaseWait="5s"))
+    query.drain()
+    assert query.ids == [1, 2]
 
 
 def test_a_checkpoint_ahead_of_a_restored_tube_is_refused_or_begun_anew(

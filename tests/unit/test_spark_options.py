@@ -43,6 +43,8 @@ def test_names_are_read_in_any_case_and_times_with_units() -> None:
         ({"tube": "t", "minPodsPerTrigger": "11", "maxPodsPerTrigger": "10"}, "no micro-batch could ever be both"),
         ({"tube": "t", "maxTriggerDelay": "1m"}, "goes with minPodsPerTrigger"),
         ({"stream": "s", "maxPodsPerTrigger": "10"}, "does not go with .* stream; there are host"),
+        ({"tube": "t", "encoding": "json"}, "option encoding: 'json' does not fit; give auto, lines or arrow"),
+        ({"stream": "s", "encoding": "arrow"}, "option encoding does not go with .* stream"),
         ({"tube": "a tube"}, "option tube: 'a tube' does not fit"),
     ],
 )

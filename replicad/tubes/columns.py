@@ -1,0 +1,202 @@
+"""Columns of pods, as Postgres packs them, to blocks of Arrow IPC. Knows nothing of connections, cursors and leases.
+
+Nothing is done for a single pod in Python: all numbers of a column are turned round at once. numpy and pyarrow come
+with the extra `arrow`; they are imported with the first block, and without them there are only lines to give.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self
+
+from replicad.errors import EncodingUnavailable, TubeRefused
+from replicad.protocol.commands import Arrow, Part
+from replicad.protocol.tubing import MAX_BLOCK
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+_EPOCH = 946_684_800_000_000  # microseconds from 1970, where Arrow counts from, to 2000, where Postgres does
+_FIXED = [("seq", ">i8"), ("shard", ">i4"), ("count", ">i4"), ("ts", ">i8"), ("op", ">i4")]  # see tube_columns_sql
+_ID = [("length", ">i4"), ("value", ">i8")]
+_ID_LENGTH = 8  # bytes of a bigint
+_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an IPC stream
+
+
+def load() -> None:
+    """Import what blocks are made with.
+
+    Raises:
+        EncodingUnavailable: it is not installed.
+    """
+    try:
+        for name in ("numpy", "pyarrow"):
+            importlib.import_module(name)
+    except ImportError as error:
+        raise EncodingUnavailable(
+            f"this daemon has only lines to give ({error}); for encoding=arrow install replicad[arrow] on its host"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A piece of a range of pods: the rows of `tube_columns_sql`, one behind the other.
+
+    `sizes` and `bodies` are None without payloads. `size` is bytes in all.
+    """
+
+    pods: int
+    last: int
+    fixed: bytes
+    ids: tuple[bytes, ...]
+    sizes: bytes | None = None
+    bodies: bytes | None = None
+    size: int = 0
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """Of at least one row."""
+        payload = "sizes" in rows[0]
+        fixed, ids = b"".join(row["fixed"] for row in rows), tuple(row["ids"] for row in rows)
+        sizes = b"".join(row["sizes"] for row in rows) if payload else None
+        bodies = b"".join(row["bodies"] or b"" for row in rows) if payload else None
+        size = len(fixed) + sum(map(len, ids)) + len(sizes or b"") + len(bodies or b"")
+        return cls(sum(row["pods"] for row in rows), rows[-1]["last"], fixed, ids, sizes, bodies, size)
+
+
+@cache
+def schema(*, payload: bool) -> pa.Schema:
+    """The columns of a block, in the order and with the types that `protocol.md` names."""
+    import pyarrow as pa  # noqa: PLC0415 - the daemon does without it until somebody asks for blocks
+
+    fields = [
+        pa.field("seq", pa.int64()),
+        pa.field("op", pa.string()),
+        pa.field("shard", pa.int32()),
+        pa.field("ids", pa.list_(pa.field("element", pa.int64()))),
+        *([pa.field("payload", pa.string())] if payload else []),
+        pa.field("ts", pa.timestamp("us", tz="UTC")),
+    ]
+    return pa.schema(fields)
+
+
+def render(tube: str, part: Part, columns: Columns) -> list[bytes | memoryview]:
+    """The ARROW line of these pods, the block that it announces, the newline behind that: pieces, to be sent as one.
+
+    Raises:
+        TubeRefused: they cannot be a block; the message says why. They can be lines.
+    """
+    batch = record_batch(columns)
+    head = bytes(batch.schema.serialize())
+    body = memoryview(batch.serialize())
+    size = len(head) + len(body) + len(_END)
+    if size > MAX_BLOCK:
+        raise TubeRefused(
+            f"the block of tube {tube} that ends with pod {columns.last} would have {size} bytes; a block has at most "
+            f"{MAX_BLOCK}: read it as lines"
+        )
+    line = Arrow(tube, part, columns.pods, size).render().encode()
+    return [line + b"\n" + head, body, _END + b"\n"]
+
+
+def record_batch(columns: Columns) -> pa.RecordBatch:
+    """The pods as a RecordBatch of `schema`.
+
+    Raises:
+        TubeRefused: an array of ids is not one of one dimension.
+    """
+    import numpy as np  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415
+
+    fixed = np.frombuffer(columns.fixed, _FIXED)
+    kinds = schema(payload=columns.sizes is not None)
+    arrays = [
+        _plain(kinds.field("seq").type, fixed["seq"].astype(np.int64)),
+        _ops(fixed["op"]),
+        _plain(kinds.field("shard").type, fixed["shard"].astype(np.int32)),
+        pa.Array.from_buffers(
+            kinds.field("ids").type,
+            len(fixed),
+            [None, _offsets(fixed["count"])],
+            children=[_ids(columns.ids, int(fixed["count"].sum()))],
+        ),
+    ]
+    if columns.sizes is not None:
+        arrays.append(_texts(np.frombuffer(columns.sizes, ">i4"), columns.bodies or b""))
+    arrays.append(_plain(kinds.field("ts").type, fixed["ts"].astype(np.int64) + _EPOCH))
+    return pa.RecordBatch.from_arrays(arrays, schema=kinds)
+
+
+def _plain(kind: pa.DataType, values: np.ndarray[Any, Any]) -> pa.Array:
+    import pyarrow as pa  # noqa: PLC0415
+
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+def _offsets(counts: np.ndarray[Any, Any]) -> pa.Buffer:
+    """Where each element begins, and where the last ends, given how many parts each has."""
+    import numpy as np  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415
+
+    offsets = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return pa.py_buffer(offsets)
+
+
+def _ops(codes: np.ndarray[Any, Any]) -> pa.Array:
+    import numpy as np  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415
+
+    if len(codes) and codes.max() > 127:  # none of ours; whoever wrote it finds it as it was
+        return pa.array([chr(code) for code in codes.tolist()], pa.string())
+    return pa.Array.from_buffers(
+        pa.string(), len(codes), [None, _offsets(np.ones(len(codes))), pa.py_buffer(codes.astype(np.uint8))]
+    )
+
+
+def _texts(sizes: np.ndarray[Any, Any], bodies: bytes) -> pa.Array:
+    import numpy as np  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415
+
+    there = pa.py_buffer(np.packbits(sizes >= 0, bitorder="little"))
+    return pa.Array.from_buffers(pa.string(), len(sizes), [there, _offsets(np.maximum(sizes, 0)), pa.py_buffer(bodies)])
+
+
+def _ids(rows: Sequence[bytes], total: int) -> pa.Array:
+    import numpy as np  # noqa: PLC0415
+    import pyarrow as pa  # noqa: PLC0415
+
+    if sum(map(len, rows)) != total * (4 + _ID_LENGTH):
+        return pa.array(_ids_with_nulls(b"".join(rows), total), pa.int64())
+    memory = pa.allocate_buffer(total * _ID_LENGTH)  # from a pool, unlike numpy's
+    values, at = np.frombuffer(memory, np.int64), 0
+    for row in rows:
+        ids = np.frombuffer(row, _ID)
+        if not (ids["length"] == _ID_LENGTH).all():
+            return pa.array(_ids_with_nulls(b"".join(rows), total), pa.int64())
+        values[at : at + len(ids)] = ids["value"]
+        at += len(ids)
+    return pa.Array.from_buffers(pa.int64(), total, [None, memory])
+
+
+def _ids_with_nulls(data: bytes, total: int) -> Sequence[int | None]:
+    """One by one, where some are NULL: those have a length of -1 and nothing else. No function of ours writes any."""
+    ids: list[int | None] = []
+    at = 0
+    for _ in range(total):
+        length = int.from_bytes(data[at : at + 4], "big", signed=True)
+        at += 4
+        if length == -1:
+            ids.append(None)
+            continue
+        if length != _ID_LENGTH:
+            break
+        ids.append(int.from_bytes(data[at : at + _ID_LENGTH], "big", signed=True))
+        at += _ID_LENGTH
+    if len(ids) != total or at != len(data):
+        raise TubeRefused("a pod has an array of ids that is not of one dimension; write such pods anew, or park them")
+    return ids

@@ -193,7 +193,7 @@ class Caches:
         """Whether values that are kept may be given out now; under the lock."""
         if self.live:
             return True
-        return self._lost_at is not None and self._now() - self._lost_at <= self._tolerate
+        return self._lost_at is not None and self._now() - self._lost_at < self._tolerate
 
     def stand(self, *, live: bool, problem: str | None = None) -> None:
         """Caches may be trusted from now on, or (with the reason) no longer."""

@@ -342,6 +342,23 @@ async def trim(db: Database, upto: int) -> None:
             await trio.sleep(0.05)
 
 
+async def test_an_open_transaction_of_a_writer_of_its_own_holds_back_nobody_else(
+    things: Database, daemon: Daemon
+) -> None:
+    await things.fetch_value("SELECT replicad.cache_enable(ARRAY['slow'])")
+    async with caching("trio", daemon.addresses[0].port, slow_load(things)) as (caches, _):
+        await until(lambda: caches.live)
+        async with things.connection() as slow:
+            await slow.execute("BEGIN")
+            await slow.execute("SET LOCAL application_name = 'slow'")
+            await invalidate(slow, "thing_changed", [0, 1])
+            await change(things, 1)
+            await until(lambda: caches.told[1] == 1)
+            assert caches.told[0] == 0
+            await slow.execute("COMMIT")
+        await until(lambda: caches.told[0] == 1)
+
+
 async def test_streams_say_up_to_where_ids_have_been_given_out(things: Database, netcat: Connect) -> None:
     """More than a position says: also of ids in open transactions."""
     async with netcat() as nc, things.connection() as connection:

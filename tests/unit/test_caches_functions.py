@@ -1,0 +1,322 @@
+"""What functions in front of caches do: keys, groups, adopted functions, storages, threads, forks."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import os
+import threading
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicad.caches.cache import CacheStatistics
+from replicad.caches.keys import Invalidation, freeze, parse_row
+from replicad.caches.registry import Caches
+from replicad.caches.storage import LruStorage
+from replicad.errors import UsageError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def caches() -> Caches:
+    made = Caches()
+    made.stand(live=True)
+    return made
+
+
+class Calls:
+    """A function that counts: its value is which call it was."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, ...]] = []
+
+    def note(self, *args: Any) -> int:
+        self.made.append(args)
+        return len(self.made)
+
+
+# --- keys ---
+
+
+@given(st.lists(JSON, max_size=3), st.lists(JSON, max_size=3))
+def test_keys_are_one_entry_exactly_where_they_are_the_same_json(one: list[Any], other: list[Any]) -> None:
+    def written(value: Any) -> Any:  # numbers by value, true apart from 1
+        if isinstance(value, bool) or value is None or isinstance(value, str):
+            return (type(value).__name__, value)
+        if isinstance(value, list):
+            return ("list", [written(item) for item in value])
+        if isinstance(value, dict):
+            return ("dict", {name: written(item) for name, item in value.items()})
+        return ("number", value)
+
+    assert freeze(one) == freeze(json.loads(json.dumps(one)))
+    assert hash(freeze(one)) == hash(freeze(json.loads(json.dumps(one))))
+    assert (freeze(one) == freeze(other)) == (written(one) == written(other))
+
+
+@given(st.text(min_size=1), st.none() | st.lists(JSON, max_size=3))
+def test_a_row_says_what_was_written(func: str, keys: list[Any] | None) -> None:
+    assert parse_row(json.dumps([func, keys, 1490197670513])) == Invalidation(func, keys)
+
+
+@given(st.text())
+def test_no_text_gets_through_as_a_row_by_chance(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever json has to say
+        parse_row(text)
+
+
+@pytest.mark.parametrize(
+    "row", ["[]", '["f"]', '["f", 1]', "[1, null]", '{"f": 1}', "[" * 100_000, "null", '["f", nul']
+)
+def test_a_row_that_nobody_understands_empties_everything(caches: Caches, row: str) -> None:
+    cache = caches.cache("f")
+    cache.store(cache.begin((1,)), "kept")
+    late = cache.begin((2,))
+    caches.apply([row])
+    assert not cache.store(late, "old")
+    assert caches.statistics().caches["f"].entries == 0
+    assert caches.statistics().malformed == 1
+
+
+# --- decorated functions ---
+
+
+def test_entries_are_named_by_the_arguments_in_the_order_of_the_signature(caches: Caches) -> None:
+    calls = Calls()
+
+    @caches.cached()
+    def f(user: str, limit: int = 10, *, deep: bool = False) -> int:
+        return calls.note(user, limit, deep)
+
+    assert [f("a"), f("a", 10), f(limit=10, user="a"), f("a", deep=False)] == [1, 1, 1, 1]
+    assert [f("a", 1), f("a", True), f("a", deep=True)] == [2, 3, 4]
+    caches.apply(['["f", ["a", 10, false], 0]'])
+    assert [f("a"), f("a", 1), f("a", deep=True)] == [5, 2, 4]
+    caches.apply(['["f", ["a"], 0]', '["g", null, 0]'])
+    assert f("a") == 5, "another entry, and another cache"
+    caches.apply(['["f", null, 0]'])
+    assert [f("a"), f("a", 1)] == [6, 7]
+
+
+def test_arguments_that_are_no_json_are_refused_and_key_says_what_stands_for_them(caches: Caches) -> None:
+    class Colour(enum.StrEnum):
+        RED = "red"
+
+    class Store:
+        @caches.cached(key=lambda self, user: [user])
+        def load(self, user: str) -> object:
+            return object()
+
+        @caches.cached(name="bare")
+        def bare(self) -> None: ...
+
+    one = Store().load(Colour.RED)
+    assert Store().load("red") is one
+    caches.apply(['["load", ["red"], 0]'])
+    assert Store().load("red") is not one
+    with pytest.raises(TypeError, match=r"Store is no JSON value.*give key="):
+        Store().bare()
+    with pytest.raises(TypeError, match=r"any number of arguments: give key="):
+        caches.cached()(lambda *users: users)
+    with pytest.raises(UsageError, match="a cache load already"):
+        caches.cache("load")
+
+
+def test_what_raises_is_not_kept_and_leaves_nothing_behind(caches: Caches) -> None:
+    calls = Calls()
+
+    @caches.cached()
+    def f(n: int) -> int:
+        if calls.note(n) == 1:
+            raise KeyError(n)
+        return n
+
+    with pytest.raises(KeyError):
+        f(1)
+    assert [f(1), f(1), len(calls.made)] == [1, 1, 2]
+
+
+async def test_async_functions_are_cached_and_a_cancelled_load_leaves_nothing_behind(caches: Caches) -> None:
+    calls = Calls()
+
+    @caches.cached()
+    async def f(n: int) -> int:
+        count = calls.note(n)
+        if count == 1:
+            await trio.sleep_forever()
+        return count
+
+    with trio.move_on_after(0):
+        await f(1)
+    assert [await f(1), await f(1)] == [2, 2]
+    caches.invalidate("f", [1])
+    assert await f(1) == 3
+
+
+def test_a_cache_is_bounded_and_counts(caches: Caches) -> None:
+    calls = Calls()
+
+    @caches.cached(max_entries=2)
+    def f(n: int) -> int:
+        return calls.note(n)
+
+    assert [f(1), f(2), f(1), f(3), f(1), f(2)] == [1, 2, 1, 3, 1, 4]
+    caches.stand(live=False, problem="gone")
+    assert f(1) == 5
+    assert caches.statistics().problem == "gone"
+    assert caches.statistics().caches["f"] == CacheStatistics(2, 2, 4, 1, 1, 0, 0)
+    with pytest.raises(UsageError, match="caches nothing"):
+        LruStorage(0)
+
+
+def test_a_storage_of_another_make_is_used_as_it_is_and_may_refuse_values(caches: Caches) -> None:
+    class Picky(dict[Any, Any]):
+        """As the caches of cachetools do where getsizeof says that a value is too large."""
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            if value > 10:
+                raise ValueError("value too large")
+            super().__setitem__(key, value)
+
+    storage = Picky()
+    f = caches.cached(name="f", storage=storage)(lambda n: n)
+    assert [f(1), f(11), f(11)] == [1, 11, 11]
+    assert storage == {(1,): 1}
+    caches.apply(['["f", [1], 0]'])
+    assert storage == {}
+
+
+# --- groups ---
+
+
+def test_a_group_invalidates_its_members_each_by_its_own_keys(caches: Caches) -> None:
+    def broken(keys: Any) -> Any:
+        raise KeyError(keys)
+
+    held = {name: caches.cache(name) for name in ("same", "first", "all", "odd", "other")}
+    caches.register_group("cs_cache_fake", ["same", ("first", lambda keys: keys[:1])])
+    caches.register_group("cs_cache_fake", [("all", lambda keys: None), ("odd", broken), "not here"])
+
+    def fill() -> None:
+        for cache in held.values():
+            for key in [("!room",), ("!room", "@user"), ("!other",)]:
+                cache.store(cache.begin(key), 1)
+
+    fill()
+    caches.apply(['["cs_cache_fake", ["!room", "@user"], 0]'])
+    entries = {name: caches.statistics().caches[name].entries for name in held}
+    assert entries == {"same": 2, "first": 2, "all": 0, "odd": 0, "other": 3}
+    assert caches.statistics().malformed == 1
+    fill()
+    caches.apply(['["cs_cache_fake", null, 0]'])
+    entries = {name: caches.statistics().caches[name].entries for name in held}
+    assert entries == {"same": 0, "first": 0, "all": 0, "odd": 0, "other": 3}
+
+
+# --- functions with a cache of their own ---
+
+
+def test_an_adopted_function_never_keeps_what_it_read_before_an_invalidation(caches: Caches) -> None:
+    """The value is stored by lru_cache itself, after the clear, and must be seen by nobody."""
+    truth = ["old"]
+    read, go_on = threading.Event(), threading.Event()
+
+    @functools.lru_cache
+    def load(name: str) -> str:
+        value = truth[0]
+        if value == "old":
+            read.set()
+            assert go_on.wait(10)
+        return value
+
+    get = caches.adopt(load)
+    late: list[str] = []
+    thread = threading.Thread(target=lambda: late.append(get("a")))
+    thread.start()
+    assert read.wait(10)
+    truth[0] = "new"
+    caches.apply(['["load", ["a"], 0]'])
+    assert get("a") == "new", "bypassed, while what was read before may still be stored"
+    assert load.cache_info().currsize == 0
+    go_on.set()
+    thread.join(10)
+    assert late == ["old"]
+    assert [get("a"), get("a")] == ["new", "new"]
+    assert load.cache_info().hits == 1
+    caches.stand(live=False, problem="gone")
+    truth[0] = "newer"
+    assert get("a") == "newer"
+    with pytest.raises(UsageError, match=r"cache_clear\(\) and __wrapped__"):
+        caches.adopt(len)
+
+
+# --- threads and processes ---
+
+
+def test_any_number_of_threads_may_call_and_invalidate(caches: Caches) -> None:
+    """What is served is never older than what was invalidated before the call."""
+    truth, told, wrong = [0] * 4, [0] * 4, []
+    f = caches.cached(name="f", max_entries=3)(lambda n: truth[n])
+    stop = threading.Event()
+
+    def read(n: int) -> None:
+        while not stop.is_set():
+            floor = told[n]
+            if f(n) < floor:
+                wrong.append(n)
+
+    readers = [threading.Thread(target=read, args=(n % 4,)) for n in range(6)]
+    for thread in readers:
+        thread.start()
+    for turn in range(4000):
+        n = turn % 4
+        truth[n] += 1
+        caches.apply([f'["f", [{n}], 0]'])
+        told[n] = truth[n]
+    stop.set()
+    for thread in readers:
+        thread.join(10)
+    assert not wrong
+    assert [f(n) for n in range(4)] == truth
+    assert caches.statistics().caches["f"].hits > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("locked", [False, True], ids=["idle", "while another thread holds the lock"])
+def test_a_forked_child_does_not_trust_what_nobody_follows_there(caches: Caches, locked: bool) -> None:
+    calls = Calls()
+
+    @caches.cached()
+    def f(n: int) -> int:
+        return calls.note(n)
+
+    g = caches.adopt(functools.lru_cache(f), name="g")
+    assert [f(1), f(1), g(1)] == [1, 1, 1]
+    let_go, holds = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with caches.lock:
+            holds.set()
+            let_go.wait(10)
+
+    thread = threading.Thread(target=hold)
+    if locked:
+        thread.start()
+        holds.wait(10)
+    child = os.fork()
+    if child == 0:
+        good = (f(1), g(1), caches.live, caches.statistics().caches["f"].entries) == (2, 3, False, 0)
+        os._exit(0 if good and "forked" in str(caches.problem) else 1)
+    let_go.set()
+    assert os.waitpid(child, 0)[1] == 0
+    assert [f(1), caches.live] == [1, True]

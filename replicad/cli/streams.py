@@ -17,6 +17,7 @@ from replicad.settings import seconds
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
     from replicad.postgres.horizon import Holder
+    from replicad.streams.acks import SenderAck
     from replicad.streams.status import StreamStatus
 
 _LONGEST_QUERY = 60  # characters of a holder's query in a table
@@ -149,29 +150,78 @@ def remove(name: str, **options: Any) -> None:
     epilog="""\b
 Examples:
   replicad streams trim events --older-than 168h
-  replicad streams trim events --before 120000""",
+  replicad streams trim events --before 120000
+  replicad streams trim events --acked""",
 )
 @_name
 @option("--before", metavar="TOKEN", help="Rows that a reader at this token no longer needs.")
 @option("--older-than", metavar="SECONDS", help="Rows that were published longer ago than this, as 90m or 168h.")
+@option("--acked", is_flag=True, help="Rows that every known sender has acknowledged; `streams acks` lists them.")
 @_database_options
-def trim(name: str, before: str | None, older_than: str | None, **options: Any) -> None:
+def trim(name: str, before: str | None, older_than: str | None, acked: bool, **options: Any) -> None:
     """Delete the oldest rows of the stream NAME from its table, in small transactions.
 
     A reader that comes with an older token afterwards is told so.
     """
     age = None if older_than is None else timedelta(seconds=_seconds("--older-than", older_than))
-    if (before is None) == (age is None):
-        raise UsageError("give --before or --older-than, one of them")
+    if sum((before is not None, age is not None, acked)) != 1:
+        raise UsageError("give --before, --older-than or --acked, one of them")
 
-    async def work(db: Database, settings: DatabaseSettings) -> tuple[int, int | None]:
+    async def work(db: Database, settings: DatabaseSettings) -> tuple[int, int | None, list[SenderAck]]:
+        from replicad.streams import acks
         from replicad.streams.trimming import trim as trim_stream
 
-        done = await trim_stream(db, name, before=before, older_than=age, schema=settings.stream_schema)
-        return done.rows, done.upto
+        schema = settings.stream_schema
+        senders = await acks.load(db, name, schema=schema) if acked else []
+        done = await trim_stream(db, name, before=before, older_than=age, acked=acked, schema=schema)
+        return done.rows, done.upto, senders
 
-    rows, upto = on_database(options, work, part="stream")
+    rows, upto, senders = on_database(options, work, part="stream")
     click.echo(f"{rows:,} rows removed" + ("" if upto is None else f"; the stream begins after {upto}"))
+    if acked:
+        click.echo(_held_back(name, senders))
+
+
+@command.command(
+    "acks",
+    epilog="""\b
+Examples:
+  replicad streams acks events
+  replicad streams acks events --forget sender3""",
+)
+@_name
+@option("--forget", metavar="INSTANCE", help="This sender will not come back: it holds `trim --acked` back no more.")
+@_json_option
+@_database_options
+def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> None:
+    """List the senders of the stream NAME, and up to which token each has acknowledged it by FEDERATION_ACK."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> tuple[bool, list[SenderAck]]:
+        from replicad.streams import acks
+
+        schema = settings.stream_schema
+        forgotten = forget is not None and await acks.forget(db, name, forget, schema=schema)
+        return forgotten, await acks.load(db, name, schema=schema)
+
+    forgotten, senders = on_database(options, work, part="stream")
+    if forget is not None and not forgotten:
+        raise UsageError(f"--forget: {forget!r} has acknowledged nothing of {name}; the senders: {_names(senders)}")
+    rows = [{"instance": one.instance, "token": one.token, "acked_at": one.acked_at} for one in senders]
+    print_rows(["instance", "token", "acked_at"], rows, as_json=as_json, nothing=f"nobody has acknowledged {name}")
+
+
+def _held_back(name: str, senders: list[SenderAck]) -> str:
+    """Why no more was removed: the sender that is furthest behind."""
+    if not senders:
+        return f"nobody has acknowledged {name} yet"
+    last = senders[0]
+    if last.token is None:
+        return f"{last.instance} has acknowledged nothing, so nothing is removed"
+    return f"{last.instance} is the furthest behind: it has acknowledged {last.token:,}, at {last.acked_at:%F %T} UTC"
+
+
+def _names(senders: list[SenderAck]) -> str:
+    return ", ".join(sender.instance for sender in senders) or "none"
 
 
 def _seconds(name: str, text: str) -> float:

@@ -8,6 +8,7 @@ from typing import Final
 
 from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import Vector
+from replicad.streams import acks
 from replicad.streams.queries import SCHEMA, Queries, statement
 from replicad.streams.registry import load_stream
 
@@ -28,23 +29,26 @@ async def trim(
     *,
     before: str | int | None = None,
     older_than: timedelta | None = None,
+    acked: bool = False,
     batch: int = BATCH,
     schema: str = SCHEMA,
 ) -> Trimmed:
     """Remove rows that a reader at token `before` no longer needs, or those that were published longer ago than that.
+
+    Or those that every known sender has acknowledged: nothing while one of them has said nothing.
 
     The age comes from what daemons noted while they served the stream (to the minute for a day, to the hour before);
     where their notes do not go back so far, nothing is removed. Each batch is a transaction of its own, so an
     interrupted trim has removed what it has removed. Positions do not wait for it.
 
     Raises:
-        UsageError: not exactly one of `before` and `older_than`.
+        UsageError: not exactly one of `before`, `older_than` and `acked`.
         UnknownStream: there is no such stream.
         BadToken: the token does not parse, or belongs to another epoch.
         StreamRefused: it lies beyond what was published; rows that no reader was sent must stay.
     """
-    if (before is None) == (older_than is None):
-        raise UsageError("trim takes either a token or an age.")
+    if sum((before is not None, older_than is not None, acked)) != 1:
+        raise UsageError("trim takes either a token, or an age, or what was acknowledged.")
     stream = await load_stream(db, name, schema=schema)
     upto: int | None
     if before is not None:
@@ -52,6 +56,8 @@ async def trim(
         if token.epoch not in (None, stream.epoch):
             raise BadToken(f"token {before} is of another epoch than stream {name}, which is in {stream.epoch}.")
         upto = token.minimum
+    elif acked:
+        upto = await acks.acked(db, name, schema=schema)
     else:
         upto = await db.fetch_value(statement("stream_position_at", schema), name, older_than)
     rows = 0

@@ -1,0 +1,133 @@
+"""FEDERATION_ACK: what all senders of a stream have may go, and nothing more; who holds it back is named."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import trio
+
+from replicad.federation.feed import client_feed
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database
+from replicad.server.daemon import Daemon
+from replicad.streams import acks, registry, trimming
+
+from .conftest import PATIENCE, Connect
+
+HELLO = ("SERVER .*",)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicad.server.acks.INTERVAL", 0.05)
+
+
+async def known(database: Database, stream: str, **wanted: int | None) -> None:
+    """Wait until the senders of a stream are these."""
+    with trio.fail_after(PATIENCE):
+        while {one.instance: one.token for one in await acks.load(database, stream)} != wanted:
+            await trio.sleep(0.02)
+
+
+async def published(database: Database, position: int) -> None:
+    with trio.fail_after(PATIENCE):
+        while "events" not in (found := await registry.published(database)) or found["events"].position < position:
+            await trio.sleep(0.02)
+
+
+@pytest.fixture
+async def filled(events: Database, netcat: Connect) -> Database:
+    await events.execute("INSERT INTO events (body) SELECT '1' FROM generate_series(1, 100)")
+    async with netcat() as nc:
+        await nc.send("REPLICATE events EARLIEST")
+        await nc.until("RDATA events master 100 1")
+    await published(events, 100)
+    return events
+
+
+async def test_an_ack_is_of_the_stream_that_it_names_or_that_its_connection_follows(
+    filled: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    await filled.execute("CREATE TABLE federation (id bigserial PRIMARY KEY)")
+    await registry.add(filled, "federation", "public.federation", "id")
+    await daemon.publisher.find("federation")
+    await filled.execute("INSERT INTO federation SELECT FROM generate_series(1, 9)")
+    async with netcat() as one, netcat() as two, netcat() as all_streams:
+        for nc in (one, two, all_streams):
+            await nc.expect(*HELLO)
+        await one.send("FEDERATION_ACK nobody 5")  # follows nothing, names nothing: of no stream
+        await one.send("REPLICATE events 50 linear")
+        await one.until("RDATA events master 100 1")
+        await one.send("FEDERATION_ACK one 90", "FEDERATION_ACK one 60")
+        await two.send("REPLICATE federation EARLIEST", "FEDERATION_ACK two 40 events")
+        await all_streams.send("REPLICATE")
+        await all_streams.until("POSITION federation .*")
+        await two.until("RDATA federation master 9 .*")
+        await all_streams.send("FEDERATION_ACK all 7")
+        await known(filled, "events", one=90, two=40)
+        await known(filled, "federation", all=7)
+        await two.send("REPLICATE events", "FEDERATION_ACK two 8")  # of which of the two?
+        await two.send("FEDERATION_ACK two 101 events", "FEDERATION_ACK two 1 nowhere", "STREAMS")
+        await two.until("ERROR token_ahead: FEDERATION_ACK 101 lies beyond where events stands, which is 100")
+        await two.expect("ERROR stream_refused: stream nowhere is not served, .*")
+        await two.until("STREAMS.*")
+        await one.send("FEDERATION_ACK one 95")
+        await known(filled, "events", one=95, two=40)
+
+
+async def test_trimming_removes_what_all_senders_have_and_names_who_holds_it_back(
+    filled: Database, daemon: Daemon, database_url: str
+) -> None:
+    async def run(*words: str, status: int = 0) -> str:
+        command = [sys.executable, "-m", "replicad", "streams", *words, "--database", database_url]
+        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        assert done.returncode == status, done.stderr
+        return (done.stderr if status else done.stdout).decode()
+
+    assert (await trimming.trim(filled, "events", acked=True)).rows == 0, "nobody is known"
+    address = daemon.addresses[0]
+    async with client_feed(address.host, address.port, name="s1")({"events": "50"}) as feed:
+        feed.acknowledge("s1", "events", 70)
+        feed.acknowledge("s1", "events", 80)
+        await known(filled, "events", s1=80)
+    (sender,) = await acks.load(filled, "events")
+    assert await run("trim", "events", "--acked") == (
+        "80 rows removed; the stream begins after 80\n"
+        f"s1 is the furthest behind: it has acknowledged 80, at {sender.acked_at:%F %T} UTC\n"
+    )
+    await schema.install(filled, "federation", "replicad")
+    await filled.execute("INSERT INTO replicad.federation_sender VALUES ('s2', 'events', NULL, '{s1,s2}')")
+    async with client_feed(address.host, address.port, name="s1")({"events": "80"}) as feed:
+        feed.acknowledge("s1", "events", 100)
+        await known(filled, "events", s1=100, s2=None)
+        assert "s2 has acknowledged nothing, so nothing is removed" in await run("trim", "events", "--acked")
+        assert await filled.fetch_value("SELECT min(id) FROM events") == 81
+        feed.acknowledge("s2", "events", 85)
+        await known(filled, "events", s1=100, s2=85)
+    assert "5 rows removed" in await run("trim", "events", "--acked")
+    await filled.execute("DELETE FROM replicad.federation_sender")  # s2 is gone for good, and still in the way
+    assert "s2 is the furthest behind" in await run("trim", "events", "--acked")
+    assert "'s3' has acknowledged nothing of events; the senders: s2, s1" in await run(
+        "acks", "events", "--forget", "s3", status=2
+    )
+    assert "s2" not in await run("acks", "events", "--forget", "s2")
+    assert "15 rows removed" in await run("trim", "events", "--acked")
+
+
+async def test_a_reset_voids_the_acks_of_before(filled: Database, netcat: Connect) -> None:
+    async with netcat() as nc:
+        await nc.send("REPLICATE events 50")
+        await nc.until("RDATA events master 100 1")
+        await nc.send("FEDERATION_ACK s1 90")
+        await known(filled, "events", s1=90)
+        await filled.execute("DELETE FROM events; ALTER SEQUENCE events_id_seq RESTART")
+        await nc.until("POSITION events master 100 \\d")
+        await known(filled, "events", s1=None)
+        await filled.execute("INSERT INTO events (body) SELECT '2' FROM generate_series(1, 30)")
+        await nc.until("RDATA events master 30 2")
+        assert (await trimming.trim(filled, "events", acked=True)).rows == 0
+        await nc.send("FEDERATION_ACK s1 10")
+        await known(filled, "events", s1=10)
+        await published(filled, 30)
+    assert (await trimming.trim(filled, "events", acked=True)).rows == 10

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "tubes": "Tubes: ids from the tube to a TCP client, acks included, against psql running the same statements",
     "injection": "Injection: a million ids into a tube, against plain INSERTs of the same arrays",
     "federation": "Federation: facts delivered to a thousand destinations, against the same client without queues",
+    "caches": "Caches: invalidations carried out by 200 workers, against Redis pub/sub with the same rows",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
 }  # fmt: skip
 

@@ -67,7 +67,7 @@ class Crowd:
 def crowd(door: Door, clients: int, rows: int) -> Iterator[Crowd]:
     """So many clients, each of which waits for so many rows; they are subscribed when the block begins."""
     shares = [clients // PROCESSES + (number < clients % PROCESSES) for number in range(min(PROCESSES, clients))]
-    with _processes([(count_rows, (door, share, rows)) for share in shares]) as pipes:
+    with processes([(count_rows, (door, share, rows)) for share in shares]) as pipes:
         yield Crowd(pipes)
 
 
@@ -123,7 +123,7 @@ class Probes:
 @contextmanager
 def probes(door: Door, clients: int = 1) -> Iterator[Probes]:
     """So many clients in one process, subscribed when the block begins."""
-    with _processes([(note_probes, (door, clients))]) as pipes:
+    with processes([(note_probes, (door, clients))]) as pipes:
         yield Probes(pipes)
 
 
@@ -177,7 +177,7 @@ def hold(pipe: Connection, door: Door, clients: int) -> None:
 def idle(door: Door, clients: int) -> Iterator[None]:
     """So many clients that are subscribed and get nothing."""
     shares = [clients // PROCESSES] * PROCESSES
-    with _processes([(hold, (door, share)) for share in shares]) as pipes:
+    with processes([(hold, (door, share)) for share in shares]) as pipes:
         yield
         for pipe in pipes:
             pipe.send("stop")
@@ -204,7 +204,7 @@ def _receive(link: socket.socket, buffer: bytearray) -> int:
 
 
 @contextmanager
-def _processes(jobs: Sequence[tuple[object, tuple[object, ...]]]) -> Iterator[list[Connection]]:
+def processes(jobs: Sequence[tuple[object, tuple[object, ...]]]) -> Iterator[list[Connection]]:
     """Run each job with a pipe of its own; the block begins when all have said that they are ready."""
     pipes, workers = [], []
     try:

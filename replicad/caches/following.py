@@ -43,6 +43,7 @@ class Following:
         self._caches = caches
         self._stream = stream
         self._course = Course()
+        self._told = False  # of an outage, in the log
 
     def take(self, event: Any, follower: Follows) -> None:
         """Deal with one event."""
@@ -61,22 +62,25 @@ class Following:
                 self._caches.empty()
                 log.info("caches_emptied", stream=self._stream, reason=event.reason)
             case Disconnected():
-                self._lost(follower.token(self._stream), str(event.error))
+                was_live = course.live
+                emptied = self._lost(follower.token(self._stream), str(event.error))
+                if was_live:
+                    self._told = True
+                    log.info("caches_not_live", stream=self._stream, emptied=emptied, reason=str(event.error))
         if course.waits:
             course.moved(follower.positions(self._stream))
         if course.live and not self._caches.live:
             self._caches.stand(live=True)
-            log.info("caches_live", stream=self._stream)
+            if self._told:  # that they were not
+                log.info("caches_live", stream=self._stream)
 
     def stop(self, why: str) -> None:
         """Nobody follows any more."""
         self._lost(None, why)
 
-    def _lost(self, token: str | None, why: str) -> None:
-        was_live = self._course.live
+    def _lost(self, token: str | None, why: str) -> bool:
         emptied = self._course.lost(token)
         self._caches.stand(live=False, problem=why)
         if emptied:
             self._caches.empty()
-        if was_live:
-            log.info("caches_not_live", stream=self._stream, emptied=emptied, reason=why)
+        return emptied

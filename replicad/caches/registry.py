@@ -154,10 +154,15 @@ class Caches:
         for row in rows:
             self._rows += 1
             try:
-                effects += self._effects(parse_row(row))
+                told = parse_row(row)
             except ValueError:
                 self._malformed += 1
                 self.empty()
+                continue
+            if told.func in self._groups:
+                effects += self._effects(told)
+            else:
+                effects.append(told)
         self._carry_out(effects)
 
     def _effects(self, told: Invalidation) -> list[tuple[str, Sequence[Any] | None]]:

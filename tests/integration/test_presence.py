@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
@@ -309,3 +311,23 @@ async def test_enabling_and_disabling_is_noticed_by_a_running_daemon_and_leaves_
                     await trio.sleep(0.01)
         assert await database.fetch_value("SELECT count(*) FROM pg_class WHERE relname LIKE 'presence%'") == 0
         assert not await book.disable()
+
+
+async def test_user_ip_is_kept_with_no_token_in_clear_anywhere(database: Database, daemon: Daemon) -> None:
+    with capture_logs() as logs:
+        book = await enable(database, daemon, **NEVER)
+        async with netcat_to(daemon) as nc:
+            await nc.expect(*HELLO)
+            for seen in (7, 9, 8):
+                await nc.send(f'USER_IP @a:b ["t0ps3cret","203.0.113.7","Browser","DEV",{seen}]')
+            await nc.send('USER_IP @a:b ["t0ps3cret",null,"Browser","DEV",9]')
+            await nc.expect("ERROR presence_refused: USER_IP is not kept: ip is not a string .*")
+            with trio.fail_after(PATIENCE):
+                while not (found := await book.ips("@a:b", 10)):
+                    await trio.sleep(0.02)
+    (place,) = found
+    assert (place["ip"], place["device"], place["last_seen"].timestamp()) == ("203.0.113.7", "DEV", 0.009)
+    stored = await database.fetch_row("SELECT i::text AS text, i.token_sha256 FROM replicad.presence_user_ip i")
+    assert stored is not None
+    assert stored["token_sha256"] == hashlib.sha256(b"t0ps3cret").digest()
+    assert "t0ps3cret" not in stored["text"] + str(logs)

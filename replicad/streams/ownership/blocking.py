@@ -132,10 +132,11 @@ class BlockingShardedWriter:
                 while slot is None:
                     remaining = deadline - time.monotonic()
                     slot = None if self._closed else self._holdings.begin(key, time.monotonic())
-                    if slot is None and (self._closed or remaining <= 0 or not self._holdings.is_moving(key)):
+                    if slot is not None:
+                        break
+                    if self._keeper.has_left or remaining <= 0 or not self._holdings.is_moving(key):
                         raise self._holdings.refusal(key)
-                    if slot is None:
-                        self._turn.wait(remaining)
+                    self._turn.wait(remaining)
             passed = False
             try:
                 passed = self._pass_fence(connection, key, slot)

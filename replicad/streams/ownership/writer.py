@@ -144,7 +144,8 @@ class ShardedWriter:
     async def _wait_until_ready(self, key: str, deadline: float) -> None:
         while self._closed or not self._holdings.is_ready(key, trio.current_time()):
             changed = self._changed
-            if self._closed or trio.current_time() >= deadline or not self._holdings.is_moving(key):
+            if self._keeper.has_left or trio.current_time() >= deadline or not self._holdings.is_moving(key):
+                await trio.lowlevel.checkpoint()  # two sites that send a key to each other must let their keepers look
                 raise self._holdings.refusal(key)
             with trio.move_on_at(deadline):
                 await changed.wait()

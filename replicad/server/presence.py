@@ -9,8 +9,11 @@ anew under another id and tells of all its users again. What a user's state is, 
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 from uuid import UUID
 
 import structlog
@@ -32,10 +35,13 @@ IP_INTERVAL = 1.0  # seconds in which addresses are gathered
 MAX_IPS = 50_000  # places that wait for Postgres, some 30 MB
 SWEEP_INTERVAL = 60.0  # seconds between two looks for addresses that are too old
 SWEEPS = 100  # statements at one look
+NEVER = ("22", "54")  # classes of SQLSTATE: bad data, and limits of the program; trying again does not help
 RETRY_PAUSE = 0.2  # seconds before a statement that failed is tried again; doubles up to RETRY_PAUSE_MAX
 RETRY_PAUSE_MAX = 5.0
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,8 @@ class PresenceService:
                     log.debug("presence_unseen", error=str(error))
 
     async def _look_at_settings(self, nursery: trio.Nursery) -> None:
+        if self._roster is None and not await self._is_usable():
+            return
         look = await self.book.look()
         if look is None:
             if self._roster is not None:
@@ -136,7 +144,7 @@ class PresenceService:
         elif self._roster is not None:
             self._roster.configure(look.grace, look.lost_grace, trio.current_time())
             self._look = look
-        elif await self._is_usable():
+        else:
             self._roster = Roster(self._limit, look.grace, look.lost_grace)
             self._look = look
             self._scope = trio.CancelScope()
@@ -144,6 +152,9 @@ class PresenceService:
             log.info("presence_enabled", grace=look.grace, lost_grace=look.lost_grace, ttl=look.ttl)
 
     async def _is_usable(self) -> bool:
+        """Whether what is installed, if anything, is of this version; an older one is upgraded."""
+        if not await self.book.is_installed():
+            return False
         try:
             await self.book.upgrade()
         except (SchemaMissing, SchemaTooNew) as error:
@@ -198,7 +209,7 @@ class PresenceService:
             self._me, self._beat = await self.book.enlist(self._name), 1
             return
         changes = roster.take(BATCH)
-        heard = await self.book.apply(me, changes)
+        heard = await _in_pieces(changes, partial(self.book.apply, me))
         if self._me != me:
             return  # begun anew meanwhile
         if heard:
@@ -214,12 +225,15 @@ class PresenceService:
         self._woken.set()
 
     async def _beat_forever(self) -> None:
+        beaten_at = trio.current_time()
         while True:
             assert self._look is not None
-            await trio.sleep(self._look.ttl / BEATS)
+            due = beaten_at + self._look.ttl / BEATS
+            await trio.sleep(min(max(due - trio.current_time(), 0), LOOK_INTERVAL))  # the settings may change meanwhile
             me, roster = self._me, self._roster
-            if me is None or roster is None:
+            if me is None or roster is None or trio.current_time() < due:
                 continue
+            beaten_at = trio.current_time()
             with suppress(DatabaseError):  # the poller tells of the outage
                 beat = await self.book.beat(me, self._beat)
                 if self._me != me:
@@ -233,7 +247,7 @@ class PresenceService:
 
     async def _look_at_daemons(self, look: Look) -> None:
         """Clear the users of daemons that are dead. Where it takes long, another look goes on with it."""
-        for beat in await self.book.beats():
+        for beat in await self.book.beats(max(look.ttl / BEATS, 3 * LOOK_INTERVAL)):
             if beat.daemon == self._me or beat.silent < look.ttl + look.lost_grace:
                 continue
             cleared = 0
@@ -263,7 +277,7 @@ class PresenceService:
             await trio.sleep(IP_INTERVAL)
             try:
                 while sightings := self._sightings.take(BATCH):
-                    await self.book.write_ips(sightings)
+                    await _in_pieces(sightings, self.book.write_ips)
                     self._sightings.written(sightings)
             except DatabaseError as error:
                 if pause == RETRY_PAUSE:
@@ -281,3 +295,17 @@ class PresenceService:
                     if await self.book.sweep_ips() < BATCH:
                         break
             await trio.sleep(SWEEP_INTERVAL)
+
+
+async def _in_pieces(items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[bool]]) -> bool:
+    """Write all at once; where Postgres cannot hold one of them (its encoding lacks a letter), all but that one."""
+    try:
+        return await write(items)
+    except DatabaseError as error:
+        if not (error.sqlstate or "").startswith(NEVER):
+            raise
+        if len(items) == 1:
+            log.error("presence_not_kept", error=str(error))  # noqa: TRY400 - the sentence says it
+            return True
+    middle = len(items) // 2
+    return await _in_pieces(items[:middle], write) and await _in_pieces(items[middle:], write)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, ProtocolError, RelayRefused
+from replicad.errors import DatabaseError, DatabaseUnavailable, ProtocolError, RelayRefused
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Command, parse
 from replicad.protocol.words import Side
@@ -119,11 +119,15 @@ class Relay:
         while messages:
             try:
                 await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", self._channel, messages)
-            except DatabaseError as error:
+            except DatabaseUnavailable as error:
                 if pause == RETRY_PAUSE:
                     log.warning("relay_waits", error=str(error))
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_PAUSE_MAX)
+            except DatabaseError as error:  # not now, and not later either: its queue is full, or it lacks a letter
+                self._dropped += sum(message.count("\n") for message in messages)
+                log.warning("relay_lost", error=str(error), messages=len(messages))
+                return
             else:
                 self._sent += sum(message.count("\n") for message in messages)
                 return

@@ -46,9 +46,17 @@ class BeatWatch:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[UUID, int], float] = {}
+        self._looked = 0.0
 
-    def observe(self, beats: Iterable[tuple[UUID, int]], now: float) -> list[Beat]:
-        """Take the beats of all daemons that there are now; those not among them are forgotten."""
+    def observe(self, beats: Iterable[tuple[UUID, int]], now: float, patience: float) -> list[Beat]:
+        """Take the beats of all daemons that there are now; those not among them are forgotten.
+
+        Who has not looked for longer than `patience` (it was frozen, or Postgres was away, for the others too) knows
+        nothing of who was silent, and begins anew.
+        """
+        if now - self._looked > patience:
+            self._seen.clear()
+        self._looked = now
         self._seen = {beat: self._seen.get(beat, now) for beat in beats}
         return [Beat(daemon, number, now - since) for (daemon, number), since in self._seen.items()]
 
@@ -85,9 +93,15 @@ class PresenceBook:
         """Remove the stream, its table and all else that presence keeps; False where there was nothing."""
         return await schemas.uninstall(self._db, "presence", self._name)
 
+    async def is_installed(self) -> bool:
+        """Whether there is anything of presence in this database."""
+        return bool(
+            await self._db.fetch_value("SELECT to_regclass($1) IS NOT NULL", f"{self._schema}.presence_version")
+        )
+
     async def look(self) -> Look | None:
         """The settings; None while presence is not enabled."""
-        if not await self._db.fetch_value("SELECT to_regclass($1) IS NOT NULL", f"{self._schema}.presence_setting"):
+        if not await self.is_installed():
             return None
         row = await self._db.fetch_row(f"SELECT * FROM {self._schema}.presence_look()")
         return None if row is None else Look(*row)
@@ -108,10 +122,10 @@ class PresenceBook:
         beaten: int | None = await self._db.fetch_value(f"SELECT {self._schema}.presence_beat($1, $2)", daemon, beat)
         return beaten
 
-    async def beats(self) -> list[Beat]:
-        """All daemons. Call it regularly: silence only counts from the first look that saw a beat."""
+    async def beats(self, patience: float) -> list[Beat]:
+        """All daemons. Call it regularly, within `patience` (seconds): silence counts from the first look at a beat."""
         rows = await self._db.fetch(f"SELECT id, beat FROM {self._schema}.presence_daemon")
-        return self._watch.observe(((row["id"], row["beat"]) for row in rows), self._now())
+        return self._watch.observe(((row["id"], row["beat"]) for row in rows), self._now(), patience)
 
     async def bury(self, beat: Beat) -> int | None:
         """Clear some users of a daemon that was silent for too long; 0 at the end, None where it was not to be."""
@@ -161,14 +175,15 @@ class PresenceBook:
 
     # --- addresses ---
 
-    async def write_ips(self, sightings: Sequence[Sighting]) -> None:
-        """Keep from where users were seen."""
+    async def write_ips(self, sightings: Sequence[Sighting]) -> bool:
+        """Keep from where users were seen; True."""
         columns = [[getattr(s, name) for s in sightings] for name in Sighting.COLUMNS]
         await self._db.execute(
             f"SELECT {self._schema}.presence_user_ip_write($1, $2, $3, $4, $5, $6, $7)",
             [sighting.key for sighting in sightings],
             *columns,
         )
+        return True
 
     async def sweep_ips(self) -> int:
         """Remove some addresses that are older than the settings say; 0 when there are none."""

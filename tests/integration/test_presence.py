@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.config import ServerSettings
 from replicad.postgres import schema
-from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
+from replicad.postgres.bridge import Database, open_database
+from replicad.server.daemon import Daemon, open_daemon
 from replicad.streams import registry
 from replicad.streams.presence_book import PresenceBook
 from tests.conftest import psql
@@ -263,22 +265,50 @@ async def test_trimming_keeps_those_who_are_online_in_the_stream(database: Datab
 
 
 async def test_while_postgres_is_away_nothing_is_lost_and_it_is_told_when_it_is_back(
-    postgres_url: str, database: Database, daemon: Daemon
+    postgres_url: str, database: Database, daemon: Daemon, start_daemon: Start
 ) -> None:
-    await enable(database, daemon, **SOON)
+    """Nor does any daemon take another for dead, whose signs of life could not be seen."""
     name = await database.fetch_value("SELECT current_database()")
-    async with following(daemon) as reader, netcat_to(daemon) as worker:
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(start_daemon())
+        await enable(database, daemon, other, **SOON)
+        reader = await stack.enter_async_context(following(daemon))
+        worker, w2 = [await stack.enter_async_context(netcat_to(server)) for server in (daemon, other)]
         await worker.send("USER_SYNC w1 @early:b P start 1")
         await told(reader, "@early:b", "online")
+        await w2.send("USER_SYNC w2 @elsewhere:b P start 1")
+        await told(reader, "@elsewhere:b", "online")
         psql(postgres_url, f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
         psql(postgres_url, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
         await worker.send("USER_SYNC w1 @early:b P end 2", "USER_SYNC w1 @late:b P start 2")
         await worker.send("USER_SYNC w1 @brief:b P start 2", "USER_SYNC w1 @brief:b P end 2")
-        await trio.sleep(2 * SOON["grace"])
+        await trio.sleep(2 * (SOON["ttl"] + SOON["lost_grace"]))
         assert daemon.presence.statistics().roster is not None
         psql(postgres_url, f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
         rows = {tuple(json.loads((await reader.until("RDATA .*"))[-1].split(" ", 4)[4])[:2]) for _ in range(2)}
         assert rows == {("@early:b", "offline"), ("@late:b", "online")}
+        await quiet(reader, 2 * (SOON["ttl"] + SOON["lost_grace"]))
+
+
+async def test_a_user_whom_postgres_cannot_write_holds_up_nobody(
+    postgres_url: str, settings: ServerSettings, database_url: str
+) -> None:
+    name = f"{urlsplit(database_url).path[1:]}_latin"
+    psql(postgres_url, f"CREATE DATABASE {name} ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
+    url = urlunsplit(urlsplit(database_url)._replace(path=f"/{name}"))
+    try:
+        async with open_database(url, size=2, application_name="replicad test") as database:
+            async with open_daemon(settings, url) as daemon:
+                await enable(database, daemon, **NEVER)
+                async with following(daemon) as reader, netcat_to(daemon) as worker:
+                    users = [f"@{letter}:b" for letter in ("a", "€", "b", "\N{SNOWMAN}", "é")]
+                    await worker.send(*(f"USER_SYNC w1 {user} P start 1" for user in users))
+                    for user in (users[0], users[2], users[4]):
+                        await told(reader, user, "online")
+                    await worker.send("CLEAR_USER_SYNC w1", "USER_SYNC w1 @later:b P start 1")
+                    await reader.until('RDATA presence .*"@later:b", "online".*')
+    finally:
+        psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 async def test_bounds_are_refused_by_name_and_the_connection_stays(database: Database, start_daemon: Start) -> None:

@@ -47,7 +47,7 @@ class Adopted:
         @functools.wraps(self._inner)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             with self._caches.lock:
-                if not self._caches.live or self._old:
+                if self._old or not (self._caches.live and self._caches.answers()):
                     self._bypassed += 1
                     ticket = None
                 else:

@@ -13,11 +13,11 @@ from replicad.caches.following import (
     RETRY_CAP,
     RETRY_FIRST,
     STREAM,
-    WISHES,
     Following,
     log,
+    wishes,
 )
-from replicad.caches.registry import Caches
+from replicad.caches.registry import MAX_STALENESS, Caches
 from replicad.client.backoff import Backoff
 from replicad.client.blocking import BlockingClient
 from replicad.client.blocking_follow import BlockingFollower
@@ -30,9 +30,15 @@ _JOIN = 10.0  # seconds for the thread to end; it waits for nothing that closing
 class CacheInvalidator(Caches):
     """Caches that a thread keeps from being stale. Made where caches are declared, at the top of a module, say."""
 
-    def __init__(self, *, tolerate: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: float = MAX_STALENESS,
+        tolerate: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """The arguments are those of `registry.Caches`."""
-        super().__init__(tolerate=tolerate, now=now)
+        super().__init__(max_staleness=max_staleness, tolerate=tolerate, now=now)
         self._is_live = threading.Event()
 
     @contextmanager
@@ -74,6 +80,7 @@ class _Thread:
     """Follows until closed, through everything."""
 
     def __init__(self, caches: Caches, client: BlockingClient, stream: str, backoff: Backoff | None) -> None:
+        self._caches = caches
         self._following = Following(caches, stream)
         self._client = client
         self._stream = stream
@@ -111,7 +118,8 @@ class _Thread:
             self._stop.wait(pause.next_delay())
 
     def _follow(self, pause: Backoff) -> None:
-        with self._client.follow({self._stream: "NOW"}, also=ALSO, backoff=self._backoff, **WISHES) as follower:
+        how = wishes(self._caches)
+        with self._client.follow({self._stream: "NOW"}, also=ALSO, backoff=self._backoff, **how) as follower:
             self._follower = follower
             if self._stop.is_set():  # before there was anything to close
                 return

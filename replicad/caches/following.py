@@ -13,16 +13,15 @@ import structlog
 
 from replicad.caches.course import Course
 from replicad.caches.registry import Caches
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
 from replicad.client.pursuit import FollowWishes
-from replicad.protocol.commands import Taken
 
 STREAM = "caches"
-ALSO = (PositionMoved, Connected, Disconnected, Taken)  # what the driver has to ask its follower for
-WISHES = FollowWishes(after_reset="NOW", patience=None, first_patience=None, taken=True)  # NOW: a reset empties all
+ALSO = (PositionMoved, Connected, Disconnected, TakenUpto)  # what the driver has to ask its follower for
 RETRY_FIRST = 0.5  # seconds until following is begun anew after something that trying again may not mend
 RETRY_CAP = 30.0
 
+_PROOFS = 4  # in the time for which one holds
 _CATCHING_UP = "what was invalidated while there was no connection is still to come"
 
 log = structlog.get_logger()
@@ -36,6 +35,11 @@ class Follows(Protocol):
     def positions(self, stream: str) -> Mapping[str, int]: ...
 
 
+def wishes(caches: Caches) -> FollowWishes:
+    """How the stream is followed: for ever, from now on after a reset, which empties everything."""
+    return FollowWishes(after_reset="NOW", patience=None, first_patience=None, taken=caches.max_staleness / _PROOFS)
+
+
 class Following:
     """Of one stream, for all caches of a process."""
 
@@ -47,19 +51,19 @@ class Following:
 
     def take(self, event: Any, follower: Follows) -> None:
         """Deal with one event."""
-        course = self._course
+        course, now = self._course, self._caches.now
         match event:
             case RowBatch():
                 self._caches.apply(event.rows)
             case Connected():
-                course.connected()
+                course.connected(now())
                 if not course.live:
                     self._caches.stand(live=False, problem=_CATCHING_UP)
-            case Taken():
-                course.taken(event.upto or 0)
+            case TakenUpto():
+                course.taken(event.token, now() - event.age)
             case Reset():
-                course.reset()
                 self._caches.empty()
+                course.reset(now())
                 log.info("caches_emptied", stream=self._stream, reason=event.reason)
             case Disconnected():
                 was_live = course.live
@@ -69,6 +73,7 @@ class Following:
                     log.info("caches_not_live", stream=self._stream, emptied=emptied, reason=str(event.error))
         if course.waits:
             course.moved(follower.positions(self._stream))
+        self._caches.fresh_at = course.fresh_at
         if course.live and not self._caches.live:
             self._caches.stand(live=True)
             if self._told:  # that they were not

@@ -25,6 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Rekey = Callable[[Sequence[Any]], Iterable[Any] | None]
 
+MAX_STALENESS = 60.0  # seconds; well above the 5 s that may lie between two PINGs of a server
 MAX_ENTRIES = 10_000  # of a cache unless it is told otherwise
 
 
@@ -50,16 +51,27 @@ class _Share(NamedTuple):
 class Caches:
     """Declares caches and invalidates them. Use a CacheInvalidator (`blocking`, `trio_invalidator`), which is one.
 
-    `tolerate`: for so many seconds after the connection was lost the caches still answer with what they hold, which may
-    then be as old as that; nothing is added. 0: they are bypassed at once. `now` is a monotonic clock in seconds.
+    `max_staleness`: seconds after which an entry is not given out any more unless it was proven that every invalidation
+    committed before that has been carried out. Proofs come all the time (a few in that time, no more than one for each
+    PING of the server); without faults invalidations take milliseconds. `tolerate`: for so many seconds after the
+    connection was lost the caches still answer with what they hold; nothing is added. 0: they are bypassed at once.
+    `now` is a monotonic clock in seconds.
     """
 
-    def __init__(self, *, tolerate: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: float = MAX_STALENESS,
+        tolerate: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.lock = threading.RLock()  # a storage's own code may come back to us
         self.live = False
         self.problem: str | None = "nobody follows the stream"
+        self.max_staleness = max_staleness
+        self.fresh_at = 0.0  # whatever was committed by then has been applied
+        self.now = now
         self._tolerate = tolerate
-        self._now = now
         self._lost_at: float | None = None
         self._members: dict[str, Member] = {}
         self._groups: dict[str, list[_Share]] = {"cs_cache_fake": []}
@@ -197,14 +209,14 @@ class Caches:
     def answers(self) -> bool:
         """Whether values that are kept may be given out now; under the lock."""
         if self.live:
-            return True
-        return self._lost_at is not None and self._now() - self._lost_at < self._tolerate
+            return self.now() - self.fresh_at <= self.max_staleness
+        return self._lost_at is not None and self.now() - self._lost_at < self._tolerate
 
     def stand(self, *, live: bool, problem: str | None = None) -> None:
         """Caches may be trusted from now on, or (with the reason) no longer."""
         with self.lock:
             if self.live and not live:
-                self._lost_at = self._now()
+                self._lost_at = self.now()
                 for member in self._members.values():
                     member.void()
             self.problem = None if live else problem

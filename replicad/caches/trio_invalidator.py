@@ -12,11 +12,11 @@ from replicad.caches.following import (
     RETRY_CAP,
     RETRY_FIRST,
     STREAM,
-    WISHES,
     Following,
     log,
+    wishes,
 )
-from replicad.caches.registry import Caches
+from replicad.caches.registry import MAX_STALENESS, Caches
 from replicad.client.backoff import Backoff
 from replicad.client.events import Connected
 from replicad.client.trio_client import TrioClient
@@ -29,9 +29,15 @@ class CacheInvalidator(Caches):
     Cached functions, plain or async, may be called from any task, and from any thread as well.
     """
 
-    def __init__(self, *, tolerate: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: float = MAX_STALENESS,
+        tolerate: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """The arguments are those of `registry.Caches`."""
-        super().__init__(tolerate=tolerate, now=now)
+        super().__init__(max_staleness=max_staleness, tolerate=tolerate, now=now)
         self._is_live = trio.Event()
 
     async def run(
@@ -53,7 +59,7 @@ class CacheInvalidator(Caches):
         while True:
             why = "following the stream has ended"
             try:
-                async with client.follow({stream: "NOW"}, also=ALSO, backoff=backoff, **WISHES) as follower:
+                async with client.follow({stream: "NOW"}, also=ALSO, backoff=backoff, **wishes(self)) as follower:
                     async for event in follower:
                         if isinstance(event, Connected):
                             pause.reset()

@@ -186,8 +186,8 @@ class BlockingClient:
         `streams` None: every stream from `begin`, and those that are added later, from where they stand then.
 
         Iterate over it for RowBatch and Reset events, and for those of the types in `also`: PositionMoved, Connected,
-        Disconnected, StreamsChanged, and the commands RemoteServerUp and LockReleased. `backoff` decides how long to
-        wait between two tries to connect; for the wishes see FollowOptions.
+        Disconnected, StreamsChanged, TakenUpto, and the commands RemoteServerUp and LockReleased. `backoff` decides how
+        long to wait between two tries to connect; for the wishes see FollowOptions.
 
         Raises:
             BadToken: a token is none.

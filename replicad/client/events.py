@@ -55,6 +55,17 @@ class Gap(NamedTuple):
     told: int
 
 
+class TakenUpto(NamedTuple):
+    """Ids of the stream had been given out up to `token` when Postgres was asked, no more than `age` seconds ago.
+
+    Whoever was handed everything up to there, by every writer, has whatever was committed by then.
+    """
+
+    stream: str
+    token: int
+    age: float
+
+
 class Connected(NamedTuple):
     """A connection stands, and every stream is subscribed to."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged
+from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, TakenUpto
 from replicad.client.follower import BatchLimits, Follower
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
 from replicad.client.steps import Connect, Receive, Send, Sleep, Steps
@@ -43,9 +43,8 @@ class FollowOptions:
     token the server no longer takes, EARLIEST (nothing that still exists is lost, rows may come again) or NOW.
     `patience`: how long to wait in all for a connection that was lost before the error is raised (None: for ever),
     `first_patience` the same for the first one. `answer_timeout`: how long the server may take to accept a
-    subscription or to refuse it. `taken`: ask, on every connection, up to where ids of each stream have been given out;
-    the answers come as the command Taken. Who was handed everything up to there, by every writer, has whatever was
-    committed when the connection was made.
+    subscription or to refuse it. `taken`: ask, on every connection and then every so many seconds, up to where ids of
+    each stream have been given out; the answers are TakenUpto. (No sooner than something comes; a server says PING.)
     """
 
     linear: bool = False
@@ -54,7 +53,7 @@ class FollowOptions:
     patience: float | None = None
     first_patience: float | None = 10.0
     answer_timeout: float = 60.0
-    taken: bool = False
+    taken: float | None = None
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
 
 
@@ -65,7 +64,7 @@ class FollowWishes(TypedDict, total=False):
     after_reset: str
     patience: float | None
     first_patience: float | None
-    taken: bool
+    taken: float | None
 
 
 class Pursuit:
@@ -94,6 +93,9 @@ class Pursuit:
         self._looked = False  # which streams there are is known
         self._next_look = 0.0
         self._names: tuple[str, ...] | None = None  # what the server answered
+        self._asked_at = 0.0  # up to where ids have been given out
+        self._answers_due = 0
+        self._answers: list[Taken] = []
         self._connection: Connection
         self._asking: str | None = None  # the stream whose subscription is not answered yet
         self._refused: ReplicadError | None = None
@@ -120,13 +122,14 @@ class Pursuit:
         self._asking = None
         connected: tuple[Connection, str] = yield Connect()
         self._connection, server_name = connected
+        self._answers_due = 0
+        self._answers.clear()
         self.follower.new_connection()
         yield from self._subscribe_all()
         self._refusals = 0
         self._begun = True
         yield Connected(server_name)
-        if self._options.taken:
-            yield Send(tuple(Taken(stream) for stream in self.follower.streams()))
+        yield from self._ask_taken()
         yield from self._take((yield Receive(FOREVER)))
         self._backoff.reset()  # it was accepted and is alive: the next loss is a new one
         self._waited = 0.0
@@ -134,7 +137,16 @@ class Pursuit:
         while True:
             if self._every and self._now() >= self._next_look:
                 yield from self._subscribe_all()
+            if self._options.taken is not None and self._now() >= self._asked_at + self._options.taken:
+                yield from self._ask_taken()
             yield from self._take((yield Receive(FOREVER)))
+
+    def _ask_taken(self) -> Steps[None]:
+        """Ask up to where ids have been given out, unless the answers of the last time are still to come."""
+        if self._options.taken is not None and self._answers_due <= 0:
+            questions = tuple(Taken(stream) for stream in self.follower.streams())
+            self._asked_at, self._answers_due = self._now(), len(questions)
+            yield Send(questions)
 
     def _subscribe_all(self) -> Steps[None]:
         """Subscribe to what is wanted and not subscribed to; for who follows every stream, look which there are."""
@@ -184,6 +196,9 @@ class Pursuit:
     def _take(self, block: bytes) -> Steps[None]:
         yield from self.follower.feed(block, self._understand)
         self._connection.check()
+        for answer in self._answers:
+            yield TakenUpto(answer.stream, answer.upto or 0, self._now() - self._asked_at)
+        self._answers.clear()
         gap = self.follower.gap
         if gap is None:
             return
@@ -199,6 +214,10 @@ class Pursuit:
         command = self._connection.understand(line)
         if isinstance(command, Streams):
             self._names = command.names
+            return None
+        if isinstance(command, Taken):
+            self._answers_due -= 1
+            self._answers.append(command)
             return None
         if not isinstance(command, Error):
             return command

@@ -76,12 +76,12 @@ class TrioWatched(Watched, trio_invalidator.CacheInvalidator):
 
 @asynccontextmanager
 async def caching(
-    kind: str, port: int, load: Callable[[int], Awaitable[int]], timing: Timing | None = None
+    kind: str, port: int, load: Callable[[int], Awaitable[int]], timing: Timing | None = None, **options: Any
 ) -> AsyncIterator[tuple[Any, Call]]:
     """An invalidator that follows the daemon, and a function `thing`, cached, that any task may call."""
     quickly = Backoff(first=0.02, cap=0.1)
     if kind == "trio":
-        caches: Any = TrioWatched()
+        caches: Any = TrioWatched(**options)
         thing = caches.cached(name="thing")(load)
         async with (
             open_client("127.0.0.1", port, name="test", timing=timing, connect_timeout=1.0) as client,
@@ -91,7 +91,7 @@ async def caching(
             yield caches, thing
             nursery.cancel_scope.cancel()
         return
-    caches = BlockingWatched()
+    caches = BlockingWatched(**options)
 
     @caches.cached(name="thing")  # type: ignore[untyped-decorator]
     def of_thread(number: int) -> int:
@@ -340,6 +340,33 @@ async def trim(db: Database, upto: int) -> None:
                 await trimming.trim(db, "caches", before=upto)
                 return
             await trio.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_no_entry_is_given_out_longer_than_it_is_proven_to_be_good(
+    kind: str, things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
+) -> None:
+    """Connected all the time, while an open transaction holds back what others have invalidated."""
+    async with start_daemon(ping_interval=0.1) as daemon:
+        port = daemon.addresses[0].port
+        async with caching(kind, port, slow_load(things), max_staleness=1.0) as (caches, thing):
+            await until(lambda: caches.live)
+            assert await thing(1) == 0
+            async with things.connection() as open_one:
+                await open_one.execute("BEGIN")
+                await invalidate(open_one, "other", [])
+                await change(things, 1)
+                with trio.fail_after(5):
+                    while await thing(1) == 0:
+                        await trio.sleep(0.01)
+                assert (caches.live, caches.told[1]) == (True, 0)
+                await open_one.execute("ROLLBACK")
+            await until(lambda: caches.told[1] == 1)
+            with trio.fail_after(5):
+                hits = caches.statistics().caches["thing"].hits
+                while caches.statistics().caches["thing"].hits == hits:
+                    assert await thing(1) == 1
+                    await trio.sleep(0.01)
 
 
 async def test_an_open_transaction_of_a_writer_of_its_own_holds_back_nobody_else(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import math
 import os
 import threading
 from typing import Any
@@ -29,7 +30,7 @@ JSON = st.recursive(
 
 @pytest.fixture
 def caches() -> Caches:
-    made = Caches()
+    made = Caches(max_staleness=math.inf)
     made.stand(live=True)
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from replicad.caches.following import Following
 from replicad.caches.guard import Ticket
 from replicad.caches.registry import Caches
 from replicad.caches.storage import MISSING
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
 from replicad.errors import ConnectionLost
-from replicad.protocol.commands import Taken
 
 KEYS = st.integers(0, 2)
 
@@ -82,7 +82,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.open and self.asked is not None)
     @rule()
     def say_what_was_taken(self) -> None:
-        self.take(Taken("caches", self.asked))
+        self.take(TakenUpto("caches", self.asked, 0.0))
         self.asked = None
 
     @precondition(lambda self: self.open and self.asked is None)
@@ -206,7 +206,7 @@ def test_caches_are_live_again_when_every_writer_has_got_where_ids_had_been_give
     following.take(PositionMoved("caches", "w1", 7), Client("6", w1=7, w2=6))
     following.take(Connected("here"), Client("6", w1=7, w2=6))
     assert not caches.live
-    following.take(Taken("caches", 7), Client("6", w1=7, w2=6))
+    following.take(TakenUpto("caches", 7, 0.0), Client("6", w1=7, w2=6))
     assert "still to come" in str(caches.problem)
     following.take(PositionMoved("caches", "w2", 7), Client("7", w1=7, w2=7))
     assert cache.get((1,)) == "kept"
@@ -219,7 +219,7 @@ def test_a_load_under_way_when_the_connection_is_lost_is_not_kept() -> None:
     while_lost = cache.begin((3,))
     assert not cache.store(before, "old")
     following.take(Connected("here"), Client("5", w=5))
-    following.take(Taken("caches", 5), Client("5", w=5))
+    following.take(TakenUpto("caches", 5, 0.0), Client("5", w=5))
     assert not cache.store(while_lost, "old")
     assert cache.get((1,)) == "kept"
 
@@ -241,6 +241,31 @@ def test_who_tolerates_some_staleness_is_answered_for_so_long_and_no_longer() ->
     assert cache.get((1,)) is MISSING
 
 
+def test_an_entry_is_not_given_out_longer_than_it_is_proven_to_be_good() -> None:
+    """A daemon that is deaf says nothing wrong, and neither do positions that somebody holds back."""
+    now = [100.0]
+    caches = Caches(max_staleness=10.0, now=lambda: now[0])
+    cache = caches.cache("f")
+    following = Following(caches, "caches")
+    following.take(Connected("here"), Client("NOW"))
+    cache.store(cache.begin((1,)), "kept")
+    now[0] = 110.0
+    assert cache.get((1,)) == "kept"
+    now[0] = 110.1
+    assert cache.get((1,)) is MISSING
+    following.take(TakenUpto("caches", 7, 1.0), Client("5", w=6))
+    following.take(TakenUpto("caches", 9, 0.0), Client("5", w=6))
+    assert cache.get((1,)) is MISSING
+    following.take(PositionMoved("caches", "w", 7), Client("7", w=7))
+    assert cache.get((1,)) == "kept", "as of 109.1, when it was asked"
+    now[0] = 119.0
+    assert cache.get((1,)) == "kept"
+    now[0] = 119.2
+    assert cache.get((1,)) is MISSING
+    following.take(TakenUpto("caches", 9, 0.0), Client("9", w=9))
+    assert cache.get((1,)) == "kept"
+
+
 def test_nothing_is_trusted_that_nobody_follows_any_more() -> None:
     caches, cache, following = connected()
     following.stop("cancelled")
@@ -249,7 +274,7 @@ def test_nothing_is_trusted_that_nobody_follows_any_more() -> None:
 
 def test_rows_are_what_the_model_says_they_are() -> None:
     """The model writes rows itself; they are the stream's."""
-    caches = Caches()
+    caches = Caches(max_staleness=math.inf)
     cache = caches.cache("f")
     caches.stand(live=True)
     cache.store(cache.begin((1,)), "old")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, Gap, Reset, RowBatch, StreamsChanged
+from replicad.client.events import Connected, Disconnected, Gap, Reset, RowBatch, StreamsChanged, TakenUpto
 from replicad.client.pursuit import FIRST_REFUSALS, GAPS, LOOK_INTERVAL, REFUSALS, FollowOptions, Pursuit
 from replicad.client.steps import Connect, Receive, Send, Sleep
 from replicad.errors import (
@@ -320,3 +320,25 @@ def test_what_the_server_relays_to_everybody_is_handed_over() -> None:
 def test_a_token_that_is_none_is_refused_before_anything_is_connected() -> None:
     with pytest.raises(BadToken):
         Pursuit({"events": "yesterday"}, now=lambda: 0.0)
+
+
+def test_it_asks_again_and_again_up_to_where_ids_were_given_out_one_question_at_a_time() -> None:
+    now = [100.0]
+    drive = Drive(Pursuit({"events": "NOW"}, FollowOptions(taken=10.0), now=lambda: now[0]))
+    drive.say(accepted(), "PING 1\n")
+    assert drive.asked == ["REPLICATE events NOW", "TAKEN events"]
+    now[0] = 101.5
+    assert drive.say("TAKEN events 7\nRDATA events w1 6 [1]\n") == [
+        RowBatch("events", "w1", 6, ["[1]"]),
+        TakenUpto("events", 7, 1.5),
+    ]
+    now[0] = 109.9
+    drive.say("PING 2\n")
+    assert len(drive.asked) == 2
+    now[0] = 110.0
+    drive.say("PING 3\n", "PING 4\n")
+    now[0] = 130.0
+    drive.say("PING 5\n", "PING 6\n")
+    assert drive.asked[2:] == ["TAKEN events"], "and the answer is still to come"
+    drive.say(LOST, accepted(), "PING 7\n")
+    assert drive.asked[3:] == [f"REPLICATE events {EPOCH}!6", "TAKEN events"]

@@ -6,6 +6,7 @@ Asks a daemon for plans through one callable; knows neither sockets nor Spark.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -56,10 +57,20 @@ def plan_batch(ask: Ask, start: TubeOffset, budget: Budget) -> TubeOffset:
     return plan.end
 
 
-def plan_all(ask: Ask, start: TubeOffset, backfill: int | None = None) -> TubeOffset:
-    """The end of everything that there is now behind `start`; `backfill=0` leaves backfill pods out."""
-    places = [_to_the_end(ask, start.part(number), place, backfill) for number, place in enumerate(start.places)]
-    return TubeOffset(tuple(places))
+def plan_all(ask: Ask, start: TubeOffset, backfill: int | None = None, *, at_once: int = 1) -> TubeOffset:
+    """The end of everything that there is now behind `start`; `backfill=0` leaves backfill pods out.
+
+    `at_once` partitions are asked about at the same time, from as many threads.
+    """
+
+    def to_the_end(number: int) -> Place:
+        return _to_the_end(ask, start.part(number), start.places[number], backfill)
+
+    numbers = range(start.partitions)
+    if min(at_once, len(numbers)) <= 1:
+        return TubeOffset(tuple(map(to_the_end, numbers)))
+    with ThreadPoolExecutor(at_once) as pool:
+        return TubeOffset(tuple(pool.map(to_the_end, numbers)))
 
 
 def shares(total: int, count: int) -> list[int]:

@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -22,6 +24,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from replicad.errors import CursorAhead, PartitionsChanged, ReplicadError
 from replicad.protocol.tokens import START, Cursor
+from replicad.protocol.tubing import CursorAt, Part
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.offsets import TubeOffset
 from replicad.spark.options import SourceOptions
@@ -31,6 +34,7 @@ from replicad.spark.reading import TubePartition, read_range
 LAG_INTERVAL = 5.0  # seconds between two looks at how much is waiting; each costs a count in Postgres
 REPARTITION_PATIENCE = 10.0  # seconds for which a daemon may not know yet that the number of partitions changed
 WAIT_SLICE = 10.0  # seconds of waiting in one request; daemons bound it
+PLANNERS = 4  # partitions of a batch read that are asked about at once; Postgres counts their pods one by one
 BATCH_TTL = 5.0  # seconds for which a batch read keeps others from the tube after its last request
 
 log = logging.getLogger("replicad.spark")
@@ -239,14 +243,32 @@ class TubeBatchReader(DataSourceReader):  # type: ignore[misc]
 
     def partitions(self) -> list[InputPartition]:
         """A task for every partition that has pods. Nobody says when they are done: the lease runs out by itself."""
-        # the same holder for every action of one Spark application, so that they do not wait for each other
-        holder = holder_name(self._options.consumer, "batch", os.getppid())
-        with TubeHold(self._options, holder=holder, ttl=BATCH_TTL, renewing=False) as hold:
+        with ExitStack() as stack:
+            hold = stack.enter_context(self._hold())
             begin = TubeOffset.beginning(hold.partitions())
-            ranges = begin.ranges_to(plan_all(hold.plan, begin))
+            hold.term()  # claimed once; who asks for the same holder gets the same term
+            free: SimpleQueue[TubeHold] = SimpleQueue()
+            free.put(hold)
+            planners = min(PLANNERS, begin.partitions)
+            for _ in range(planners - 1):
+                free.put(stack.enter_context(self._hold()))
+
+            def ask(part: Part, after: Cursor, **bounds: Any) -> CursorAt:
+                one = free.get()
+                try:
+                    return one.plan(part, after, **bounds)
+                finally:
+                    free.put(one)
+
+            ranges = begin.ranges_to(plan_all(ask, begin, at_once=planners))
             if not ranges:
                 hold.release()
             return [TubePartition(self._options, one, hold.term()) for one in ranges]
+
+    def _hold(self) -> TubeHold:
+        """The same holder for every action of one Spark application, so that they do not wait for each other."""
+        holder = holder_name(self._options.consumer, "batch", os.getppid())
+        return TubeHold(self._options, holder=holder, ttl=BATCH_TTL, renewing=False)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the pods of its range; nothing where Spark made a partition up because there was none."""

@@ -19,7 +19,7 @@ from replicad.tubes import columns
 from replicad.tubes.columns import Columns
 
 ROWS = 16  # of the statement at most: see tube_columns_sql
-ROW_BYTES = 72 << 10  # that we aim at: beyond it Postgres is slower; so blocks come to about a megabyte
+ROW_BYTES = 60 << 10  # that we aim at: beyond 64 kB Postgres is slower; so blocks come to about two thirds of a MB
 FIRST_PODS = 16  # in a row of unknown size: at most a page of 8 kB each, payloads aside
 MAX_PODS = 128  # in a row, so that no piece has more than 25 MB even when pods of a page each follow small ones
 _GROWTH = 4  # how many times more pods there may be in the rows of the next piece

@@ -106,6 +106,7 @@ def test_partitions_take_turns_at_coming_first() -> None:
 def test_plan_all_gets_everything_from_a_daemon_that_gives_little_at_once(tube: Tube, most: int) -> None:
     tube.most = most
     assert plan_all(tube, tube.start()).pods == sum(map(len, tube.pods))
+    assert plan_all(tube, tube.start(), at_once=3) == plan_all(tube, tube.start())
 
 
 def test_an_available_now_run_ends_although_regular_pods_keep_coming() -> None:

@@ -12,8 +12,8 @@
 -- range may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
 --
 -- ids are stored PLAIN, so a pod has no more of them than fit into a page, and $2 bounds a row; payloads have no bound
--- of their own. Few and wide aggregates, since each costs every pod a call, and rows of less than about 100 kB: a larger
--- one takes nearly twice the time, for the memory that malloc gives back to the system and gets anew four times a row.
+-- of their own. Few and wide aggregates, since each costs every pod a call, and rows of less than 64 kB: those of a
+-- megabyte take nearly twice the time, for memory that malloc gives back to the system and gets anew four times a row.
 CREATE OR REPLACE FUNCTION tube_columns_sql(
     tube text, partitions integer, partition integer, term bigint,
     backfill boolean, after bigint, upto bigint, payload boolean = false

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sys
 from collections import defaultdict
@@ -19,7 +20,7 @@ import trio.lowlevel
 
 from replicad.caches import blocking, trio_invalidator
 from replicad.caches.guard import Guard, Ticket
-from replicad.caches.registry import Caches
+from replicad.caches.registry import Caches, CachesStatistics
 from replicad.caches.writing import invalidate, invalidate_many
 from replicad.client.backoff import Backoff
 from replicad.client.blocking import BlockingClient
@@ -402,6 +403,28 @@ async def test_streams_say_up_to_where_ids_have_been_given_out(things: Database,
         await connection.execute("COMMIT")
         await nc.send("REPLICATE caches EARLIEST")
         await nc.until(r'RDATA caches master 2 \["thing", \[2\], [0-9]+\]')
+
+
+async def test_what_the_page_shows_works_as_it_stands_there(things: Database, daemon: Daemon) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "caches.md").read_text(encoding="utf-8")
+    [worker] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    [writer] = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)
+    served: list[CachesStatistics] = []
+
+    def serve() -> None:
+        caches, get_user = names["caches"], names["get_user"]
+        caches.wait_live(10)
+        for _ in range(2):
+            get_user("@bob:example.com")
+        trio.from_thread.run(things.execute, writer)
+        trio.from_thread.run(until, lambda: caches.statistics().caches["get_user"].entries == 0)
+        served.append(caches.statistics())
+
+    names: dict[str, Any] = {"User": str, "serve": serve}
+    await things.execute("CREATE TABLE users (id text PRIMARY KEY, name text)")
+    await trio.to_thread.run_sync(exec, worker.replace("9009", str(daemon.addresses[0].port)), names)
+    assert served[0].caches["get_user"].hits == served[0].caches["get_user"].invalidated == 1
+    assert not names["caches"].live
 
 
 async def test_a_command_line_enables_invalidates_and_tells(

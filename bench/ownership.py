@@ -64,7 +64,7 @@ async def _cost(options: Options, db: Database, writer: ShardedWriter) -> Figure
         rates(ours, "/s"),
         f"without {rates(theirs, '/s')}",
         Spread.of_ratios(ours, theirs),
-        at_least=0.7,
+        at_least=0.8,
     )
 
 

@@ -255,10 +255,11 @@ class Connection:
 
     @asynccontextmanager
     async def transaction(
-        self, *, isolation: Isolation = "read_committed", readonly: bool = False
+        self, *, isolation: Isolation = "read_committed", readonly: bool = False, opening: str = ""
     ) -> AsyncIterator[None]:
         """A transaction, or a savepoint where one is open: committed at the end, rolled back on any exception.
 
+        `opening` is a statement without parameters that is sent along with its beginning, to save a round trip.
         A commit during which the connection breaks raises DatabaseUnavailable: its outcome is unknown.
         """
         outermost = not self._in_transaction()
@@ -270,7 +271,12 @@ class Connection:
             name = f"replicad_{self._savepoints}"
             begin, commit = f"SAVEPOINT {name}", f"RELEASE SAVEPOINT {name}"
             rollback = f"ROLLBACK TO SAVEPOINT {name}; RELEASE SAVEPOINT {name}"
-        await self.execute(begin)
+        try:
+            await self.execute(f"{begin}; {opening}" if opening else begin)
+        except BaseException:
+            if opening:
+                await self._roll_back(rollback)
+            raise
         try:
             yield
         except BaseException:

@@ -177,6 +177,27 @@ async def test_a_name_belongs_to_one_process_until_it_is_dead(db: Database) -> N
         assert again.statistics().owned == SLOTS
 
 
+async def test_a_write_that_the_fence_refuses_names_the_owner_and_costs_no_connection(db: Database) -> None:
+    async with open_sharded_writer(db, "events", "a", ttl=30) as writer:
+        term = "nextval('replicad.writer_term_seq')"
+        await db.execute(  # behind its back: without a new version
+            "INSERT INTO replicad.writer_member (stream, instance, term, beat, ttl, address) "
+            f"SELECT stream, 'b', {term}, {term}, '1 h', 'b:1' FROM replicad.writer_sharding;"
+            f"UPDATE replicad.writer_slot SET owner = 'b', term = {term}"
+        )
+        assert writer.owns("k")
+        lost = db.statistics().lost
+        with pytest.raises(NotOwner):
+            async with writer.owning("k"):
+                pass
+        assert (writer.owns("k"), writer.statistics().refused) == (False, 1)
+        await db.execute(f"UPDATE replicad.writer_sharding SET version = {term}")
+        with pytest.raises(NotOwner, match="belongs to writer b at b:1") as caught:
+            async with writer.owning("k", wait=1):
+                pass
+        assert (caught.value.owner, db.statistics().lost) == ("b", lost)
+
+
 async def test_a_writer_taken_for_dead_joins_anew_under_new_terms(db: Database) -> None:
     async with open_sharded_writer(db, "events", "a", ttl=TTL) as writer:
         old = writer.term("k")
@@ -258,6 +279,11 @@ async def test_sharing_is_switched_on_once_and_refused_with_the_remedy(db: Datab
         await admin.enable(db, "events", 32)
         with trio.fail_after(PATIENCE):
             while writer.statistics().owned != 32:
+                await trio.sleep(0.01)
+        await schema.uninstall(db, "ownership")
+        await admin.enable(db, "events", 32)  # terms begin anew
+        with trio.fail_after(PATIENCE):
+            while writer.statistics().joined < 3 or writer.statistics().owned != 32:
                 await trio.sleep(0.01)
     with pytest.raises(StreamRefused, match="cannot be the name"):
         await db.execute("SELECT replicad.writer_join('events', 'a b', '1 s')")

@@ -177,8 +177,8 @@ def test_time_in_which_nobody_looked_does_not_make_anybody_dead() -> None:
 def holdings() -> Holdings:
     """Writer a, a member under term 1, with slot 0 of one, believed from second 100 on; time to live 10 seconds."""
     made = Holdings("events", "a", 10.0)
-    made.saw(View({"a": Member("a", 1)}, (Slot(0, "a", 5),), 6))
     made.joined(1, 100.0)
+    made.saw(View({"a": Member("a", 1)}, (Slot(0, "a", 5),), 6))
     return made
 
 

@@ -68,14 +68,18 @@ class Holdings:
 
     def saw(self, view: View) -> None:
         """Take a view. Where it says that this writer is no member any more, nothing is believed."""
+        if view.version != self.view.version or view.slots is not self.view.slots:
+            self._moves = moves(view)
         self.view = view
-        self._moves = moves(view)
         member = view.members.get(self.instance)
         if self.term is not None and (member is None or member.term != self.term):
             self.lost()
 
     def joined(self, term: int, sent_at: float) -> None:
-        """A member since the statement that was sent at that time."""
+        """A member since the statement that was sent at that time. What was seen before may be of another world."""
+        self.view = View()
+        self._moves = {}
+        self._doubted = {}
         self.term = term
         self.counts["joined"] += 1
         self.alive(sent_at)
@@ -119,9 +123,7 @@ class Holdings:
     def doubt(self, slot: Slot) -> None:
         """The fence has refused a write under this slot's term: it is not ours, whatever the view still says."""
         self.counts["refused"] += 1
-        self._doubted = {slot.number: slot.term} | {
-            number: term for number, term in self._doubted.items() if self.view.slots[number].term == term
-        }
+        self._doubted[slot.number] = slot.term
 
     def is_ready(self, key: str, now: float) -> bool:
         """Whether a write of the key can begin."""
@@ -163,10 +165,6 @@ class Holdings:
     def plan(self) -> Plan:
         """What this writer has to take and to give, by what it knows."""
         return plan(self.view, self.instance, self._moves)
-
-    def is_balanced(self) -> bool:
-        """Whether this writer has all that it is due, and no more."""
-        return self.term is not None and self.instance not in self._moves.values() and not self.plan().give
 
     def drained(self, now: float) -> list[tuple[Slot, str]]:
         """Of the slots to be given away, those without a write in flight, and their receivers.

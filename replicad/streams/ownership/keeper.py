@@ -24,6 +24,7 @@ TTL: Final = 10.0  # seconds without a sign of life, after which a writer's slot
 LOOK: Final = 0.25  # seconds between two looks, or a quarter of a short time to live; a look is one cheap query
 BEATS: Final = 4  # signs of life in a time to live
 PATIENCE: Final = 0.25  # seconds, per look, to wait for writes of somebody who has lost the slot that we take
+_SIGNS: Final = 2  # new beats that prove a namesake alive; the last of a dead one may come late
 LEAVE: Final = 5.0  # seconds to give everything back; what is left then is found by the others
 
 
@@ -49,8 +50,8 @@ class Keeper:
         self._ttl = ttl
         self._now = now
         self._watch = BeatWatch()
-        self._began = now()
         self._beat_due = now()
+        self._namesake: set[int] = set()  # beats of another process that has our name
         self._leave_by: float | None = None
         self._retired = False
         self._contested: dict[int, float] = {}  # slots that are nobody's and into which somebody writes: since when
@@ -63,7 +64,7 @@ class Keeper:
         """One look, and what follows from it.
 
         Raises:
-            InstanceTaken: another process has the name, and has shown signs of life for its whole time to live.
+            InstanceTaken: another process has the name and is alive.
         """
         dead = yield from self._look()
         holdings = self._holdings
@@ -95,6 +96,10 @@ class Keeper:
         view = self._holdings.view
         ((text,),) = yield Ask("ownership_look", (self._who[0], view.version))
         found = json.loads(text)
+        if found["version"] < view.version:  # installed anew, or restored from a backup: nothing that we know holds
+            view = View()
+            ((text,),) = yield Ask("ownership_look", (self._who[0], 0))
+            found = json.loads(text)
         members = _members(found)
         changed = _slots(found)
         if found["slots"] == len(view.slots):
@@ -105,15 +110,16 @@ class Keeper:
         self._holdings.saw(View({member.instance: member for member in members}, slots, found["version"]))
         if was_member and self._holdings.term is None:
             log.warning("writer_expelled", stream=self._who[0], writer=self._who[1])
-            self._began = self._now()
         return self._watch.observe(members, self._now())
 
     def _join(self, dead: list[int]) -> Asks:
+        """Join, unless another process has our name: then wait until it is dead, or has shown that it is not."""
         namesake = self._holdings.view.members.get(self._who[1])
         expired = [beat for beat in dead if namesake is not None and namesake.beat == beat]
         if namesake is not None and not expired:
-            if self._now() - self._began > namesake.ttl * 2 + 1:
-                self._began = self._now()
+            self._namesake.add(namesake.beat)
+            if len(self._namesake) > _SIGNS and not namesake.leaving:
+                self._namesake.clear()
                 raise InstanceTaken(
                     f"another process shares stream {self._who[0]} under the name {self._who[1]} and is alive: "
                     "give every process a name of its own."
@@ -122,6 +128,7 @@ class Keeper:
         sent = self._now()
         ((term, _),) = yield Ask("ownership_join", (*self._who, self._ttl, self._address, expired))
         self._beat_due = sent + self._ttl / BEATS
+        self._namesake.clear()
         self._retired = False
         self._holdings.joined(term, sent)
         log.info("writer_joined", stream=self._who[0], writer=self._who[1], term=term)

@@ -56,10 +56,12 @@ class View:
 
     def replaced(self, changed: Iterable[Slot]) -> tuple[Slot, ...]:
         """The slots with these in place of older ones; one that is known under a later term stays."""
+        newer = [slot for slot in changed if slot.term > self.slots[slot.number].term]
+        if not newer:
+            return self.slots
         slots = list(self.slots)
-        for slot in changed:
-            if slot.term >= slots[slot.number].term:
-                slots[slot.number] = slot
+        for slot in newer:
+            slots[slot.number] = slot
         return tuple(slots)
 
 

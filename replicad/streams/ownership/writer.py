@@ -7,14 +7,16 @@ decided meanwhile is decided in keeper.py and holdings.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import structlog
 import trio
 
 from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError
-from replicad.postgres.bridge import Connection, Database
+from replicad.postgres.bridge import Connection, Database, Notices
+from replicad.postgres.literals import fill
 from replicad.postgres.rows import wire_instance
 from replicad.streams.ownership.admin import require_installed
 from replicad.streams.ownership.holdings import Holdings, Owner, WriterStatistics
@@ -24,6 +26,7 @@ from replicad.streams.queries import SCHEMA, statement
 
 log = structlog.get_logger(__name__)
 
+_CHANNEL = "replicad_writers"  # sql/ownership/103_writer_find.sql
 _RETRY = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
 _GRACE = 2.0  # seconds beyond LEAVE, for the last statements
 
@@ -88,26 +91,19 @@ class ShardedWriter:
         """Counts, as one frozen value."""
         return self._holdings.statistics()
 
-    async def wait_balanced(self) -> None:
-        """Wait until this writer has taken and given all that it should, by what it knows. Never ends by itself."""
-        while not self._holdings.is_balanced():
-            await self._changed.wait()
-
     async def keep(self, task_status: trio.TaskStatus[None]) -> None:
         """Keep this writer's share until it has left; started once it has joined. Errors before that are raised."""
         with trio.CancelScope() as self._keeping:
             started = False
             while not self._keeper.has_left:
                 try:
-                    async with self._db.connection() as connection:
+                    async with self._db.connection() as connection, connection.listen(_CHANNEL) as notices:
                         while not self._keeper.has_left:
                             await self._round(connection)
                             if not started and self._holdings.term is not None:
                                 started = self._keeping.shield = True
                                 task_status.started()
-                            with trio.move_on_after(self._keeper.pause):
-                                await self._called.wait()
-                            self._called = trio.Event()
+                            await self._wait_for_next_round(notices)
                 except ReplicadError as error:
                     if not started:
                         raise
@@ -124,6 +120,22 @@ class ShardedWriter:
                 self._called.set()
                 await changed.wait()
         self._keeping.cancel()
+
+    async def _wait_for_next_round(self, notices: Notices) -> None:
+        """Until it is due, or somebody calls, or Postgres tells of a change; that it tells is not relied on."""
+
+        async def hear() -> None:
+            with suppress(DatabaseUnavailable):  # the round will find out
+                while await notices.next(math.inf) != self.stream:
+                    pass
+            self._called.set()
+
+        with trio.move_on_after(self._keeper.pause):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hear)
+                await self._called.wait()
+                nursery.cancel_scope.cancel()
+        self._called = trio.Event()
 
     async def _round(self, connection: Connection) -> None:
         """One round of the keeper's, bounded: a Postgres that does not answer is left for a new connection."""
@@ -158,19 +170,18 @@ class ShardedWriter:
             if slot is None:
                 raise _Moved
             try:
-                async with connection.transaction():
-                    await self._pass_fence(connection, key, slot)
+                async with AsyncExitStack() as transaction:
+                    await self._pass_fence(transaction, connection, key, slot)
                     yield connection
                 self._holdings.counts["writes"] += 1
             finally:
                 if self._holdings.end(slot):
                     self._called.set()
 
-    async def _pass_fence(self, connection: Connection, key: str, slot: Slot) -> None:
+    async def _pass_fence(self, transaction: AsyncExitStack, connection: Connection, key: str, slot: Slot) -> None:
+        fence = fill(statement("ownership_owns", self._schema), (self.stream, key, self.instance, slot.term))
         try:
-            await connection.fetch_value(
-                statement("ownership_owns", self._schema), self.stream, key, self.instance, slot.term
-            )
+            await transaction.enter_async_context(connection.transaction(opening=fence))
         except NotOwner as error:
             self._holdings.doubt(slot)
             self._called.set()

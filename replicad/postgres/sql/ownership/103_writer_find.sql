@@ -32,9 +32,11 @@ END
 $$;
 COMMENT ON FUNCTION writer_lock(text) IS 'Locks what says how the keys of a stream are shared';
 
--- writer_changed(number): the next look shows a change. Writes writer_sharding, whose row the caller has locked.
+-- writer_changed(number): the next look shows a change; those who LISTEN to replicad_writers need not wait for it.
+-- Writes writer_sharding, whose row the caller has locked.
 CREATE OR REPLACE FUNCTION writer_changed(number smallint) RETURNS void
 LANGUAGE sql AS $$
-    UPDATE writer_sharding SET version = nextval('writer_term_seq') WHERE stream = number
+    UPDATE writer_sharding SET version = nextval('writer_term_seq') WHERE stream = number;
+    SELECT pg_notify('replicad_writers', s.name) FROM stream s WHERE s.number = writer_changed.number
 $$;
 COMMENT ON FUNCTION writer_changed(smallint) IS 'Gives the sharing of a stream a new version';

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,13 +50,17 @@ class CacheInvalidator(Caches):
 
         Whatever happens there never comes out here: while the stream cannot be followed, functions are called as if
         they were not cached, and `problem` says why. `backoff` is as for `BlockingClient.follow`.
+
+        Raises:
+            UsageError: they are followed already.
         """
-        thread = _Thread(self, client, stream, backoff)
-        thread.start()
-        try:
-            yield self
-        finally:
-            thread.close()
+        with self.follower():
+            thread = _Thread(self, client, stream, backoff)
+            thread.start()
+            try:
+                yield self
+            finally:
+                thread.close()
 
     def wait_live(self, timeout: float) -> None:
         """Wait until the caches are live. Raises ConnectionLost, with the reason, where they are not in `timeout` s."""
@@ -85,6 +90,7 @@ class _Thread:
         self._client = client
         self._stream = stream
         self._backoff = backoff
+        self._pid = os.getpid()
         self._stop = threading.Event()
         self._follower: BlockingFollower | None = None
         self._thread = threading.Thread(target=self._run, name="replicad-caches", daemon=True)
@@ -95,6 +101,8 @@ class _Thread:
 
     def close(self) -> None:
         """End it; the caches are no longer live, and empty, when this returns."""
+        if os.getpid() != self._pid:
+            return  # in a forked child: thread and connection are the parent's
         self._stop.set()
         if self._follower is not None:
             self._follower.close()

@@ -10,7 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -72,6 +73,7 @@ class Caches:
         self.fresh_at = 0.0  # whatever was committed by then has been applied
         self.now = now
         self._tolerate = tolerate
+        self._followed = False
         self._lost_at: float | None = None
         self._members: dict[str, Member] = {}
         self._groups: dict[str, list[_Share]] = {"cs_cache_fake": []}
@@ -206,6 +208,18 @@ class Caches:
 
     # --- standing ---
 
+    @contextmanager
+    def follower(self) -> Iterator[None]:
+        """Whoever says when the caches are live, for the length of the block. Raises UsageError where somebody does."""
+        with self.lock:
+            if self._followed:
+                raise UsageError("these caches follow a stream already; for another one make other caches")
+            self._followed = True
+        try:
+            yield
+        finally:
+            self._followed = False
+
     def answers(self) -> bool:
         """Whether values that are kept may be given out now; under the lock."""
         if self.live:
@@ -231,7 +245,7 @@ class Caches:
     def forked(self) -> None:
         """In a child process nobody follows the stream, whatever was so in its parent."""
         self.lock = threading.RLock()  # the old one may be held by a thread that is not here
-        self.live = False
+        self.live = self._followed = False
         self._lost_at = None
         self.problem = "this process was forked from one that follows the stream; follow it here as well"
         for member in self._members.values():

@@ -52,7 +52,16 @@ class CacheInvalidator(Caches):
 
         It raises nothing that happens there: while the stream cannot be followed, functions are called as if they were
         not cached, and `problem` says why. `backoff` is as for `TrioClient.follow`.
+
+        Raises:
+            UsageError: they are followed already.
         """
+        with self.follower():
+            await self._run(client, stream, backoff, task_status)
+
+    async def _run(
+        self, client: TrioClient, stream: str, backoff: Backoff | None, task_status: trio.TaskStatus[None]
+    ) -> None:
         following = Following(self, stream)
         pause = Backoff(RETRY_FIRST, RETRY_CAP)
         started = False

@@ -204,7 +204,9 @@ async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
     with installed(schema):
         upto: int | None = await db.fetch_value(statement("stream_taken", schema), stream.sequence_oid)
     if upto is None:
-        raise StreamRefused(f"stream {stream.name} has no sequence any more; remove it and add it anew")
+        raise StreamRefused(
+            f"the sequence of stream {stream.name} is gone, or this role may not look at it: GRANT USAGE ON SEQUENCE."
+        )
     return upto
 
 

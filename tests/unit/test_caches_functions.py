@@ -321,3 +321,9 @@ def test_a_forked_child_does_not_trust_what_nobody_follows_there(caches: Caches,
     let_go.set()
     assert os.waitpid(child, 0)[1] == 0
     assert [f(1), caches.live] == [1, True]
+
+
+def test_caches_follow_one_stream_at_a_time(caches: Caches) -> None:
+    for _ in range(2):
+        with caches.follower(), pytest.raises(UsageError, match="follow a stream already"), caches.follower():
+            pass

@@ -1,2 +1,8 @@
 -- Up to where ids of the sequence ($1, an oid) have been given out by now: whatever is committed already is not above it.
-SELECT coalesce(pg_sequence_last_value(s.seqrelid), s.seqstart - 1) FROM pg_sequence AS s WHERE s.seqrelid = $1
+-- NULL where we may not look, which must not pass for "none yet".
+SELECT coalesce(
+    pg_sequence_last_value(s.seqrelid),
+    CASE WHEN has_sequence_privilege(s.seqrelid, 'USAGE, SELECT') THEN s.seqstart - 1 END
+)
+FROM pg_sequence AS s
+WHERE s.seqrelid = $1

@@ -267,6 +267,22 @@ async def test_a_slot_into_which_a_zombie_writes_is_shown_and_taken_when_it_is_f
                 await write_row(own, key_in(3), "a", writer.term(key_in(3)))
 
 
+async def test_a_prepared_transaction_keeps_its_slot_and_is_shown(db: Database) -> None:
+    (term,) = await take_over(db, "a", 3)
+    async with db.connection() as connection:
+        await connection.execute("BEGIN")
+        await pass_fence(connection, key_in(3), "a", term)
+        await write_row(connection, key_in(3), "a", term)
+        await connection.execute("PREPARE TRANSACTION 'sharded'")
+    assert await take_over(db, "b", 3) == []
+    found = await admin.show(db, "events")
+    (stuck,) = [stuck for stuck in found.stuck if 3 in stuck.slots]
+    assert (stuck.held, stuck.pid) == (True, None)
+    await db.execute("COMMIT PREPARED 'sharded'")
+    assert len(await take_over(db, "c", 3)) == 1
+    assert await check_rows(db) == 1
+
+
 async def test_sharing_is_switched_on_once_and_refused_with_the_remedy(db: Database) -> None:
     assert not await admin.enable(db, "events", SLOTS)
     with pytest.raises(StreamRefused, match="share 16 slots already"):

@@ -115,14 +115,15 @@ class Run:
 
     async def all_is_owned(self, without: str | None = None) -> None:
         """Wait until every slot belongs to somebody who runs, the shares are even, and writes go on."""
-        with trio.fail_after(TTL + BOUND):
-            while True:
+        found, owned = None, False
+        with trio.move_on_after(TTL + BOUND):
+            while not owned:
                 found = await admin.show(self.db, "events")
                 shares = {member.instance: member.slots for member in found.members}
-                there = {*self.running} - {without}
-                if found.unowned == 0 and shares.keys() == there and max(shares.values()) - min(shares.values()) <= 1:
-                    break
+                even = max(shares.values(), default=0) - min(shares.values(), default=0) <= 1
+                owned = even and found.unowned == 0 and shares.keys() == {*self.running} - {without}
                 await trio.sleep(0.02)
+        assert owned, f"without {without}: {found}"
         before = len(self.acked)
         with trio.fail_after(BOUND):
             while len(self.acked) < before + 20:

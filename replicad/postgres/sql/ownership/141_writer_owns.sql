@@ -7,7 +7,9 @@
 -- afterwards, but at its first statement; there the row's own lock raises 40001 where the row has changed since.
 -- An advisory lock and not one of the row, which costs twice the time and writes a third more WAL for a small insert.
 -- A writer that stops in the middle of a transaction must not hold the slot for good: such a transaction is ended by
--- Postgres after the writer's ttl, unless the session's own idle_in_transaction_session_timeout is shorter.
+-- Postgres after the writer's ttl, unless the session's own idle_in_transaction_session_timeout is shorter; in the
+-- middle of a statement after its statement_timeout. A writer that was expelled is refused, though nobody may have taken
+-- its slots yet.
 CREATE OR REPLACE FUNCTION writer_owns(stream text, key text, instance text, term bigint) RETURNS integer
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -23,8 +25,8 @@ BEGIN
         IF current_setting('transaction_isolation') <> 'read committed' THEN
             PERFORM FROM writer_slot x WHERE x.stream = number AND x.slot = place FOR SHARE;
         END IF;
-        SELECT coalesce(m.ttl, '1 min') INTO patience
-            FROM writer_slot x LEFT JOIN writer_member m ON m.stream = x.stream AND m.instance = x.owner
+        SELECT m.ttl INTO patience
+            FROM writer_slot x JOIN writer_member m ON m.stream = x.stream AND m.instance = x.owner AND m.term < x.term
             WHERE x.stream = number AND x.slot = place
                 AND x.owner = writer_owns.instance AND x.term = writer_owns.term;
     END IF;

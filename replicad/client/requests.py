@@ -182,7 +182,7 @@ def ask_for_blocks(connection: Connection, request: Pods, timeout: float) -> Ste
     `timeout` is for each block.
 
     Raises:
-        EncodingUnavailable: the daemon has only lines to give; nothing was yielded.
+        EncodingUnavailable: the daemon has only lines to give, of all pods or of those behind what was yielded.
         RemoteProtocolError: a block does not end where it was said to, or CURSOR counts other pods than came.
     """
     count = 0

@@ -1,8 +1,8 @@
 """Pods as the daemon sends them, to Arrow: RecordBatches of the source's schema, from lines or from blocks.
 
-Blocks are Arrow already, of about a megabyte each, and handed on as they are. Of lines, the common chunk (no payloads)
-is turned into JSON lines by two replacements of whole byte strings and parsed by pyarrow in one go; no line is looked
-at in Python. Knows nothing of sockets and Spark.
+Blocks are Arrow already, some hundred kilobytes each, and handed on as they are. Of lines, the common chunk (no
+payloads) is turned into JSON lines by two replacements of whole byte strings and parsed by pyarrow in one go; no line
+is looked at in Python. Knows nothing of sockets and Spark.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
                     pods += batch.num_rows
                     after = last_cursor(batch, after)
             break
-        except EncodingUnavailable:  # before the first pod
+        except EncodingUnavailable:  # for what lies behind `after`: go on in lines
             if options.encoding != AUTO:
                 raise
             encoding = LINES

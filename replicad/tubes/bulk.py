@@ -19,7 +19,7 @@ from replicad.tubes import columns
 from replicad.tubes.columns import Columns
 
 ROWS = 16  # of the statement at most: see tube_columns_sql
-ROW_BYTES = 60 << 10  # that we aim at: beyond 64 kB Postgres is slower; so blocks come to about two thirds of a MB
+ROW_BYTES = 60 << 10  # that we aim at: beyond 64 kB Postgres is slower; a block then has some 640 kB
 FIRST_PODS = 16  # in a row of unknown size: at most a page of 8 kB each, payloads aside
 MAX_PODS = 128  # in a row, so that no piece has more than 25 MB even when pods of a page each follow small ones
 _GROWTH = 4  # how many times more pods there may be in the rows of the next piece
@@ -64,9 +64,10 @@ class BulkBook:
         and renews the lease when it is time.
 
         Raises:
-            EncodingUnavailable: numpy or pyarrow is not installed.
+            EncodingUnavailable: numpy or pyarrow is not installed, or a pod is too large for a block; then blocks with
+            the pods before it may have been sent.
             LeaseLost: the term does not cover the partition, or does so no longer. Blocks may have been sent.
-            TubeRefused: pods cannot be a block.
+            TubeRefused: a pod is none of ours.
         """
         if not self._loaded:
             await trio.to_thread.run_sync(columns.load)  # takes some tenths of a second

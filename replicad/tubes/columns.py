@@ -88,14 +88,15 @@ def render(tube: str, part: Part, columns: Columns) -> list[bytes | memoryview]:
     """The ARROW line of these pods, the block that it announces, the newline behind that: pieces, to be sent as one.
 
     Raises:
-        TubeRefused: they cannot be a block; the message says why. They can be lines.
+        EncodingUnavailable: the block would be too large. They can be lines.
+        TubeRefused: as `record_batch`.
     """
     batch = record_batch(columns)
     head = bytes(batch.schema.serialize())
     body = memoryview(batch.serialize())
     size = len(head) + len(body) + len(_END)
     if size > MAX_BLOCK:
-        raise TubeRefused(
+        raise EncodingUnavailable(
             f"the block of tube {tube} that ends with pod {columns.last} would have {size} bytes; a block has at most "
             f"{MAX_BLOCK}: read it as lines"
         )

@@ -39,7 +39,7 @@ pods = st.tuples(
     st.sampled_from("IUDTB"),
     st.integers(0, 3),
     st.lists(ids, max_size=5) | st.lists(ids | st.none(), max_size=3) | st.just(list(range(900))),
-    st.none() | payloads.map(json.dumps),
+    st.none() | payloads.map(json.dumps) | st.just(json.dumps("z" * 6000)),  # more than a row aims at, below
     st.integers(0, 1 << 52).map(lambda micros: datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=micros)),
 )
 

@@ -54,6 +54,7 @@ from replicad.protocol.commands import (
     Release,
     Renew,
     Replicate,
+    Report,
     Server,
     Side,
     Tube,
@@ -109,6 +110,7 @@ class TubeState:
     acked: list[Pod] = field(default_factory=list)
     parked: list[tuple[int, tuple[int, ...], str]] = field(default_factory=list)
     old_numbers: list[int] = field(default_factory=list)  # of partitions, which TUBE still tells for so many times
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)  # by reporter
     top: int = 0  # the position: the highest seq ever given out
 
     def park(self, seq: int, ids: tuple[int, ...], error: str) -> int:
@@ -133,7 +135,7 @@ class FakeDaemon:
         self.trimmed: dict[str, int] = {}  # up to where rows of streams were forgotten
         self.epoch = "0123456789ab"
         self.cut_after_pods: int | None = None  # close the connection after so many pods of the next answer, once
-        self.arrow = True  # whether it gives blocks
+        self.arrow: int | None = None  # of how many pods of an answer it gives blocks; None: of all
         self.requests: list[str] = []
         self.moved = threading.Condition()
         self._seq = itertools.count(1)
@@ -272,6 +274,9 @@ class FakeDaemon:
                         self._lease(tube, part, term)
                         count = self._state(tube).park(seq, ids, error)
                     send(Parked(tube, part, count))
+                case Report(tube=tube, reporter=reporter, counts=counts):
+                    self._state(tube).reports[reporter] = json.loads(counts)
+                    send(Report(tube, reporter))
                 case Replicate():
                     self._replicate(command, send)
                 case _:
@@ -381,9 +386,9 @@ class FakeDaemon:
 
     def _blocks(self, command: Pods, pods: list[Pod], cut: int | None, raw: Callable[[bytes], None]) -> None:
         """Blocks of BLOCK_PODS pods; where the answer is cut short, the middle of one is where."""
-        if not self.arrow:
-            raise EncodingUnavailable("lines only")
         for begin in range(0, len(pods), BLOCK_PODS):
+            if self.arrow is not None and begin >= self.arrow:
+                raise EncodingUnavailable("lines only")
             some = pods[begin : begin + BLOCK_PODS]
             sink = pa.BufferOutputStream()
             batch = pa.RecordBatch.from_pylist([pod.row() for pod in some], schema(payload=command.payload))

@@ -354,17 +354,21 @@ def test_a_batch_is_the_same_in_lines_and_in_blocks_and_may_change_between_them(
     assert tube.pods == {}
 
 
-def test_a_daemon_without_arrow_is_read_in_lines_unless_blocks_were_asked_for(daemon: FakeDaemon) -> None:
+@pytest.mark.parametrize("pods", [0, 100])
+def test_what_the_daemon_has_no_blocks_of_is_read_in_lines_unless_blocks_were_asked_for(
+    daemon: FakeDaemon, pods: int
+) -> None:
     daemon.make_tube("t")
-    daemon.touch("t", 1, [1, 2])
-    daemon.arrow = False
+    for number in range(150):
+        daemon.touch("t", 1, [number])
+    daemon.arrow = pods
     strict = Query(options(daemon, **QUICK, encoding="arrow", leaseTtl="100ms"))
     with pytest.raises(EncodingUnavailable):
         strict.trigger()
     strict.die()
     query = Query(options(daemon, **QUICK, leaseWait="5s"))
     query.drain()
-    assert query.ids == [1, 2]
+    assert query.ids == list(range(150))
 
 
 def test_a_checkpoint_ahead_of_a_restored_tube_is_refused_or_begun_anew(

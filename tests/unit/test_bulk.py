@@ -240,6 +240,14 @@ def test_what_is_no_block_of_those_columns_is_refused() -> None:
             arrow.block_batch(block, payload=payload)
 
 
+def test_pods_that_are_too_large_for_a_block_are_left_to_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = {"seq": 7, "op": "U", "shard": 0, "ids": [], "payload": "x" * 5000, "ts": 0}
+    columns.render("t", PART, packed([pod], 1))
+    monkeypatch.setattr(columns, "MAX_BLOCK", 5000)
+    with pytest.raises(EncodingUnavailable, match=r"ends with pod 7 .* at most 5000: read it as lines"):
+        columns.render("t", PART, packed([pod], 1))
+
+
 def test_without_pyarrow_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(EncodingUnavailable, match=r"replicad\[arrow\]"):

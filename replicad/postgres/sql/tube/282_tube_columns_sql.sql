@@ -7,7 +7,7 @@
 --   ids     the ids of all of them, 12 bytes each: the length, which is 8, and the id. A NULL has length -1 and no id
 -- and, with payload, of so many pods as have at most $3 bytes before the last of them:
 --   sizes   4 bytes of each pod: the length of its payload's text in UTF-8, -1 where there is none
---   bodies  those texts, one behind the other; NULL where there is none
+--   bodies  those texts, one behind the other; NULL where there is none. A row in which they are longer is the last
 -- All numbers are big-endian. The statement raises RT002 when term does not hold the partition at the time it runs. The
 -- range may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
 --
@@ -44,9 +44,10 @@ BEGIN
         'WITH RECURSIVE piece AS ('
         'SELECT 1 AS step, first.* FROM (%s WHERE %s) AS first'
         ' UNION ALL SELECT piece.step + 1, next.* FROM piece, LATERAL (%s) AS next'
-        ' WHERE piece.last < %s AND piece.step < 16'
+        ' WHERE piece.last < %s AND piece.step < 16%s'
         ') SELECT * FROM piece WHERE pods > 0',
-        format(piece, '$1'), fence, format(piece, 'piece.last'), upto);
+        format(piece, '$1'), fence, format(piece, 'piece.last'), upto,
+        CASE WHEN payload THEN ' AND coalesce(octet_length(piece.bodies), 0) <= $3' END);
 END
 $$;
 COMMENT ON FUNCTION tube_columns_sql(text, integer, integer, bigint, boolean, bigint, bigint, boolean)

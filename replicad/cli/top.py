@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -50,7 +51,8 @@ def command(once: bool, interval: float, warn: float, as_json: bool, **options: 
     lag_s is the age of the oldest regular pod, in_s and out_s are the pods of the whole tube per second since the last
     look. A partition is marked when pods wait and nobody has its lease, when its lag is above --warn, when a
     transaction that is open for longer than that holds its tube back, and when ids are parked. An island that cannot be
-    reached is shown as such and tried again.
+    reached is shown as such and tried again. Below stands what a reader of each tube has counted last, such as the last
+    micro-batch of a pipeline.
     """
     import trio
 
@@ -127,6 +129,7 @@ class Island:
             trouble.append("parked")
         if (row["writer_s"] or 0) > self._warn:
             trouble.append(f"held back for {row['writer_s']:.0f} s by {row['writer']}")
+        row["report"] = json.loads(row["report"] or "null")
         return {
             "island": island,
             **row,
@@ -150,6 +153,19 @@ def _show(rows: Sequence[Row], *, clear: bool) -> None:
     colour = colour_allowed()
     for line, row in zip(lines[1:], rows, strict=False):
         click.echo(click.style(line, fg="red" if row["wrong"] else None) if colour else line)
+    reports = {(row.get("island"), row["tube"]): row for row in rows if row.get("report")}
+    for row in reports.values():
+        click.echo(_report(row))
+
+
+def _report(row: Mapping[str, Any]) -> str:
+    """What a reader of a tube has said last: each count by its name."""
+    counts = ", ".join(f"{name} {_count(value)}" for name, value in row["report"].items() if value is not None)
+    return f"{row['tube']}: {row['reporter']} said {max(row['report_s'], 0):.0f} s ago: {counts}"
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _backfill(row: Mapping[str, Any]) -> str | None:

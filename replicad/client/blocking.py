@@ -6,6 +6,7 @@ which anything but a plain refusal happened is closed, so that no answer is ever
 
 from __future__ import annotations
 
+import json
 import ssl
 import threading
 import time
@@ -46,6 +47,7 @@ from replicad.protocol.commands import (
     Pods,
     Release,
     Renew,
+    Report,
     Streams,
     Tube,
 )
@@ -257,6 +259,10 @@ class BlockingClient:
     def park(self, tube: str, part: Part, term: int, seq: int, ids: Sequence[int], *, tries: int, error: str) -> int:
         """Put ids that keep failing (none: the whole pod) aside, with the error; returns how many."""
         return self._ask(park_request(tube, part, term, seq, ids, tries=tries, error=error), Parked).ids
+
+    def report(self, tube: str, reporter: str, counts: Mapping[str, object]) -> None:
+        """Have `replicad top` show what was counted; the last word of each reporter stands."""
+        self._ask(Report(tube, reporter, json.dumps(counts)), Report)
 
     # --- any command ---
 

@@ -31,6 +31,7 @@ from replicad.protocol.commands import (
     Pods,
     Release,
     Renew,
+    Report,
     Server,
     Streams,
     Tube,
@@ -49,6 +50,7 @@ ANSWERS: dict[type[Command], type[Command]] = {
     Pods: CursorAt,
     Ack: Acked,
     Park: Parked,
+    Report: Report,
 }
 SEQS_PER_LINE = 20_000  # of 19 digits and a comma at most: well below the longest line that a daemon takes
 MAX_ERROR = 10_000  # characters; a traceback's end says what happened

@@ -7,6 +7,7 @@ taken for another one's.
 
 from __future__ import annotations
 
+import json
 import ssl
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,6 +37,7 @@ from replicad.protocol.commands import (
     Pods,
     Release,
     Renew,
+    Report,
     Streams,
     Tube,
 )
@@ -182,6 +184,10 @@ class TrioClient:
     ) -> int:
         """Put ids that keep failing (none: the whole pod) aside, with the error; returns how many."""
         return (await self._ask(park_request(tube, part, term, seq, ids, tries=tries, error=error), Parked)).ids
+
+    async def report(self, tube: str, reporter: str, counts: Mapping[str, object]) -> None:
+        """Have `replicad top` show what was counted; the last word of each reporter stands."""
+        await self._ask(Report(tube, reporter, json.dumps(counts)), Report)
 
     # --- any command ---
 

@@ -36,6 +36,7 @@ from replicad.protocol.tubing import (
     Pods,
     Release,
     Renew,
+    Report,
     Tube,
 )
 from replicad.protocol.words import Command, Side
@@ -43,8 +44,8 @@ from replicad.protocol.words import Command, Side
 __all__ = [
     "COMMANDS", "Ack", "Acked", "Arrow", "Auth", "Claim", "ClearUserSync", "Command", "CursorAt", "Doorbell", "Error",
     "FederationAck", "Lease", "LockReleased", "Name", "Park", "Parked", "Part", "Ping", "Pods", "Position",
-    "Rdata", "Release", "RemoteServerUp", "Renew", "Replicate", "Server", "Side", "Streams", "Taken", "Tube", "UserIp",
-    "UserSync", "Writers", "parse",
+    "Rdata", "Release", "RemoteServerUp", "Renew", "Replicate", "Report", "Server", "Side", "Streams", "Taken", "Tube",
+    "UserIp", "UserSync", "Writers", "parse",
 ]  # fmt: skip
 
 COMMANDS: dict[str, type[Command]] = {
@@ -53,7 +54,7 @@ COMMANDS: dict[str, type[Command]] = {
         Server, Rdata, Position, Error, Ping, Name, Replicate, UserSync, ClearUserSync, FederationAck,
         RemoteServerUp, UserIp, LockReleased,
         Auth, Streams, Writers, Taken, Doorbell,
-        Tube, Claim, Renew, Release, Lease, Pods, Arrow, CursorAt, Ack, Acked, Park, Parked,
+        Tube, Claim, Renew, Release, Lease, Pods, Arrow, CursorAt, Ack, Acked, Park, Parked, Report,
     )
 }  # fmt: skip
 

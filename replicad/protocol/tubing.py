@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from replicad.protocol.words import (
 
 LINES, ARROW = "lines", "arrow"
 ENCODINGS = (LINES, ARROW)  # of pods: a line each, or many in a block of Arrow IPC
+MAX_COUNTS = 4096  # characters of what a REPORT counts
 MAX_BLOCK = 64 << 20  # bytes in a block: the longest line that clients take holds a pod as large
 
 
@@ -413,3 +415,37 @@ class Parked(Command):
 
     def arguments(self) -> str:
         return f"{self.tube} {self.part} {self.ids}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Command):
+    """REPORT: what a reader of the tube has counted, a JSON object, for whoever watches (`replicad top`).
+
+    `reporter` says who counts; its last report stands for it. Confirmed by the server without the counts.
+    """
+
+    NAME = "REPORT"
+    SENDER = Side.BOTH
+    USAGE = "tube reporter [json_object]"
+    tube: str
+    reporter: str
+    counts: str = ""
+
+    @classmethod
+    def parse(cls, rest: str) -> Self:
+        words = rest.strip(" ").split(" ", 2)
+        tube, reporter = split_words(cls.NAME, " ".join(words[:2]), cls.USAGE, 2, 2)
+        counts = words[2].strip(" ") if len(words) == 3 else ""
+        if counts and (len(counts) > MAX_COUNTS or not _is_object(counts)):
+            raise bad(cls.NAME, f"counts are a JSON object of up to {MAX_COUNTS} characters, got {counts[:40]!r}")
+        return cls(tube, reporter, counts)
+
+    def arguments(self) -> str:
+        return f"{self.tube} {self.reporter}" + (f" {self.counts}" if self.counts else "")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

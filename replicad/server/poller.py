@@ -142,4 +142,4 @@ class Poller:
             try:
                 await self._recover()
             except EnvironmentRefused as refused:  # the disk is full, say: the next try may find room
-                log.error("postgres_not_started", error=str(refused), again_in_s=self._pause)
+                log.warning("postgres_not_started", error=str(refused), again_in_s=self._pause)

@@ -29,6 +29,7 @@ from replicad.protocol.commands import (
     RemoteServerUp,
     Renew,
     Replicate,
+    Report,
     Streams,
     Taken,
     Tube,
@@ -46,7 +47,7 @@ from replicad.server.session import HangUp, Session
 from replicad.server.subscriptions import Subscriptions
 from replicad.server.tubes import TubeService
 
-TUBE_COMMANDS = (Tube, Claim, Renew, Release, Pods, Ack, Park)
+TUBE_COMMANDS = (Tube, Claim, Renew, Release, Pods, Ack, Park, Report)
 
 
 class Requests:

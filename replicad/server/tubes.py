@@ -30,6 +30,7 @@ from replicad.protocol.commands import (
     Pods,
     Release,
     Renew,
+    Report,
     Tube,
 )
 from replicad.protocol.tokens import Cursor
@@ -46,6 +47,7 @@ FIRST_READING = 2.0  # seconds to wait for the first position of a tube; only an
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
 DEFAULT_LIMIT = 1000
 RENEW_SHARE = 5  # a request renews its lease when this part of the time to live has passed
+WAIT_SHARE = 3  # likewise while it waits for pods: hundreds may wait, and each renewal is a write
 
 log = structlog.get_logger()
 
@@ -82,6 +84,7 @@ class TubeService:
             Pods: self._read,
             Ack: self._ack,
             Park: self._park,
+            Report: self._report,
         }
         self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
 
@@ -219,6 +222,11 @@ class TubeService:
         )
         session.post(Parked(command.tube, command.part, ids))
 
+    async def _report(self, session: Session, command: Report) -> None:
+        await self._info(command.tube)
+        await self._pods.report(command.tube, command.reporter, command.counts or "{}")
+        session.post(Report(command.tube, command.reporter))
+
     async def _read(self, session: Session, command: Pods) -> None:
         info = await self._info(command.tube)
         await self._keep(command.tube, command.part, command.term)
@@ -259,10 +267,11 @@ class TubeService:
                 )
                 if planned.pods or trio.current_time() >= deadline:
                     return planned
-                ttl = self._renewed.get((command.tube, command.term), (0.0, self._limits.lease_ttl))[1]
-                with trio.move_on_at(min(deadline, trio.current_time() + ttl / RENEW_SHARE)):
-                    await waiter.event.wait()
-                await self._keep(command.tube, command.part, command.term)
+                while not waiter.event.is_set() and trio.current_time() < deadline:
+                    ttl = self._renewed.get((command.tube, command.term), (0.0, self._limits.lease_ttl))[1]
+                    with trio.move_on_at(min(deadline, trio.current_time() + ttl / WAIT_SHARE)):
+                        await waiter.event.wait()
+                    await self._keep(command.tube, command.part, command.term)
         finally:
             self._waiters.discard(waiter)
 

@@ -49,7 +49,7 @@ class BatchRunner:
     """Runs micro-batches, one after another, and keeps the count.
 
     `busy`: one is under way. `error` is what ended the last one, if anything. `mark` is a file that goes when the first
-    batch is known to be in Spark's commit log, that is with the second one.
+    batch is known to be in Spark's commit log, that is with the second one. `tell` passes each report on.
     """
 
     enricher: Enricher
@@ -59,6 +59,7 @@ class BatchRunner:
     on_batch: Callable[[BatchReport, PipelineResult], None] | None = None
     result: PipelineResult = field(default_factory=PipelineResult)
     mark: Path | None = None
+    tell: Callable[[BatchReport], None] | None = None
     error: BaseException | None = None
     busy: bool = False
     first: int | None = None  # number of the first batch since the start
@@ -95,18 +96,9 @@ class BatchRunner:
             lag=None if outcome.oldest is None else max(0.0, time.time() - outcome.oldest),
         )
         self.result = self.result.plus(report)
-        log.info(
-            "batch_done",
-            batch=number,
-            pods=report.pods,
-            ids=report.ids,
-            written=report.written,
-            deleted=report.deleted,
-            garbage=report.garbage,
-            repeated=report.repeated,
-            seconds=round(report.seconds, 3),
-            lag=None if report.lag is None else round(report.lag, 3),
-        )
+        log.info("batch_done", **report.counts())
+        if self.tell is not None:
+            self.tell(report)
         if self.on_batch is not None:
             self.on_batch(report, self.result)
 

@@ -38,6 +38,7 @@ from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.session import build_session, check_pyspark
 from replicad.spark.sinks.base import Shape
 from replicad.spark.tables import find_layout
+from replicad.spark.telling import Teller
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -98,6 +99,7 @@ class _Run:
         self._on_batch = on_batch
         self._holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
         self._result = PipelineResult()
+        self._teller = Teller(config.source, config.name)
         # once: a column that is dropped meanwhile must not change the downstream
         self._enricher = make_enricher(config)
         self._failures = 0  # in a row, without a batch in between
@@ -126,7 +128,13 @@ class _Run:
     def _once(self) -> PipelineResult:
         """Start the query and wait for its end."""
         query, runner = _start(
-            self._config, self._spark, self._on_batch, self._enricher, result=self._result, holder=self._holder
+            self._config,
+            self._spark,
+            self._on_batch,
+            self._enricher,
+            teller=self._teller,
+            result=self._result,
+            holder=self._holder,
         )
         try:
             while not query.awaitTermination(_LOOK):
@@ -140,6 +148,7 @@ class _Run:
             raise found from error
         finally:
             query.stop()
+            self._teller.close()
             self._result = runner.result
         if not runner.busy:
             self._release()
@@ -184,7 +193,7 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     Raises:
         UsageError, EnvironmentRefused, DatabaseError: it cannot start.
     """
-    return _start(config, spark, on_batch, make_enricher(config))[0]
+    return _start(config, spark, on_batch, make_enricher(config), teller=Teller(config.source, config.name))[0]
 
 
 def _start(
@@ -193,6 +202,7 @@ def _start(
     on_batch: OnBatch | None,
     enricher: Enricher,
     *,
+    teller: Teller,
     result: PipelineResult | None = None,
     holder: str | None = None,
 ) -> tuple[StreamingQuery, BatchRunner]:
@@ -208,7 +218,9 @@ def _start(
     forget(config.database)  # this thread does not need it any more
     _make_checkpoint(config)
     mark = config.checkpoint / MARK
-    runner = BatchRunner(enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), mark)
+    runner = BatchRunner(
+        enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), mark, teller.tell
+    )
     reader = spark.readStream.format("replicad").options(**_options(config, holder))
     writer = reader.load().writeStream.queryName(config.name).foreachBatch(runner)
     writer = writer.option("checkpointLocation", str(config.checkpoint.absolute()))

@@ -17,7 +17,7 @@ class BatchReport:
     left over.
 
     `repeated`: a part of it had been written before a crash and was not written again. `seconds` is what it took, `lag`
-    the age in seconds of its oldest pod when it was done (None without pods), by the clocks of two machines.
+    the age in seconds of its oldest regular pod when it was done (None without any), by the clocks of two machines.
     """
 
     number: int
@@ -30,6 +30,20 @@ class BatchReport:
     repeated: bool
     seconds: float
     lag: float | None
+
+    def counts(self) -> dict[str, object]:
+        """As it is logged, and told to the daemon for `replicad top`."""
+        return {
+            "batch": self.number,
+            "pods": self.pods,
+            "ids": self.ids,
+            "written": self.written,
+            "deleted": self.deleted,
+            "garbage": self.garbage,
+            "repeated": self.repeated,
+            "seconds": round(self.seconds, 3),
+            "lag": None if self.lag is None else round(self.lag, 3),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class Touches:
     """What one task of a micro-batch has to do. `ids` counts ids as they came, `table` holds each once per shard.
 
     `table` has the columns shard, id, seq (the highest seq that touched the id), sorted by shard and id.
-    `oldest` is when the first of the pods was made, in seconds since the epoch; None without pods.
+    `oldest` is when the first of the regular pods was made, in seconds since the epoch; None without any. Backfill pods
+    wait by design.
     """
 
     table: pa.Table
@@ -67,7 +68,8 @@ def collect(batches: Iterable[pa.RecordBatch]) -> Touches:
         columns = [batch.column("shard").take(rows), flat, batch.column("seq").take(rows)]
         parts.append(pa.Table.from_arrays(columns, schema=TOUCH_SCHEMA))
         controls.extend(_controls(batch))
-        first = pc.min(batch.column("ts")).as_py()
+        regular = batch.filter(pc.not_equal(batch.column("op"), "B"))
+        first = pc.min(regular.column("ts")).as_py()
         if first is not None:
             oldest = min(oldest or first.timestamp(), first.timestamp())
     table = pa.concat_tables(parts) if parts else TOUCH_SCHEMA.empty_table()

@@ -154,3 +154,9 @@ class PodBook:
             error,
         )
         return parked
+
+    async def report(self, tube: str, reporter: str, counts: str) -> None:
+        """Keep what a reader has counted, a JSON object. Raises UnknownTube."""
+        await self._db.execute(
+            f"SELECT {self._schema}.tube_report_put($1, $2, $3::text::jsonb)", tube, reporter, counts
+        )

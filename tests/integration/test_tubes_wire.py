@@ -197,6 +197,17 @@ async def test_a_holder_that_speaks_keeps_its_lease_for_as_long_as_it_does(
         await rival.expect("ERROR lease_held: .*")
 
 
+async def test_what_a_reader_counts_is_kept_until_it_says_something_else(cities: Database, nc: Netcat) -> None:
+    for lag in (2, 1):
+        await nc.send(f'REPORT cities copy {{"lag": {lag}}}')
+        await nc.expect_exactly("REPORT cities copy")
+    await nc.send("REPORT nothing copy {}")
+    await nc.expect("ERROR unknown_tube: .*")
+    assert await cities.fetch_value("SELECT counts ->> 'lag' FROM tube.tube_report") == "1"
+    await nc.send("REPORT cities copy [1]")
+    await nc.expect("ERROR bad_line: .*a JSON object.*")
+
+
 async def test_a_cursor_beyond_the_position_is_refused(cities: Database, nc: Netcat) -> None:
     term = await claim(nc, "0/1")
     await nc.send(f"PODS cities 0/1 {term} after=99.0", f"ACK cities 0/1 {term} upto=99.0")

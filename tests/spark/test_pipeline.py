@@ -63,7 +63,7 @@ def test_a_parquet_folder_follows_backfill_inserts_updates_and_deletes(
     result = pipeline.run(config, spark, on_batch=lambda report, _: reports.append(report))
     assert parquet_rows(tmp_path / "out") == cities.rows()
     assert (result.pods, result.ids, result.rows_written, result.rows_deleted) == (3, 300, 300, 0)
-    assert [(one.pods, one.repeated) for one in reports] == [(3, False)]
+    assert [(one.pods, one.repeated, one.lag) for one in reports] == [(3, False, None)]  # backfill waits by design
 
     cities.put(1, [1, 2, 500], 20)
     cities.put(1, [2], 30)
@@ -74,6 +74,9 @@ def test_a_parquet_folder_follows_backfill_inserts_updates_and_deletes(
     assert (result.pods, result.ids, result.distinct) == (4, 7, 6)
     assert (result.rows_written, result.rows_deleted) == (3, 2)
     assert cities.daemon.tubes["t"].pods == {}
+    [told] = cities.daemon.tubes["t"].reports.values()  # what `replicad top` shows
+    assert (told["pods"], told["written"], told["deleted"]) == (4, 3, 2)
+    assert told["lag"] > 0
     frame = parquet.read(spark, tmp_path / "out")
     assert frame.where("id = 2 AND _shard = 1").select("people", "area").collect() == [(30, "0.20000000000000000000")]
     assert frame.count() == len(cities.rows())

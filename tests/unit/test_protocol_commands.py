@@ -138,6 +138,8 @@ CASES = [
     ),
     Case("PARK cities 1/4 812 5 * 3 bad", C, c.Park("cities", Part(1, 4), 812, 5, (), 3, "bad")),
     Case("PARKED cities 1/4 2", S, c.Parked("cities", Part(1, 4), 2)),
+    Case('REPORT cities copy {"batch": 3, "lag": 0.5}', C, c.Report("cities", "copy", '{"batch": 3, "lag": 0.5}')),
+    Case("REPORT cities copy", S, c.Report("cities", "copy")),
 ]
 
 
@@ -381,6 +383,9 @@ SPECIAL: dict[type[Command], st.SearchStrategy[typing.Any]] = {
     | st.builds(c.Ack, words, parts, bigints, upto=cursors, after=cursors),
     c.Park: st.builds(
         c.Park, words, parts, bigints, bigints, st.lists(bigints, max_size=5).map(tuple), bigints, texts.filter(bool)
+    ),
+    c.Report: st.builds(
+        c.Report, words, words, st.just("") | st.dictionaries(texts, naturals | texts, max_size=4).map(json.dumps)
     ),
 }  # fmt: skip
 BY_TYPE = {"str": words, "int": bigints, "float": times, "Part": parts, "Cursor": cursors}

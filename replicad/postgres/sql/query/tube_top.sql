@@ -1,6 +1,7 @@
 -- One row per tube and partition: what waits, since when, who has it, how far its backfills are, what was put aside.
 -- moved_in and moved_out count the pods of the whole tube since its table was made. writer is the transaction that has
--- been writing pods for the longest: what came after it waits until it ends.
+-- been writing pods for the longest: what came after it waits until it ends. report is the last one of any reader of the
+-- tube, such as a pipeline.
 SELECT s.tube, s.partition, s.inc_count AS pods, s.inc_ids AS ids, s.backfill_count AS backfill_pods, s.estimated,
     greatest(extract(epoch FROM clock_timestamp() - s.inc_min_ts), 0)::float8 AS lag_s,
     greatest(extract(epoch FROM clock_timestamp() - s.backfill_min_ts), 0)::float8 AS backfill_lag_s,
@@ -11,7 +12,8 @@ SELECT s.tube, s.partition, s.inc_count AS pods, s.inc_ids AS ids, s.backfill_co
     (SELECT sum(b.approx_ids) FROM {schema}.tube_backfill b
         WHERE b.tube = s.tube AND NOT b.finished AND b.shard % r.partitions = s.partition)::bigint AS backfill_of,
     (SELECT count(*) FROM {schema}.tube_parked p WHERE p.tube = s.tube AND p.shard % r.partitions = s.partition) AS parked,
-    t.n_tup_ins AS moved_in, t.n_tup_del AS moved_out, w.writer, w.writer_s
+    t.n_tup_ins AS moved_in, t.n_tup_del AS moved_out, w.writer, w.writer_s,
+    p.reporter, p.counts::text AS report, extract(epoch FROM clock_timestamp() - p.reported_at)::float8 AS report_s
 FROM {schema}.tube_stats() s
 JOIN {schema}.tube_registry r USING (tube)
 LEFT JOIN pg_stat_user_tables t ON t.relid = to_regclass(format('{schema}.%I', s.tube))
@@ -27,4 +29,7 @@ LEFT JOIN LATERAL (
         AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
     ORDER BY writer_s DESC NULLS LAST LIMIT 1
 ) AS w ON true
+LEFT JOIN LATERAL (
+    SELECT * FROM {schema}.tube_report x WHERE x.tube = s.tube ORDER BY x.reported_at DESC LIMIT 1
+) AS p ON true
 ORDER BY s.tube, s.partition

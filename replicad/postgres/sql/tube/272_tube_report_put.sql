@@ -1,0 +1,17 @@
+-- tube_report_put(tube, reporter, counts): keeps what a reader of the tube has counted, in place of what it said before.
+-- Those who have said nothing for a week are forgotten. Raises RT001, RT005. Writes tube_report.
+CREATE OR REPLACE FUNCTION tube_report_put(tube text, reporter text, counts jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM tube_keep(tube);
+    IF coalesce(reporter, '') = '' OR jsonb_typeof(counts) IS DISTINCT FROM 'object' THEN
+        PERFORM tube_refuse('RT005', 'a report has a reporter and an object of counts', 'give both');
+    END IF;
+    INSERT INTO tube_report AS r (tube, reporter, counts) VALUES (tube, reporter, counts)
+        ON CONFLICT ON CONSTRAINT tube_report_pkey
+        DO UPDATE SET counts = excluded.counts, reported_at = excluded.reported_at;
+    DELETE FROM tube_report r
+        WHERE r.tube = tube_report_put.tube AND r.reported_at < clock_timestamp() - interval '7 days';
+END
+$$;
+COMMENT ON FUNCTION tube_report_put(text, text, jsonb) IS 'Keeps what a reader of a tube has counted';

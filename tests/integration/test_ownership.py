@@ -336,7 +336,9 @@ async def test_a_role_of_no_rights_may_write_and_not_change_who_shares(db: Datab
 
 
 async def test_sql_and_python_agree_on_slots(db: Database) -> None:
-    @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=50))
+    @given(
+        st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=10, max_size=50)
+    )
     @settings(max_examples=30)
     def gather(keys: list[str]) -> None:
         found.extend(keys)
@@ -346,7 +348,7 @@ async def test_sql_and_python_agree_on_slots(db: Database) -> None:
     for slots in (1, 7, 256, 4096):
         rows = await db.fetch("SELECT replicad.writer_slot_of(k, $2) AS slot FROM unnest($1::text[]) k", found, slots)
         assert [row["slot"] for row in rows] == [slot_of(key, slots) for key in found]
-    assert len(found) > 100
+    assert len(found) >= 100
 
 
 async def test_every_use_of_a_connection_ends_with_the_writer(db: Database) -> None:

@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 
 import structlog
@@ -87,7 +87,7 @@ class Worker(CacheInvalidator):
         for n in range(1, self._expected + 1):
             self._users.store(self._users.begin((_KEY % n,)), n)
 
-    def apply(self, rows: Iterable[str]) -> None:
+    def apply(self, rows: Sequence[str]) -> None:
         """As in Caches."""
         self.first = self.first or time.monotonic()
         super().apply(rows)

@@ -167,22 +167,27 @@ class Caches:
             for member in self._members.values():
                 member.empty()
 
-    def apply(self, rows: Iterable[str]) -> None:
+    def apply(self, rows: Sequence[str]) -> None:
         """Carry out rows of the stream, JSON as it came. What cannot be understood empties everything."""
-        effects: list[tuple[str, Sequence[Any] | None]] = []
-        for row in rows:
-            self._rows += 1
-            try:
-                told = parse_row(row)
-            except ValueError:
-                self._malformed += 1
-                self.empty()
-                continue
-            if told.func in self._groups:
-                effects += self._effects(told)
-            else:
-                effects.append(told)
-        self._carry_out(effects)
+        of_groups: list[Invalidation] = []
+        with self.lock:
+            self._rows += len(rows)
+            for row in rows:
+                try:
+                    told = parse_row(row)
+                except ValueError:
+                    self._malformed += 1
+                    self.empty()
+                    continue
+                if told.func in self._groups:
+                    of_groups.append(told)
+                elif (member := self._members.get(told.func)) is not None:
+                    if told.keys is None:
+                        member.empty()
+                    else:
+                        member.forget(told.keys)
+        for told in of_groups:
+            self._carry_out(self._effects(told))
 
     def _effects(self, told: Invalidation) -> list[tuple[str, Sequence[Any] | None]]:
         """What it means for each cache; outside of the lock, since functions of the user's have their say."""

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -52,8 +52,7 @@ class Watched(Caches):
         self.lives = 0
         self.register_group("thing_changed", [("thing", lambda keys: keys[:1])])
 
-    def apply(self, rows: Iterable[str]) -> None:
-        rows = list(rows)
+    def apply(self, rows: Sequence[str]) -> None:
         super().apply(rows)
         for func, keys, _ in map(json.loads, rows):
             if func == "thing_changed":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import asyncpg
 import pytest
 import trio
 
@@ -217,6 +219,25 @@ async def test_every_driver_says_the_same(db: Database, rows: Rows) -> None:
         blocking_invalidate(Cursor(autocommit=True), "f", None)
     with pytest.raises(TypeError, match="JSON"):
         blocking_invalidate(connection, "f", [float("nan")])
+
+
+def test_asyncpg_says_it_in_the_callers_transaction(database_url: str, psql_script: Callable[[str, str], str]) -> None:
+    for part in ("stream", "cache"):
+        psql_script(database_url, script(part, "replicad", "up"))
+    psql_script(database_url, "SELECT replicad.cache_enable()")
+
+    async def write() -> int:
+        connection = await asyncpg.connect(database_url)
+        with pytest.raises(UsageError, match="begin a transaction"):
+            await invalidate(connection, "f", [1])
+        async with connection.transaction():
+            await invalidate(connection, "f", [1])
+            await invalidate_many(connection, "f", [[2], [3]])
+        count = await connection.fetchval("SELECT count(*) FROM replicad.cache_invalidation")
+        await connection.close()
+        return int(count)
+
+    assert asyncio.run(write()) == 3
 
 
 async def test_the_part_stands_on_streams_and_goes_without_a_trace(

@@ -68,7 +68,11 @@ def enable(
         return await PresenceBook(db, settings.stream_schema).enable(**wanted)
 
     new = on_database(options, work, part="stream")
-    click.echo("stream presence: daemons make it from now on" if new else "presence was enabled; the settings are kept")
+    click.echo(
+        "stream presence: daemons make it from now on"
+        if new
+        else "presence was enabled already; daemons take the settings over"
+    )
 
 
 @command.command("disable")

@@ -1,7 +1,7 @@
 """What replicad keeps in the user's database: installing, upgrading and removing it, as scripts that psql can run.
 
-There are three parts, `tube`, `stream` and `federation`, the last at home in the schema of streams. This file puts
-their SQL together and knows which version is where; what the SQL means is said in the files:
+The parts are those of `VERSIONS`: `tube`, `stream`, and those that stand on streams and are at home in the same schema.
+This file puts their SQL together and knows which version is where; what the SQL means is said in the files:
 
     sql/<part>/NNN_name.sql   run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing
                               but plain SQL, names without a schema (the script sets search_path)

@@ -73,6 +73,7 @@ class PresenceService:
         self._scope = trio.CancelScope()
         self._told = 0
         self._fault: str | None = None
+        self._upgraded = False  # what is installed is of this version
 
     # --- what workers say ---
 
@@ -154,7 +155,12 @@ class PresenceService:
     async def _is_usable(self) -> bool:
         """Whether what is installed, if anything, is of this version; an older one is upgraded."""
         if not await self.book.is_installed():
-            return False
+            self._upgraded = False
+        elif not self._upgraded:
+            self._upgraded = await self._upgrade()
+        return self._upgraded
+
+    async def _upgrade(self) -> bool:
         try:
             await self.book.upgrade()
         except (SchemaMissing, SchemaTooNew) as error:

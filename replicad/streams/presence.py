@@ -138,7 +138,10 @@ class Roster:
 
     def configure(self, grace: float, lost_grace: float, now: float) -> None:
         """Change the grace periods, for those that are leaving already too where that makes them shorter."""
-        self._grace = {Leaving.SAID: grace, Leaving.LOST: lost_grace}
+        wanted = {Leaving.SAID: grace, Leaving.LOST: lost_grace}
+        if wanted == self._grace:
+            return
+        self._grace = wanted
         for kind, until in self._until.items():
             latest = now + self._grace[kind]
             self._until[kind] = {key: min(at, latest) for key, at in until.items()}

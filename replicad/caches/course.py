@@ -48,8 +48,11 @@ class Course:
         self._become_live(now)
 
     def taken(self, upto: int, at: float) -> None:
-        """Ids had been given out up to there, as was asked at that time. The last goal is to be reached before."""
-        if self._connected and self._goal is None:
+        """Ids had been given out up to there, as was asked at that time. The last goal is to be reached before.
+
+        Unless ids went back meanwhile, and nobody will ever get there.
+        """
+        if self._connected and (self._goal is None or upto < self._goal):
             self._goal, self._asked_at = upto, at
 
     def moved(self, positions: Mapping[str, int]) -> None:

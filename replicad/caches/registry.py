@@ -258,9 +258,10 @@ class Caches:
     def forked(self) -> None:
         """In a child process nobody follows the stream, whatever was so in its parent."""
         self.lock = threading.RLock()  # the old one may be held by a thread that is not here
+        if self.live or self._followed:
+            self.problem = "this process was forked from one that follows the stream; follow it here as well"
         self.live = self._followed = False
         self._lost_at = None
-        self.problem = "this process was forked from one that follows the stream; follow it here as well"
         for member in self._members.values():
             member.forked()
 

@@ -269,6 +269,21 @@ def test_an_entry_is_not_given_out_longer_than_it_is_proven_to_be_good() -> None
     assert cache.get((1,)) == "kept"
 
 
+def test_an_answer_of_before_the_ids_went_back_does_not_keep_caches_from_being_proven() -> None:
+    now = [100.0]
+    caches = Caches(max_staleness=10.0, now=lambda: now[0])
+    cache = caches.cache("f")
+    following = Following(caches, "caches")
+    following.take(Connected("here"), Client("NOW"))
+    following.take(Reset("caches", "w", 3, "moved_back"), Client("3", w=3))
+    following.take(TakenUpto("caches", 900, 0.0), Client("3", w=3))
+    cache.store(cache.begin((1,)), "kept")
+    now[0] = 120.0
+    assert cache.get((1,)) is MISSING
+    following.take(TakenUpto("caches", 4, 0.0), Client("4", w=4))
+    assert cache.get((1,)) == "kept"
+
+
 def test_nothing_is_trusted_that_nobody_follows_any_more() -> None:
     caches, cache, following = connected()
     following.stop("cancelled")

@@ -15,9 +15,12 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.client.presence import open_presence
 from replicad.config import ServerSettings
+from replicad.errors import NotAuthorised
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
+from replicad.protocol.states import CloseReason
 from replicad.server.daemon import Daemon, open_daemon
 from replicad.streams import registry
 from replicad.streams.presence_book import PresenceBook
@@ -359,3 +362,46 @@ async def test_user_ip_is_kept_with_no_token_in_clear_anywhere(database: Databas
     assert stored is not None
     assert stored["token_sha256"] == hashlib.sha256(b"t0ps3cret").digest()
     assert "t0ps3cret" not in stored["text"] + str(logs)
+
+
+async def test_a_reporter_says_everything_again_after_a_loss_and_goodbye_at_its_end(
+    database: Database, start_daemon: Start
+) -> None:
+    async with start_daemon(presence_devices=3) as daemon:
+        await enable(database, daemon, **NEVER)
+        address = daemon.addresses[0]
+        async with following(daemon) as reader:
+            async with open_presence(address.host, address.port, instance="w1") as worker:
+                worker.start("@a:b", "P")
+                await told(reader, "@a:b", "online")
+                worker.start("@a:b", "L")
+                worker.start("@b:b")
+                await told(reader, "@b:b", "online")
+                worker.start("@refused:b")
+                with trio.fail_after(PATIENCE):
+                    while not worker.statistics().refused:
+                        await trio.sleep(0.01)
+                worker.end("@refused:b")
+                for session in list(daemon.hub):
+                    if getattr(session, "name", None) == "w1":
+                        session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
+                worker.end("@a:b", "P")
+                worker.end("@a:b", "L")
+                worker.start("@a:b", "TAB")
+                with trio.fail_after(PATIENCE):
+                    while worker.statistics().connections < 2:
+                        await trio.sleep(0.01)
+                seen = worker.statistics()
+                assert (seen.syncing, seen.refused) == (2, 1)
+                assert "@refused:b" in (seen.last_refusal or "")
+                await quiet(reader, 0.3)
+            for user in ("@a:b", "@b:b"):
+                await told(reader, user, "offline")
+
+
+async def test_a_reporter_gives_up_where_no_further_try_helps(start_daemon: Start) -> None:
+    async with start_daemon(token="right") as daemon:
+        address = daemon.addresses[0]
+        with pytest.raises(NotAuthorised):
+            async with open_presence(address.host, address.port, instance="w1", token="wrong"):
+                await trio.sleep(PATIENCE)

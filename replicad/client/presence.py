@@ -1,0 +1,196 @@
+"""A worker's word about its users: said on a connection that is kept, and all of it again on every new one.
+
+A daemon holds what was said on a connection that died for a grace period only, so a worker has to notice the loss at
+once and say it anew. What a user's presence is made of it is for the daemons to know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import trio
+
+from replicad.client.backoff import Backoff
+from replicad.client.refusals import concerns_one_request, may_pass, refusal
+from replicad.client.requests import Introduction
+from replicad.client.sockets import Target
+from replicad.client.steps import Receive
+from replicad.client.trio_link import TrioLink, open_link
+from replicad.errors import ReplicadError
+from replicad.protocol.commands import ClearUserSync, Error, UserSync
+from replicad.protocol.connection import Timing
+
+BATCH = 500  # commands in one piece
+GOODBYE = 1.0  # seconds for CLEAR_USER_SYNC at the end, best effort
+
+Device = tuple[str, str | None]  # user, device
+
+
+@dataclass(frozen=True, slots=True)
+class ReporterStatistics:
+    """A moment of a reporter; counts since it was opened. `last_refusal` is what the daemon said."""
+
+    syncing: int
+    connections: int
+    refused: int
+    last_refusal: str | None
+
+
+@asynccontextmanager
+async def open_presence(
+    host: str,
+    port: int,
+    *,
+    instance: str,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    timing: Timing | None = None,
+) -> AsyncIterator[PresenceReporter]:
+    """A reporter for the length of the block, at the end of which all users of the instance are cleared.
+
+    `instance` is the worker's name, different from those of all others. While no daemon can be reached it tries again.
+
+    Raises what no further try can mend: NotAuthorised, WrongServer.
+    """
+    target = Target(host, port, Introduction(instance, None, token), tls, timing=timing or Timing())
+    reporter = PresenceReporter(target, instance)
+    failure: Exception | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reporter.run, nursery.cancel_scope)
+        try:
+            yield reporter
+            await reporter.say_goodbye()
+        except Exception as error:  # noqa: BLE001 - raised again outside of the nursery, which would wrap it
+            failure = error
+        nursery.cancel_scope.cancel()
+    failure = failure or reporter.failure
+    if failure is not None:
+        raise failure
+
+
+class PresenceReporter:
+    """Whose devices sync at one worker; made by `open_presence`. Its methods never wait."""
+
+    def __init__(self, target: Target, instance: str) -> None:
+        self.failure: ReplicadError | None = None
+        self._target = target
+        self._instance = instance
+        self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970
+        self._unsaid: dict[Device, UserSync] = {}  # the last word about each device
+        self._said = trio.Event()
+        self._link: TrioLink | None = None
+        self._ended_by: ReplicadError | None = None
+        self._connections = 0
+        self._refused = 0
+        self._last_refusal: str | None = None
+
+    def start(self, user: str, device: str | None = None, *, at_ms: int | None = None) -> None:
+        """A device of the user syncs here, from now or that time on."""
+        self._syncing[user, device] = _now_ms() if at_ms is None else at_ms
+        self._say(user, device, syncing=True, at_ms=self._syncing[user, device])
+
+    def end(self, user: str, device: str | None = None, *, at_ms: int | None = None) -> None:
+        """A device of the user syncs here no more."""
+        self._syncing.pop((user, device), None)
+        self._say(user, device, syncing=False, at_ms=_now_ms() if at_ms is None else at_ms)
+
+    def statistics(self) -> ReporterStatistics:
+        """Counts, as one frozen value."""
+        return ReporterStatistics(len(self._syncing), self._connections, self._refused, self._last_refusal)
+
+    # --- for open_presence ---
+
+    async def run(self, scope: trio.CancelScope) -> None:
+        """Keep a daemon informed until cancelled; cancels `scope` where it cannot go on, with `failure` set."""
+        backoff = Backoff()
+        while True:
+            try:
+                await self._session(backoff)
+            except ReplicadError as error:
+                if not may_pass(error):
+                    self.failure = error
+                    scope.cancel()
+                    return
+            await trio.sleep(backoff.next_delay())
+
+    async def say_goodbye(self) -> None:
+        """The worker shuts down: its users are offline at once."""
+        with trio.move_on_after(GOODBYE), suppress(ReplicadError):
+            self._unsaid.clear()
+            if self._link is not None:
+                await self._link.send((ClearUserSync(self._instance),))
+
+    # --- how ---
+
+    def _say(self, user: str, device: str | None, *, syncing: bool, at_ms: int) -> None:
+        self._unsaid[user, device] = UserSync(self._instance, user, device, syncing, at_ms)
+        self._said.set()
+
+    async def _session(self, backoff: Backoff) -> None:
+        """One connection: everything that is so, and then what changes."""
+        ended_by: ReplicadError | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                self._ended_by = None
+                self._link = link = await open_link(self._target, nursery)
+                backoff.reset()
+                self._connections += 1
+                self._unsaid = {
+                    (user, device): UserSync(self._instance, user, device, True, at)
+                    for (user, device), at in self._syncing.items()
+                }
+                self._said.set()
+                nursery.start_soon(self._listen, link)
+                await self._tell(link)
+            except ReplicadError as error:  # raised again outside of the nursery, which would wrap it
+                ended_by = error
+            finally:
+                if self._link is not None:
+                    self._link.close()
+                    self._link = None
+        if ended_by is not None:
+            raise ended_by
+
+    async def _tell(self, link: TrioLink) -> None:
+        while not link.closed:
+            await self._said.wait()
+            self._said = trio.Event()
+            while self._unsaid and not link.closed:
+                some = dict(itertools.islice(self._unsaid.items(), BATCH))
+                for device in some:
+                    del self._unsaid[device]
+                await link.send(tuple(some.values()))
+        if self._ended_by is not None:
+            raise self._ended_by
+
+    async def _listen(self, link: TrioLink) -> None:
+        """Take note of refusals, which leave the connection open; anything else ends it, and wakes `_tell`."""
+        try:
+            while True:
+                block = await link.perform(Receive(math.inf))
+                for line in (block or b"").split(b"\n"):
+                    command = link.connection.understand(line)
+                    if isinstance(command, Error):
+                        self._note(refusal(command.text))
+        except ReplicadError as error:
+            self._ended_by = error
+        link.close()
+        self._said.set()
+
+    def _note(self, error: ReplicadError) -> None:
+        """Count a refusal; raises what ends the connection."""
+        if not concerns_one_request(error):
+            raise error
+        self._refused += 1
+        self._last_refusal = str(error)
+
+
+def _now_ms() -> int:
+    """The time of day, which rows carry; nothing is decided by it."""
+    return time.time_ns() // 1_000_000

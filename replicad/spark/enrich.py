@@ -34,7 +34,9 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Enricher:
-    """Loads the rows of touched ids. `url` is Postgres' own, `layout` what `tables.find_layout` found."""
+    """Loads the rows of touched ids. `url` is the Postgres of those tables that name no other one, `layout` what
+    `tables.find_layout` found.
+    """
 
     url: str
     layout: Layout
@@ -60,12 +62,13 @@ class Enricher:
             yield self._look_up(shard, chunk)
 
     def _look_up(self, shard: int, touched: pa.Table) -> Changes:
-        query = self.layout.query(shard)
-        if query is None:
+        found_one = self.layout.query(shard)
+        if found_one is None:
             covered = "; ".join(f"{source.rule.shards.text}: {source.rule.table}" for source in self.layout.sources)
             raise UsageError(f"shard {shard} was touched, but no table was named for it (there are {covered})")
         ids = touched.column("id").combine_chunks()
-        found = patiently(self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
+        database, query = found_one
+        found = patiently(database or self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
         rows = conform(found, self.layout.schema)
         known = rows.column(self.layout.id)
         gone = touched.filter(pc.invert(pc.is_in(ids, value_set=known.combine_chunks())))

@@ -60,14 +60,14 @@ class TubeOffset:
         Raises:
             UsageError: it is not of that form; the checkpoint belongs to something else.
         """
-        _check_version(value)
+        check_version(value)
         try:
             partitions, places = int(value["n"]), value["p"]
             found = tuple(_place(places[str(number)]) for number in range(partitions))
         except (KeyError, TypeError, ValueError):
-            raise _foreign(value) from None
+            raise foreign(value) from None
         if not found or len(places) != partitions:
-            raise _foreign(value)
+            raise foreign(value)
         return cls(found)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,11 +128,11 @@ class StreamOffset:
         Raises:
             UsageError: it is not of that form; the checkpoint belongs to something else.
         """
-        _check_version(value)
+        check_version(value)
         try:
             return cls(Vector.parse(value["t"]))
         except (KeyError, TypeError, BadToken):
-            raise _foreign(value) from None
+            raise foreign(value) from None
 
     def to_json(self) -> dict[str, Any]:
         """The offset as Spark is given it; equal offsets give equal text."""
@@ -154,9 +154,10 @@ def _not_behind(start: Place, end: Place) -> bool:
     )
 
 
-def _check_version(value: Mapping[str, Any]) -> None:
+def check_version(value: Mapping[str, Any]) -> None:
+    """Refuse an offset of another version, or of something else."""
     if not isinstance(value, Mapping) or "v" not in value:
-        raise _foreign(value)
+        raise foreign(value)
     if value["v"] != VERSION:
         raise UsageError(
             f"the checkpoint was written by another version of replicad (offsets of version {value['v']!r}, "
@@ -164,7 +165,8 @@ def _check_version(value: Mapping[str, Any]) -> None:
         )
 
 
-def _foreign(value: object) -> UsageError:
+def foreign(value: object) -> UsageError:
+    """What to raise for an offset that is not of the source."""
     return UsageError(
         f"the checkpoint holds an offset that is not of this source: {str(value)[:120]}; use another checkpointLocation"
     )

@@ -7,8 +7,9 @@ else. An option that is unknown, does not fit or contradicts another is refused;
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from typing import Any
 
@@ -19,6 +20,7 @@ from replicad.settings import seconds, text_of, whole_number
 
 EARLIEST, LATEST = "earliest", "latest"
 AUTO = "auto"
+MOST_ISLANDS = 64  # each has a thread and some connections on the driver
 LEASE_SLACK = 5.0  # seconds beyond a lease's time to live until a dead holder is sure to be out of the way
 
 
@@ -78,6 +80,20 @@ def _encoding(text: str) -> str:
     return text.lower()
 
 
+def _islands(text: str) -> tuple[Island, ...]:
+    found = []
+    for entry in text.split(","):
+        parsed = re.fullmatch(r"\s*(?:([^\s=,\"]{1,100})=)?(\[[0-9A-Fa-f:.]+\]|[^\s:=\[\]]+):([0-9]{1,5})\s*", entry)
+        if parsed is None or not 1 <= int(parsed[3]) <= 65535:
+            raise ValueError("give daemons such as east=db1:9009,west=db2:9009")
+        found.append(Island(parsed[1] or f"{parsed[2]}:{parsed[3]}", parsed[2].strip("[]"), int(parsed[3])))
+    if len({island.name for island in found}) < len(found):
+        raise ValueError("each island needs a name of its own")
+    if len(found) > MOST_ISLANDS:
+        raise ValueError(f"give at most {MOST_ISLANDS}")
+    return tuple(found)
+
+
 def _starting_offsets(text: str) -> str:
     if text.lower() in (EARLIEST, LATEST):
         return text.lower()
@@ -86,6 +102,15 @@ def _starting_offsets(text: str) -> str:
     except BadToken:
         raise ValueError("give earliest, latest or a token such as 58~2.61") from None
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """A daemon on a database of its own, one of several that a query reads. The checkpoint knows it by its name."""
+
+    name: str
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +134,13 @@ class SourceOptions:
 
     host: str = _option("host", _word, "127.0.0.1", Use.ALL, "host of the daemon")
     port: int = _option("port", _count(1, 65535), 9009, Use.ALL, "port of the daemon")
+    islands: tuple[Island, ...] | None = _option(
+        "islands",
+        _islands,
+        None,
+        Use.TUBE_STREAM,
+        "several daemons in place of host and port, each with a tube of that name: name=host:port,...",
+    )
     token: str | None = _option("token", _word, None, Use.ALL, "secret that the daemon asks for")
     token_file: str | None = _option(
         "tokenFile", _path, None, Use.ALL, "file with that secret, readable wherever a task may run"
@@ -183,6 +215,12 @@ class SourceOptions:
         """What is read, for messages: `tube cities` or `stream events`."""
         return f"tube {self.tube}" if self.tube is not None else f"stream {self.stream}"
 
+    def by_island(self) -> dict[str, SourceOptions]:
+        """The options of each island's reader, by name; of the one daemon where there are no islands."""
+        if self.islands is None:
+            return {"": self}
+        return {one.name: replace(self, islands=None, host=one.host, port=one.port) for one in self.islands}
+
     @property
     def claim_wait(self) -> float:
         """Seconds to wait for a lease that another holds."""
@@ -226,6 +264,8 @@ def _check(options: SourceOptions, given: Mapping[str, Any], streaming: bool | N
         )
     if options.token is not None and options.token_file is not None:
         raise UsageError("options token and tokenFile are both given; give one of them")
+    if options.islands is not None and ("host" in given or "port" in given):
+        raise UsageError("option islands names hosts and ports itself; leave host and port out")
     use = _use(options.tube is not None, streaming)
     for name in given:
         if not _BY_KEY[name.lower()].use & use:

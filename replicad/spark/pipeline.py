@@ -161,7 +161,11 @@ class _Run:
         if not isinstance(error, DatabaseError) or isinstance(error, DatabaseUnavailable):
             return False
         options = parse_options(_options(self._config, self._holder), streaming=True)
-        return park_unreadable(options, self._enricher, self._failures, self._config.checkpoint) > 0
+        parked = [
+            park_unreadable(one, self._enricher, self._failures, self._config.checkpoint)
+            for one in options.by_island().values()
+        ]
+        return any(parked)
 
     def _pause(self, pause: float) -> bool:
         """Wait before the next try; True when the run is to end instead."""
@@ -175,9 +179,10 @@ class _Run:
     def _release(self) -> None:
         """Let the tube go. Spark kills the reader where a query stops, mostly before it can do so itself."""
         options = parse_options({**_options(self._config, self._holder), "leaseWait": "0"}, streaming=True)
-        with contextlib.suppress(ReplicadError), TubeHold(options, holder=self._holder, renewing=False) as hold:
-            hold.term()
-            hold.release()
+        for one in options.by_island().values():
+            with contextlib.suppress(ReplicadError), TubeHold(one, holder=self._holder, renewing=False) as hold:
+                hold.term()
+                hold.release()
 
 
 def _let_finish(query: StreamingQuery, runner: BatchRunner) -> None:
@@ -240,7 +245,8 @@ def make_enricher(config: PipelineConfig) -> Enricher:
     """
     columns = None if config.columns == ALL_COLUMNS else list(config.columns)
     layout = find_layout(config.database, config.rules, config.id_column, columns, config.numeric)
-    forget(config.database)  # this thread does not need it any more
+    for url in {config.database, *(rule.database for rule in config.rules if rule.database)}:
+        forget(url)  # this thread does not need it any more
     return Enricher(config.database, layout)
 
 

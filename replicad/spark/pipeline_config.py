@@ -32,7 +32,8 @@ ALL_COLUMNS = "*"
 class PipelineConfig:
     """A pipeline: tube, rows of its ids, downstream.
 
-    `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or several rules for several sets of shards.
+    `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or several rules for several sets of shards, each
+    in a database of its own if it says so.
     `columns` are those that the downstream gets, `*` for all; `id_column` is always among them. `trigger` is
     `available_now` (end when everything has been read that was there at the start) or an interval in seconds, 0 for as
     soon as something comes. `options` are further options of the source by their Spark names, e.g.
@@ -102,10 +103,12 @@ class PipelineConfig:
     @property
     def source_options(self) -> dict[str, str]:
         """The options of the source, by their Spark names."""
-        ours = {"tube": self.tube, "host": self.host, "port": str(self.port), "includePayload": "true"}
+        given = {key.lower() for key in self.options}
+        ours = {"tube": self.tube, "includePayload": "true"}
+        if "islands" not in given:
+            ours |= {"host": self.host, "port": str(self.port)}
         if self.token is not None:
             ours["token"] = self.token
-        given = {key.lower() for key in self.options}
         clash = next((key for key in ours if key.lower() in given), None)
         if clash is not None:
             raise UsageError(f"options: {clash} is a field of its own in PipelineConfig; set it there")
@@ -223,9 +226,10 @@ def _tables(enrich: Mapping[str, Any]) -> str | list[TableRule]:
         return str(enrich["table"])
     rules = []
     for entry in enrich["tables"]:
-        _known("[enrich] tables", entry, {"shards", "table"})
+        _known("[enrich] tables", entry, {"shards", "table", "database"})
         try:
-            rules.append(TableRule(_required(entry, "enrich.tables", "table"), ShardSet.parse(str(entry["shards"]))))
+            shards = ShardSet.parse(str(entry["shards"]))
+            rules.append(TableRule(_required(entry, "enrich.tables", "table"), shards, entry.get("database")))
         except (KeyError, ValueError) as error:
             raise UsageError(f"[enrich] tables: shards does not fit; {error}") from None
     return rules

@@ -41,6 +41,10 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """For a streaming query."""
         options = self._options(schema, streaming=True)
+        if options.islands is not None:
+            from replicad.spark.islands import IslandsStreamReader  # noqa: PLC0415
+
+            return IslandsStreamReader(options)
         if options.tube is not None:
             from replicad.spark.tubes import TubeStreamReader  # noqa: PLC0415
 

@@ -6,7 +6,7 @@ import functools
 import re
 import string
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -59,11 +59,12 @@ class ShardSet:
 class TableRule:
     """The table of some shards: an SQL name in which `{shard}` stands for the number.
 
-    For example `shard_{shard:04d}.cities`.
+    For example `shard_{shard:04d}.cities`. `database` is the URL of the one that has it, None for the pipeline's own.
     """
 
     table: str
     shards: ShardSet = ShardSet("all", ())
+    database: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -106,12 +107,16 @@ class Layout:
     schema: pa.Schema
     sources: tuple[Source, ...]
 
-    def query(self, shard: int) -> str | None:
-        """SQL that yields the rows of a shard whose ids are in `$1`; None where no rule covers the shard."""
+    def query(self, shard: int) -> tuple[str | None, str] | None:
+        """Where the rows of a shard are (see `TableRule.database`), and SQL that yields those whose ids are in `$1`.
+
+        None where no rule covers the shard.
+        """
         for source in self.sources:
             if shard in source.rule.shards:
                 columns = ", ".join(f"{text} AS {quote(name)}" for name, text in source.expressions.items())
-                return f"SELECT {columns} FROM {source.rule.of(shard)} WHERE {quote(self.id)} = ANY($1)"
+                sql = f"SELECT {columns} FROM {source.rule.of(shard)} WHERE {quote(self.id)} = ANY($1)"
+                return source.rule.database, sql
         return None
 
 
@@ -120,16 +125,21 @@ def find_layout(
 ) -> Layout:
     """Look the tables up and settle the columns. `columns` None: all; of several tables, those that any of them has.
 
+    `url` is the database of the rules that name none.
+
     Raises:
         UsageError: a table or column is missing or cannot be used; the message says which there are.
         DatabaseError: no use of Postgres.
     """
     found: list[tuple[TableRule, dict[str, tuple[str, pa.DataType]]]] = []
-    listed = patiently(url, _list_tables, patience=10)
+    listed: dict[str, list[tuple[str, str, bool]]] = {}
     for rule in rules:
-        table = _example_of(rule, listed)
+        where = rule.database or url
+        if where not in listed:
+            listed[where] = patiently(where, _list_tables, patience=10)
+        table = _example_of(rule, listed[where])
         look = functools.partial(_columns, table=table, numeric=numeric)
-        found.append((rule, patiently(url, look, patience=10)))
+        found.append((rule, patiently(where, look, patience=10)))
         _check_id(found[-1][1], id_column, table)
     types: dict[str, pa.DataType] = {id_column: pa.int64()}
     for rule, expressions in found:
@@ -201,15 +211,15 @@ def _columns(driver: Any, table: str, numeric: str) -> dict[str, tuple[str, pa.D
         cursor.execute(f"SELECT * FROM {table} WHERE false")
         schema: pa.Schema = cursor.fetch_arrow_table().schema
     found = {}
-    for field in schema:
-        name, kind = quote(field.name), field.type
+    for column in schema:
+        name, kind = quote(column.name), column.type
         of_list = kind.value_type if pa.types.is_list(kind) else kind
         if any(check(of_list) for check in _SIMPLE):
             plain = pa.list_(pa.field("element", of_list)) if pa.types.is_list(kind) else kind
-            found[field.name] = (name, plain)
-        elif (field.metadata or {}).get(b"POSTGRESQL:type") == b"numeric":
+            found[column.name] = (name, plain)
+        elif (column.metadata or {}).get(b"POSTGRESQL:type") == b"numeric":
             cast = NUMERIC_FORMS[numeric]
-            found[field.name] = (f"{name}::{cast}", pa.float64() if numeric == "float" else pa.string())
+            found[column.name] = (f"{name}::{cast}", pa.float64() if numeric == "float" else pa.string())
         else:
-            found[field.name] = (f"{name}::text", pa.string())
+            found[column.name] = (f"{name}::text", pa.string())
     return found

@@ -1,4 +1,4 @@
-"""Tells the daemon what each micro-batch counted, so that `replicad top` shows it. Never in the way of the batch."""
+"""Tells the daemons what each micro-batch counted, so that `replicad top` shows it. Never in the way of the batch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Teller:
 
     def __init__(self, options: SourceOptions, name: str) -> None:
         assert options.tube is not None
-        self._options = options
+        self._islands = list(options.by_island().values())
         self._tube = options.tube
         self._reporter = re.sub(r"[^!-~]", "-", name)[:200] or "pipeline"
-        self._client: BlockingClient | None = None
+        self._clients: list[BlockingClient] = []
         self._quiet_until = 0.0
 
     def tell(self, report: BatchReport) -> None:
@@ -35,15 +35,17 @@ class Teller:
         if time.monotonic() < self._quiet_until:
             return
         try:
-            if self._client is None:
-                self._client = endpoint_of(self._options, timeout=PATIENCE).connect(f"{self._reporter}-report")
-            self._client.report(self._tube, self._reporter, report.counts())
+            if not self._clients:
+                name = f"{self._reporter}-report"
+                self._clients = [endpoint_of(one, timeout=PATIENCE).connect(name) for one in self._islands]
+            for client in self._clients:
+                client.report(self._tube, self._reporter, report.counts())
         except ReplicadError as error:
             self._quiet_until = time.monotonic() + SILENCE
             log.debug("report_failed", error=str(error))
 
     def close(self) -> None:
         """Safe to repeat; a later report connects again."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        for client in self._clients:
+            client.close()
+        self._clients = []

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from queue import SimpleQueue
 from types import FrameType
@@ -143,21 +143,8 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
     def _held(self) -> TubeHold:
         if self._hold is None:
             self._hold = TubeHold(self._options, holder=self._options.holder)
-            self._on_signals()
+            end_on_signals(self.stop)
         return self._hold
-
-    def _on_signals(self) -> None:
-        """Where a query stops normally Spark ends this process by signals, and mostly `stop` would not be called."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-
-        def end(number: int, _frame: FrameType | None) -> None:
-            signal.signal(number, signal.SIG_DFL)
-            self.stop()
-            os.kill(os.getpid(), number)
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, end)
 
     def _ack(self, offset: TubeOffset) -> None:
         """Ack everything up to an offset; what this process has acked before is not asked for again."""
@@ -273,6 +260,20 @@ class TubeBatchReader(DataSourceReader):  # type: ignore[misc]
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the pods of its range; nothing where Spark made a partition up because there was none."""
         return read_range(partition) if isinstance(partition, TubePartition) else iter(())
+
+
+def end_on_signals(stop: Callable[[], None]) -> None:
+    """Where a query stops normally Spark ends this process by signals, and mostly `stop` would not be called."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        stop()
+        os.kill(os.getpid(), number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
 
 
 def _lower(one: Cursor, other: Cursor) -> Cursor:

@@ -101,8 +101,9 @@ class Query:
 
     def die(self) -> None:
         """The driver is gone without a word: its connections close, its lease stays until it runs out."""
-        if self.reader._hold is not None:
-            self.reader._hold.close()
+        for reader in getattr(self.reader, "_readers", {"": self.reader}).values():
+            if reader._hold is not None:
+                reader._hold.close()
 
     def kill(self) -> Query:
         """The driver dies, and the next one begins from the logs."""

@@ -120,6 +120,7 @@ class Conversation:
     async def _relay(self, command: Command) -> None:
         self._requests.relay.tell(command)
         self._requests.hub.relay(command, self._session)
+        await trio.lowlevel.checkpoint()  # the others send it before the next of a burst comes
 
     async def _user_sync(self, command: UserSync) -> None:
         self._note(command)

@@ -50,7 +50,7 @@ async def test_relays_cross_daemons_once_and_survive_the_death_of_one(database_u
                 async with connect(await second.wait_ready()) as three:
                     await heard_by(one, [two, three], "a")
                     await heard_by(three, [one, two], "b")
-                    lines = [f'LOCK_RELEASED ["w","n","{number}"]' for number in range(300)]
+                    lines = [f'LOCK_RELEASED ["w","n","{number}"]' for number in range(3000)]
                     await one.send(*lines, *["REMOTE_SERVER_UP twice"] * 2, "STREAMS")
                     for nc in (two, three):
                         await nc.expect_exactly(*lines, *["REMOTE_SERVER_UP twice"] * 2)

@@ -22,6 +22,7 @@ BENCHMARKS = {
     "injection": "Injection: a million ids into a tube, against plain INSERTs of the same arrays",
     "federation": "Federation: facts delivered to a thousand destinations, against the same client without queues",
     "caches": "Caches: invalidations carried out by 200 workers, against Redis pub/sub with the same rows",
+    "presence": "Presence: users who come and go, the latency of one, and relays from one daemon to another",
     "ownership": "Sharded writers: what owning a key costs a write, and how long keys take to change hands",
     "trigger": "Triggers: throughput of writers with a tube on their table, against the same without",
 }  # fmt: skip

@@ -307,14 +307,13 @@ async def test_entries_outlive_a_lost_connection_and_what_was_missed_is_caught_u
                 assert caches.statistics().caches["thing"].emptied == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
 async def test_where_the_token_resumes_nothing_everything_is_emptied(
-    kind: str, things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
+    things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
 ) -> None:
     """What came after it was trimmed while nobody listened."""
     async with start_daemon(ping_interval=0.2) as daemon:
         with FaultProxy(daemon.addresses[0].port) as proxy:
-            async with caching(kind, proxy.port, slow_load(things), QUICK) as (caches, thing):
+            async with caching("trio", proxy.port, slow_load(things), QUICK) as (caches, thing):
                 await until(lambda: caches.live)
                 await change(things, 3)
                 await until(lambda: caches.told[3] == 1)
@@ -342,14 +341,13 @@ async def trim(db: Database, upto: int) -> None:
             await trio.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 async def test_no_entry_is_given_out_longer_than_it_is_proven_to_be_good(
-    kind: str, things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
+    things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
 ) -> None:
     """Connected all the time, while an open transaction holds back what others have invalidated."""
     async with start_daemon(ping_interval=0.1) as daemon:
         port = daemon.addresses[0].port
-        async with caching(kind, port, slow_load(things), max_staleness=1.0) as (caches, thing):
+        async with caching("blocking", port, slow_load(things), max_staleness=1.0) as (caches, thing):
             await until(lambda: caches.live)
             assert await thing(1) == 0
             async with things.connection() as open_one:

@@ -3,9 +3,10 @@
 A lease is a row with a term (a number that no other lease ever had) and a beat (a number that no other renewal ever
 had). Whoever wants to know whether its holder is still alive watches the beat: one that stayed the same for the
 lease's whole time to live, by the watcher's own monotonic clock, is expired for that watcher, who may then replace
-exactly that beat. So leases hold across daemons whose clocks disagree or jump, and a daemon that has just
-started waits one full time to live before it takes anything over. What a holder does with an old term is refused by
-the statements themselves (sql/tube).
+exactly that beat. So leases hold across daemons whose clocks disagree or jump, and a daemon that has just started waits
+one full time to live before it takes anything over. Only time during which it really looked counts: after an outage of
+Postgres, in which nobody could renew, nobody is held for dead because of that. What a holder does with an old term is
+refused by the statements themselves (sql/tube).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from replicad.postgres.bridge import Database, quote_ident
 from replicad.protocol.commands import Lease, Part
 
 RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
+LONGEST_GAP = 3.0  # seconds between two looks that count as watched, at most; a daemon looks every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,20 @@ class LeaseView:
 
 
 class LeaseWatch:
-    """Remembers since when each beat has been seen. Pure: times are handed in, seconds of one monotonic clock."""
+    """Remembers for how long each beat has been seen. Pure: times are handed in, seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[LeaseRow, float]] = {}
+        self._silent: dict[int, float] = {}  # by beat
+        self._looked_at: float | None = None
 
     def observe(self, rows: Iterable[LeaseRow], now: float) -> list[LeaseView]:
         """Take all leases that there are now; returns them with their silence. Those not in `rows` are forgotten."""
-        self._seen = {row.beat: (row, self._seen.get(row.beat, (row, now))[1]) for row in rows}
-        return [LeaseView(row, now - since) for row, since in self._seen.values()]
+        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_GAP)
+        self._looked_at = now
+        before = self._silent
+        views = [LeaseView(row, before[row.beat] + passed if row.beat in before else 0.0) for row in rows]
+        self._silent = {view.row.beat: view.silent for view in views}
+        return views
 
 
 class LeaseBook:

@@ -253,7 +253,7 @@ class PresenceService:
 
     async def _look_at_daemons(self, look: Look) -> None:
         """Clear the users of daemons that are dead. Where it takes long, another look goes on with it."""
-        for beat in await self.book.beats(max(look.ttl / BEATS, 3 * LOOK_INTERVAL)):
+        for beat in await self.book.beats():
             if beat.daemon == self._me or beat.silent < look.ttl + look.lost_grace:
                 continue
             cleared = 0

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,12 +12,14 @@ from uuid import UUID
 
 import trio
 
+from replicad.beats import BeatWatch
 from replicad.errors import SchemaMissing
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.streams.presence import Change
 from replicad.streams.user_ips import Sighting
 
+LONGEST_GAP = 1.5  # seconds between two looks that count as watched, at most; a daemon looks every second
 BATCH = 1000  # users or addresses in one statement: some ten milliseconds of work
 
 
@@ -41,26 +43,6 @@ class Beat:
     silent: float
 
 
-class BeatWatch:
-    """Remembers since when each beat has been seen. Pure: times are seconds of one monotonic clock."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[UUID, int], float] = {}
-        self._looked = 0.0
-
-    def observe(self, beats: Iterable[tuple[UUID, int]], now: float, patience: float) -> list[Beat]:
-        """Take the beats of all daemons that there are now; those not among them are forgotten.
-
-        Who has not looked for longer than `patience` (it was frozen, or Postgres was away, for the others too) knows
-        nothing of who was silent, and begins anew.
-        """
-        if now - self._looked > patience:
-            self._seen.clear()
-        self._looked = now
-        self._seen = {beat: self._seen.get(beat, now) for beat in beats}
-        return [Beat(daemon, number, now - since) for (daemon, number), since in self._seen.items()]
-
-
 class PresenceBook:
     """Reads and writes presence in one database. `now` is a monotonic clock, trio's by default."""
 
@@ -69,7 +51,7 @@ class PresenceBook:
         self._name = schema
         self._schema = quote_ident(schema)
         self._now = now
-        self._watch = BeatWatch()
+        self._watch = BeatWatch[tuple[UUID, int]](LONGEST_GAP)
 
     # --- whether, and how ---
 
@@ -122,10 +104,11 @@ class PresenceBook:
         beaten: int | None = await self._db.fetch_value(f"SELECT {self._schema}.presence_beat($1, $2)", daemon, beat)
         return beaten
 
-    async def beats(self, patience: float) -> list[Beat]:
-        """All daemons. Call it regularly, within `patience` (seconds): silence counts from the first look at a beat."""
+    async def beats(self) -> list[Beat]:
+        """All daemons. Call it regularly: silence counts from the first look at a beat."""
         rows = await self._db.fetch(f"SELECT id, beat FROM {self._schema}.presence_daemon")
-        return self._watch.observe(((row["id"], row["beat"]) for row in rows), self._now(), patience)
+        silent = self._watch.observe(((row["id"], row["beat"]) for row in rows), self._now())
+        return [Beat(daemon, beat, seconds) for (daemon, beat), seconds in silent.items()]
 
     async def bury(self, beat: Beat) -> int | None:
         """Clear some users of a daemon that was silent for too long; 0 at the end, None where it was not to be."""

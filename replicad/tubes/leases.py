@@ -1,27 +1,24 @@
 """Who may read a partition of a tube, decided without any wall clock.
 
 A lease is a row with a term (a number that no other lease ever had) and a beat (a number that no other renewal ever
-had). Whoever wants to know whether its holder is still alive watches the beat: one that stayed the same for the
-lease's whole time to live, by the watcher's own monotonic clock, is expired for that watcher, who may then replace
-exactly that beat. So leases hold across daemons whose clocks disagree or jump, and a daemon that has just started waits
-one full time to live before it takes anything over. Only time during which it really looked counts: after an outage of
-Postgres, in which nobody could renew, nobody is held for dead because of that. What a holder does with an old term is
-refused by the statements themselves (sql/tube).
+had). Whose beat stays the same for the lease's whole time to live (`beats`) may be replaced, exactly that beat. What a
+holder does with an old term is refused by the statements themselves (sql/tube).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
 
+from replicad.beats import BeatWatch
 from replicad.errors import LeaseHeld, LeaseLost
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.protocol.commands import Lease, Part
 
 RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
-LONGEST_GAP = 3.0  # seconds between two looks that count as watched, at most; a daemon looks every second
+LONGEST_GAP = 1.5  # seconds between two looks that count as watched, at most; a daemon looks every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +46,6 @@ class LeaseView:
         return self.silent >= self.row.ttl
 
 
-class LeaseWatch:
-    """Remembers for how long each beat has been seen. Pure: times are handed in, seconds of one monotonic clock."""
-
-    def __init__(self) -> None:
-        self._silent: dict[int, float] = {}  # by beat
-        self._looked_at: float | None = None
-
-    def observe(self, rows: Iterable[LeaseRow], now: float) -> list[LeaseView]:
-        """Take all leases that there are now; returns them with their silence. Those not in `rows` are forgotten."""
-        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_GAP)
-        self._looked_at = now
-        before = self._silent
-        views = [LeaseView(row, before[row.beat] + passed if row.beat in before else 0.0) for row in rows]
-        self._silent = {view.row.beat: view.silent for view in views}
-        return views
-
-
 class LeaseBook:
     """Claims, renews and releases leases in one database. `now` is a monotonic clock, trio's by default."""
 
@@ -73,7 +53,7 @@ class LeaseBook:
         self._db = db
         self._schema = quote_ident(schema)
         self._now = now
-        self._watch = LeaseWatch()
+        self._watch = BeatWatch[int](LONGEST_GAP)
 
     async def look(self) -> list[LeaseView]:
         """Read all leases. Call it regularly: silence only counts from the first look that saw a beat."""
@@ -81,20 +61,19 @@ class LeaseBook:
             f"SELECT tube, partitions, partition, holder, term, beat, extract(epoch FROM ttl)::float8 AS ttl "
             f"FROM {self._schema}.tube_lease"
         )
-        return self._watch.observe(
-            (
-                LeaseRow(
-                    row["tube"],
-                    Part(row["partition"], row["partitions"]),
-                    row["holder"],
-                    row["term"],
-                    row["beat"],
-                    row["ttl"],
-                )
-                for row in rows
-            ),
-            self._now(),
-        )
+        leases = [
+            LeaseRow(
+                row["tube"],
+                Part(row["partition"], row["partitions"]),
+                row["holder"],
+                row["term"],
+                row["beat"],
+                row["ttl"],
+            )
+            for row in rows
+        ]
+        silent = self._watch.observe((lease.beat for lease in leases), self._now())
+        return [LeaseView(lease, silent[lease.beat]) for lease in leases]
 
     async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease:
         """Get the lease of a partition, waiting up to `wait` seconds while others hold it or what overlaps it.

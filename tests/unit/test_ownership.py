@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from replicad.streams.ownership.beats import LONGEST_GAP, BeatWatch
 from replicad.streams.ownership.holdings import DRAIN, POSTPONE, TRUST, Holdings
 from replicad.streams.ownership.planning import Member, Slot, View, moves, plan, slot_of
 
@@ -152,25 +151,6 @@ def test_slots_of_keys_are_spread_and_never_change() -> None:
     assert [slot_of(key, 256) for key in ("", "a", "!room:example.org", "жду")] == [66, 18, 30, 175]
     used = {slot_of(f"!room{number}:example.org", 64) for number in range(1000)}
     assert len(used) == 64
-
-
-def test_a_beat_is_dead_after_its_time_to_live_and_a_new_one_lives() -> None:
-    watch = BeatWatch()
-    member = Member("a", term=1, beat=7, ttl=2.0)
-    assert watch.observe([member], 10.0) == []
-    assert watch.observe([member], 11.0) == []
-    assert watch.observe([member], 11.9) == []
-    assert watch.observe([replace(member, beat=8)], 12.0) == []
-    assert watch.observe([replace(member, beat=8)], 13.0) == []
-    assert watch.observe([replace(member, beat=8)], 14.0) == [8]
-
-
-def test_time_in_which_nobody_looked_does_not_make_anybody_dead() -> None:
-    watch = BeatWatch()
-    member = Member("a", term=1, beat=7, ttl=LONGEST_GAP * 2)
-    watch.observe([member], 0.0)
-    assert watch.observe([member], 3600.0) == []
-    assert watch.observe([member], 3600.0 + LONGEST_GAP) == [7]
 
 
 @pytest.fixture

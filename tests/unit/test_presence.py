@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from uuid import UUID
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replicad.errors import PresenceRefused
 from replicad.protocol.commands import UserIp
 from replicad.streams.presence import Roster
-from replicad.streams.presence_book import BeatWatch
 from replicad.streams.user_ips import MAX_AGENT, Sightings, read
 
 users = st.sampled_from(["@a", "@b", "@c"])
@@ -182,18 +180,6 @@ def test_settings_that_become_shorter_hold_for_those_who_are_leaving_already() -
     assert roster.next_deadline() == 15
     roster.expire(15.0)
     assert roster.next_deadline() == 200
-
-
-def test_a_beat_counts_as_silent_from_when_it_was_first_seen() -> None:
-    watch, one, two = BeatWatch(), UUID(int=1), UUID(int=2)
-    assert {beat.silent for beat in watch.observe([(one, 1), (two, 1)], 10.0, 5.0)} == {0.0}
-    assert {(b.daemon, b.beat): b.silent for b in watch.observe([(one, 1), (two, 2)], 14.0, 5.0)} == {
-        (one, 1): 4.0,
-        (two, 2): 0.0,
-    }
-    assert watch.observe([(two, 1)], 15.0, 5.0)[0].silent == 0.0, "a beat that comes back begins anew"
-    assert watch.observe([(two, 1)], 19.0, 5.0)[0].silent == 4.0
-    assert watch.observe([(two, 1)], 25.0, 5.0)[0].silent == 0.0, "who did not look knows nothing"
 
 
 def user_ip(*values: object, user: str = "@a:b") -> UserIp:

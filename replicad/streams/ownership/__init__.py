@@ -1,8 +1,8 @@
 """Writers of one stream that share its keys: who owns which, how that changes hands, and what makes it safe.
 
-planning.py decides and beats.py watches, both without connection and clock; book.py asks Postgres, where the rules are
-kept (sql/ownership); writer.py is what programs on trio use, blocking.py what those without async use. It knows
-nothing of what is written.
+planning.py decides, without connection and clock; keeper.py keeps the membership up; book.py asks Postgres, where the
+rules are kept (sql/ownership); writer.py is what programs on trio use, blocking.py what those without async use. It
+knows nothing of what is written.
 """
 
 from replicad.streams.ownership.blocking import BlockingShardedWriter

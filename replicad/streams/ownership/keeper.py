@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
+from replicad.beats import BeatWatch
 from replicad.errors import InstanceTaken
-from replicad.streams.ownership.beats import BeatWatch
 from replicad.streams.ownership.holdings import Holdings
 from replicad.streams.ownership.planning import Member, Slot, View
 
@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 
 TTL: Final = 10.0  # seconds without a sign of life, after which a writer's slots are taken over
 LOOK: Final = 0.25  # seconds between two looks, or a quarter of a short time to live; a look is one cheap query
+LONGEST_GAP: Final = 1.0  # seconds between two looks that count as watched, at most
 BEATS: Final = 4  # signs of life in a time to live
 PATIENCE: Final = 0.25  # seconds, per look, to wait for writes of somebody who has lost the slot that we take
 _SIGNS: Final = 2  # new beats that prove a namesake alive; the last of a dead one may come late
@@ -49,7 +50,7 @@ class Keeper:
         self._address = address
         self._ttl = ttl
         self._now = now
-        self._watch = BeatWatch()
+        self._watch = BeatWatch[int](LONGEST_GAP)
         self._beat_due = now()
         self._namesake: set[int] = set()  # beats of another process that has our name
         self._leave_by: float | None = None
@@ -110,7 +111,8 @@ class Keeper:
         self._holdings.saw(View({member.instance: member for member in members}, slots, found["version"]))
         if was_member and self._holdings.term is None:
             log.warning("writer_expelled", stream=self._who[0], writer=self._who[1])
-        return self._watch.observe(members, self._now())
+        silent = self._watch.observe((member.beat for member in members), self._now())
+        return [member.beat for member in members if silent[member.beat] >= member.ttl]
 
     def _join(self, dead: list[int]) -> Asks:
         """Join, unless another process has our name: then wait until it is dead, or has shown that it is not."""

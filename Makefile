@@ -35,6 +35,7 @@ bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables
 
 stress: $(VENV)/.dev ## the long form of the concurrency checks
 	@REPLICAD_STRESS_SECONDS="$${REPLICAD_STRESS_SECONDS:-180}" REPLICAD_STRESS_ROWS="$${REPLICAD_STRESS_ROWS:-10000000}" \
+		REPLICAD_STRESS_DESTINATIONS="$${REPLICAD_STRESS_DESTINATIONS:-10000}" \
 		$(RUN) -m pytest -m stress -s $(PYTEST_ARGS)
 
 dist: $(VENV)/.dev ## sdist and wheel into dist/

@@ -9,11 +9,13 @@ it took on this class of machine, in pods of 250 ids and of one.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from typing import Any
 
 from bench.report import Figure, Spread, amount, rates
 from bench.system import Daemon, Options, System, connect, system
@@ -23,6 +25,7 @@ LIMIT = {250: 2_000, 1: 20_000}  # pods in one answer
 REFERENCE = {250: 198_000, 1: 13_000}  # ids per second of pg-tube's worker
 SHARDS = 8
 GOAL = 10.0
+PATIENCE = 120.0  # seconds for a worker's part
 BUFFER = 256 * 1024
 _FORMAT = "(FORMAT csv, QUOTE E'\\x01', DELIMITER E'\\x02')"  # as the daemon copies
 _spawn = get_context("spawn")
@@ -94,11 +97,11 @@ def _by_daemon(ours: System, daemon: Daemon, tube: str, partitions: int, size: i
         workers[-1].start()
         pipes.append(here)
     for pipe in pipes:
-        pipe.recv()
+        _hear(pipe)
     began = time.monotonic()
     for pipe in pipes:
         pipe.send("go")
-    told = [pipe.recv() for pipe in pipes]
+    told = [_hear(pipe) for pipe in pipes]
     took = max(ended for _, ended in told) - began
     for worker in workers:
         worker.join()
@@ -108,6 +111,13 @@ def _by_daemon(ours: System, daemon: Daemon, tube: str, partitions: int, size: i
     return took
 
 
+def _hear(pipe: Connection) -> Any:
+    """What a worker says; one that has failed says nothing."""
+    if not pipe.poll(PATIENCE):
+        raise RuntimeError(f"a worker said nothing for {PATIENCE:.0f} s; its traceback stands above")
+    return pipe.recv()
+
+
 def work(pipe: Connection, share: Share) -> None:
     """The work of one process: claim, read and ack until nothing is left; sends how many pods, and when it ended."""
     where = f"{share.tube} {share.partition}/{share.partitions}"
@@ -115,12 +125,11 @@ def work(pipe: Connection, share: Share) -> None:
         term = int(_wait_for(link, b"LEASE")[3])
         pipe.send("ready")
         pipe.recv()
-        after, acked, pods = "0.0", 0, 0
+        after, pods = "0.0", 0
         link.sendall(f"PODS {where} {term} after=0.0 limit={share.limit} wait=1\n".encode())
         while True:
-            counted, cursor, some_acked = _take(link)
+            counted, cursor = _take(link)
             pods += counted
-            acked += some_acked
             if cursor == after:
                 break
             link.sendall(
@@ -128,32 +137,29 @@ def work(pipe: Connection, share: Share) -> None:
                 f"ACK {where} {term} upto={cursor} after={after}\n".encode()
             )
             after = cursor
-        while acked < pods:
-            acked += int(_wait_for(link, b"ACKED")[3])
-        pipe.send((pods, time.monotonic()))
         link.sendall(f"RELEASE {where} {term}\n".encode())
-        _wait_for(link, b"RELEASE")
+        _wait_for(link, b"RELEASE")  # answers come in order: the acks are done
+        pipe.send((pods, time.monotonic()))
 
 
-def _take(link: object) -> tuple[int, str, int]:
-    """One answer: how many pods, the cursor behind them, and how many pods were acked in between."""
+def _take(link: socket.socket) -> tuple[int, str]:
+    """One answer to PODS: how many pods, and the cursor behind them. What else comes (ACKED) is not looked at."""
     buffer = bytearray(BUFFER)
-    pods, acked, rest = 0, 0, b""
+    pods, rest = 0, b""
     while True:
         size = link.recv_into(buffer)
         if not size:
             raise ConnectionError(f"closed by the daemon; it said {rest[-200:]!r}")
         pods += buffer.count(b"{", 0, size)
-        start = buffer.rfind(b"\n", 0, size) + 1
-        tail = rest + buffer[:size] if len(rest) + size < 1024 or start == 0 else buffer[max(0, size - 1024) : size]
+        short = buffer.rfind(b"\n", 0, size) < 0 or len(rest) + size < 1024
+        # CURSOR comes last: of a long piece only the end is looked at
+        tail = rest + buffer[:size] if short else buffer[max(0, size - 1024) : size]
         *lines, rest = bytes(tail).split(b"\n")
         for line in lines:
             words = line.split(b" ", 5)
             if words[0] == b"CURSOR":
-                return pods, words[3].decode(), acked
-            if words[0] == b"ACKED":
-                acked += int(words[3])
-            elif words[0] == b"ERROR":
+                return pods, words[3].decode()
+            if words[0] == b"ERROR":
                 raise RuntimeError(line.decode())
 
 

@@ -23,6 +23,8 @@ from replicad.errors import (
 )
 from replicad.spark.reading import read_range
 
+from ..integration.clients.proxy import FaultProxy
+
 QUICK = {"pollTimeout": "0", "retryInterval": "10ms"}
 
 
@@ -301,6 +303,31 @@ def test_a_zombies_tasks_and_acks_are_refused_and_it_claims_anew(daemon: FakeDae
         tube.leases.clear()
     query.drain()
     assert query.ids == list(range(4))
+
+
+def test_a_query_that_the_network_cuts_off_gives_way_and_can_neither_read_nor_ack_any_more(daemon: FakeDaemon) -> None:
+    tube = daemon.make_tube("t")
+    for number in range(4):
+        daemon.touch("t", 1, [number])
+    with FaultProxy(daemon.port) as proxy:
+        more = {"leaseTtl": "500ms", "numRetries": "0", "maxPodsPerTrigger": "2"}
+        cut_off = Query(options(daemon, **{**QUICK, **more, "port": str(proxy.port)}))
+        cut_off.trigger()
+        end = cut_off.reader.latestOffset(cut_off.offsets[-1], cut_off.limit)
+        (partition,) = cut_off.reader.partitions(cut_off.offsets[-1], end)
+        proxy.frozen = True  # the connections stand, and nothing goes through them
+        other = Query(options(daemon, **QUICK, leaseWait="10s", leaseTtl="10s"))
+        other.trigger()
+        assert other.ids == [2, 3]
+        proxy.frozen = False
+        acked = len(tube.acked)
+        with pytest.raises(LeaseLost):
+            list(read_range(partition))
+        with pytest.raises((LeaseHeld, ConnectionLost)):
+            cut_off.reader.commit(end)
+        assert len(tube.acked) == acked
+        other.drain()
+        assert tube.pods == {}
 
 
 def test_a_restarted_daemon_is_waited_for_and_the_term_stays(daemon: FakeDaemon) -> None:

@@ -52,8 +52,8 @@ from replicad.protocol.commands import (
     Tube,
 )
 from replicad.protocol.connection import Timing
+from replicad.protocol.pods import ARROW
 from replicad.protocol.tokens import START, Cursor
-from replicad.protocol.tubing import ARROW
 
 T = TypeVar("T")
 

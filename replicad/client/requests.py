@@ -37,8 +37,8 @@ from replicad.protocol.commands import (
     Tube,
 )
 from replicad.protocol.connection import Connection
+from replicad.protocol.pods import MAX_BLOCK
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import MAX_BLOCK
 
 # What answers each request, besides ERROR.
 ANSWERS: dict[type[Command], type[Command]] = {

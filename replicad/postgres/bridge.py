@@ -22,8 +22,9 @@ from asyncpg import Record as Row
 
 from replicad import errors
 from replicad.postgres import failures
-from replicad.postgres.connection import COPY_CHUNK, Connection, Counters, Notices, Settings, Sink
+from replicad.postgres.connection import COPY_CHUNK, Connection, Counters, Settings, Sink
 from replicad.postgres.literals import quote_ident, quote_literal
+from replicad.postgres.notices import Notices
 
 __all__ = [
     "COPY_CHUNK",

@@ -22,6 +22,7 @@ import trio
 from replicad import errors
 from replicad.postgres import failures
 from replicad.postgres.literals import fill
+from replicad.postgres.notices import Notices
 
 Isolation = Literal["read_committed", "repeatable_read", "serializable"]
 Sink = Callable[[bytes], Awaitable[None]]
@@ -37,9 +38,6 @@ COPY_CHUNK = 128 * 1024  # bytes per call of a sink: below it the hand-over cost
 _COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
 _SETTLE = 2.0  # seconds that a cancelled connection gets to come back before it is thrown away
 _GRACE = 5.0  # seconds beyond statement_timeout after which a silent server counts as lost
-_NOTICES_AHEAD = (
-    1000  # payloads of NOTIFY that may wait for whoever listens; more are lost, and NOTIFY promises no more
-)
 
 # Quote and delimiter that JSON and our lines never contain, so that CSV leaves every byte as it is.
 _COPY_LINES = "(FORMAT csv, QUOTE E'\\x01', DELIMITER E'\\x02')"
@@ -118,36 +116,6 @@ class _Handoff:
         self._parts.clear()
         self._size = 0
         self._arrived.set()
-
-
-class Notices:
-    """What was told by NOTIFY on one channel since `Connection.listen`, in the order of the commits."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._put, self._take = trio.open_memory_channel[str](_NOTICES_AHEAD)
-
-    def hear(self, _driver: object, _pid: int, _channel: str, payload: str) -> None:
-        """The driver's side: one payload."""
-        with suppress(trio.WouldBlock, trio.ClosedResourceError):
-            self._put.send_nowait(payload)
-
-    def close(self, _driver: object = None) -> None:
-        """No more of them; what was heard already can still be taken."""
-        self._put.close()
-
-    async def next(self, patience: float) -> str:
-        """Wait for the next payload. After so many seconds of silence the server is asked whether it is there.
-
-        Raises DatabaseUnavailable when the connection is lost: what is told from then on is told to others only.
-        """
-        while True:
-            with trio.move_on_after(patience):
-                try:
-                    return await self._take.receive()
-                except trio.EndOfChannel:
-                    raise self._connection.silent() from None
-            await self._connection.fetch_value("SELECT 1")
 
 
 class Connection:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.extensions import Auth, Doorbell, Streams, Taken, Writers
+from replicad.protocol.pods import Ack, Acked, Arrow, CursorAt, Park, Parked, Pods
 from replicad.protocol.replication import (
     ClearUserSync,
     Error,
@@ -23,22 +24,7 @@ from replicad.protocol.replication import (
     UserIp,
     UserSync,
 )
-from replicad.protocol.tubing import (
-    Ack,
-    Acked,
-    Arrow,
-    Claim,
-    CursorAt,
-    Lease,
-    Park,
-    Parked,
-    Part,
-    Pods,
-    Release,
-    Renew,
-    Report,
-    Tube,
-)
+from replicad.protocol.tubing import Claim, Lease, Part, Release, Renew, Report, Tube
 from replicad.protocol.words import Command, Side
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -177,13 +177,7 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
                     for listener in listeners:
                         accepting.start_soon(accept_forever, listener, serve_one, sessions, settings.ssl_context())
                     addresses = tuple(_address(listener) for listener in listeners)
-                    log.info(
-                        "ready",
-                        listen=[str(address) for address in addresses],
-                        database=settings.database.shown,
-                        streams=sorted(publisher.feeds),
-                        tubes=sorted(tubes.tubes),
-                    )
+                    _tell_ready(settings, addresses, publisher, tubes)
                     with _ready_file(settings.ready_file, addresses[0]):
                         yield Daemon(addresses, hub, publisher, tubes, presence, relay)
                     accepting.cancel_scope.cancel()
@@ -191,6 +185,18 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
                     session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
                 sessions.cancel_scope.deadline = trio.current_time() + limits.stop_grace / 2
             services.cancel_scope.cancel()
+
+
+def _tell_ready(
+    settings: ServerSettings, addresses: Sequence[Address], publisher: Publisher, tubes: TubeService
+) -> None:
+    log.info(
+        "ready",
+        listen=[str(address) for address in addresses],
+        database=settings.database.shown,
+        streams=sorted(publisher.feeds),
+        tubes=sorted(tubes.tubes),
+    )
 
 
 @asynccontextmanager

@@ -33,8 +33,8 @@ from replicad.protocol.commands import (
     Report,
     Tube,
 )
+from replicad.protocol.pods import ARROW
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import ARROW
 from replicad.server.poller import Poller
 from replicad.server.session import Session
 from replicad.tubes.backfill import Backfiller

@@ -19,8 +19,9 @@ from typing import Self, TypeVar
 
 from replicad.client.blocking import BlockingClient
 from replicad.errors import ConnectionLost, CursorAhead, DatabaseUnavailable, LeaseHeld, LeaseLost, ReplicadError
+from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import CursorAt, Part
+from replicad.protocol.tubing import Part
 from replicad.spark.connecting import Retries, endpoint_of
 from replicad.spark.options import SourceOptions
 

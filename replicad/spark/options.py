@@ -14,8 +14,8 @@ from enum import Flag, auto
 from typing import Any
 
 from replicad.errors import BadToken, UsageError
+from replicad.protocol.pods import ENCODINGS
 from replicad.protocol.tokens import Vector
-from replicad.protocol.tubing import ENCODINGS
 from replicad.settings import seconds, text_of, whole_number
 
 EARLIEST, LATEST = "earliest", "latest"

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import CursorAt, Part
+from replicad.protocol.tubing import Part
 from replicad.spark.offsets import Place, TubeOffset
 
 MOST_PODS = 100_000  # what we ask for at once where there is no limit; a daemon may give fewer

@@ -14,8 +14,8 @@ from pyspark.sql.datasource import InputPartition
 
 from replicad.client.blocking import BlockingClient
 from replicad.errors import ConnectionLost, DatabaseUnavailable, DataLoss, EncodingUnavailable
+from replicad.protocol.pods import ARROW, LINES
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import ARROW, LINES
 from replicad.spark.arrow import PodReader, block_batch, last_cursor
 from replicad.spark.connecting import Retries, endpoint_of
 from replicad.spark.offsets import Range

@@ -23,8 +23,9 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from replicad.errors import CursorAhead, PartitionsChanged, ReplicadError
+from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import START, Cursor
-from replicad.protocol.tubing import CursorAt, Part
+from replicad.protocol.tubing import Part
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.offsets import TubeOffset
 from replicad.spark.options import SourceOptions

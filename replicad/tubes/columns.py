@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from replicad.errors import EncodingUnavailable, TubeRefused
 from replicad.protocol.commands import Arrow, Part
-from replicad.protocol.tubing import MAX_BLOCK
+from replicad.protocol.pods import MAX_BLOCK
 
 if TYPE_CHECKING:
     import numpy as np

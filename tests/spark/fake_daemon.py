@@ -61,8 +61,8 @@ from replicad.protocol.commands import (
     Writers,
 )
 from replicad.protocol.connection import Connection
+from replicad.protocol.pods import ARROW
 from replicad.protocol.tokens import Cursor, Vector
-from replicad.protocol.tubing import ARROW
 from replicad.spark.arrow import schema
 
 STAMP = "2026-01-01T00:00:00.000000+00:00"

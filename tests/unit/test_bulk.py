@@ -19,8 +19,8 @@ from replicad.protocol import commands as c
 from replicad.protocol.commands import Part, Side
 from replicad.protocol.connection import Connection, Timing
 from replicad.protocol.lines import LineTooLong, MixedBuffer
+from replicad.protocol.pods import MAX_BLOCK
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import MAX_BLOCK
 from replicad.spark import arrow
 from replicad.tubes import columns
 from replicad.tubes.columns import Columns

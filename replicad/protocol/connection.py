@@ -195,12 +195,15 @@ class Connection:
     def send(self, command: Command, now: float) -> bytes:
         """The bytes of a command of ours, its end included; the caller writes them.
 
+        A server that hears nothing any more, because its client broke the protocol, may still answer what was asked
+        before; a client has nothing to say but ERROR then.
+
         Raises:
             LocalProtocolError: not our side's command, or the connection is closed.
         """
         if not command.SENDER & self.side:
             raise LocalProtocolError(f"{command.NAME} is not for this side to send")
-        if self.state is State.CLOSED and command.NAME != "ERROR":
+        if self.state is State.CLOSED and self.side is Side.CLIENT and command.NAME != "ERROR":
             raise LocalProtocolError(f"{command.NAME} after the connection was closed")
         self._last_sent = now
         return command.render().encode() + b"\n"

@@ -152,14 +152,23 @@ class _Queue:
         self._answer = answer
         self._send, self._receive = trio.open_memory_channel[Command](limit)
         self._begun = False
+        self._left = 0  # not answered yet
+        self._answered = trio.Event()  # the last of them, since it was made
+
+    async def wait_answered(self) -> None:
+        """Until nothing is left to be answered."""
+        while self._left:
+            await self._answered.wait()
 
     async def put(self, command: Command) -> None:
         """Queue a request; the client that has more unanswered ones than there may be is cut off."""
         if not self._begun:
             self._begun = True
             self._session.start(self._work)
+            self._session.answers(self.wait_answered)
         try:
             self._send.send_nowait(command)
+            self._left += 1
         except trio.WouldBlock:
             raise HangUp(
                 CloseReason.TOO_MANY_REQUESTS,
@@ -174,3 +183,7 @@ class _Queue:
                 raise
             except ReplicadError as error:
                 self._session.refuse(error)
+            self._left -= 1
+            if not self._left:
+                self._answered.set()
+                self._answered = trio.Event()

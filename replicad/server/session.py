@@ -93,6 +93,7 @@ class Session:
         self._end: tuple[CloseReason, str] | None = None
         self._ended = trio.Event()
         self._closed_by: list[Callable[[], None]] = []
+        self._unanswered: list[Callable[[], Awaitable[None]]] = []
         self._nursery: trio.Nursery
         self.post(Server(settings.server_name))
         self.post(Ping(f"{_wall_clock_ms()}"))
@@ -159,6 +160,10 @@ class Session:
     def at_end(self, call: Callable[[], None]) -> None:
         """Have `call` called when the session is over."""
         self._closed_by.append(call)
+
+    def answers(self, wait_answered: Callable[[], Awaitable[None]]) -> None:
+        """Have `wait_answered` waited for, briefly, when the peer says no more, or nothing that can be understood."""
+        self._unanswered.append(wait_answered)
 
     # --- life ---
 
@@ -229,14 +234,23 @@ class Session:
     # --- reading ---
 
     async def _read(self, handle: Handler) -> None:
+        """Take commands until the peer closes its side or breaks the protocol; what it had asked is answered first."""
         connection = self._connection
-        while True:
-            data = await self._stream.receive_some(RECEIVE_BYTES)
-            if not data:
-                raise HangUp(CloseReason.PEER_CLOSED)
-            connection.receive_data(bytes(data), trio.current_time())
-            while (command := connection.next_command()) is not None:
-                await self._take(command, handle)
+        try:
+            while data := await self._stream.receive_some(RECEIVE_BYTES):
+                connection.receive_data(bytes(data), trio.current_time())
+                while (command := connection.next_command()) is not None:
+                    await self._take(command, handle)
+        except ProtocolError:
+            await self._wait_answered()
+            raise
+        await self._wait_answered()
+        raise HangUp(CloseReason.PEER_CLOSED)
+
+    async def _wait_answered(self) -> None:
+        with trio.move_on_after(ERROR_GRACE):
+            for wait_answered in self._unanswered:
+                await wait_answered()
 
     async def _take(self, command: Command, handle: Handler) -> None:
         match command:

@@ -239,6 +239,21 @@ async def test_requests_are_answered_in_order_and_no_more_than_the_bound_may_wai
         await nc.expect_end()
 
 
+@pytest.mark.parametrize("broken", [True, False])
+async def test_what_was_asked_is_answered_before_a_broken_line_or_the_peers_end_closes_the_connection(
+    cities: Database, netcat: Connect, broken: bool
+) -> None:
+    async with netcat() as nc:
+        await nc.expect(*HELLO)
+        lines = ["CLAIM cities 0/2", "TUBE cities", "PODS cities 0/2 1", *(["BLAH"] if broken else [])]
+        await nc.send(*lines)
+        await nc.stream.send_eof()
+        await nc.expect("LEASE cities 0/2 1 30", "TUBE cities 2", "CURSOR cities 0/2 .*")
+        if broken:
+            await nc.expect("ERROR bad_line: unknown command 'BLAH'.*")
+        await nc.expect_end()
+
+
 async def test_a_changed_number_of_partitions_loses_nothing(cities: Database, nc: Netcat) -> None:
     await insert(cities, 0, 1)
     await insert(cities, 1, 2)

@@ -135,14 +135,17 @@ def test_a_refused_request_leaves_the_connection_open() -> None:
     assert connection.send(Replicate("other"), 0) == b"REPLICATE other\n"
 
 
-def test_nothing_but_a_last_error_is_sent_on_a_closed_connection() -> None:
-    connection = server()
-    connection.receive_data(b"HELLO\n", 0)
-    with pytest.raises(RemoteProtocolError):
-        connection.next_command()
-    with pytest.raises(LocalProtocolError, match="after the connection was closed"):
-        connection.send(Ping(), 0)
-    assert connection.send(Error("bad_line: what?"), 0) == b"ERROR bad_line: what?\n"
+def test_after_a_broken_line_a_client_says_error_at_most_and_a_server_what_it_was_asked_before() -> None:
+    for connection in (server(), client()):
+        connection.receive_data(b"HELLO\n", 0)
+        with pytest.raises(RemoteProtocolError):
+            connection.next_command()
+        assert connection.send(Error("bad_line: what?"), 0) == b"ERROR bad_line: what?\n"
+        if connection.side is Side.CLIENT:
+            with pytest.raises(LocalProtocolError, match="after the connection was closed"):
+                connection.send(Ping(), 0)
+        else:
+            assert connection.send(Position("events", "master", 1, 1), 0) == b"POSITION events master 1 1\n"
 
 
 # --- lines that are none ---

@@ -1,0 +1,70 @@
+"""A full disk at Postgres, as a query sees it: no ack, a wait, and on it goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import QUERIES, Query
+from helpers import psql
+
+from replicad.config import parse_address
+from replicad.postgres.embedded import EmbeddedPostgres
+
+from ..integration.test_faults_daemon import ServeProcess, serving
+from ..integration.test_faults_tubes import limit_files
+
+MIDDLE = "SELECT (pg_walfile_name_offset(pg_current_wal_lsn())).file_offset BETWEEN 2e6 AND 14e6"
+
+
+@pytest.fixture(autouse=True)
+def _no_query_outlives_its_test() -> Iterator[None]:
+    yield
+    while QUERIES:
+        QUERIES.pop().die()
+
+
+def port_of(daemon: ServeProcess) -> int:
+    deadline = time.monotonic() + 30
+    while not daemon.ready.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return parse_address(daemon.ready.read_text().strip()).port
+
+
+def test_nothing_is_acked_while_the_disk_is_full_and_the_query_goes_on_by_itself(
+    tmp_path: Path, postgres_folder: Path
+) -> None:
+    """See the worker's test: Postgres crashes because its log cannot be written, and cannot start before it can."""
+    with (
+        serving(tmp_path, "--data-folder", str(postgres_folder)) as daemon,
+        EmbeddedPostgres(postgres_folder) as server,
+    ):
+        port = port_of(daemon)
+        psql(server.url, "SELECT tube.tube_ensure_exists('t')")
+        psql(server.url, "SELECT tube.t_touch(0, ARRAY[1, 2, 3], 'T')")
+        while psql(server.url, MIDDLE) != "t":
+            psql(server.url, "SELECT pg_logical_emit_message(false, '', repeat('x', 1000000))")
+        options = {"port": str(port), "tube": "t", "pollTimeout": "500ms", "numRetries": "60", "retryInterval": "100ms"}
+        query = Query(options)
+        assert query.trigger()
+        assert query.ids == [1, 2, 3]
+        limit_files(daemon.process.pid, 1_000_000)  # and whatever it starts from now on
+        limit_files(server.pid(), 1_000_000)
+        acking = threading.Thread(target=query.trigger)  # acks the batch, which is committed
+        acking.start()
+        acking.join(4)
+        assert acking.is_alive(), "it waits for Postgres"
+        limit_files(daemon.process.pid, -1)
+        limit_files(server.pid(), -1)
+        acking.join(60)
+        assert not acking.is_alive()
+        assert psql(server.url, "SELECT count(*) FROM tube.t") == "0"
+        psql(server.url, "SELECT tube.t_touch(0, ARRAY[4], 'T')")
+        deadline = time.monotonic() + 20
+        while len(query.ids) < 4 and time.monotonic() < deadline:
+            query.trigger()
+        assert query.ids == [1, 2, 3, 4]

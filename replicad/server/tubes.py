@@ -71,7 +71,7 @@ class TubeService:
         self._limits = settings.limits
         self._pods = PodBook(db, ack_db, bulk_db, schema)
         self._bulk = BulkBook(bulk_db, schema)
-        self._backfiller = Backfiller(db, ack_db, schema)
+        self._backfiller = Backfiller(db, schema)
         self._poller = poller
         self._positions: dict[str, int] = {}
         self._moved = trio.Event()

@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from replicad.errors import DatabaseError, ReplicadError
-from replicad.postgres.bridge import Connection, Database, quote_ident
+from replicad.postgres.bridge import Connection, Database, Row, quote_ident
 from replicad.tubes.pods import TubeInfo
 
 LOOK_INTERVAL = 1.0  # seconds between two looks for work
@@ -46,10 +46,9 @@ class Job:
 class Backfiller:
     """Does the backfills of all tubes of one schema, one per partition at a time. `now` as in the other services."""
 
-    def __init__(self, db: Database, ack_db: Database, schema: str) -> None:
-        """`db` needs a connection for each backfill that runs; `ack_db` as in PodBook."""
+    def __init__(self, db: Database, schema: str) -> None:
+        """`db` needs a connection for each backfill that runs."""
         self._db = db
-        self._ack_db = ack_db
         self._schema = quote_ident(schema)
         self._running: set[tuple[str, int]] = set()  # tube, partition
         self._resting: dict[tuple[str, str], float] = {}  # tube, table: not to be tried again before
@@ -110,6 +109,21 @@ class Backfiller:
         done = 0
         while True:
             await self._wait_for_room(job.tube, job.shard % partitions, partitions)
+            row = await self._next_piece(connection, job, start_seq)
+            if row["ids"] is None:
+                return  # its control pods are still in the tube: the schedule waits until they are acked
+            done += row["ids"]
+            now = trio.current_time()
+            if row["finished"]:
+                say.info("backfill_done", ids=done, seconds=round(now - began, 1))
+                return
+            if now >= told_at + PROGRESS_INTERVAL:
+                told_at = now
+                say.info("backfill_progress", ids=done, seconds=round(now - began, 1))
+
+    async def _next_piece(self, connection: Connection, job: Job, start_seq: str) -> Row:
+        """Put the next ids into the tube. With the first of them what asked for the backfill goes: it is asked once."""
+        async with connection.transaction():
             row = await connection.fetch_row(
                 f"SELECT ids, finished FROM {self._schema}.tube_backfill_chunk($1, $2, $3::text::regclass, $4, $5, $6)",
                 start_seq,
@@ -120,18 +134,12 @@ class Backfiller:
                 CHUNK_IDS,
             )
             assert row is not None
-            if row["ids"] is None:
-                return  # its control pods are still in the tube: the schedule waits until they are acked
-            if job.seq is not None:
-                await self._unschedule(job)
-            done += row["ids"]
-            now = trio.current_time()
-            if row["finished"]:
-                say.info("backfill_done", ids=done, seconds=round(now - began, 1))
-                return
-            if now >= told_at + PROGRESS_INTERVAL:
-                told_at = now
-                say.info("backfill_progress", ids=done, seconds=round(now - began, 1))
+            if job.seq is not None and row["ids"] is not None:
+                await connection.execute(
+                    f"DELETE FROM {self._table(job.tube)} WHERE seq = $1 AND payload ->> 'type' = 'backfill_schedule'",
+                    job.seq,
+                )
+        return row
 
     async def _begin(self, connection: Connection, job: Job) -> str:
         """Steps 1 and 2: note the sequence, then wait for whoever may still write below it."""
@@ -156,11 +164,6 @@ class Backfiller:
         )
         while await self._db.fetch_value(query) >= MAX_BACKLOG:
             await trio.sleep(BACKLOG_INTERVAL)
-
-    async def _unschedule(self, job: Job) -> None:
-        await self._ack_db.execute(
-            f"DELETE FROM {self._table(job.tube)} WHERE seq = $1 AND payload ->> 'type' = 'backfill_schedule'", job.seq
-        )
 
     def _table(self, tube: str) -> str:
         return f"{self._schema}.{quote_ident(tube)}"

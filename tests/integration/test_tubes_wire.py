@@ -203,7 +203,13 @@ async def test_what_a_reader_counts_is_kept_until_it_says_something_else(cities:
         await nc.expect_exactly("REPORT cities copy")
     await nc.send("REPORT nothing copy {}")
     await nc.expect("ERROR unknown_tube: .*")
-    assert await cities.fetch_value("SELECT counts ->> 'lag' FROM tube.tube_report") == "1"
+    for number in range(105):  # names that never come again: only so many are kept
+        await nc.send(f"REPORT cities once-{number} {{}}")
+        await nc.expect_exactly(f"REPORT cities once-{number}")
+    assert await cities.fetch_value("SELECT count(*) FROM tube.tube_report") == 100
+    await nc.send('REPORT cities copy {"lag": 1}')
+    await nc.expect_exactly("REPORT cities copy")
+    assert await cities.fetch_value("SELECT counts ->> 'lag' FROM tube.tube_report WHERE reporter = 'copy'") == "1"
     await nc.send("REPORT cities copy [1]")
     await nc.expect("ERROR bad_line: .*a JSON object.*")
 

@@ -1,5 +1,6 @@
 -- tube_report_put(tube, reporter, counts): keeps what a reader of the tube has counted, in place of what it said before.
--- Those who have said nothing for a week are forgotten. Raises RT001, RT005. Writes tube_report.
+-- Those who have said nothing for a week are forgotten, and of more than 100 those who have been silent for longest.
+-- Raises RT001, RT005. Writes tube_report.
 CREATE OR REPLACE FUNCTION tube_report_put(tube text, reporter text, counts jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
@@ -10,8 +11,12 @@ BEGIN
     INSERT INTO tube_report AS r (tube, reporter, counts) VALUES (tube, reporter, counts)
         ON CONFLICT ON CONSTRAINT tube_report_pkey
         DO UPDATE SET counts = excluded.counts, reported_at = excluded.reported_at;
-    DELETE FROM tube_report r
-        WHERE r.tube = tube_report_put.tube AND r.reported_at < clock_timestamp() - interval '7 days';
+    DELETE FROM tube_report r WHERE r.ctid = ANY (ARRAY(
+        SELECT x.ctid FROM tube_report x
+        WHERE x.tube = tube_report_put.tube AND (x.reported_at < clock_timestamp() - interval '7 days'
+            OR x.reporter IN (SELECT y.reporter FROM tube_report y WHERE y.tube = tube_report_put.tube
+                ORDER BY y.reported_at DESC OFFSET 100))
+        FOR UPDATE SKIP LOCKED));  -- two who report at once do not wait for each other
 END
 $$;
 COMMENT ON FUNCTION tube_report_put(text, text, jsonb) IS 'Keeps what a reader of a tube has counted';

@@ -28,7 +28,7 @@ from replicad.postgres.literals import quote_ident, quote_literal
 Part = Literal["tube", "stream", "federation", "ownership", "cache", "presence"]
 Direction = Literal["up", "down"]
 
-VERSIONS: dict[Part, int] = {"tube": 1, "stream": 1, "federation": 1, "ownership": 1, "cache": 1, "presence": 1}
+VERSIONS: dict[Part, int] = {"tube": 1, "stream": 2, "federation": 1, "ownership": 1, "cache": 1, "presence": 1}
 DEFAULT_SCHEMAS: dict[Part, str] = {
     "tube": "tube",
     "stream": "replicad",
@@ -40,7 +40,7 @@ DEFAULT_SCHEMAS: dict[Part, str] = {
 
 _SQL = Path(__file__).parent / "sql"
 _CREATED = re.compile(
-    r"^CREATE\s+(?:OR\s+REPLACE\s+)?(FUNCTION|PROCEDURE|TABLE|SEQUENCE|VIEW|TYPE|DOMAIN)\s+(?:IF\s+NOT\s+EXISTS\s+)?(\w+)",
+    r"^CREATE\s+(?:OR\s+REPLACE\s+|UNLOGGED\s+)?(FUNCTION|PROCEDURE|TABLE|SEQUENCE|VIEW|TYPE|DOMAIN)\s+(?:IF\s+NOT\s+EXISTS\s+)?(\w+)",
     re.MULTILINE,
 )
 

@@ -13,6 +13,7 @@ from replicad.errors import DatabaseError, StreamRefused, TokenAhead
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import FederationAck
 from replicad.server.publisher import Publisher
+from replicad.server.troubles import Troubles
 from replicad.streams import acks
 from replicad.streams.acks import Ack
 
@@ -26,10 +27,11 @@ log = structlog.get_logger()
 class AckService:
     """The acks of all sessions."""
 
-    def __init__(self, db: Database, schema: str, publisher: Publisher) -> None:
+    def __init__(self, db: Database, schema: str, publisher: Publisher, troubles: Troubles) -> None:
         self._db = db
         self._schema = schema
         self._publisher = publisher
+        self._troubles = troubles
         self._waiting: dict[tuple[str, str], Ack] = {}
         self._came = trio.Event()
 

@@ -30,6 +30,9 @@ from replicad.server.publisher import Publisher
 from replicad.server.relay import Relay
 from replicad.server.requests import Requests
 from replicad.server.session import Session
+from replicad.server.supervision import keep_running, keep_service
+from replicad.server.trouble_book import TroubleBook
+from replicad.server.troubles import Troubles
 from replicad.server.tubes import TubeService
 
 GC_THRESHOLD = 50_000  # new objects between two looks for cycles; at Python's 700, sending to many spent a tenth on it
@@ -125,6 +128,7 @@ class Daemon:
     tubes: TubeService
     presence: PresenceService
     relay: Relay
+    troubles: Troubles
 
 
 @asynccontextmanager
@@ -141,12 +145,14 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
         listeners = await open_listeners(settings.listen)
         await _install(db, settings)
         hub = Hub(limits.max_connections)
-        poller = Poller(horizon, limits, recover)
-        publisher = Publisher(db, catchup_db, settings, poller)
-        tubes = TubeService(db, ack_db, catchup_db, settings, poller)
-        presence = PresenceService(db, settings)
-        relay = Relay(relay_db, settings.database.stream_schema, partial(_heard, hub, presence))
-        acks = AckService(db, settings.database.stream_schema, publisher)
+        troubles = Troubles()
+        book = TroubleBook(db, settings.database.stream_schema, troubles, settings.server_name)
+        poller = Poller(horizon, limits, troubles, recover)
+        publisher = Publisher(db, catchup_db, settings, poller, troubles)
+        tubes = TubeService(db, ack_db, catchup_db, settings, poller, troubles=troubles)
+        presence = PresenceService(db, settings, troubles)
+        relay = Relay(relay_db, settings.database.stream_schema, partial(_heard, hub, presence), troubles)
+        acks = AckService(db, settings.database.stream_schema, publisher, troubles)
         requests = Requests(
             hub=hub,
             publisher=publisher,
@@ -166,12 +172,16 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
                 await _turn_away(stream, settings)
 
         async with trio.open_nursery() as services:
-            services.start_soon(poller.run)
-            await services.start(publisher.run)
-            await services.start(tubes.run)
-            await services.start(presence.run)
-            services.start_soon(relay.run)
-            services.start_soon(acks.run)
+            for name, job in (
+                ("poller", poller.run),
+                ("relay", relay.run),
+                ("acks", acks.run),
+                ("troubles", book.run),
+            ):
+                services.start_soon(keep_running, job, "service", name, troubles)
+            await services.start(keep_service, publisher.run, "publisher", troubles)
+            await services.start(keep_service, tubes.run, "tubes", troubles)
+            await services.start(keep_service, presence.run, "presence", troubles)
             async with trio.open_nursery() as sessions:
                 async with trio.open_nursery() as accepting:
                     for listener in listeners:
@@ -179,7 +189,7 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
                     addresses = tuple(_address(listener) for listener in listeners)
                     _tell_ready(settings, addresses, publisher, tubes)
                     with _ready_file(settings.ready_file, addresses[0]):
-                        yield Daemon(addresses, hub, publisher, tubes, presence, relay)
+                        yield Daemon(addresses, hub, publisher, tubes, presence, relay, troubles)
                     accepting.cancel_scope.cancel()
                 for session in list(hub):
                     session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")

@@ -15,6 +15,7 @@ import trio
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
 from replicad.limits import Limits
 from replicad.postgres.horizon import Horizon, Reading, Source
+from replicad.server.troubles import DATABASE, Troubles
 
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing moves
 OUTAGE_PAUSE = 0.1  # seconds before the second try; doubles up to OUTAGE_PAUSE_MAX
@@ -38,10 +39,17 @@ class PollerStatistics:
 class Poller:
     """Calls `on_reading(name, reading)` for every watched table after every poll."""
 
-    def __init__(self, horizon: Horizon, limits: Limits, recover: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self,
+        horizon: Horizon,
+        limits: Limits,
+        troubles: Troubles,
+        recover: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """`recover` is called while Postgres is away, before each new try (an embedded server can be started anew)."""
         self._horizon = horizon
         self._limits = limits
+        self._troubles = troubles
         self._recover = recover
         self._listeners: dict[str, OnReading] = {}
         self._bell = trio.Event()
@@ -107,6 +115,7 @@ class Poller:
         if self._away_since is not None:
             log.info("database_back", away_s=round(trio.current_time() - self._away_since, 1))
             self._away_since = None
+            self._troubles.end(DATABASE, DATABASE, "poll")
         before, self._last = self._last, readings
         if readings is before:
             return False
@@ -131,6 +140,7 @@ class Poller:
 
     async def _outage(self, error: DatabaseError) -> None:
         self._failures += 1
+        self._troubles.begin(DATABASE, DATABASE, "poll", str(error), code=error.code)
         now = trio.current_time()
         if self._away_since is None:
             self._away_since = now

@@ -24,6 +24,7 @@ from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import ClearUserSync, UserIp, UserSync
 from replicad.server.session import Session
+from replicad.server.troubles import Troubles
 from replicad.streams.presence import Roster, RosterStatistics
 from replicad.streams.presence_book import BATCH, Look, PresenceBook
 from replicad.streams.user_ips import Sightings, read
@@ -56,8 +57,9 @@ class PresenceStatistics:
 class PresenceService:
     """What the sessions of one daemon say of users. Nothing is made of it while presence is not enabled."""
 
-    def __init__(self, db: Database, settings: ServerSettings) -> None:
+    def __init__(self, db: Database, settings: ServerSettings, troubles: Troubles) -> None:
         self.book = PresenceBook(db, settings.database.stream_schema)
+        self._troubles = troubles
         self._name = f"{settings.server_name} pid {os.getpid()}"
         self._limit = settings.limits.presence_devices
         self._roster: Roster | None = None  # None: not enabled

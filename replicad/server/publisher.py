@@ -15,6 +15,7 @@ from replicad.postgres.horizon import LockSource, Reading, ReservationSource, So
 from replicad.server.feed import Feed
 from replicad.server.journal import JournalLimits
 from replicad.server.poller import Poller
+from replicad.server.troubles import Troubles
 from replicad.streams import registry
 from replicad.streams.registry import Method, Published, Stream
 
@@ -39,13 +40,16 @@ class _Pending:
 class Publisher:
     """The feeds by stream name; `on_feed` of whoever follows all streams is called for each new one."""
 
-    def __init__(self, db: Database, catchup_db: Database, settings: ServerSettings, poller: Poller) -> None:
+    def __init__(
+        self, db: Database, catchup_db: Database, settings: ServerSettings, poller: Poller, troubles: Troubles
+    ) -> None:
         limits = settings.limits
         self.feeds: dict[str, Feed] = {}
         self._db = db
         self._catchup_db = catchup_db
         self._schema = settings.database.stream_schema
         self._poller = poller
+        self._troubles = troubles
         self._limits = JournalLimits(limits.journal_bytes, limits.journal_chunks, limits.journal_seconds)
         self._pending: dict[str, _Pending] = {}
         self._faulty: dict[str, str] = {}

@@ -21,6 +21,7 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, ProtocolError, R
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Command, parse
 from replicad.protocol.words import Side
+from replicad.server.troubles import Troubles
 
 MAX_MESSAGE = 7_900  # bytes; NOTIFY takes less than 8,000
 MAX_LINE = MAX_MESSAGE - 64  # what is left beside the sender's name and the number
@@ -49,10 +50,11 @@ class RelayStatistics:
 class Relay:
     """Tells other daemons, and hears what they tell. `heard` is called with each of their commands."""
 
-    def __init__(self, db: Database, schema: str, heard: Callable[[Command], None]) -> None:
+    def __init__(self, db: Database, schema: str, heard: Callable[[Command], None], troubles: Troubles) -> None:
         self._db = db
         self._channel = channel_of(schema)
         self._heard = heard
+        self._troubles = troubles
         self._me = uuid.uuid4().hex[:16]
         self._number = 0  # of the last message that was made
         self._waiting: deque[str] = deque()

@@ -37,6 +37,7 @@ from replicad.protocol.pods import ARROW
 from replicad.protocol.tokens import Cursor
 from replicad.server.poller import Poller
 from replicad.server.session import Session
+from replicad.server.troubles import Troubles
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.leases import LeaseBook
@@ -63,7 +64,14 @@ class TubeService:
     """Answers the requests of all sessions about all tubes of one schema."""
 
     def __init__(
-        self, db: Database, ack_db: Database, bulk_db: Database, settings: ServerSettings, poller: Poller
+        self,
+        db: Database,
+        ack_db: Database,
+        bulk_db: Database,
+        settings: ServerSettings,
+        poller: Poller,
+        *,
+        troubles: Troubles,
     ) -> None:
         schema = settings.database.tube_schema
         self.leases = LeaseBook(db, schema)
@@ -73,6 +81,7 @@ class TubeService:
         self._bulk = BulkBook(bulk_db, schema)
         self._backfiller = Backfiller(db, schema)
         self._poller = poller
+        self._troubles = troubles
         self._positions: dict[str, int] = {}
         self._moved = trio.Event()
         self._waiters: set[_Waiter] = set()

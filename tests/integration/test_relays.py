@@ -18,6 +18,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Command, RemoteServerUp
 from replicad.server.daemon import Daemon
 from replicad.server.relay import MAX_LINE, Relay, channel_of
+from replicad.server.troubles import Troubles
 from tests.conftest import psql
 
 from .conftest import Connect, Netcat, netcat_to
@@ -99,7 +100,7 @@ async def test_a_line_that_is_too_long_is_refused_and_goes_to_nobody(netcat: Con
 
 async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(database: Database) -> None:
     heard: list[Command] = []
-    relay = Relay(database, "replicad", heard.append)
+    relay = Relay(database, "replicad", heard.append, Troubles())
 
     async def say(*messages: str) -> None:
         for message in messages:
@@ -128,14 +129,14 @@ async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicad.server.relay.MAX_WAITING", 10_000)
-    relay = Relay(database, "replicad", lambda _: None)
+    relay = Relay(database, "replicad", lambda _: None, Troubles())
     for number in range(1000):
         relay.tell(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
     assert relay.statistics().dropped == 1000 - 10_000 // size
     heard: list[Command] = []
     async with trio.open_nursery() as nursery:
-        listener = Relay(database, "replicad", heard.append)
+        listener = Relay(database, "replicad", heard.append, Troubles())
         nursery.start_soon(listener._listen_forever)
         await expect_listening(database)
         nursery.start_soon(relay._send_forever)

@@ -13,6 +13,8 @@ CREATE TABLE IF NOT EXISTS stream (
     setting text NOT NULL,                    -- transaction-local memory of a reservation, of a name nobody else uses
     resets integer NOT NULL DEFAULT 0,        -- counts announced resets; part of the epoch
     trimmed_upto bigint,                      -- ids up to here are gone on purpose; a token below has missed rows
-    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- bytes of the longest line that the stream may send; 64 MiB is what clients take at most
+    max_row integer NOT NULL DEFAULT 67108864 CHECK (max_row BETWEEN 1024 AND 67108864)
 );
 COMMENT ON TABLE stream IS 'replicad: the registered streams; use stream_add() and stream_remove()';

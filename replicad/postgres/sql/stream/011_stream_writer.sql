@@ -5,6 +5,7 @@ CREATE TABLE IF NOT EXISTS stream_writer (
     name text NOT NULL,                       -- as stream_instance() writes it
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (stream, number),
-    UNIQUE (stream, name)
+    UNIQUE (stream, name),
+    retired_at timestamptz                    -- an operator has said that it writes no more; its number stays taken
 );
 COMMENT ON TABLE stream_writer IS 'replicad: numbers of writers, stable for the life of the stream';

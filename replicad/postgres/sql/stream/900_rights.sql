@@ -17,7 +17,7 @@ BEGIN
         END IF;
         IF f.proname IN ('stream_add', 'stream_remove', 'stream_trim', 'stream_reset', 'stream_publish',
                 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_guard_attach',
-                'stream_guard_build', 'stream_check', 'stream_check_row') THEN
+                'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;

@@ -1,0 +1,1 @@
+SELECT daemon, kind, name, cause, code, reason, since FROM {schema}.stream_troubles()

@@ -1,0 +1,153 @@
+"""What is wrong at this moment, thing by thing: reported when it begins, when its reason changes, and when it is over.
+
+A *thing* is named by a kind (`stream`, `tube`, `session`, `service`) and a name. A thing can have several troubles at
+once, one for each *cause*: a short word for the work that fails (`registry`, `copy`, `backfill`). The state of a
+thing is the list of its troubles; it is ok when there are none.
+
+Everything that catches an exception of a long-lived task does it through this file. So no failure is silent: each one
+is counted, is logged with its reason (a defect of ours with its traceback), and can be seen until it is over.
+The one exception is an outage of Postgres: the poller reports it once, and what fails because of it is only counted.
+
+Which tasks there are, and what is done about a trouble, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
+import trio
+
+from replicad.errors import DatabaseUnavailable, ReplicadError
+
+DATABASE = "database"  # the kind of the trouble that the poller reports while Postgres is away
+AWAY_GRACE = 3.0  # seconds in which the poller notices an outage: a lost connection is no trouble of its own before
+MAX_REASON = 2000  # characters of a reason; a driver's message can quote a whole row
+
+log = structlog.get_logger()
+
+
+class Place(NamedTuple):
+    """Where a trouble is: kind and name of the thing, and the cause."""
+
+    kind: str
+    name: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One trouble. `reason` is a sentence for the operator, `code` its class (`ReplicadError.code`, or the exception's
+    name for a defect), `since` the monotonic time in seconds at which it began.
+    """
+
+    place: Place
+    code: str
+    reason: str
+    since: float
+
+
+class Troubles:
+    """All troubles of one daemon. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, now: Callable[[], float] = trio.current_time) -> None:
+        self._now = now
+        self._current: dict[Place, Trouble] = {}
+        self._suspected: dict[Place, float] = {}  # lost connections: since when
+        self._changed = trio.Event()
+        self.counts: Counter[tuple[str, str, str]] = Counter()  # (kind, cause, code): reports since the start
+
+    # --- reporting ---
+
+    def begin(self, kind: str, name: str, cause: str, reason: str, *, code: str) -> None:
+        """Report a trouble; repeating it with the same reason is free of noise."""
+        self.counts[kind, cause, code] += 1
+        place, reason = Place(kind, name, cause), reason[:MAX_REASON]
+        known = self._current.get(place)
+        if known is not None and (known.code, known.reason) == (code, reason):
+            return
+        since = self._now() if known is None else known.since
+        self._current[place] = Trouble(place, code, reason, since)
+        event = "trouble_began" if known is None else "trouble_changed"
+        log.warning(event, kind=kind, name=name, cause=cause, code=code, reason=reason)
+        self._tell()
+
+    def fail(self, kind: str, name: str, cause: str, error: BaseException) -> None:
+        """Report an exception as a trouble. A defect of ours is logged with its traceback, each time it occurs."""
+        if isinstance(error, DatabaseUnavailable) and self._is_outage(Place(kind, name, cause)):
+            self.counts[kind, cause, error.code] += 1
+            return
+        if isinstance(error, ReplicadError):
+            self.begin(kind, name, cause, str(error), code=error.code)
+            return
+        log.error("unexpected_failure", kind=kind, name=name, cause=cause, exc_info=error)
+        what = f"{type(error).__name__}: {error}".strip(": ")
+        self.begin(kind, name, cause, f"unexpected {what}; the log has the traceback", code=type(error).__name__)
+
+    def end(self, kind: str, name: str, cause: str) -> None:
+        """The cause works again; safe to repeat, and cheap while there is no trouble."""
+        place = Place(kind, name, cause)
+        self._suspected.pop(place, None)
+        known = self._current.pop(place, None)
+        if known is not None:
+            lasted = round(self._now() - known.since, 1)
+            log.info("trouble_over", kind=kind, name=name, cause=cause, code=known.code, lasted_s=lasted)
+            self._tell()
+
+    def forget(self, kind: str, name: str) -> None:
+        """The thing is no longer there, and so are its troubles."""
+        for place in [place for place in (*self._current, *self._suspected) if place[:2] == (kind, name)]:
+            self.end(*place)
+
+    @contextmanager
+    def contain(self, kind: str, name: str, cause: str) -> Iterator[None]:
+        """Let no exception out of the block: it becomes a trouble, and a block that succeeds ends the trouble.
+
+        Cancellation passes.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - reported with its traceback
+            self.fail(kind, name, cause, error)
+        except BaseExceptionGroup as group:
+            failed, rest = group.split(Exception)
+            if failed is not None:
+                self.fail(kind, name, cause, failed)
+            if rest is not None:
+                raise rest from None
+        else:
+            self.end(kind, name, cause)
+
+    # --- looking ---
+
+    def current(self) -> list[Trouble]:
+        """All troubles, those that began first at the front."""
+        return sorted(self._current.values(), key=lambda trouble: trouble.since)
+
+    def of(self, kind: str, name: str) -> list[Trouble]:
+        """The troubles of one thing."""
+        return [trouble for trouble in self.current() if trouble.place[:2] == (kind, name)]
+
+    def why(self, kind: str, name: str) -> str | None:
+        """The reasons of one thing's troubles in one text, None where it has none."""
+        return " Also: ".join(trouble.reason for trouble in self.of(kind, name)) or None
+
+    async def wait_changed(self) -> None:
+        """Until a trouble begins, changes or ends."""
+        await self._changed.wait()
+
+    # --- inside ---
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _is_outage(self, place: Place) -> bool:
+        """Whether a lost connection is explained by an outage of Postgres, or may still turn out to be."""
+        if any(trouble.place.kind == DATABASE for trouble in self._current.values()):
+            return True
+        return self._now() < self._suspected.setdefault(place, self._now()) + AWAY_GRACE

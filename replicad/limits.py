@@ -43,8 +43,11 @@ class Limits:
     max_connections: int = _count(  # 10,000 workers, and headroom for people and probes
         12_000, "Connections at the same time; one more is told so and closed.", 1, 1_000_000
     )
-    max_pending: int = _count(  # read ahead of their answers; then the client's socket is left to fill up
-        256, "Requests of one client that may wait for their answers.", 1, 100_000
+    max_pending: int = _count(  # read ahead of their answers; requests for streams and for tubes are queued apart
+        256,
+        "Requests of one client that may wait for their answers; a client that sends one more is disconnected.",
+        1,
+        100_000,
     )
     auth_timeout: float = _time(10.0, "Where a token is asked for, AUTH must come within this time.", 0.1)
     ping_interval: float = _time(  # the protocol's own figure
@@ -67,9 +70,6 @@ class Limits:
     )
     journal_seconds: float = _time(  # a client that is minutes behind is better served from Postgres
         300.0, "Age of the oldest row in the journal.", 1
-    )
-    chunk_bytes: int = _bytes(  # measured: smaller costs system calls, larger costs latency and cache
-        128 * _KIB, "Rows are read and sent in chunks of about this size.", 4 * _KIB, 16 * _MIB
     )
     poll_min: float = _time(  # measured: 3 ms from commit to client, at no cost for 32 writers
         0.005, "Postgres is asked for news this often while something moves.", 0.001, 60
@@ -103,7 +103,6 @@ class Limits:
             ("poll_min", "poll_max"),
             ("ping_interval", "peer_timeout"),
             ("lease_ttl", "lease_ttl_max"),
-            ("chunk_bytes", "journal_bytes"),
         ):
             low, high = getattr(self, less), getattr(self, more)
             if low > high:

@@ -32,7 +32,6 @@ class CloseReason(enum.Enum):
     NOT_AUTHORISED = "not_authorised"
     STREAM_ENDED = "stream_ended"  # a stream that it follows was removed, or broke off
     SLOW_READER = "slow_reader"  # it fell behind the bound
-    TOO_MANY_CONNECTIONS = "too_many_connections"
     TOO_MANY_REQUESTS = "too_many_requests"
     SERVER_STOPPING = "server_stopping"
     INTERNAL_ERROR = "internal_error"  # a defect of ours

@@ -93,15 +93,6 @@ def chunks_by_shard(touches: pa.Table, size: int) -> Iterator[tuple[int, pa.Tabl
         at += counted["counts"]
 
 
-def touches_of(shard: int, ids: pa.Array, seq: int) -> pa.Table:
-    """Touches of the given ids of one shard, all under one seq."""
-    count = len(ids)
-    return pa.Table.from_arrays(
-        [pa.repeat(pa.scalar(shard, pa.int32()), count), ids, pa.repeat(pa.scalar(seq, pa.int64()), count)],
-        schema=TOUCH_SCHEMA,
-    )
-
-
 def _controls(batch: pa.RecordBatch) -> Iterator[Control]:
     empty = pc.equal(pc.fill_null(pc.list_value_length(batch.column("ids")), 0), 0)
     for row in batch.filter(empty).select(["seq", "shard", "payload"]).to_pylist():

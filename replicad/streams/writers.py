@@ -28,7 +28,6 @@ from replicad.streams.inflight import InFlight, Reservation
 from replicad.streams.queries import SCHEMA, installed, statement
 
 MAX_IN_FLIGHT: Final = 1000  # reservations of one writer at once; more would say that completions are not reached
-MAX_IDS: Final = 10_000  # ids per reservation, the bound of stream_reserve()
 COMPLETE_TIMEOUT: Final = 5.0  # seconds to let go of a lock; then the connection is cut, which does it too
 
 

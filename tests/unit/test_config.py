@@ -84,7 +84,6 @@ def test_command_line_goes_before_environment_before_file_before_default(tmp_pat
         ({"poll_min": "1"}, {}, ["--poll-min 1", "--poll-max 0.05"]),
         ({"ping_interval": "20"}, {}, ["--ping-interval", "--peer-timeout"]),
         ({"lease_ttl": "2h"}, {}, ["--lease-ttl 7200", "--lease-ttl-max 3600"]),
-        ({"chunk_bytes": "2MiB", "journal_bytes": "1MiB"}, {}, ["--chunk-bytes", "--journal-bytes"]),
         ({"listen": "9009"}, {}, ["--listen", "'9009'", "HOST:PORT"]),
         ({"database": "mysql://db"}, {}, ["--database", "mysql://db", "postgresql://"]),
         ({"server_name": "two words"}, {}, ["--server-name", "two words"]),

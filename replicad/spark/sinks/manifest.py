@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,10 +62,6 @@ class Manifest:
     def holds(self, batch: Batch) -> bool:
         """Whether the batch, or a later one of its query, is in."""
         return self.applied.get(batch.query, (-1, 0)) >= (batch.number, batch.step)
-
-    def leaf_at(self, shard: int, id_: int) -> int:
-        """The number of the leaf that an id belongs to; the first also takes what is below its `low`."""
-        return max(0, bisect_right([leaf.low for leaf in self.shards.get(shard, ())], id_) - 1)
 
     def with_batch(self, batch: Batch, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
         """The next version: the shards of `changed` have new leaves, and the batch is in."""

@@ -1,8 +1,9 @@
 """Writers of one stream that share its keys: who owns which, how that changes hands, and what makes it safe.
 
-planning.py decides, without connection and clock; keeper.py keeps the membership up; book.py asks Postgres, where the
-rules are kept (sql/ownership); writer.py is what programs on trio use, blocking.py what those without async use. It
-knows nothing of what is written.
+planning.py decides who should own what, without connection and clock; holdings.py holds what one member owns; keeper.py
+says which queries keep the membership up. writer.py runs these queries for programs on trio, blocking.py for those
+without async; admin.py is for the command line. The rules are kept in Postgres (sql/ownership). Nothing here knows what
+is written.
 """
 
 from replicad.streams.ownership.blocking import BlockingShardedWriter

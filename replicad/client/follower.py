@@ -59,8 +59,8 @@ _NO_LANE.prefix = "\n"  # no line begins so
 class Follower:
     """Follows some streams over any number of connections, one after another. Not for two threads at once.
 
-    `gap` is the gap that ended this connection's use, if any. `dropped` counts rows of streams that are not wanted, or
-    not before their POSITION. Rows that come again are not handed over.
+    `gap` is the gap that ended this connection's use, if any. `repeats` counts rows that came again and were not
+    handed over, `dropped` those of streams that nobody wanted, or not before their POSITION.
     """
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
@@ -68,6 +68,7 @@ class Follower:
         self._streams: dict[str, StreamProgress] = {}
         self._lanes: dict[str, _Lane] = {}  # by prefix; only of streams whose rows are wanted now
         self.gap: Gap | None = None
+        self.repeats = 0
         self.dropped = 0
 
     # --- what is wanted ---
@@ -156,6 +157,8 @@ class Follower:
                 if position > mark.at:
                     mark.at = position
                     yield new(RowBatch, (lane.stream, lane.instance, position, rows))
+                else:
+                    self.repeats += len(rows)
             else:
                 yield from self._line(line.encode(), understand)
 
@@ -186,6 +189,8 @@ class Follower:
         if row.token > lane.mark.at:
             lane.mark.at = row.token
             yield RowBatch(row.stream, row.instance, row.token, rows)
+        else:
+            self.repeats += len(rows)
 
     def _hold(self, lane: _Lane, row: str) -> None:
         """Keep a row until its token comes."""

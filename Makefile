@@ -3,17 +3,21 @@
 #
 #   make test PYTHON=python3.12              another Python for .venv
 #   make test PYTEST_ARGS="tests/unit -x"    a part of the suite
+#   make test WORKERS=0 PYTEST_ARGS="-s"     one after another, in one process (a number: in so many)
+#   make test-busy TIMES=5                   the whole suite as often, on a machine that has other things to do
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+WORKERS ?= auto
+TIMES ?= 5
 BENCH_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench stress dist clean distclean check-java
+.PHONY: help demo test test-busy lint bench stress dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,7 +26,15 @@ demo: check-java $(VENV)/.demo ## the whole of replicad on real data, in about a
 	@$(RUN) -m replicad demo
 
 test: check-java $(VENV)/.dev ## all tests: real Postgres, real sockets, a real local Spark
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+	@$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-busy: check-java $(VENV)/.dev ## all tests TIMES times (5) beside two busy loops; ends at the first failure
+	@for loop in 1 2; do while :; do :; done & loops="$$loops $$!"; done; \
+	trap 'kill $$loops' EXIT; trap 'exit 130' INT TERM; \
+	for run in $$(seq $(TIMES)); do \
+		echo "==> run $$run of $(TIMES), beside two busy loops"; \
+		$(RUN) -m pytest -q -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 	@failed=; \

@@ -1,4 +1,8 @@
-"""What tests of several floors share: one Postgres for the whole run, and an empty database per test."""
+"""What tests of several floors share: one Postgres for each process that runs tests, and an empty database per test.
+
+`make test` runs several processes (pytest-xdist), twice as many as there are cores, because tests wait more than they
+calculate. So a test takes free ports, looks at its own database only, and relies on no other test.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from hypothesis import settings
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 
+PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for what hangs, never for what is slow
+
 # A crash of the machine may eat the test data, a crash of Postgres may not: the pages are in the system's cache.
 FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
 
@@ -24,6 +30,21 @@ _numbers = itertools.count(1)
 
 settings.register_profile("busy machine", deadline=None)  # how long an example takes says nothing about the code
 settings.load_profile("busy machine")
+
+
+@pytest.hookimpl(optionalhook=True)  # tests run without pytest-xdist too
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes `-n auto` means."""
+    return min(16, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give one process all tests of the shared Spark, and let what takes long begin first: the rest fills the gaps."""
+    for item in items:
+        if "spark" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("spark"))
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("spark", "stress")))
 
 
 @contextmanager
@@ -80,6 +101,6 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 def psql(url: str, sql: str) -> str:
     """Run one SQL command by psql, as a user would; returns what it prints, without headers."""
     command = [find_programs() / "psql", "--no-psqlrc", "-qtAX", "-v", "ON_ERROR_STOP=1", "-d", url, "-c", sql]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

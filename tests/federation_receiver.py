@@ -14,6 +14,8 @@ from typing import Any
 import h11
 import trio
 
+from tests.conftest import PATIENCE
+
 
 @dataclass(frozen=True)
 class Request:
@@ -94,7 +96,7 @@ class Receiver:
             yield self
             nursery.cancel_scope.cancel()
 
-    async def expect(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async def expect(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Look until the condition holds; fails when it does not within that time."""
         with trio.fail_after(seconds):
             while not condition():

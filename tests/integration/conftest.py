@@ -15,8 +15,7 @@ from replicad.config import Address, ServerSettings
 from replicad.limits import Limits
 from replicad.postgres.bridge import Database
 from replicad.server.daemon import Daemon, open_daemon
-
-PATIENCE = 10.0  # seconds for what should take milliseconds: the machine may be busy
+from tests.conftest import PATIENCE
 
 
 class Netcat:

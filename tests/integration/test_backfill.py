@@ -10,6 +10,7 @@ import trio
 
 from replicad.postgres.bridge import Database
 from replicad.server.daemon import Daemon
+from tests.conftest import PATIENCE
 
 ROWS = 5000
 PUT_IN = "payload ->> 'type' IS DISTINCT FROM 'backfill_schedule'"  # all but what asked for the backfill
@@ -31,7 +32,7 @@ async def items(database: Database) -> Database:
 
 
 async def until(look: Callable[[], Any]) -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         while not await look():
             await trio.sleep(0.01)
 
@@ -72,7 +73,7 @@ async def test_a_full_tube_holds_the_backfill_back(
     await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
     most = 0
     gone: list[int] = []
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         while len(gone) < ROWS:
             count = await items.fetch_value("SELECT count(*) FROM tube.items")
             most = max(most, count)

@@ -17,7 +17,7 @@ from replicad import errors
 from replicad.postgres import connection as connection_module
 from replicad.postgres.bridge import COPY_CHUNK, Database, open_database, quote_ident, quote_literal
 from replicad.postgres.embedded import EmbeddedPostgres
-from tests.conftest import server_folder
+from tests.conftest import PATIENCE, server_folder
 
 pytestmark = pytest.mark.postgres
 
@@ -35,7 +35,7 @@ async def opened(url: str, **options: object) -> AsyncIterator[Database]:
 
 
 async def wait_until_nobody_sleeps(db: Database) -> None:
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         while await db.fetch_value(SLEEPERS):
             await trio.sleep(0.01)
 
@@ -125,7 +125,7 @@ async def test_copy_out_waits_for_a_slow_sink_and_holds_little_in_the_meantime(d
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(copy_numbers, database, 2_000_000, sink)
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             while (
                 await database.fetch_value("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'ClientWrite'")
                 == 0
@@ -156,7 +156,7 @@ async def test_copy_whose_sink_fails_is_cancelled_in_postgres_and_raises_what_th
 
 async def test_copy_that_takes_too_long_is_given_up_and_says_so(database: Database) -> None:
     with pytest.raises(errors.DatabaseUnavailable, match="took longer than"):
-        await database.copy_out("SELECT pg_sleep(30)::text || 'naptime'", sink=ignore, timeout=0.1)
+        await database.copy_out("SELECT pg_sleep(3600)::text || 'naptime'", sink=ignore, timeout=0.1)
     await wait_until_nobody_sleeps(database)
 
 
@@ -231,7 +231,7 @@ async def test_cancelled_transaction_is_rolled_back(database: Database) -> None:
         with trio.move_on_after(0.05):
             async with connection.transaction():
                 await connection.execute("INSERT INTO t VALUES (1)")
-                await connection.execute("SELECT pg_sleep(30)")
+                await connection.execute("SELECT pg_sleep(3600)")
         assert await connection.fetch_value("SELECT count(*) FROM t") == 0
     assert at_rest(database)
 
@@ -256,7 +256,7 @@ async def test_cancelled_statement_is_cancelled_in_postgres_and_the_connection_l
     async with opened(database_url, size=1) as db:
         for _ in range(3):
             with trio.move_on_after(0.05) as scope:
-                await db.fetch_value("SELECT pg_sleep(30) /* naptime */")
+                await db.fetch_value("SELECT pg_sleep(3600) /* naptime */")
             assert scope.cancelled_caught
         assert await db.fetch_value(SLEEPERS) == 0
         assert (db.statistics().connected, db.statistics().cancelled) == (1, 3)
@@ -295,7 +295,7 @@ async def test_wait_for_a_connection_is_bounded_and_says_why(database_url: str) 
 async def test_statement_time_out_is_kept_by_the_server(database_url: str) -> None:
     async with opened(database_url, statement_timeout=0.1) as db:
         with pytest.raises(errors.DatabaseError, match="statement timeout") as caught:
-            await db.fetch_value("SELECT pg_sleep(30)")
+            await db.fetch_value("SELECT pg_sleep(3600)")
         assert caught.value.sqlstate == "57014"
         assert await db.fetch_value("SELECT 1") == 1
 
@@ -307,7 +307,7 @@ async def test_server_that_falls_silent_is_given_up(database_url: str, monkeypat
         os.kill(pid, signal.SIGSTOP)
         try:
             for work in (db.fetch_value("SELECT 1"), db.copy_out("SELECT 'x'", sink=ignore)):
-                with trio.fail_after(5), pytest.raises(errors.DatabaseUnavailable, match="stopped answering"):
+                with trio.fail_after(PATIENCE), pytest.raises(errors.DatabaseUnavailable, match="stopped answering"):
                     await work
                 os.kill(pid, signal.SIGCONT)
                 pid = await db.fetch_value("SELECT pg_backend_pid()")
@@ -388,7 +388,7 @@ def tcp_server() -> Iterator[tuple[EmbeddedPostgres, int]]:
 
 
 async def refusal(url: str, **options: object) -> errors.DatabaseError:
-    with trio.fail_after(10), pytest.raises(errors.DatabaseError) as caught:
+    with trio.fail_after(PATIENCE), pytest.raises(errors.DatabaseError) as caught:
         async with opened(url, **options):
             pass
     return caught.value

@@ -31,6 +31,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.connection import Timing
 from replicad.server.daemon import Daemon
 from replicad.streams import trimming
+from tests.conftest import PATIENCE
 
 from .clients.proxy import FaultProxy
 from .conftest import Connect
@@ -110,7 +111,7 @@ async def caching(
                 await trio.to_thread.run_sync(following.__exit__, None, None, None)
 
 
-async def until(condition: Callable[[], bool], within: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], within: float = PATIENCE) -> None:
     with trio.fail_after(within):
         while not condition():
             await trio.sleep(0.005)
@@ -333,7 +334,7 @@ async def test_where_the_token_resumes_nothing_everything_is_emptied(
 
 async def trim(db: Database, upto: int) -> None:
     """Trim the stream, once the daemon has noted that it published all of it, which it does every second."""
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while True:
             with suppress(StreamRefused):
                 await trimming.trim(db, "caches", before=upto)
@@ -354,13 +355,13 @@ async def test_no_entry_is_given_out_longer_than_it_is_proven_to_be_good(
                 await open_one.execute("BEGIN")
                 await invalidate(open_one, "other", [])
                 await change(things, 1)
-                with trio.fail_after(5):
+                with trio.fail_after(PATIENCE):
                     while await thing(1) == 0:
                         await trio.sleep(0.01)
                 assert (caches.live, caches.told[1]) == (True, 0)
                 await open_one.execute("ROLLBACK")
             await until(lambda: caches.told[1] == 1)
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE):
                 hits = caches.statistics().caches["thing"].hits
                 while caches.statistics().caches["thing"].hits == hits:
                     assert await thing(1) == 1

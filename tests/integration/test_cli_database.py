@@ -15,7 +15,7 @@ import pytest
 
 from replicad.cli import app
 from replicad.postgres.embedded import find_programs
-from tests.conftest import psql
+from tests.conftest import PATIENCE, psql
 
 Run = Callable[..., Any]
 
@@ -198,7 +198,7 @@ def test_a_holder_of_a_position_is_named_in_the_list(run: Run, database_url: str
         assert "INSERT INTO events" in row["held_back_by"]
         writer.stdin.write("COMMIT;\n")
         writer.stdin.close()
-        assert writer.wait(30) == 0
+        assert writer.wait(PATIENCE) == 0
     assert run("streams", "list", "--json")[0]["held_back_by"] is None
 
 

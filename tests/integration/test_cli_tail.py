@@ -16,11 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import psql
+from tests.conftest import PATIENCE, psql
 
 pytestmark = pytest.mark.postgres
-
-PATIENCE = 60.0  # seconds; a calm machine needs one or two
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -108,12 +106,10 @@ def test_tail_misses_and_repeats_nothing_when_the_daemon_is_killed_and_comes_bac
 def test_the_daemon_ends_cleanly_on_a_signal_and_frees_its_port(start: Start, tmp_path: Path) -> None:
     listen = ("--listen", f"127.0.0.1:{free_port()}")
     for number in (signal.SIGTERM, signal.SIGINT):
-        with serving(start, tmp_path, *listen, "--log-format", "json") as (_, daemon):
+        with serving(start, tmp_path, *listen, "--log-format", "json", "--stop-grace", "600") as (_, daemon):
             assert start("ping", listen[1]).wait(PATIENCE) == 0
-            began = time.monotonic()
             daemon.send_signal(number)
-            assert daemon.wait(PATIENCE) == 0
-            assert time.monotonic() - began < 5
+            assert daemon.wait(PATIENCE) == 0, "it waits for its grace to be over, though nothing is left to be done"
             assert daemon.stderr is not None
             events = [json.loads(line)["event"] for line in daemon.stderr.read().splitlines()]
             assert events[-2:] == ["stopping", "stopped"]

@@ -22,6 +22,7 @@ from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
 from replicad.server.daemon import Daemon
 from replicad.streams import registry
+from tests.conftest import PATIENCE
 
 from .clients.both import TrioInThread
 from .clients.proxy import FaultProxy
@@ -117,7 +118,7 @@ async def test_a_long_poll_is_answered_when_a_pod_arrives_and_taken_over_when_a_
             client.release("cities", HALF, term)
 
     def take_over() -> None:
-        waiting.wait(10)
+        waiting.wait(PATIENCE)
         with make_client() as client:
             found.append(client.claim("cities", HALF, wait=30.0))
 

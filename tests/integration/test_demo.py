@@ -19,11 +19,16 @@ import psutil
 import pytest
 
 from replicad.demo.check import read_downstream
+from tests.conftest import PATIENCE
 
-pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.postgres,
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("demo"),  # a Spark of its own each: one after another
+]
 
-PATIENCE = 300.0  # seconds for anything; a calm machine takes a tenth of it
-GONE = 20.0  # seconds in which everything must be gone after the command has ended
+RUN = 300.0  # seconds for a whole run; a calm machine takes a tenth of it
 
 
 @dataclass
@@ -64,7 +69,7 @@ class Run:
 
     def wait_until_gone(self) -> list[str]:
         """The processes that are still there when there should be none."""
-        deadline = time.monotonic() + GONE
+        deadline = time.monotonic() + PATIENCE
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
@@ -107,7 +112,7 @@ def test_an_interrupt_leaves_no_process_behind(folder: Path, moment: str, number
         if number is signal.SIGINT:
             run.process.send_signal(number)  # a second Ctrl-C must not cut the clean-up short
         assert run.read_until(None)
-        assert run.process.wait(PATIENCE) == 130, run.said
+        assert run.process.wait(RUN) == 130, run.said
         assert run.wait_until_gone() == []
     assert not any("Traceback" in line for line in run.lines)
 
@@ -117,10 +122,10 @@ def test_it_succeeds_after_one_that_was_broken_off_and_both_sides_are_equal(fold
         assert run.read_until("3. Making a tube"), run.said
         run.process.send_signal(signal.SIGINT)
         assert run.read_until(None)
-        assert run.process.wait(PATIENCE) == 130
+        assert run.process.wait(RUN) == 130
     with demo(folder) as run:
         assert run.read_until(None)
-        assert run.process.wait(PATIENCE) == 0, run.said
+        assert run.process.wait(RUN) == 0, run.said
         assert run.wait_until_gone() == []
     text = "\n".join(run.lines)
     assert "Both sides are equal." in text

@@ -18,7 +18,7 @@ import pytest
 from replicad.errors import EnvironmentRefused
 from replicad.postgres import embedded
 from replicad.postgres.embedded import EmbeddedPostgres, embedded_postgres
-from tests.conftest import psql, server_folder
+from tests.conftest import PATIENCE, psql, server_folder
 
 pytestmark = pytest.mark.postgres
 
@@ -50,8 +50,8 @@ import sys
 from pathlib import Path
 from replicad.postgres.embedded import EmbeddedPostgres
 with EmbeddedPostgres(Path(sys.argv[1]), {"fsync": "off"}) as server:
-    print(server.pid(), server.url, flush=True)
-    try:
+    try:  # before the line that lets the test send a signal
+        print(server.pid(), server.url, flush=True)
         sys.stdin.readline()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
@@ -79,7 +79,7 @@ class User:
         return self.process.stdout.readline().strip()
 
     def leave(self) -> None:
-        self.process.communicate("go\n", timeout=60)
+        self.process.communicate("go\n", timeout=PATIENCE)
         assert self.process.returncode == 0
 
     def kill(self) -> None:
@@ -87,7 +87,7 @@ class User:
         self.process.communicate()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -149,7 +149,7 @@ def test_many_that_start_at_once_get_one_server(postgres_folder: Path) -> None:
     ]
     assert len({process.stdout.readline() for process in processes if process.stdout is not None}) == 1
     for process in processes:
-        process.communicate("go\n", timeout=60)
+        process.communicate("go\n", timeout=PATIENCE)
         assert process.returncode == 0
     assert EmbeddedPostgres(postgres_folder).pid() is None
 

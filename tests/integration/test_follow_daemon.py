@@ -22,6 +22,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
 from replicad.server.daemon import Daemon
 from replicad.streams import registry
+from tests.conftest import PATIENCE
 
 from .clients.proxy import FaultProxy
 from .conftest import Connect, netcat_to
@@ -102,7 +103,7 @@ async def test_every_row_once_and_in_order_through_cuts_kills_and_changes_of_dae
         async with trio.open_nursery() as nursery:
             for who in WRITERS:
                 nursery.start_soon(write, database_url, who, who == "alice")
-            with trio.fail_after(60):
+            with trio.fail_after(PATIENCE):
                 await read()
         assert dict(reader.got) == {who: list(range(ROWS)) for who in WRITERS}
         assert proxy.cuts > 0
@@ -122,11 +123,11 @@ async def test_a_cut_that_nobody_is_told_of_is_noticed_by_both_sides(
                     assert (await anext(follower)).rows == ["0"]
                     proxy.frozen = True
                     await facts.execute("INSERT INTO facts (who, n) VALUES ('alice', 1)")
-                    with trio.fail_after(10):
+                    with trio.fail_after(PATIENCE):
                         while not daemon.hub.statistics().closed.get("peer_silent"):
                             await trio.sleep(0.05)
                     proxy.frozen = False
-                    with trio.fail_after(10):
+                    with trio.fail_after(PATIENCE):
                         assert (await anext(follower)).rows == ["1"]
 
 
@@ -226,7 +227,7 @@ async def test_a_client_of_the_original_protocol_follows_without_knowing_the_dif
                 old_worker.line(line)
 
     async def commit() -> None:
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             while "caches" not in old_worker.rows:
                 await trio.sleep(0.01)
         for _ in range(2):

@@ -25,6 +25,7 @@ from replicad.postgres.horizon import (
     TableSource,
     reservation_key,
 )
+from tests.conftest import PATIENCE
 
 pytestmark = pytest.mark.postgres
 
@@ -468,7 +469,7 @@ async def test_locked_sequence_stops_its_own_stream_only_and_the_culprit_is_name
     async with t.writer("TRUNCATE t RESTART IDENTITY", name="cleaner") as cleaner:
         for n in (1, 2):
             await t.db.execute("INSERT INTO u DEFAULT VALUES")
-            with trio.fail_after(2):
+            with trio.fail_after(PATIENCE):
                 readings = await t.horizon.poll()
             assert readings["u"].position == n
             held = readings["t"].held_by
@@ -476,7 +477,7 @@ async def test_locked_sequence_stops_its_own_stream_only_and_the_culprit_is_name
             assert (held.kind, held.application_name) == (HolderKind.SEQUENCE_LOCK, "cleaner")
             assert readings["t"].position == 1
         await cleaner.execute("ROLLBACK")
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         while (await t.poll()).held_by is not None:
             await trio.sleep(0.01)
     await t.insert()

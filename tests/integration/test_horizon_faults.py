@@ -16,7 +16,7 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, StandbyRefused
 from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import HolderKind, Horizon, LockSource, Reading
-from tests.conftest import server_folder
+from tests.conftest import PATIENCE, server_folder
 
 pytestmark = pytest.mark.postgres
 
@@ -62,7 +62,7 @@ def crash(server: EmbeddedPostgres) -> None:
     pid = server.pid()
     assert pid is not None
     os.kill(pid, signal.SIGQUIT)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while server.pid() is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)

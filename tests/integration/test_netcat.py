@@ -13,6 +13,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.server.daemon import Daemon
 from replicad.streams import registry
+from tests.conftest import PATIENCE
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -289,7 +290,7 @@ async def test_a_row_that_turns_up_below_the_position_is_an_alarm(
     early = await events.fetch_value("SELECT nextval('events_id_seq')")
     await insert(events, "2")
     feed = daemon.publisher.feeds["events"]
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         while daemon.publisher._counted.get("events", (0, 0, 0))[1] < 2:
             await trio.sleep(0.05)
         await events.execute("INSERT INTO events (id, body) VALUES ($1, '1')", early)

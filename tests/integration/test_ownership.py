@@ -13,14 +13,13 @@ from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.streams import next_id, registry
 from replicad.streams.ownership import ShardedWriter, admin, open_sharded_writer, slot_of
 from replicad.streams.registry import Method
-from tests.conftest import psql
+from tests.conftest import PATIENCE, psql
 from tests.ownership_checker import ROWS, SABOTAGE, check_rows, write_row
 
 pytestmark = pytest.mark.postgres
 
 SLOTS = 16
 TTL = 1.0
-PATIENCE = 15.0  # seconds for what should take one: the machine may be busy
 
 
 @pytest.fixture

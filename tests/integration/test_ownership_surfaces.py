@@ -17,12 +17,11 @@ from replicad.cli import app
 from replicad.errors import NotOwner
 from replicad.postgres.literals import fill
 from replicad.streams.ownership import BlockingShardedWriter
-from tests.conftest import psql
+from tests.conftest import PATIENCE, psql
 from tests.ownership_checker import OVERLAPS, ROWS, WRITE
 
 pytestmark = pytest.mark.postgres
 
-PATIENCE = 15.0  # seconds for what should take one: the machine may be busy
 KEYS = [f"room{number}" for number in range(12)]
 
 

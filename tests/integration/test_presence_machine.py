@@ -14,6 +14,7 @@ import trio
 
 from replicad.postgres.bridge import Database
 from replicad.server.daemon import Daemon
+from tests.conftest import PATIENCE
 
 from .conftest import netcat_to
 from .test_faults_daemon import ServeProcess, serving
@@ -118,13 +119,13 @@ async def test_through_kills_of_daemons_and_workers_every_word_is_a_change_and_t
             for _ in range(10):
                 await trio.sleep(SECONDS / 10)
                 await workers[0].lose_connection()
-            with trio.fail_after(30):
+            with trio.fail_after(PATIENCE):
                 while len(kills) < 3:
                     await trio.sleep(0.1)
             trouble.cancel_scope.cancel()
         living.clear()  # from now on all are at the daemon that nobody kills
         expected = set().union(*(worker.users for worker in workers))
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             while {user["user"] for user in await book.users(100)} != expected or len(rows) < await told(database):
                 await trio.sleep(0.1)
         nursery.cancel_scope.cancel()

@@ -20,6 +20,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.server.daemon import Daemon
 from replicad.streams import registry
+from tests.conftest import PATIENCE
 
 from ..federation_receiver import Receiver, Reply
 
@@ -103,7 +104,7 @@ async def counts(database: Database, table: str) -> int:
     return found
 
 
-async def expect_soon(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+async def expect_soon(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
     with trio.fail_after(seconds):
         while not await condition():
             await trio.sleep(0.02)

@@ -18,6 +18,7 @@ import trio
 from replicad.postgres.bridge import Database
 from replicad.server.daemon import Daemon
 from replicad.streams import registry
+from tests.conftest import PATIENCE
 
 from ..federation_receiver import Receiver, Reply, Request
 
@@ -138,7 +139,7 @@ async def test_sigterm_lets_what_is_under_way_end_and_the_secret_of_the_file_is_
             await write(facts, 1, ["a"], "r")
             await receiver.expect(lambda: receiver.counts["a"] == 1)
             sender.send_signal(signal.SIGTERM)
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 assert await sender.wait() == 0
     done = "SELECT last_successful_stream_ordering, txn_id FROM replicad.federation_destination"
     assert tuple(await facts.fetch_row(done)) == (1, None)
@@ -158,7 +159,7 @@ async def test_sigterm_lets_what_is_under_way_end_and_the_secret_of_the_file_is_
 async def test_what_cannot_be_reached_is_said_in_one_sentence(
     facts: Database, arguments: Arguments, tmp_path: Path, changes: dict[str, str], said: str
 ) -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         done = await trio.run_process(
             arguments("--log-level", "error", **changes), check=False, capture_stderr=True, cwd=tmp_path
         )

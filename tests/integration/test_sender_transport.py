@@ -12,6 +12,7 @@ from replicad.federation import signing
 from replicad.federation.items import Order, make_transaction
 from replicad.federation.settings import Delivery
 from replicad.federation.transport import HttpTransport, Outcome, open_transport
+from tests.conftest import PATIENCE
 
 from ..federation_receiver import Receiver, Reply
 
@@ -128,10 +129,10 @@ async def test_a_body_that_never_ends_or_crawls_costs_little_and_the_status_coun
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicad.federation.transport.ANSWER_TIME", 0.2)
-    async with open_transport(delivery(receiver)) as transport:
+    async with open_transport(delivery(receiver, request_timeout=3600.0)) as transport:
         for reply in (Reply(body=b"x" * 65536, chunks=10_000), Reply(body=b"x", chunks=10_000, pause=0.05)):
             receiver.behave = lambda _, reply=reply: reply
-            with trio.fail_after(3):
+            with trio.fail_after(PATIENCE):
                 assert (await transport.send("a.example", MADE)).delivered
     assert receiver.connections == 2, "a connection with unread answers on it was used again"
 

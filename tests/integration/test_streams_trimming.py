@@ -11,6 +11,7 @@ from replicad.errors import BadToken, StreamRefused, TokenExpired, UsageError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, status, trimming
+from tests.conftest import PATIENCE
 
 EVENTS = "CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)"
 
@@ -75,7 +76,7 @@ async def test_a_reader_never_misses_rows_that_a_trim_takes_away_under_it(db: Da
             except TokenExpired:
                 expired.set()
 
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
             await read_all.wait()

@@ -22,6 +22,7 @@ from replicad.protocol.commands import Part
 from replicad.protocol.tokens import Cursor
 from replicad.server.daemon import Daemon
 from replicad.spark.arrow import PodReader, block_batch
+from tests.conftest import PATIENCE
 
 from .conftest import Connect
 
@@ -143,7 +144,7 @@ async def test_a_reader_that_takes_nothing_keeps_neither_a_connection_nor_a_snap
             blocks = await trio.to_thread.run_sync(lambda: list(busy.pod_blocks("t", ALL, term, limit=300)))
             assert sum(block.pods for block in blocks) == 300
             held = "SELECT count(*) FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid()"
-            with trio.fail_after(5):
+            with trio.fail_after(PATIENCE):
                 while await database.fetch_value(held + " AND query LIKE '%RECURSIVE piece%'"):
                     await trio.sleep(0.01)
             left = await trio.to_thread.run_sync(lambda: sum(block.pods for block in answer))

@@ -35,6 +35,7 @@ from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
 from replicad.server.daemon import open_daemon
+from tests.conftest import PATIENCE
 
 TTL = 0.5  # seconds; short, so that a machine of some dozen steps sees take-overs
 SURE = 0.8 * TTL  # a request renews only when a fifth of the time to live has passed since the last renewal
@@ -73,12 +74,12 @@ class World:
 
     def __enter__(self) -> World:
         self._thread.start()
-        assert self._ready.wait(60)
+        assert self._ready.wait(PATIENCE)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._token.run_sync_soon(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(PATIENCE)
 
     def call(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
         return trio.from_thread.run(function, *args, trio_token=self._token)
@@ -312,7 +313,7 @@ class Machine(RuleBasedStateMachine):
             worker.client.close()
         with self._client(0) as client:
             term = client.claim("items", Part(0, 1), ttl=30, wait=20).term
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE
             while self.world.sql("SELECT count(*) AS n FROM tube.items")[0]["n"]:
                 assert time.monotonic() < deadline, "the tube does not become empty"
                 pods = list(client.pods("items", Part(0, 1), term, wait=0.2))

@@ -14,6 +14,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Part
 from replicad.server.daemon import Daemon
 from replicad.tubes.pods import PodBook
+from tests.conftest import PATIENCE
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -115,7 +116,7 @@ async def test_what_was_not_acked_comes_again_and_in_order_regular_before_backfi
 
 async def until_position(nc: Netcat, term: int, pods: int) -> None:
     """Until the daemon hands out that many pods."""
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while (await read(nc, f"0/1 {term} wait=1 limit=100000"))[2] < pods:
             await trio.sleep(0.01)
 
@@ -136,12 +137,10 @@ async def test_a_waiting_worker_is_woken_by_a_pod_of_its_own_partition(cities: D
         for nc in (mine, other):
             await nc.expect(*HELLO)
         terms = [await claim(mine, "0/2"), await claim(other, "1/2")]
-        began = trio.current_time()
-        await mine.send(f"PODS cities 0/2 {terms[0]} wait=60")
+        await mine.send(f"PODS cities 0/2 {terms[0]} wait=300")  # longer than a line is waited for here
         await other.send(f"PODS cities 1/2 {terms[1]} wait=1")
         await cities.execute("SELECT tube.cities_touch(0, ARRAY[1], 'T')")
         await mine.expect('RDATA tube:cities 0/2 .*"ids":\\[1\\].*', "CURSOR cities 0/2 \\d+\\.0 1")
-        assert trio.current_time() - began < 10
         await other.expect("CURSOR cities 1/2 0\\.0 0")
 
 
@@ -177,8 +176,8 @@ async def test_a_silent_holder_loses_its_lease_to_another_daemon_and_its_late_ac
     async with start_daemon() as other, netcat_to(other) as heir:
         await heir.expect(*HELLO)
         began = trio.current_time()
-        inherited = await claim(heir, "0/2", "wait=20 ttl=30")
-        assert 0.9 <= trio.current_time() - began < 10
+        inherited = await claim(heir, "0/2", "wait=300 ttl=30")
+        assert trio.current_time() - began >= 0.9
         await nc.send(f"ACK cities 0/2 {term} {pods[0]['seq']}")
         await nc.expect("ERROR lease_lost: .*")
         assert (await read(heir, f"0/2 {inherited} wait=5"))[0] == pods
@@ -312,7 +311,7 @@ async def test_a_tube_that_is_dropped_and_made_anew_at_once_is_served(cities: Da
         await connection.execute("SELECT tube.tube_ensure_exists('cities', 1)")
     term = await claim(nc, "0/1")
     await cities.execute("SELECT tube.cities_touch(0, ARRAY[5], 'T')")
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while not (found := await read(nc, f"0/1 {term} wait=1"))[0]:
             pass
     assert found[0][0]["ids"] == [5]

@@ -18,6 +18,7 @@ from replicad.protocol.commands import Part
 from replicad.protocol.states import CloseReason
 from replicad.server.daemon import Daemon
 from replicad.tubes.worker import Batch, Worker, WorkerSettings
+from tests.conftest import PATIENCE
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
 QUICK = WorkerSettings(batch_ids=5, parallelism=3, max_pods=20, poll=1.0, lease_ttl=2.0, tries=3, backoff_first=0.01)
@@ -77,7 +78,7 @@ class Downstream:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         while not await condition():
             await trio.sleep(0.05)
 
@@ -167,7 +168,7 @@ async def test_while_everything_fails_nothing_is_parked_and_it_recovers_by_itsel
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
         await items.execute("INSERT INTO items SELECT id, 1 FROM generate_series(0, 19) AS id")
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             while downstream.calls < 200:
                 await trio.sleep(0.01)
         downstream.broken = False
@@ -185,7 +186,7 @@ async def test_backfill_can_be_left_for_later(items: Database, open_worker_clien
     await items.execute("SELECT tube.items_touch(0, ARRAY[2, 4], 'B')")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             while len(downstream.rows) < 10:
                 await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
@@ -198,7 +199,7 @@ async def test_a_worker_that_is_stopped_while_idle_lets_go_of_its_leases_at_once
     worker = Worker(open_worker_client, "items", Downstream(items).handle)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             while await items.fetch_value("SELECT count(*) FROM tube.tube_lease") < 2:
                 await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
@@ -235,7 +236,7 @@ async def test_after_a_backfill_what_the_downstream_holds_of_deleted_rows_goes_t
     )
     async with trio.open_nursery() as nursery:  # killed while it collects
         nursery.start_soon(worker.run)
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             await collecting.wait()
         nursery.cancel_scope.cancel()
     assert len(downstream.rows) > 1000

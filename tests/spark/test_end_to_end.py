@@ -25,6 +25,7 @@ from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.base import Sink
 from replicad.spark.sinks.postgres import PostgresSink
+from tests.conftest import PATIENCE
 
 SHARDS = (1, 2, 3)
 ROWS = 2000  # in each shard
@@ -47,7 +48,7 @@ class Served:
         command = [sys.executable, "-m", "replicad", "serve", "--database", self.url, "--ready-file", str(self.ready)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([*command, "--listen", f"127.0.0.1:{self.port}"], stderr=log)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not self.ready.exists():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()

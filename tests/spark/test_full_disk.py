@@ -13,6 +13,7 @@ from helpers import psql
 
 from replicad.config import parse_address
 from replicad.postgres.embedded import EmbeddedPostgres
+from tests.conftest import PATIENCE
 
 from ..integration.test_faults_daemon import ServeProcess, serving
 from ..integration.test_faults_tubes import limit_files
@@ -28,7 +29,7 @@ def _no_query_outlives_its_test() -> Iterator[None]:
 
 
 def port_of(daemon: ServeProcess) -> int:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not daemon.ready.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -60,11 +61,11 @@ def test_nothing_is_acked_while_the_disk_is_full_and_the_query_goes_on_by_itself
         assert acking.is_alive(), "it waits for Postgres"
         limit_files(daemon.process.pid, -1)
         limit_files(server.pid(), -1)
-        acking.join(60)
+        acking.join(PATIENCE)
         assert not acking.is_alive()
         assert psql(server.url, "SELECT count(*) FROM tube.t") == "0"
         psql(server.url, "SELECT tube.t_touch(0, ARRAY[4], 'T')")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(query.ids) < 4 and time.monotonic() < deadline:
             query.trigger()
         assert query.ids == [1, 2, 3, 4]

@@ -25,6 +25,7 @@ from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
+from tests.conftest import PATIENCE
 
 SHAPE = Shape(
     pa.schema([("id", pa.int64()), ("name", pa.string()), ("_shard", pa.int32()), ("_seq", pa.int64())]), "id"
@@ -210,7 +211,7 @@ def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_ski
     def slow() -> Iterator[Changes]:
         yield from changes({(1, 1): "zombie"})
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
 
     def zombie() -> None:
         results.append(sink.apply(SHAPE, Batch("q", 0), 0, slow()))
@@ -218,7 +219,7 @@ def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_ski
     results: list[Any] = []
     thread = threading.Thread(target=zombie)
     thread.start()
-    assert inside.wait(30)
+    assert inside.wait(PATIENCE)
     other = PostgresSink(f"{url}&connect_timeout=9", sink.table)  # another text, hence another connection
     second = threading.Thread(
         target=lambda: results.append(other.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "x"})))
@@ -228,8 +229,8 @@ def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_ski
     while psql(url, waits) != "1":
         assert second.is_alive()
     go_on.set()
-    thread.join(30)
-    second.join(30)
+    thread.join(PATIENCE)
+    second.join(PATIENCE)
     assert [done.repeated for done in results] == [False, True]
     assert postgres_rows(url) == {(1, 1): "zombie"}
 

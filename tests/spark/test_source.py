@@ -22,6 +22,7 @@ from replicad.errors import (
     UnknownTube,
 )
 from replicad.spark.reading import read_range
+from tests.conftest import PATIENCE
 
 from ..integration.clients.proxy import FaultProxy
 
@@ -35,7 +36,7 @@ def _no_query_outlives_its_test() -> Iterator[None]:
         QUERIES.pop().die()
 
 
-def wait_until(condition: Callable[[], bool], within: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], within: float = PATIENCE) -> None:
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -190,12 +191,12 @@ def test_available_now_ends_at_what_was_there_when_it_began(daemon: FakeDaemon) 
 
 def test_a_trigger_waits_for_the_first_pod_of_any_partition_and_no_longer(daemon: FakeDaemon) -> None:
     daemon.make_tube("t", 4)
-    query = Query(options(daemon, pollTimeout="20s"))
+    query = Query(options(daemon, pollTimeout="300s"))
     timer = threading.Timer(0.2, daemon.touch, ("t", 3, [7]))
     timer.start()
     started = time.monotonic()
     assert query.trigger()
-    assert 0.15 < time.monotonic() - started < 5
+    assert 0.15 < time.monotonic() - started < PATIENCE
     assert query.ids == [7]
 
 
@@ -221,7 +222,7 @@ def test_enough_pods_are_waited_for_but_not_for_ever(daemon: FakeDaemon) -> None
     assert len(query.ids) == 5
     daemon.touch("t", 1, [6])
     assert not query.trigger()
-    wait_until(query.trigger, within=5)
+    wait_until(query.trigger, within=PATIENCE)
     assert query.ids[-1] == 6
 
 
@@ -248,7 +249,7 @@ def test_the_second_query_takes_over_when_the_first_ends_and_never_sooner(daemon
     daemon.touch("t", 1, [1])
     first = Query(options(daemon, **QUICK))
     first.drain()
-    second = Query(options(daemon, **QUICK, leaseWait="20s"))
+    second = Query(options(daemon, **QUICK, leaseWait="300s"))
     took = threading.Event()
 
     def take() -> None:
@@ -260,7 +261,7 @@ def test_the_second_query_takes_over_when_the_first_ends_and_never_sooner(daemon
     assert not took.wait(0.3)
     daemon.touch("t", 1, [2])
     first.reader.stop()  # idle: it lets the tube go at once
-    assert took.wait(5)
+    assert took.wait(PATIENCE)
     assert second.ids == [2]
 
 

@@ -14,10 +14,12 @@ from fake_daemon import FakeDaemon
 from helpers import options
 from pyspark.sql import DataFrame, SparkSession
 
+from tests.conftest import PATIENCE
+
 pytestmark = pytest.mark.spark
 
 
-def wait_until(condition: Callable[[], bool], within: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], within: float = PATIENCE) -> None:
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -13,6 +13,7 @@ import pytest
 from replicad.postgres.bridge import Database, open_database, quote_ident
 from replicad.postgres.embedded import find_programs
 from replicad.postgres.schema import script
+from tests.conftest import PATIENCE
 
 _numbers = itertools.count(1)
 
@@ -41,7 +42,7 @@ Pod = tuple[str, int, list[int]]  # op, shard, ids
 def run_psql(url: str, text: str) -> subprocess.CompletedProcess[str]:
     """Run a whole script through plain psql, as a user would; its notices are in stderr."""
     command = [str(find_programs() / "psql"), "--no-psqlrc", "-qtAX", "-v", "ON_ERROR_STOP=1", "-d", url, "-f", "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from replicad.errors import DatabaseError, StreamRefused, UsageError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.postgres.schema import script
+from tests.conftest import PATIENCE
 
 from .test_tube_install import catalogs
 
@@ -145,14 +146,14 @@ async def test_a_session_becomes_a_writer_only_when_no_transaction_of_before_is_
         await connection.execute("BEGIN")
         await invalidate(connection, "f", [])
         nursery.start_soon(enable)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             while not await db.fetch_value(waiting):
                 await trio.sleep(0.01)
         assert not enabled.is_set()
         known = "SELECT count(*) FROM replicad.stream_writer WHERE name = 'w2'"
         assert await db.fetch_value(known) == 0
         await connection.execute("COMMIT")
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             await enabled.wait()
         assert await db.fetch_value(known) == 1
 

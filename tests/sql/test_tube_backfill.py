@@ -10,6 +10,7 @@ import trio
 
 from replicad.errors import DatabaseError, TubeRefused
 from replicad.postgres.bridge import Database
+from tests.conftest import PATIENCE
 
 STEP3 = "SELECT tube.tube_backfill_step3($1, 'a', $2::text::regclass, $3)"
 CHUNK = "SELECT * FROM tube.tube_backfill_chunk($1, 'a', $2::text::regclass, $3, NULL, $4, $5)"
@@ -182,7 +183,7 @@ async def test_step_2_waits_for_every_pod_writer_in_flight_and_for_nobody_else(f
                 async with late.transaction():
                     await late.execute("UPDATE sh1.t SET v = v WHERE id = 6")
                     await early.execute("ROLLBACK")
-                    with trio.fail_after(10):
+                    with trio.fail_after(PATIENCE):
                         await done.wait()
             await early.execute("BEGIN")
     assert await filled.fetch_value("SELECT bool_and(seq > $1) FROM tube.a", begun)

@@ -9,6 +9,7 @@ import trio
 
 from replicad.errors import LeaseHeld, LeaseLost, PartitionsChanged, TubeRefused, UnknownTube
 from replicad.postgres.bridge import Connection, Database
+from tests.conftest import PATIENCE
 
 CLAIM = "SELECT term, beat FROM tube.tube_lease_claim('a', $1, $2, $3, '10 seconds', $4::bigint[])"
 
@@ -192,7 +193,7 @@ async def test_renewals_go_on_while_an_ack_is_under_way(tube: Database) -> None:
     term, beat = await claim(tube, 2, 0)
     async with tube.connection() as connection, connection.transaction():
         await connection.execute("SELECT tube.tube_ack_upto('a', 2, 0, $1, 0, 0, $2, $2)", term, 10**9)
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             assert await tube.fetch_value("SELECT tube.tube_lease_renew('a', 2, 0, $1)", term) > beat
 
 
@@ -278,7 +279,7 @@ async def test_what_keeps_failing_is_kept_aside_with_its_error_and_comes_back_or
 
 async def wait_for_lock(db: Database) -> None:
     """Return once somebody waits for a lock in this database."""
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while not await db.fetch_value(
             "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
         ):

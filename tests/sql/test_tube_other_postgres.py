@@ -18,6 +18,7 @@ import pytest
 from replicad.errors import LeaseHeld, LeaseLost, PartitionsChanged, TubeRefused
 from replicad.postgres.bridge import Database, Row, open_database
 from replicad.postgres.schema import script
+from tests.conftest import PATIENCE
 
 PROGRAMS = sorted(
     path.parent
@@ -47,7 +48,7 @@ def other_url(request: pytest.FixtureRequest) -> Iterator[str]:
             cwd="/",
             check=True,
             stdout=subprocess.DEVNULL,
-            timeout=60,
+            timeout=PATIENCE,
             **user,
         )
 

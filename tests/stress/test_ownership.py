@@ -24,13 +24,14 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry
 from replicad.streams.ownership import admin
+from tests.conftest import PATIENCE
 from tests.ownership_checker import ROWS, check_rows
 
 SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "6"))
 SLOTS = 32
 TTL = 1.0
-BOUND = 4.0  # seconds beyond the time to live for a slot to find its owner; the machine may be busy
-START = 30.0  # seconds for a process to start and join
+BOUND = PATIENCE  # seconds beyond the time to live for a slot to find its owner; what it took is printed
+START = PATIENCE  # seconds for a process to start and join
 FEWEST, MOST = 2, 5
 
 pytestmark = [pytest.mark.postgres, pytest.mark.stress, pytest.mark.timeout(SECONDS * 2 + 120)]

@@ -25,6 +25,7 @@ import pytest
 
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.spark.database import connection, forget
+from tests.conftest import PATIENCE
 
 from ..conftest import psql
 
@@ -99,7 +100,7 @@ class World:
             self.daemon = subprocess.Popen(
                 [*command, "--listen", f"127.0.0.1:{self.port}", "--ready-file", str(ready)], stderr=log
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not ready.exists() and self.daemon.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -132,7 +133,7 @@ class World:
         for process in chosen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(chosen, timeout=10)
+        psutil.wait_procs(chosen, timeout=PATIENCE)
         self.killed[what] += 1
 
     def _below(self, word: str) -> list[psutil.Process]:
@@ -207,7 +208,7 @@ def rows(url: str, sql: str) -> set[str]:
 
 def patiently(ask: Any) -> Any:
     """An answer of a Postgres that may just be starting."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return ask()

@@ -20,6 +20,7 @@ from replicad.caches.keys import Invalidation, freeze, parse_row
 from replicad.caches.registry import Caches
 from replicad.caches.storage import LruStorage
 from replicad.errors import UsageError
+from tests.conftest import PATIENCE
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -237,20 +238,20 @@ def test_an_adopted_function_never_keeps_what_it_read_before_an_invalidation(cac
         value = truth[0]
         if value == "old":
             read.set()
-            assert go_on.wait(10)
+            assert go_on.wait(PATIENCE)
         return value
 
     get = caches.adopt(load)
     late: list[str] = []
     thread = threading.Thread(target=lambda: late.append(get("a")))
     thread.start()
-    assert read.wait(10)
+    assert read.wait(PATIENCE)
     truth[0] = "new"
     caches.apply(['["load", ["a"], 0]'])
     assert get("a") == "new", "bypassed, while what was read before may still be stored"
     assert load.cache_info().currsize == 0
     go_on.set()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert late == ["old"]
     assert [get("a"), get("a")] == ["new", "new"]
     assert load.cache_info().hits == 1
@@ -286,7 +287,7 @@ def test_any_number_of_threads_may_call_and_invalidate(caches: Caches) -> None:
         told[n] = truth[n]
     stop.set()
     for thread in readers:
-        thread.join(10)
+        thread.join(PATIENCE)
     assert not wrong
     assert [f(n) for n in range(4)] == truth
     assert caches.statistics().caches["f"].hits > 0
@@ -308,12 +309,12 @@ def test_a_forked_child_does_not_trust_what_nobody_follows_there(caches: Caches,
     def hold() -> None:
         with caches.lock:
             holds.set()
-            let_go.wait(10)
+            let_go.wait(PATIENCE)
 
     thread = threading.Thread(target=hold)
     if locked:
         thread.start()
-        holds.wait(10)
+        holds.wait(PATIENCE)
     child = os.fork()
     if child == 0:
         good = (f(1), g(1), caches.live, caches.statistics().caches["f"].entries) == (2, 3, False, 0)

@@ -16,6 +16,7 @@ import pytest
 
 from replicad import errors
 from replicad.cli import app, failures
+from tests.conftest import PATIENCE
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +44,7 @@ def answering(reply: bytes) -> Iterator[str]:
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(5)
+        thread.join(PATIENCE)
 
 
 def every_command() -> list[list[str]]:
@@ -241,7 +242,7 @@ def test_a_reader_of_our_output_that_goes_away_is_no_news() -> None:
         process.stdout.read(10)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(30) == 1
+        assert process.wait(PATIENCE) == 1
 
 
 def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:

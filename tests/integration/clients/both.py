@@ -14,6 +14,7 @@ from replicad.client.events import RowBatch
 from replicad.client.pods import Pod
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
 from replicad.protocol.commands import CursorAt
+from tests.conftest import PATIENCE
 
 
 class TrioInThread:
@@ -26,7 +27,7 @@ class TrioInThread:
             target=trio.run, args=(self._main, partial(open_client, host, port, **options)), daemon=True
         )
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE)
 
     async def _main(self, make: Callable[[], Any]) -> None:
         self._trio = trio.lowlevel.current_trio_token()
@@ -56,7 +57,7 @@ class TrioInThread:
     def close(self) -> None:
         if self._thread.is_alive():
             trio.from_thread.run_sync(self._over.set, trio_token=self._trio)
-            self._thread.join(10)
+            self._thread.join(PATIENCE)
 
     def __enter__(self) -> Self:
         return self

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from replicad.client.blocking import BlockingClient
+from tests.conftest import PATIENCE
 
 from .both import TrioInThread
 from .fake import FakeDaemon
 from .world import FakeStream, FakeTube, World
-
-PATIENCE = 10.0  # seconds for what should take milliseconds: the machine may be busy
 
 MakeClient = Callable[..., Any]
 

@@ -31,6 +31,7 @@ from replicad.protocol import commands as c
 from replicad.protocol.commands import Command, Side
 from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.tokens import Cursor, Vector
+from tests.conftest import PATIENCE
 
 from .world import FakeTube, World
 
@@ -69,14 +70,14 @@ class FakeDaemon:
         self.silent = False
         self._thread = threading.Thread(target=trio.run, args=(self._main, ready), name="fake-daemon", daemon=True)
         self._thread.start()
-        assert ready.wait(10), "the fake daemon did not start"
+        assert ready.wait(PATIENCE), "the fake daemon did not start"
 
     def stop(self, farewell: str | None = "server stopping") -> None:
         """End it; every client is told `farewell` first."""
         if self._thread is None or not self._thread.is_alive():
             return
         self._call(partial(self._end, farewell))
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the fake daemon did not stop"
 
     def kill(self) -> None:

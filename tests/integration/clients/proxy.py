@@ -9,6 +9,8 @@ import threading
 
 import trio
 
+from tests.conftest import PATIENCE
+
 
 class FaultProxy:
     """Forwards to a port. `budgets` says after how many bytes from the server each connection is cut; then never again.
@@ -29,12 +31,12 @@ class FaultProxy:
         ready = threading.Event()
         self._thread = threading.Thread(target=trio.run, args=(self._main, ready), name="fault-proxy", daemon=True)
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._trio.run_sync_soon(self._scope.cancel)
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
 
     async def _main(self, ready: threading.Event) -> None:
         self._trio = trio.lowlevel.current_trio_token()

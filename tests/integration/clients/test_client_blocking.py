@@ -19,6 +19,7 @@ from replicad.protocol import commands as c
 from replicad.protocol.commands import Command, Part
 from replicad.protocol.connection import Timing
 from replicad.protocol.tokens import Cursor
+from tests.conftest import PATIENCE
 
 from .conftest import wait_until
 from .fake import FakeDaemon, FakeSession
@@ -80,7 +81,7 @@ def test_the_next_request_waits_for_the_end_of_an_answer_and_says_so_where_that_
     thread = threading.Thread(target=lambda: others.append(client.tube("cities")))
     thread.start()
     assert sum(1 for _ in answer) == 2999
-    thread.join(5)
+    thread.join(PATIENCE)
     assert others == [2]
     assert fake.connections == 1
 
@@ -141,7 +142,7 @@ def test_closing_ends_a_long_poll_of_another_thread_at_once(
 
     def poll() -> None:
         try:
-            client.plan("cities", HALF, term, wait=60.0)
+            client.plan("cities", HALF, term, wait=600.0)
         except ConnectionLost as error:
             errors.append(error)
 
@@ -150,7 +151,7 @@ def test_closing_ends_a_long_poll_of_another_thread_at_once(
     wait_until(lambda: any(isinstance(command, c.Pods) for command in fake.received), "it polls")
     client.close()
     client.close()
-    thread.join(2)
+    thread.join(PATIENCE)
     assert [str(error) for error in errors] == [f"the connection to 127.0.0.1:{fake.port} was closed"]
     with pytest.raises(ConnectionLost, match="this client was closed"):
         client.tube("cities")
@@ -163,7 +164,7 @@ def test_closing_ends_a_follower_that_another_thread_waits_in(client: BlockingCl
     thread = threading.Thread(target=lambda: rest.extend(follower))
     thread.start()
     follower.close()
-    thread.join(2)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert rest == []
 
@@ -226,5 +227,5 @@ def test_workers_need_neither_trio_nor_anything_else_that_is_installed() -> None
         "import sys; before = set(sys.modules); import replicad.client.blocking; "
         "print([n for n in set(sys.modules) - before if n.split('.')[0] not in sys.stdlib_module_names | {'replicad'}])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.strip() == "[]"

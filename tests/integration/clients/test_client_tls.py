@@ -13,6 +13,7 @@ from replicad.client.blocking import Endpoint
 from replicad.errors import ConnectionLost, ReplicadError
 from replicad.protocol.commands import Part
 from replicad.protocol.connection import Timing
+from tests.conftest import PATIENCE
 
 from .conftest import MakeClient, wait_until
 from .fake import FakeDaemon
@@ -44,7 +45,7 @@ def certify(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def make(name: str, address: str = "IP:127.0.0.1", until: int = 2099) -> Path:
         key, request, made = folder / f"{name}.key", folder / f"{name}.csr", folder / f"{name}.pem"
-        run = lambda *command: subprocess.run(command, check=True, capture_output=True, timeout=60)  # noqa: E731
+        run = lambda *command: subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)  # noqa: E731
         run(
             "openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
             "-keyout", key, "-out", request, "-subj", f"/CN={name}", "-addext", f"subjectAltName={address}",

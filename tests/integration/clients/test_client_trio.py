@@ -12,6 +12,7 @@ from replicad.client.trio_client import open_client
 from replicad.errors import ConnectionLost, UnknownTube
 from replicad.protocol import commands as c
 from replicad.protocol.commands import Part
+from tests.conftest import PATIENCE
 
 from .fake import FakeDaemon
 from .world import World
@@ -73,7 +74,7 @@ async def test_the_end_of_the_block_closes_every_connection(fake: FakeDaemon) ->
         follower = client.follow({"events": None}, also=(Connected,))
         await anext(follower)
         assert len(fake.sessions) == 2
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         while fake.sessions:
             await trio.sleep(0.01)
     with trio.move_on_after(0.2) as scope:

@@ -14,6 +14,7 @@ from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.postgres.horizon import Horizon, Reading
 from replicad.streams import registry
 from replicad.streams.registry import Method
+from tests.conftest import PATIENCE
 
 # True once there is no session of writer one; kills it until then.
 KILL_ONE = """
@@ -24,7 +25,7 @@ WHERE application_name = 'one' AND datname = current_database() AND pid <> pg_ba
 
 async def until(db: Database, sql: str) -> None:
     """Wait for a query to become true."""
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while not await db.fetch_value(sql):
             await trio.sleep(0.005)
 

@@ -10,6 +10,7 @@ import trio
 from replicad.errors import StreamRefused
 from replicad.postgres.bridge import Connection
 from replicad.streams.writers import open_writer
+from tests.conftest import PATIENCE
 
 from .conftest import Facts, until
 
@@ -109,7 +110,7 @@ async def test_the_bound_of_a_session_is_read_again_after_it_was_locked(facts: F
             await facts.spend(7)
             await facts.poll()
             await blocker.execute("COMMIT")
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 await reserved.wait()
             assert bounds == [7]
             with pytest.raises(StreamRefused, match="not reserved"):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.postgres
 
 SLEEPERS = """
     SELECT count(*) FROM pg_stat_activity
-    WHERE state = 'active' AND query LIKE '%naptime%' AND pid <> pg_backend_pid()
+    WHERE datname = current_database() AND state = 'active' AND query LIKE '%naptime%' AND pid <> pg_backend_pid()
 """
 
 
@@ -32,6 +32,15 @@ async def opened(url: str, **options: object) -> AsyncIterator[Database]:
     settings = {"size": 2, "application_name": "replicad bridge", **options}
     async with open_database(url, **settings) as db:  # type: ignore[arg-type]
         yield db
+
+
+ADVISORY = """
+    SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database
+    WHERE datname = current_database() AND locktype = 'advisory'
+"""
+BLOCKED = """
+    SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'ClientWrite'
+"""
 
 
 async def wait_until_nobody_sleeps(db: Database) -> None:
@@ -126,10 +135,7 @@ async def test_copy_out_waits_for_a_slow_sink_and_holds_little_in_the_meantime(d
     async with trio.open_nursery() as nursery:
         nursery.start_soon(copy_numbers, database, 2_000_000, sink)
         with trio.fail_after(PATIENCE):
-            while (
-                await database.fetch_value("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'ClientWrite'")
-                == 0
-            ):
+            while await database.fetch_value(BLOCKED) == 0:
                 await trio.sleep(0.01)
         assert len(chunks) == 1
         opened_gate.set()
@@ -244,7 +250,7 @@ async def test_pinned_connection_is_given_back_clean(database_url: str) -> None:
             )
             await connection.execute("BEGIN; CREATE TABLE never ()")
         assert await db.fetch_value("SELECT current_setting('application_name')") == "replicad bridge"
-        assert await db.fetch_value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == 0
+        assert await db.fetch_value(ADVISORY) == 0
         assert await db.fetch_value("SELECT to_regclass('never')") is None
         assert db.statistics().connected == 1
 

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+ALONE = pytest.mark.xdist_group("demo")  # a Spark of its own, as tests/integration/test_demo.py
+EXAMPLES = [
+    pytest.param(path, id=path.stem, marks=[ALONE] if "replicad.spark" in path.read_text(encoding="utf-8") else [])
+    for path in sorted((DOCS / "examples").glob("*.py"))
+]
 SMALLER = {"lag": ["--rows", "20000", "--seconds", "3"]}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs_to_its_end_and_a_page_tells_of_it(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(example), *SMALLER.get(example.stem, [])],

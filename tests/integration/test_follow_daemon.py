@@ -28,7 +28,7 @@ from .clients.proxy import FaultProxy
 from .conftest import Connect, netcat_to
 
 WRITERS = ("alice", "bob", "carol")
-KILL = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name"
+KILL = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND application_name"
 ROWS = 150  # per writer, and about as many that are rolled back
 
 

@@ -355,7 +355,10 @@ async def test_every_use_of_a_connection_ends_with_the_writer(db: Database) -> N
         async with writer.owning("k") as connection:
             assert isinstance(connection, Connection)
     assert await db.fetch_value("SELECT count(*) FROM replicad.writer_member") == 0
-    held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = 1380992591"
+    held = (
+        "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database "
+        "WHERE datname = current_database() AND locktype = 'advisory' AND classid = 1380992591"
+    )
     assert await db.fetch_value(held) == 0
     with pytest.raises(NotOwner):
         async with writer.owning("k", wait=PATIENCE):

@@ -26,7 +26,7 @@ from ..federation_receiver import Receiver, Reply
 
 QUICK = Bounds(retry_first=0.05, retry_max=0.2, sweep_interval=0.2)
 WAITS_FOR_LOCK = """SELECT count(*) FROM pg_stat_activity
-    WHERE application_name LIKE 'replicad sender%' AND wait_event_type = 'Lock'"""
+    WHERE datname = current_database() AND application_name LIKE 'replicad sender%' AND wait_event_type = 'Lock'"""
 
 StartSender = Callable[..., Any]
 
@@ -274,7 +274,10 @@ async def test_a_row_that_cannot_be_routed_stops_there_or_is_skipped_and_holds_u
 async def test_a_lost_connection_to_postgres_or_to_the_daemon_loses_and_repeats_nothing(
     facts: Database, receiver: Receiver, start_sender: StartSender, daemon: Daemon
 ) -> None:
-    cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'replicad sender%'"
+    cut = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND application_name LIKE 'replicad sender%'"
+    )
     async with start_sender():
         for number in range(60):
             await write(facts, "facts", fact(number, "a", "b"))

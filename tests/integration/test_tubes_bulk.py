@@ -143,7 +143,10 @@ async def test_a_reader_that_takes_nothing_keeps_neither_a_connection_nor_a_snap
             answer, term = await trio.to_thread.run_sync(begin, idle, 10_000)
             blocks = await trio.to_thread.run_sync(lambda: list(busy.pod_blocks("t", ALL, term, limit=300)))
             assert sum(block.pods for block in blocks) == 300
-            held = "SELECT count(*) FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid()"
+            held = (
+                "SELECT count(*) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND backend_xmin IS NOT NULL AND pid <> pg_backend_pid()"
+            )
             with trio.fail_after(PATIENCE):
                 while await database.fetch_value(held + " AND query LIKE '%RECURSIVE piece%'"):
                     await trio.sleep(0.01)

@@ -146,7 +146,8 @@ def test_a_touch_of_a_shard_without_table_is_an_error_not_a_delete(url: str) -> 
 def test_a_connection_that_postgres_ended_is_made_again(url: str) -> None:
     enricher = Enricher(url, find_layout(url, [CITIES], "id", ["name"], "text"))
     assert next(enricher.changes(touches((2, 1, 1)))).writes.num_rows == 1
-    psql(url, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'replicad spark'")
+    ours = "datname = current_database() AND application_name = 'replicad spark'"
+    psql(url, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}")
     assert next(enricher.changes(touches((2, 1, 1)))).writes.num_rows == 1
 
 

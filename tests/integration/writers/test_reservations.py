@@ -14,6 +14,11 @@ from tests.conftest import PATIENCE
 
 from .conftest import Facts, until
 
+LOCKS = (
+    "FROM pg_locks l JOIN pg_database d ON d.oid = l.database "
+    "WHERE datname = current_database() AND locktype = 'advisory'"
+)
+
 
 async def test_an_id_stays_covered_when_another_session_inserts_it_and_its_writer_is_gone(facts: Facts) -> None:
     async with facts.transaction() as inserter:
@@ -106,7 +111,7 @@ async def test_the_bound_of_a_session_is_read_again_after_it_was_locked(facts: F
 
         async with facts.db.connection() as connection, trio.open_nursery() as nursery:
             nursery.start_soon(reserve, connection)
-            await until(facts.db, "SELECT count(*) > 0 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+            await until(facts.db, f"SELECT count(*) > 0 {LOCKS} AND NOT granted")
             await facts.spend(7)
             await facts.poll()
             await blocker.execute("COMMIT")
@@ -127,10 +132,10 @@ async def test_the_lock_passes_hand_over_hand_to_what_is_still_in_flight(facts: 
                 key = await facts.db.fetch_value("SELECT replicad.stream_lock_key($1, 5)", facts.stream.number)
                 await blocker.execute("SELECT pg_advisory_xact_lock($1)", key)
                 nursery.start_soon(first.aclose)
-                await until(facts.db, "SELECT count(*) > 0 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+                await until(facts.db, f"SELECT count(*) > 0 {LOCKS} AND NOT granted")
                 assert (await facts.poll()).position == 0, "the old lock stays until the new one is there"
                 await blocker.execute("COMMIT")
-                await until(facts.db, "SELECT count(*) = 2 FROM pg_locks WHERE locktype = 'advisory' AND granted")
+                await until(facts.db, f"SELECT count(*) = 2 {LOCKS} AND granted")
                 assert (await facts.poll()).position == 5
         assert later == 6
 

@@ -33,6 +33,8 @@ from .proxy import FaultProxy
 from .world import FakeStream, World
 
 QUICK = Timing(ping_interval=0.05, peer_timeout=0.8, line_timeout=30)
+STEADY = Timing(ping_interval=0.1, peer_timeout=3.0, line_timeout=30)  # for who must not be taken for lost
+LONGER = 35  # PINGs of STEADY: they take longer than its time-out
 
 
 LAST = '["the last"]'
@@ -134,16 +136,17 @@ def test_a_program_that_keeps_its_tokens_goes_on_where_it_was(
 
 
 def test_a_slow_reader_keeps_its_connection_alive(world: World, make_client: MakeClient) -> None:
-    daemon = FakeDaemon(world, timing=QUICK)  # it hangs up on who is silent for 0.8 s
+    daemon = FakeDaemon(world, timing=STEADY)  # it hangs up on who is silent for 3 s
     daemon.start()
     try:
-        client = make_client(daemon.port, timing=QUICK)
+        client = make_client(daemon.port, timing=STEADY)
         with client.follow({"events": "EARLIEST"}, also=(Disconnected,)) as follower:
             world.commit("events", "w1", "[1]")
             next(follower)
             before = sum(isinstance(command, c.Ping) for command in daemon.received)
             wait_until(
-                lambda: sum(isinstance(command, c.Ping) for command in daemon.received) > before + 20, "PINGs were sent"
+                lambda: sum(isinstance(command, c.Ping) for command in daemon.received) > before + LONGER,
+                "PINGs come",
             )
             world.commit("events", "w1", "[2]")
             assert next(follower) == RowBatch("events", "w1", 2, ["[2]"])

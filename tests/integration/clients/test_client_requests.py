@@ -31,6 +31,8 @@ from .world import World
 
 HALF = Part(0, 2)
 QUICK = Timing(ping_interval=0.05, peer_timeout=0.8, line_timeout=30)
+STEADY = Timing(ping_interval=0.1, peer_timeout=3.0, line_timeout=30)  # for who must not be taken for lost
+LONGER = 35  # PINGs of STEADY: they take longer than its time-out
 
 
 def test_a_worker_claims_reads_acks_and_releases(client: Any, world: World, fake: FakeDaemon) -> None:
@@ -208,13 +210,13 @@ def test_after_a_broken_answer_the_connection_is_not_used_again(
 
 
 def test_an_idle_client_keeps_its_connection_alive_and_reads_what_comes(world: World, make_client: MakeClient) -> None:
-    daemon = FakeDaemon(world, timing=QUICK)  # it hangs up on who is silent for 0.8 s
+    daemon = FakeDaemon(world, timing=STEADY)  # it hangs up on who is silent for 3 s
     daemon.start()
     try:
-        client = make_client(daemon.port, timing=QUICK)
+        client = make_client(daemon.port, timing=STEADY)
         client.tube("cities")
         pings = [0]
-        wait_until(lambda: pings.append(_pings(daemon)) or pings[-1] >= 20, "PINGs were sent for longer than that")
+        wait_until(lambda: pings.append(_pings(daemon)) or pings[-1] >= LONGER, "PINGs were sent for longer than that")
         assert client.tube("cities") == 2
         assert daemon.connections == 1
     finally:

@@ -26,6 +26,7 @@ from replicad.errors import DatabaseUnavailable, ReplicadError
 
 DATABASE = "database"  # the kind of the trouble that the poller reports while Postgres is away
 AWAY_GRACE = 3.0  # seconds in which the poller notices an outage: a lost connection is no trouble of its own before
+QUIET = 10.0  # seconds between two log lines about failures of one kind and cause that `record` takes
 MAX_REASON = 2000  # characters of a reason; a driver's message can quote a whole row
 
 log = structlog.get_logger()
@@ -59,6 +60,7 @@ class Troubles:
         self._current: dict[Place, Trouble] = {}
         self._suspected: dict[Place, float] = {}  # lost connections: since when
         self._changed = trio.Event()
+        self._quiet: dict[tuple[str, str], tuple[float, int]] = {}  # until when, and how many were not logged
         self.counts: Counter[tuple[str, str, str]] = Counter()  # (kind, cause, code): reports since the start
 
     # --- reporting ---
@@ -87,6 +89,26 @@ class Troubles:
         log.error("unexpected_failure", kind=kind, name=name, cause=cause, exc_info=error)
         what = f"{type(error).__name__}: {error}".strip(": ")
         self.begin(kind, name, cause, f"unexpected {what}; the log has the traceback", code=type(error).__name__)
+
+    def record(self, kind: str, name: str, cause: str, error: BaseException) -> None:
+        """Report a failure that is over at once, because what it concerned has ended: a message, a session.
+
+        It is counted and is no state of anything. It is logged, a defect of ours with its traceback; of those of one
+        kind and cause only one every QUIET seconds, with the number of those that were left out before it: whoever can
+        cause such failures must not fill the log.
+        """
+        code = error.code if isinstance(error, ReplicadError) else type(error).__name__
+        self.counts[kind, cause, code] += 1
+        until, left_out = self._quiet.get((kind, cause), (float("-inf"), 0))
+        if self._now() < until:
+            self._quiet[kind, cause] = (until, left_out + 1)
+            return
+        self._quiet[kind, cause] = (self._now() + QUIET, 0)
+        fields = {"kind": kind, "name": name[:MAX_REASON], "cause": cause, "code": code, "left_out": left_out}
+        if isinstance(error, ReplicadError):
+            log.warning("failure_contained", **fields, reason=str(error)[:MAX_REASON])
+        else:
+            log.error("unexpected_failure", **fields, exc_info=error)
 
     def end(self, kind: str, name: str, cause: str) -> None:
         """The cause works again; safe to repeat, and cheap while there is no trouble."""

@@ -55,11 +55,15 @@ class Hub:
     def admit(self, session: Listening) -> bool:
         """Count a session in; False, and nothing done, when there are as many as there may be."""
         if len(self._sessions) >= self.limit:
-            self._refused += 1
+            self.refuse()
             return False
         self._accepted += 1
         self._sessions.add(session)
         return True
+
+    def refuse(self) -> None:
+        """Count a connection that is turned away."""
+        self._refused += 1
 
     def leave(self, session: Listening, reason: CloseReason) -> None:
         """Count a session out under the reason why it ended; safe to repeat, the first reason counts."""

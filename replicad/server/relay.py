@@ -40,7 +40,7 @@ RETRY_PAUSE_MAX = 5.0
 MAX_SENDERS = 1000  # daemons whose numbers are remembered; a new one for every start
 SERVICE = "relay"
 
-_HEAD = re.compile(r"([0-9a-f]{16}) ([0-9]{1,18})")  # of a message: its sender and its number
+_HEAD = re.compile(r"([!-~]{1,64}) ([0-9]{1,18})")  # of a message: its sender and its number
 log = structlog.get_logger()
 
 

@@ -131,18 +131,15 @@ class Troubles:
 
         Cancellation passes.
         """
-        try:
+        with self._caught(lambda error: self.fail(kind, name, cause, error)):
             yield
-        except Exception as error:  # noqa: BLE001 - reported with its traceback
-            self.fail(kind, name, cause, error)
-        except BaseExceptionGroup as group:
-            failed, rest = group.split(Exception)
-            if failed is not None:
-                self.fail(kind, name, cause, failed)
-            if rest is not None:
-                raise rest from None
-        else:
             self.end(kind, name, cause)
+
+    @contextmanager
+    def contain_and_record(self, kind: str, name: str, cause: str) -> Iterator[None]:
+        """`contain` for a block that is not tried again: what it raises is recorded (see `record`)."""
+        with self._caught(lambda error: self.record(kind, name, cause, error)):
+            yield
 
     # --- looking ---
 
@@ -163,6 +160,21 @@ class Troubles:
         await self._changed.wait()
 
     # --- inside ---
+
+    @staticmethod
+    @contextmanager
+    def _caught(report: Callable[[BaseException], None]) -> Iterator[None]:
+        """Report what the block raises, and let only a cancellation out."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - reported with its traceback
+            report(error)
+        except BaseExceptionGroup as group:
+            failed, rest = group.split(Exception)
+            if failed is not None:
+                report(failed)
+            if rest is not None:
+                raise rest from None
 
     def _tell(self) -> None:
         self._changed.set()

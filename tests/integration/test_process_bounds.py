@@ -204,9 +204,7 @@ async def test_with_too_few_files_for_a_single_client_it_does_not_start(database
         assert "raise the hard limit (ulimit -Hn" in served.log.read_text()
 
 
-async def test_nothing_is_opened_while_serving_where_no_file_can_be_opened(
-    database_url: str, tmp_path: Path
-) -> None:
+async def test_nothing_is_opened_while_serving_where_no_file_can_be_opened(database_url: str, tmp_path: Path) -> None:
     """All descriptors are taken from the outside: what serves already goes on, and what cannot be done says so."""
     async with open_database(database_url, size=1, application_name="test") as database, AsyncExitStack() as stack:
         served = stack.enter_context(serving(Served(tmp_path, database_url)))

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,13 @@ _SESSION = {
 }
 
 
-@cache
+# All of them are read now: a daemon that serves many clients may have no file descriptor left when it needs one.
+_QUERIES = {path.stem: path.read_text(encoding="utf-8") for path in _SQL.glob("*.sql")}
+
+
 def load_sql(name: str) -> str:
-    """The text of `replicad/postgres/sql/query/<name>.sql`."""
-    return (_SQL / f"{name}.sql").read_text(encoding="utf-8")
+    """The text of `replicad/postgres/sql/query/<name>.sql`. Opens no file."""
+    return _QUERIES[name]
 
 
 @dataclass(frozen=True, slots=True)

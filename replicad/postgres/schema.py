@@ -18,6 +18,7 @@ import enum
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -79,6 +80,15 @@ def script(part: Part, schema: str | None, direction: Direction) -> str:
         return _fill("down", values | {"prelude": _prelude(part)})
     texts = [f"-- {name}\n{text.strip()}\n" for name, text in _files(part)]
     return "\n".join([_fill("up", values | {"steps": _steps(part)}), *texts, _fill("up_end", values)])
+
+
+def load_scripts() -> None:
+    """Read all SQL files of all parts, so that nothing in this module opens one later: there may be no file descriptor
+    left then.
+    """
+    for part in VERSIONS:
+        script(part, None, "up")
+        script(part, None, "down")
 
 
 async def read_installed(db: Database, part: Part, schema: str | None = None) -> Installed | None:
@@ -158,10 +168,15 @@ def _refuse_newer(present: Installed | None, part: Part, schema: str) -> None:
 
 
 def _fill(template: str, values: dict[str, str]) -> str:
-    text = (_SQL / "schema" / f"{template}.sql").read_text(encoding="utf-8")
-    return re.sub(r"\{(\w+)\}", lambda found: values[found.group(1)], text)
+    return re.sub(r"\{(\w+)\}", lambda found: values[found.group(1)], _template(template))
 
 
+@cache
+def _template(name: str) -> str:
+    return (_SQL / "schema" / f"{name}.sql").read_text(encoding="utf-8")
+
+
+@cache
 def _files(part: Part) -> list[tuple[str, str]]:
     return [(path.name, path.read_text(encoding="utf-8")) for path in sorted((_SQL / part).glob("[0-9]*.sql"))]
 
@@ -170,6 +185,7 @@ def _digest(part: Part) -> str:
     return hashlib.sha256("".join(text for _, text in _files(part)).encode()).hexdigest()[:16]
 
 
+@cache
 def _steps(part: Part) -> str:
     steps = sorted((_SQL / part / "upgrade").glob("*.sql"), key=lambda path: int(path.stem))
     return "\n".join(
@@ -178,6 +194,7 @@ def _steps(part: Part) -> str:
     )
 
 
+@cache
 def _prelude(part: Part) -> str:
     first = _SQL / part / "down.sql"
     return _execute(first.read_text(encoding="utf-8")) if first.exists() else ""

@@ -25,7 +25,7 @@ from replicad.protocol.replication import (
     UserSync,
 )
 from replicad.protocol.tubing import Claim, Lease, Part, Release, Renew, Report, Tube
-from replicad.protocol.words import Command, Side
+from replicad.protocol.words import Command, Side, refuse_controls
 
 __all__ = [
     "COMMANDS", "Ack", "Acked", "Arrow", "Auth", "Claim", "ClearUserSync", "Command", "CursorAt", "Doorbell", "Error",
@@ -49,8 +49,9 @@ def parse(line: str, sender: Side) -> Command:
     """Turn one line (without its end) into a command, as sent by `sender`.
 
     Raises:
-        RemoteProtocolError: unknown command, not that side's command, or wrong arguments.
+        RemoteProtocolError: a control character, unknown command, not that side's command, or wrong arguments.
     """
+    refuse_controls(line, sender)
     name, _, rest = line.partition(" ")
     kind = COMMANDS.get(name)
     if kind is None:

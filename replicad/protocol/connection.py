@@ -14,6 +14,7 @@ from replicad.errors import LocalProtocolError, RemoteProtocolError
 from replicad.protocol.commands import Command, Ping, Side, parse
 from replicad.protocol.lines import MAX_LINE, LineTooLong, MixedBuffer
 from replicad.protocol.states import State, after
+from replicad.protocol.words import refuse_controls
 
 PING_INTERVAL = 5.0  # seconds; at least one command is sent in each (seed 001, keep alives)
 PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING (seed 001)
@@ -181,32 +182,40 @@ class Connection:
     @staticmethod
     def _decode(line: bytes) -> str:
         try:
-            text = line.decode()
+            return line.decode()
         except UnicodeDecodeError as error:
             raise RemoteProtocolError(
-                f"a line is not valid UTF-8 (byte {error.start} of it); send UTF-8 text"
+                f"a line is not valid UTF-8 (byte {error.start + 1} of it); send UTF-8 text"
             ) from None
-        if "\0" in text:
-            raise RemoteProtocolError("a line holds a NUL byte; send text")
-        return text
 
     # --- sending ---
 
     def send(self, command: Command, now: float) -> bytes:
-        """The bytes of a command of ours, its end included; the caller writes them.
+        """`render`, for the caller who writes the bytes at once. Raises what `render` raises."""
+        line = self.render(command)
+        self._last_sent = now
+        return line
+
+    def render(self, command: Command) -> bytes:
+        """The bytes of a command of ours, its end included; the caller writes them later, and then calls `sent`.
 
         A server that hears nothing any more, because its client broke the protocol, may still answer what was asked
         before; a client has nothing to say but ERROR then.
 
         Raises:
-            LocalProtocolError: not our side's command, or the connection is closed.
+            LocalProtocolError: not our side's command, the connection is closed, or the line would be refused.
         """
         if not command.SENDER & self.side:
             raise LocalProtocolError(f"{command.NAME} is not for this side to send")
         if self.state is State.CLOSED and self.side is Side.CLIENT and command.NAME != "ERROR":
             raise LocalProtocolError(f"{command.NAME} after the connection was closed")
-        self._last_sent = now
-        return command.render().encode() + b"\n"
+        line = command.render()
+        if self.side is Side.CLIENT:
+            try:
+                refuse_controls(line, self.side)
+            except RemoteProtocolError as error:
+                raise LocalProtocolError(f"{command.NAME} cannot be sent: {error}") from None
+        return line.encode() + b"\n"
 
     def sent(self, now: float) -> None:
         """Note that finished lines went out by another way than `send`."""

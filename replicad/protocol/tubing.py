@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Self
@@ -16,6 +15,7 @@ from replicad.protocol.words import (
     bad,
     decimal,
     integer,
+    json_value,
     read_options,
     seconds,
     split_words,
@@ -190,16 +190,9 @@ class Report(Command):
         words = rest.strip(" ").split(" ", 2)
         tube, reporter = split_words(cls.NAME, " ".join(words[:2]), cls.USAGE, 2, 2)
         counts = words[2].strip(" ") if len(words) == 3 else ""
-        if counts and (len(counts) > MAX_COUNTS or not _is_object(counts)):
+        if counts and (len(counts) > MAX_COUNTS or not isinstance(json_value(cls.NAME, counts), dict)):
             raise bad(cls.NAME, f"counts are a JSON object of up to {MAX_COUNTS} characters, got {counts[:40]!r}")
         return cls(tube, reporter, counts)
 
     def arguments(self) -> str:
         return f"{self.tube} {self.reporter}" + (f" {self.counts}" if self.counts else "")
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

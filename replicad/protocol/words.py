@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -16,6 +17,14 @@ from replicad.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_WORD = 1024  # characters in a name of anything; far above any real one, far below a line
 MAX_INTEGER = (1 << 63) - 1  # ids are Postgres' bigint
+MAX_NUMBER = 100  # characters of a number in JSON; Python refuses to read beyond 4,300 digits, Postgres beyond 131,072
+MAX_ERROR = 4096  # characters of an ERROR of ours; it can quote what a driver says, and that can quote a row
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # C0, DEL and C1
+_BREAKS = re.compile(r"[\x00\n\r]")  # what no line may hold, whoever sends it
+_UNSENDABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_SURROGATES = re.compile(r"[\ud800-\udfff]")  # halves of characters, which UTF-8 cannot write
+_UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")  # JSON can write them as escapes; UTF-8 and Postgres cannot hold them
 
 
 class Side(enum.Flag):
@@ -29,6 +38,34 @@ class Side(enum.Flag):
 def bad(command: str, what: str) -> RemoteProtocolError:
     """The error that says which command was malformed and how."""
     return RemoteProtocolError(f"{command}: {what}")
+
+
+def refuse_controls(line: str, sender: Side) -> None:
+    """See that a line from `sender` holds no character that could not be sent on, or that would harm a terminal or log.
+
+    A client's line may hold no control character at all. A server's line may hold those of rows: JSON escapes what is
+    below U+0020, but neither DEL nor U+0080 to U+009F, and a TAB may stand between two values.
+
+    Raises:
+        RemoteProtocolError: it does; the sentence says which and where.
+    """
+    if line.isprintable():  # the usual case, at a tenth of the cost of the search
+        return
+    found = (_CONTROLS if sender is Side.CLIENT else _BREAKS).search(line)
+    if found is not None:
+        code = f"{ord(found.group()):04X}"
+        raise RemoteProtocolError(
+            f"a line holds the control character U+{code} (character {found.start() + 1} of it); leave it out, or "
+            f"write it as \\u{code.lower()} where the argument is JSON"
+        )
+
+
+def sendable(text: str) -> str:
+    """A text that can stand in an ERROR: control characters and halves of characters become blanks, what is too long
+    is cut off.
+    """
+    text = text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + "..."
+    return text if text.isprintable() else _UNSENDABLE.sub(" ", text)
 
 
 def integer(command: str, what: str, text: str) -> int:
@@ -89,14 +126,63 @@ def read_options(command: str, words: list[str], known: dict[str, Callable[[str]
 
 
 def json_array(command: str, text: str, size: int) -> list[Any]:
-    """A JSON array of exactly `size` values."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise bad(command, f"not valid JSON: {error}") from None
+    """A JSON array of exactly `size` values, as `json_value` reads them."""
+    value = json_value(command, text)
     if not isinstance(value, list) or len(value) != size:
         raise bad(command, f"expected a JSON array of {size} values")
     return value
+
+
+def json_value(command: str, text: str) -> Any:
+    """A JSON value of which every number and every string can be kept by Postgres and read by every client.
+
+    Raises:
+        RemoteProtocolError: not JSON, nested too deeply, a number that is too long or not finite, or a string (also a
+            key) with an escaped NUL or with half a character (a surrogate without its other half).
+    """
+    try:
+        value = _JSON.decode(text)
+    except RecursionError:
+        raise bad(command, "not valid JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise bad(command, f"not valid JSON: {error}") from None
+    if "\\" in text and (string := _unstorable_string(value)) is not None:
+        raise bad(command, f"the string {string[:40]!a} in the JSON holds a NUL or half a character; leave it out")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_NUMBER:
+        raise ValueError(f"a number has {len(digits)} characters, and up to {MAX_NUMBER} are allowed")
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    if len(digits) > MAX_NUMBER or not math.isfinite(float(digits)):
+        raise ValueError(f"the number {digits[:40]} is too long or too large")
+    return float(digits)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+_JSON = json.JSONDecoder(parse_int=_whole, parse_float=_fraction, parse_constant=_no_number)
+
+
+def _unstorable_string(value: Any) -> str | None:
+    """The first string in a JSON value, or key, that Postgres cannot hold."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            if _UNSTORABLE.search(value):
+                return value
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+    return None
 
 
 def decimal(value: float) -> str:
@@ -134,8 +220,10 @@ class Command:
         """
         arguments = self.arguments()
         line = f"{self.NAME} {arguments}" if arguments else self.NAME
-        if "\n" in line or "\r" in line or "\0" in line:
+        if not line.isprintable() and _BREAKS.search(line):
             raise LocalProtocolError(f"{self.NAME} cannot be sent: it would contain a line end or a NUL")
+        if not line.isascii() and _SURROGATES.search(line):
+            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would contain half a character")
         try:
             understood = self._same_as(self.parse(arguments))
         except RemoteProtocolError as error:

@@ -4,14 +4,14 @@ the next one of the same sender; until then rows are kept that need not be.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-import structlog
 import trio
 
 from replicad.errors import DatabaseError, StreamRefused, TokenAhead
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import FederationAck
+from replicad.server.pieces import write_in_pieces
 from replicad.server.publisher import Publisher
 from replicad.server.troubles import Troubles
 from replicad.streams import acks
@@ -20,8 +20,7 @@ from replicad.streams.acks import Ack
 INTERVAL = 1.0  # seconds in which acks are gathered
 MAX_WAITING = 10_000  # senders of streams whose acks wait for Postgres
 FEDERATION = "federation"  # the stream that an ack of Synapse's is about
-
-log = structlog.get_logger()
+SERVICE = "acks"
 
 
 class AckService:
@@ -68,18 +67,26 @@ class AckService:
         return True
 
     async def run(self) -> None:
-        """Write what was acknowledged, until cancelled."""
+        """Write what was acknowledged, until cancelled. What cannot be written now is tried again every INTERVAL."""
         while True:
-            await self._came.wait()
-            self._came = trio.Event()
+            while not self._waiting:
+                self._came = trio.Event()
+                await self._came.wait()
             await trio.sleep(INTERVAL)
-            written = dict(self._waiting)
-            try:
-                await acks.note(self._db, list(written.values()), schema=self._schema)
-            except DatabaseError as error:  # the poller tells of the outage
-                log.debug("acks_wait", error=str(error))
-                self._came.set()
-                continue
-            for key, ack in written.items():
-                if self._waiting.get(key) is ack:
-                    del self._waiting[key]
+            with self._troubles.contain("service", SERVICE, "write"):
+                await self._write_waiting()
+
+    async def _write_waiting(self) -> None:
+        written = dict(self._waiting)
+        await write_in_pieces(list(written.values()), self._write, self._refused)
+        for key, ack in written.items():
+            if self._waiting.get(key) is ack:
+                del self._waiting[key]
+
+    async def _write(self, some: Sequence[Ack]) -> bool:
+        await acks.note(self._db, some, schema=self._schema)
+        return True
+
+    def _refused(self, error: DatabaseError) -> None:
+        """One ack that Postgres cannot hold: it must not keep the others from being written."""
+        self._troubles.record("service", SERVICE, "ack", error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import trio
 
 from replicad.config import Address, ServerSettings
 from replicad.errors import EnvironmentRefused, ReplicadError
+from replicad.limits import Limits
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
@@ -22,14 +22,16 @@ from replicad.postgres.horizon import Horizon
 from replicad.protocol.commands import ClearUserSync, Command, Error, LockReleased, RemoteServerUp, Server
 from replicad.protocol.states import CloseReason
 from replicad.server.acks import AckService
+from replicad.server.files import ENTRANCE, FileBudget, plan_files
 from replicad.server.hub import Hub
-from replicad.server.listener import accept_forever, open_listeners
+from replicad.server.listener import Entrance, open_listeners
 from replicad.server.poller import Poller
 from replicad.server.presence import PresenceService
 from replicad.server.publisher import Publisher
 from replicad.server.relay import Relay
 from replicad.server.requests import Requests
 from replicad.server.session import Session
+from replicad.server.signals import interruptible, stop_on_signal, uninterruptible
 from replicad.server.supervision import keep_running, keep_service
 from replicad.server.trouble_book import TroubleBook
 from replicad.server.troubles import Troubles
@@ -51,7 +53,7 @@ def serve(settings: ServerSettings) -> None:
     """
     gc.set_threshold(GC_THRESHOLD)
     gc.freeze()  # modules live as long as we do
-    with _interruptible(), _postgres(settings) as (url, recover):
+    with interruptible(), _postgres(settings) as (url, recover):
         try:
             trio.run(_serve_until_signal, settings, url, recover)
         except BaseExceptionGroup as group:  # a nursery wraps what its tasks raise; the operator wants the sentence
@@ -59,27 +61,6 @@ def serve(settings: ServerSettings) -> None:
             if told is None or rest is not None:
                 raise
             raise _first_leaf(told) from group
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Until trio takes the signals over, SIGTERM unwinds like Ctrl-C, so that a starting Postgres is stopped again."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _uninterruptible() -> Iterator[None]:
-    """While the embedded Postgres is stopped, which is bounded: a second Ctrl-C must not leave it behind."""
-    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -97,24 +78,17 @@ def _postgres(settings: ServerSettings) -> Iterator[tuple[str, Recover | None]]:
     try:
         yield server.url, recover
     finally:
-        with _uninterruptible():
+        with uninterruptible():
             server.__exit__()
 
 
 async def _serve_until_signal(settings: ServerSettings, url: str, recover: Recover | None) -> None:
     stop = trio.Event()
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-
-        async def listen() -> None:
-            async for number in signals:  # also those that come while we stop already: they must not cut it short
-                log.info("stopping", signal=signal.Signals(number).name)
-                stop.set()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(listen)
-            async with open_daemon(settings, url, recover):
-                await stop.wait()
-            nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(stop_on_signal, stop.set)
+        async with open_daemon(settings, url, recover):
+            await stop.wait()
+        nursery.cancel_scope.cancel()
     log.info("stopped")
 
 
@@ -141,11 +115,13 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
         ReplicadError: it cannot start.
     """
     limits = settings.limits
+    schema.load_scripts()
+    budget = _plan_files(limits)
     async with _open_pools(settings, url) as (db, ack_db, catchup_db, relay_db), Horizon(db) as horizon:
         listeners = await open_listeners(settings.listen)
         await _install(db, settings)
-        hub = Hub(limits.max_connections)
         troubles = Troubles()
+        hub = Hub(budget.connections, troubles)
         book = TroubleBook(db, settings.database.stream_schema, troubles, settings.server_name)
         poller = Poller(horizon, limits, troubles, recover)
         publisher = Publisher(db, catchup_db, settings, poller, troubles)
@@ -164,12 +140,17 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
             max_pending=limits.max_pending,
         )
 
+        full = _too_many(settings, hub.limit)
+
         async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
             session = Session(stream, peer, settings, hub)
-            if hub.admit(session):
+            if not hub.admit(session):
+                await _turn_away(stream, full)
+                return
+            try:
                 await session.run(requests.conversation(session))
-            else:
-                await _turn_away(stream, settings)
+            finally:
+                hub.leave(session, CloseReason.INTERNAL_ERROR)  # it has left by now, unless it never began
 
         async with trio.open_nursery() as services:
             for name, job in (
@@ -183,9 +164,18 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
             await services.start(keep_service, tubes.run, "tubes", troubles)
             await services.start(keep_service, presence.run, "presence", troubles)
             async with trio.open_nursery() as sessions:
+                entrance = Entrance(
+                    serve_one,
+                    sessions,
+                    troubles,
+                    room=hub.limit + ENTRANCE,
+                    full=full,
+                    refused=hub.refuse,
+                    tls=settings.ssl_context(),
+                )
                 async with trio.open_nursery() as accepting:
                     for listener in listeners:
-                        accepting.start_soon(accept_forever, listener, serve_one, sessions, settings.ssl_context())
+                        accepting.start_soon(entrance.accept_forever, listener)
                     addresses = tuple(_address(listener) for listener in listeners)
                     _tell_ready(settings, addresses, publisher, tubes)
                     with _ready_file(settings.ready_file, addresses[0]):
@@ -195,6 +185,22 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
                     session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")
                 sessions.cancel_scope.deadline = trio.current_time() + limits.stop_grace / 2
             services.cancel_scope.cancel()
+
+
+def _plan_files(limits: Limits) -> FileBudget:
+    """How many clients the limit of open files allows; it is said where that is fewer than were asked for."""
+    pools = limits.database_connections + limits.catchup_connections + ACK_CONNECTIONS + RELAY_CONNECTIONS
+    budget = plan_files(limits.max_connections, pools)
+    if budget.connections < limits.max_connections:
+        log.warning(
+            "connections_limited",
+            open_files=budget.limit,
+            needed=budget.needed,
+            max_connections=limits.max_connections,
+            possible=budget.connections,
+            remedy="raise the hard limit of open files (ulimit -Hn, LimitNOFILE=), or lower --max-connections",
+        )
+    return budget
 
 
 def _tell_ready(
@@ -252,17 +258,17 @@ async def _install(db: Database, settings: ServerSettings) -> None:
             log.info(f"schema_{outcome.value}", part=part, schema=name)
 
 
-async def _turn_away(stream: trio.abc.Stream, settings: ServerSettings) -> None:
-    """Tell one connection too many, best effort. SERVER comes first: to a health check the daemon is alive."""
-    lines = [
-        Server(settings.server_name).render(),
-        Error(
-            f"too_many_connections: this server takes {settings.limits.max_connections} connections; try again later"
-        ).render(),
-    ]
+def _too_many(settings: ServerSettings, limit: int) -> bytes:
+    """What one connection too many is told. SERVER comes first: to a health check the daemon is alive."""
+    text = f"too_many_connections: this server takes {limit} connections; try again later"
+    return "".join(f"{command.render()}\n" for command in (Server(settings.server_name), Error(text))).encode()
+
+
+async def _turn_away(stream: trio.abc.Stream, full: bytes) -> None:
+    """Tell one connection too many, best effort."""
     with trio.move_on_after(1):
         with suppress(trio.BrokenResourceError):
-            await stream.send_all("\n".join([*lines, ""]).encode())
+            await stream.send_all(full)
     await trio.aclose_forcefully(stream)
 
 

@@ -1,20 +1,25 @@
-"""Accepts connections: the cap, TLS, and the small accidents of `accept`. What a session does is not known here."""
+"""Accepts connections: room for them, TLS, and whatever `accept` may raise. What a session does is not known here."""
 
 from __future__ import annotations
 
 import errno
+import os
 import ssl
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import structlog
 import trio
 
 from replicad.config import Address
 from replicad.errors import EnvironmentRefused
+from replicad.server.troubles import Troubles
 
 BACKLOG = 4096  # a thousand workers that reconnect at once must not see a refusal
 TLS_TIMEOUT = 10.0  # seconds for a client to finish the handshake
-ACCEPT_PAUSE = 0.1  # seconds to wait when the process has run out of file descriptors
+ACCEPT_PAUSE = 0.1  # seconds to wait when the process has run out of file descriptors; doubles up to ACCEPT_PAUSE_MAX
+ACCEPT_PAUSE_MAX = 1.0
+PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 log = structlog.get_logger()
@@ -39,31 +44,88 @@ async def open_listeners(address: Address) -> list[trio.SocketListener]:
         raise EnvironmentRefused(f"cannot listen on {address}: {why}") from error
 
 
-async def accept_forever(
-    listener: trio.SocketListener, serve: Serve, sessions: trio.Nursery, tls: ssl.SSLContext | None = None
-) -> None:
-    """Accept until cancelled; each connection gets a task in `sessions` that runs `serve(stream, peer)`.
+class Entrance:
+    """Where connections come in, by all listeners of one daemon: `serve(stream, peer)` runs for each, in `sessions`.
 
-    When file descriptors run out, accepting pauses and goes on; sessions that exist are not touched.
+    `room` is the most sockets of clients that there may be at once, those that are being turned away included; one more
+    is closed at once, without TLS with the words `full`. So that many clients cannot take the files that the daemon
+    needs for its work.
     """
-    async with listener:
-        while True:
-            try:
-                stream = await listener.accept()
-            except OSError as error:
-                if error.errno not in _EXHAUSTED:
-                    raise
-                log.warning("accept_failed", error=error.strerror, remedy="raise the limit of open files (ulimit -n)")
-                await trio.sleep(ACCEPT_PAUSE)
-                continue
-            sessions.start_soon(_serve_one, stream, serve, tls)
+
+    def __init__(
+        self,
+        serve: Serve,
+        sessions: trio.Nursery,
+        troubles: Troubles,
+        *,
+        room: int,
+        full: bytes,
+        refused: Callable[[], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`refused` is called for each connection that is closed for want of room."""
+        self._serve = serve
+        self._sessions = sessions
+        self._troubles = troubles
+        self._room = room
+        self._full = full
+        self._refused = refused
+        self._tls = tls
+        self._inside = 0
+
+    async def accept_forever(self, listener: trio.SocketListener) -> None:
+        """Accept until cancelled.
+
+        When `accept` fails, because file descriptors have run out or for any other reason, that is a trouble, and
+        accepting goes on after a pause; sessions that exist are not touched.
+        """
+        pause = ACCEPT_PAUSE
+        async with listener:
+            while True:
+                try:
+                    self._enter(await listener.accept())
+                except Exception as error:  # noqa: BLE001 - reported; without this task nobody could connect any more
+                    self._tell_failure(error)
+                    await trio.sleep(pause)
+                    pause = min(2 * pause, ACCEPT_PAUSE_MAX)
+                else:
+                    self._troubles.end(*PLACE)
+                    pause = ACCEPT_PAUSE
+
+    def _tell_failure(self, error: Exception) -> None:
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _EXHAUSTED else ""
+            self._troubles.begin(*PLACE, f"no connection can be accepted: {why}{remedy}", code="accept_failed")
+        else:
+            self._troubles.fail(*PLACE, error)
+
+    def _enter(self, stream: trio.SocketStream) -> None:
+        if self._inside >= self._room:
+            self._refused()
+            if self._tls is None:
+                with suppress(OSError):
+                    os.write(stream.socket.fileno(), self._full)  # a new socket takes so little at once
+            stream.socket.close()
+            return
+        self._sessions.start_soon(self._serve_one, stream)
+        self._inside += 1
+
+    async def _serve_one(self, stream: trio.SocketStream) -> None:
+        """Whatever goes wrong here concerns this connection alone."""
+        try:
+            peer = _peer_of(stream)
+            with self._troubles.contain_and_record("session", peer, "serve"):
+                if self._tls is None:
+                    await self._serve(stream, peer)
+                elif (secured := await _shake_hands(stream, peer, self._tls)) is not None:
+                    await self._serve(secured, peer)
+        finally:
+            self._inside -= 1
+            stream.socket.close()
 
 
-async def _serve_one(stream: trio.SocketStream, serve: Serve, tls: ssl.SSLContext | None) -> None:
-    peer = _peer_of(stream)
-    if tls is None:
-        await serve(stream, peer)
-        return
+async def _shake_hands(stream: trio.SocketStream, peer: str, tls: ssl.SSLContext) -> trio.abc.Stream | None:
     secured = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
     try:
         with trio.fail_after(TLS_TIMEOUT):
@@ -72,8 +134,8 @@ async def _serve_one(stream: trio.SocketStream, serve: Serve, tls: ssl.SSLContex
         cause = error.__cause__ or error
         log.warning("tls_refused", peer=peer, error=str(cause) or type(cause).__name__)
         await trio.aclose_forcefully(secured)
-        return
-    await serve(secured, peer)
+        return None
+    return secured
 
 
 def _peer_of(stream: trio.SocketStream) -> str:

@@ -1,5 +1,7 @@
 """Asks Postgres how far it is safe to read: often while something moves, seldom while nothing does.
 
+What goes wrong when one reading is used is that stream's or tube's trouble: the other readings are passed on.
+
 One round of statements serves all streams and tubes. While Postgres is away it tries again with a growing pause, says
 so once, and tells again when it is back; whoever waits for positions just keeps waiting.
 """
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
+from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.limits import Limits
 from replicad.postgres.horizon import Horizon, Reading, Source
 from replicad.server.troubles import DATABASE, Troubles
@@ -20,6 +22,7 @@ from replicad.server.troubles import DATABASE, Troubles
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing moves
 OUTAGE_PAUSE = 0.1  # seconds before the second try; doubles up to OUTAGE_PAUSE_MAX
 OUTAGE_PAUSE_MAX = 5.0
+TUBE_PREFIX = "tube:"  # tubes are watched under names that begin with this word; no stream's name has a colon
 
 log = structlog.get_logger()
 
@@ -103,6 +106,12 @@ class Poller:
             except DatabaseError as error:
                 await self._outage(error)
                 continue
+            except Exception as error:  # noqa: BLE001 - a defect must not stop all streams and tubes for good
+                self._failures += 1
+                self._troubles.fail("service", "poller", "poll", error)
+                self._pause = min(max(2 * self._pause, OUTAGE_PAUSE), OUTAGE_PAUSE_MAX)
+                await trio.sleep(self._pause)
+                continue
             limits = self._limits
             self._pause = limits.poll_min if moved else min(self._pause * CALM_GROWTH, limits.poll_max)
             with trio.move_on_after(self._pause):
@@ -112,10 +121,12 @@ class Poller:
         """One round; True when a position moved or is held back."""
         readings = await self._horizon.poll()
         self._polls += 1
+        self._troubles.end("service", "poller", "poll")
         if self._away_since is not None:
             log.info("database_back", away_s=round(trio.current_time() - self._away_since, 1))
             self._away_since = None
             self._troubles.end(DATABASE, DATABASE, "poll")
+            self._troubles.end(DATABASE, DATABASE, "recover")
         before, self._last = self._last, readings
         if readings is before:
             return False
@@ -124,8 +135,10 @@ class Poller:
             old = before.get(name)
             moved = moved or old is None or old.last_value != reading.last_value or reading.held_by is not None
             self._tell_alarms(name, reading.alarms)
-            if name in self._listeners:
-                self._listeners[name](name, reading)
+            listener = self._listeners.get(name)
+            if listener is not None:
+                with self._troubles.contain(*thing_of(name), "reading"):
+                    listener(name, reading)
         return moved
 
     def _tell_alarms(self, name: str, alarms: tuple[str, ...]) -> None:
@@ -149,7 +162,10 @@ class Poller:
         await trio.sleep(self._pause)
         self._pause = min(2 * self._pause, OUTAGE_PAUSE_MAX)
         if self._recover is not None and isinstance(error, DatabaseUnavailable):
-            try:
+            with self._troubles.contain(DATABASE, DATABASE, "recover"):  # the disk is full, say: it may find room later
                 await self._recover()
-            except EnvironmentRefused as refused:  # the disk is full, say: the next try may find room
-                log.warning("postgres_not_started", error=str(refused), again_in_s=self._pause)
+
+
+def thing_of(watched: str) -> tuple[str, str]:
+    """Kind and name, as troubles are reported under, of what is watched under this name."""
+    return ("tube", watched.removeprefix(TUBE_PREFIX)) if watched.startswith(TUBE_PREFIX) else ("stream", watched)

@@ -9,11 +9,8 @@ anew under another id and tells of all its users again. What a user's state is, 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 from uuid import UUID
 
 import structlog
@@ -23,7 +20,9 @@ from replicad.config import ServerSettings
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import ClearUserSync, UserIp, UserSync
+from replicad.server.pieces import write_in_pieces
 from replicad.server.session import Session
+from replicad.server.supervision import keep_running
 from replicad.server.troubles import Troubles
 from replicad.streams.presence import Roster, RosterStatistics
 from replicad.streams.presence_book import BATCH, Look, PresenceBook
@@ -36,13 +35,12 @@ IP_INTERVAL = 1.0  # seconds in which addresses are gathered
 MAX_IPS = 50_000  # places that wait for Postgres, some 30 MB
 SWEEP_INTERVAL = 60.0  # seconds between two looks for addresses that are too old
 SWEEPS = 100  # statements at one look
-NEVER = ("22", "54")  # classes of SQLSTATE: bad data, and limits of the program; trying again does not help
+SERVICE = "presence"
+JOBS = ("users", "beats", "addresses", "sweeps")  # the tasks that run while presence is enabled
 RETRY_PAUSE = 0.2  # seconds before a statement that failed is tried again; doubles up to RETRY_PAUSE_MAX
 RETRY_PAUSE_MAX = 5.0
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,6 @@ class PresenceService:
         self._ips_came = trio.Event()
         self._scope = trio.CancelScope()
         self._told = 0
-        self._fault: str | None = None
         self._upgraded = False  # what is installed is of this version
 
     # --- what workers say ---
@@ -123,19 +120,26 @@ class PresenceService:
     # --- life ---
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep presence while it is enabled, until cancelled. Started once it is known whether it is."""
+        """Keep presence while it is enabled, until cancelled. Started once it was asked whether it is.
+
+        Safe to run again after a failure: what is kept in memory is kept.
+        """
         async with trio.open_nursery() as nursery:
-            await self._look_at_settings(nursery)
+            if self._roster is not None:
+                self._begin_serving(nursery)
+            with self._troubles.contain("service", SERVICE, "settings"):
+                await self._look_at_settings(nursery)
             task_status.started()
             while True:
                 await trio.sleep(LOOK_INTERVAL)
-                try:
+                with self._troubles.contain("service", SERVICE, "settings"):
                     await self._look_at_settings(nursery)
-                    if self._look is not None:
-                        await self._look_at_rows(self._look)
-                        await self._look_at_daemons(self._look)
-                except DatabaseError as error:  # the poller tells of the outage; here it only means "later"
-                    log.debug("presence_unseen", error=str(error))
+                if self._look is None:
+                    continue
+                with self._troubles.contain("service", SERVICE, "rows"):
+                    await self._look_at_rows(self._look)
+                with self._troubles.contain("service", SERVICE, "daemons"):
+                    await self._look_at_daemons(self._look)
 
     async def _look_at_settings(self, nursery: trio.Nursery) -> None:
         if self._roster is None and not await self._is_usable():
@@ -150,9 +154,12 @@ class PresenceService:
         else:
             self._roster = Roster(self._limit, look.grace, look.lost_grace)
             self._look = look
-            self._scope = trio.CancelScope()
-            nursery.start_soon(self._serve, self._scope)
+            self._begin_serving(nursery)
             log.info("presence_enabled", grace=look.grace, lost_grace=look.lost_grace, ttl=look.ttl)
+
+    def _begin_serving(self, nursery: trio.Nursery) -> None:
+        self._scope = trio.CancelScope()
+        nursery.start_soon(self._serve, self._scope)
 
     async def _is_usable(self) -> bool:
         """Whether what is installed, if anything, is of this version; an older one is upgraded."""
@@ -166,23 +173,25 @@ class PresenceService:
         try:
             await self.book.upgrade()
         except (SchemaMissing, SchemaTooNew) as error:
-            if self._fault != str(error):
-                self._fault = str(error)
-                log.warning("presence_unusable", reason=self._fault)
+            self._troubles.fail("service", SERVICE, "schema", error)
             return False
+        self._troubles.end("service", SERVICE, "schema")
         return True
 
     def _stop(self) -> None:
         self._scope.cancel()
         self._roster = self._look = self._me = self._checked = self._suspected = None
         self._sightings.clear()
+        for name in (SERVICE, *(f"{SERVICE}: {job}" for job in JOBS)):
+            self._troubles.forget("service", name)
         log.info("presence_disabled")
 
     async def _serve(self, scope: trio.CancelScope) -> None:
         with scope:
             async with trio.open_nursery() as nursery:
-                for job in (self._write_forever, self._beat_forever, self._write_ips_forever, self._sweep_forever):
-                    nursery.start_soon(job)
+                jobs = (self._write_forever, self._beat_forever, self._write_ips_forever, self._sweep_forever)
+                for name, job in zip(JOBS, jobs, strict=True):
+                    nursery.start_soon(keep_running, job, "service", f"{SERVICE}: {name}", self._troubles)
 
     # --- users ---
 
@@ -193,11 +202,11 @@ class PresenceService:
             try:
                 await self._write(roster)
             except DatabaseError as error:
-                if pause == RETRY_PAUSE:
-                    log.warning("presence_waits", error=str(error), users=roster.statistics().untold)
+                self._troubles.fail("service", SERVICE, "users", error)
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_PAUSE_MAX)
             else:
+                self._troubles.end("service", SERVICE, "users")
                 pause = RETRY_PAUSE
 
     async def _wait_for_changes(self) -> Roster:
@@ -217,7 +226,7 @@ class PresenceService:
             self._me, self._beat = await self.book.enlist(self._name), 1
             return
         changes = roster.take(BATCH)
-        heard = await _in_pieces(changes, partial(self.book.apply, me))
+        heard = await write_in_pieces(changes, partial(self.book.apply, me), self._refused)
         if self._me != me:
             return  # begun anew meanwhile
         if heard:
@@ -225,6 +234,10 @@ class PresenceService:
             self._told += len(changes)
         else:
             self._begin_anew(roster)
+
+    def _refused(self, error: DatabaseError) -> None:
+        """One user or address that Postgres cannot hold: it must not keep the others from being written."""
+        self._troubles.record("service", SERVICE, "not_kept", error)
 
     def _begin_anew(self, roster: Roster) -> None:
         log.warning("presence_begins_anew", reason="this daemon was taken for dead, or the database was set back")
@@ -242,7 +255,7 @@ class PresenceService:
             if me is None or roster is None or trio.current_time() < due:
                 continue
             beaten_at = trio.current_time()
-            with suppress(DatabaseError):  # the poller tells of the outage
+            with self._troubles.contain("service", SERVICE, "beat"):
                 beat = await self.book.beat(me, self._beat)
                 if self._me != me:
                     continue
@@ -280,40 +293,26 @@ class PresenceService:
     async def _write_ips_forever(self) -> None:
         pause = RETRY_PAUSE
         while True:
-            await self._ips_came.wait()
-            self._ips_came = trio.Event()
+            while not len(self._sightings):
+                self._ips_came = trio.Event()
+                await self._ips_came.wait()
             await trio.sleep(IP_INTERVAL)
             try:
                 while sightings := self._sightings.take(BATCH):
-                    await _in_pieces(sightings, self.book.write_ips)
+                    await write_in_pieces(sightings, self.book.write_ips, self._refused)
                     self._sightings.written(sightings)
             except DatabaseError as error:
-                if pause == RETRY_PAUSE:
-                    log.warning("user_ips_wait", error=str(error), places=len(self._sightings))
+                self._troubles.fail("service", SERVICE, "addresses", error)
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_PAUSE_MAX)
-                self._ips_came.set()
             else:
+                self._troubles.end("service", SERVICE, "addresses")
                 pause = RETRY_PAUSE
 
     async def _sweep_forever(self) -> None:
         while True:
-            with suppress(DatabaseError):
+            with self._troubles.contain("service", SERVICE, "sweep"):
                 for _ in range(SWEEPS):
                     if await self.book.sweep_ips() < BATCH:
                         break
             await trio.sleep(SWEEP_INTERVAL)
-
-
-async def _in_pieces(items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[bool]]) -> bool:
-    """Write all at once; where Postgres cannot hold one of them (its encoding lacks a letter), all but that one."""
-    try:
-        return await write(items)
-    except DatabaseError as error:
-        if not (error.sqlstate or "").startswith(NEVER):
-            raise
-        if len(items) == 1:
-            log.error("presence_not_kept", error=str(error))  # noqa: TRY400 - the sentence says it
-            return True
-    middle = len(items) // 2
-    return await _in_pieces(items[:middle], write) and await _in_pieces(items[middle:], write)

@@ -4,11 +4,15 @@ The way between daemons is NOTIFY: a daemon gathers lines, numbers each message,
 to its own connections. It is as reliable as the protocol asks for, which is not at all: what is told while a daemon
 does not listen is lost, and the gap is logged. But it is told once: a message that was sent twice, because nobody knew
 whether the first had arrived, has the same number. What a line means is none of this file's business.
+
+Whoever may connect to the database may say anything on the channel. A message that makes no sense ends there: it is
+counted, and logged now and then.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -17,10 +21,11 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, DatabaseUnavailable, ProtocolError, RelayRefused
+from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused, RemoteProtocolError
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Command, parse
 from replicad.protocol.words import Side
+from replicad.server.supervision import keep_running
 from replicad.server.troubles import Troubles
 
 MAX_MESSAGE = 7_900  # bytes; NOTIFY takes less than 8,000
@@ -33,18 +38,23 @@ PATIENCE = 10.0  # seconds of silence after which the listening connection is as
 RETRY_PAUSE = 0.1  # seconds before the second try; doubles up to RETRY_PAUSE_MAX
 RETRY_PAUSE_MAX = 5.0
 MAX_SENDERS = 1000  # daemons whose numbers are remembered; a new one for every start
+SERVICE = "relay"
 
+_HEAD = re.compile(r"([!-~]{1,64}) ([0-9]{1,18})")  # of a message: its sender and its number
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class RelayStatistics:
-    """Lines since the start; `missed` are messages that others sent and this daemon did not hear."""
+    """Lines since the start; `missed` are messages that others sent and this daemon did not hear, `refused` messages
+    and lines that made no sense.
+    """
 
     sent: int
     heard: int
     dropped: int
     missed: int
+    refused: int
 
 
 class Relay:
@@ -61,7 +71,7 @@ class Relay:
         self._waiting_bytes = 0
         self._told = trio.Event()
         self._numbers: OrderedDict[str, int] = OrderedDict()  # of the last message heard, by daemon
-        self._sent = self._lines_heard = self._dropped = self._missed = 0
+        self._sent = self._lines_heard = self._dropped = self._missed = self._refused = 0
 
     def tell(self, command: Command) -> None:
         """Have the connections of all other daemons told, soon; never waits.
@@ -82,26 +92,29 @@ class Relay:
 
     def statistics(self) -> RelayStatistics:
         """Counts, as one frozen value."""
-        return RelayStatistics(self._sent, self._lines_heard, self._dropped, self._missed)
+        return RelayStatistics(self._sent, self._lines_heard, self._dropped, self._missed, self._refused)
 
     async def run(self) -> None:
-        """Tell and listen until cancelled."""
+        """Tell and listen until cancelled. Neither is stopped by a failure of the other."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._send_forever)
-            nursery.start_soon(self._listen_forever)
+            for name, job in (("send", self._send_forever), ("listen", self._listen_forever)):
+                nursery.start_soon(keep_running, job, "service", f"{SERVICE}: {name}", self._troubles)
 
     # --- telling ---
 
     async def _send_forever(self) -> None:
         while True:
-            await self._told.wait()
-            self._told = trio.Event()
+            while not self._waiting:
+                self._told = trio.Event()
+                await self._told.wait()
             messages: list[str] = []
             while self._waiting and len(messages) < MESSAGES:
                 messages.append(self._message())
-            if self._waiting:
-                self._told.set()
-            await self._send(messages)
+            try:
+                await self._send(messages)
+            except Exception:
+                self._dropped += _lines_in(messages)
+                raise
             await trio.sleep(INTERVAL)
 
     def _message(self) -> str:
@@ -122,16 +135,16 @@ class Relay:
             try:
                 await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", self._channel, messages)
             except DatabaseUnavailable as error:
-                if pause == RETRY_PAUSE:
-                    log.warning("relay_waits", error=str(error))
+                self._troubles.fail("service", SERVICE, "send", error)
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_PAUSE_MAX)
             except DatabaseError as error:  # not now, and not later either: its queue is full, or it lacks a letter
-                self._dropped += sum(message.count("\n") for message in messages)
-                log.warning("relay_lost", error=str(error), messages=len(messages))
+                self._dropped += _lines_in(messages)
+                self._troubles.fail("service", SERVICE, "send", error)
                 return
             else:
-                self._sent += sum(message.count("\n") for message in messages)
+                self._sent += _lines_in(messages)
+                self._troubles.end("service", SERVICE, "send")
                 return
 
     # --- listening ---
@@ -146,6 +159,7 @@ class Relay:
                         away = round(trio.current_time() - deaf_since, 1)
                         log.warning("relay_listens_again", away_s=away, remedy="what others told meanwhile is lost")
                         deaf_since = None
+                    self._troubles.end("service", SERVICE, "listen")
                     pause = RETRY_PAUSE
                     while True:
                         await self._hear(await notices.next(PATIENCE))
@@ -153,25 +167,32 @@ class Relay:
                 if deaf_since is None:
                     deaf_since = trio.current_time()
                     log.warning("relay_deaf", error=str(error))
+                self._troubles.fail("service", SERVICE, "listen", error)
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_PAUSE_MAX)
 
     async def _hear(self, message: str) -> None:
+        """Pass on what a message says; whatever is wrong with it ends with it."""
         head, *lines = message.split("\n")
-        sender, _, digits = head.partition(" ")
-        if sender == self._me:
+        found = _HEAD.fullmatch(head)
+        if found is None:
+            self._refuse(RemoteProtocolError(f"no daemon's message begins with {head[:60]!a}"))
             return
-        if not digits.isdecimal() or not self._is_new(sender, int(digits)):
+        sender, number = found.groups()
+        if sender == self._me or not self._is_new(sender, int(number)):
             return
         for line in lines:
             try:
-                command = parse(line, Side.CLIENT)
-            except ProtocolError as error:  # whoever may connect to the database may say anything on the channel
-                log.warning("relay_not_understood", error=str(error))
-                continue
-            self._lines_heard += 1
-            self._heard(command)
+                self._heard(parse(line, Side.CLIENT))
+            except Exception as error:  # noqa: BLE001 - reported; the next line may be a good one
+                self._refuse(error)
+            else:
+                self._lines_heard += 1
         await trio.sleep(PACE)
+
+    def _refuse(self, error: Exception) -> None:
+        self._refused += 1
+        self._troubles.record("service", SERVICE, "message", error)
 
     def _is_new(self, sender: str, number: int) -> bool:
         """Whether this message was not heard before; notes it, and what is missing before it."""
@@ -183,6 +204,10 @@ class Relay:
             self._missed += number - last - 1
             log.warning("relay_gap", sender=sender, missed=number - last - 1)
         return last is None or number > last
+
+
+def _lines_in(messages: list[str]) -> int:
+    return sum(message.count("\n") for message in messages)
 
 
 def channel_of(schema: str) -> str:

@@ -19,10 +19,19 @@ from typing import TYPE_CHECKING
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, NotAuthorised, ProtocolError, ReplicadError, SlowReader, StreamError
+from replicad.errors import (
+    DatabaseError,
+    LocalProtocolError,
+    NotAuthorised,
+    ProtocolError,
+    ReplicadError,
+    SlowReader,
+    StreamError,
+)
 from replicad.protocol.commands import Auth, Command, Error, Name, Ping, Server, Side
 from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.states import CloseReason
+from replicad.protocol.words import sendable
 from replicad.server.hub import Hub
 from replicad.server.journal import Channel, Reader
 from replicad.server.outlet import Outlet, Piece
@@ -31,7 +40,7 @@ if TYPE_CHECKING:
     from replicad.config import ServerSettings
 
 RECEIVE_BYTES = 65536
-MAX_POSTED = 1000  # commands; relays and answers of a few bytes each, for a peer that reads nothing
+MAX_POSTED = 1 << 20  # bytes of relays and answers that wait for a peer that reads nothing; one line more may come
 DRAIN_BYTES = 4 << 20  # of what a peer that we hang up on still sends; it is thrown away
 ERROR_GRACE = 1.0  # seconds for the last ERROR to leave, best effort
 
@@ -84,7 +93,8 @@ class Session:
         )
         self._authorised = settings.token is None
         self._auth_deadline = trio.current_time() + limits.auth_timeout
-        self._posted: deque[Command] = deque()
+        self._posted: deque[bytes] = deque()
+        self._posted_bytes = 0
         self._readers: list[Reader] = []
         self._wake = trio.Event()
         self._sending = trio.Lock()
@@ -106,17 +116,30 @@ class Session:
         return f"{(self.name or self.peer).replace(' ', '_')}#{self.number}"
 
     def post(self, command: Command) -> None:
-        """Queue a command without waiting; a peer that lets the queue fill up is cut off."""
-        if len(self._posted) >= MAX_POSTED:
-            self.hang_up(CloseReason.SLOW_READER)
+        """Queue a command without waiting; never raises. A peer that lets the queue fill up is cut off.
+
+        The command is rendered now: one that cannot be is a defect of ours, and ends this session and no other.
+        """
+        try:
+            line = self._connection.render(command)
+        except Exception as error:  # noqa: BLE001 - logged with its traceback
+            self.hang_up(*self._explain(error))
+        else:
+            self.post_line(line)
+
+    def post_line(self, line: bytes) -> None:
+        """`post` for a line that is finished, its end included."""
+        if self._posted_bytes >= MAX_POSTED:
+            self.hang_up(CloseReason.SLOW_READER, "slow_reader: answers wait and nothing is read; reconnect and resume")
             return
-        self._posted.append(command)
+        self._posted.append(line)
+        self._posted_bytes += len(line)
         self.wake()
 
     def refuse(self, error: ReplicadError) -> None:
         """Answer a request that cannot be done: ERROR, and the connection stays."""
         self.log.info("request_refused", code=error.code, error=str(error))
-        self.post(_error_line(error))
+        self.post(_error_line(_text(error)))
 
     async def send(self, *pieces: Piece) -> None:
         """Send whole lines, and what they announce, with nothing in between; waits until the socket has taken them."""
@@ -131,7 +154,7 @@ class Session:
         await self._wait_for_turn()
         try:
             if self._posted:
-                await self._send_all([self._render_posted()])
+                await self._send_all([self._take_posted()])
         finally:
             self._sending.release()
 
@@ -180,48 +203,67 @@ class Session:
                 nursery.cancel_scope.cancel()
         finally:
             reason, text = self._end or (CloseReason.SERVER_STOPPING, "server stopping")
-            for reader in self._readers:
-                reader.close()
-            for call in self._closed_by:
-                call()
+            for call in [*(reader.close for reader in self._readers), *self._closed_by]:
+                try:
+                    call()
+                except Exception as error:  # noqa: BLE001 - one that fails must not keep the others from being called
+                    self._record(error, "end")
             self._hub.leave(self, reason)
             await self._say_goodbye(text)
             self.log.info("session_closed", reason=reason.value, error=text or None)
         return reason
 
     def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task that lives as long as the session; whatever it raises ends the session."""
-        self._nursery.start_soon(self._guarded, job, args)
+        """Run a task that lives as long as the session; whatever it raises ends the session.
+
+        Nothing is done where the session has ended: others may call this before they have heard of it.
+        """
+        with suppress(RuntimeError):  # the nursery is closed
+            self._nursery.start_soon(self._guarded, job, args)
 
     async def _guarded(self, job: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
         try:
             await job(*args)
         except Exception as error:  # noqa: BLE001 - each becomes a reason; defects are logged with their traceback
             self.hang_up(*self._explain(error))
+        except BaseExceptionGroup as group:  # a cancellation and a failure at the same moment
+            failed, rest = group.split(Exception)
+            if failed is not None:
+                self.hang_up(*self._explain(failed))
+            if rest is not None:
+                raise rest from None
 
     async def _finish(self) -> None:
         """Let the send that is under way come to its end, and what is posted go out, so that ERROR stands on a line."""
         self._closing = True
-        with trio.move_on_after(ERROR_GRACE), suppress(*_GONE):
-            async with self._sending:
-                if self._posted:
-                    await self._send_all([self._render_posted()])
+        try:
+            with trio.move_on_after(ERROR_GRACE), suppress(*_GONE):
+                async with self._sending:
+                    if self._posted:
+                        await self._send_all([self._take_posted()])
+        except Exception as error:  # noqa: BLE001 - the session ends anyhow
+            self._record(error, "end")
 
     def _explain(self, error: Exception) -> tuple[CloseReason, str]:
-        """The reason that an exception is, and what to tell the peer."""
+        """The reason that an exception is, and what to tell the peer. A defect of ours is logged."""
+        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
         if isinstance(error, HangUp):
             return error.reason, error.text
         for kind, reason in _REASONS:
-            if isinstance(error, kind):
+            if isinstance(error, kind) and not isinstance(error, LocalProtocolError):
                 return reason, _text(error) if isinstance(error, ReplicadError) else ""
-        self.log.error("session_failed", exc_info=error)
+        self._record(error, "run")
         return CloseReason.INTERNAL_ERROR, "internal error; the server's log has it"
+
+    def _record(self, error: Exception, cause: str) -> None:
+        self._hub.troubles.record("session", self.identity, cause, error)
 
     async def _say_goodbye(self, text: str) -> None:
         with trio.move_on_after(ERROR_GRACE, shield=True):
             try:
                 if text and not self._outlet.torn:  # else the peer has half a line, which no ERROR can follow
-                    await self._stream.send_all(Error(text).render().encode() + b"\n")
+                    await self._stream.send_all(_error_line(text).render().encode() + b"\n")
                     if isinstance(self._stream, trio.abc.HalfCloseableStream):
                         await self._stream.send_eof()
                     left = DRAIN_BYTES  # unread input would make the close a reset, which could overtake the ERROR
@@ -229,6 +271,8 @@ class Session:
                         left -= len(data)
             except _GONE:
                 pass  # nobody is left to be told
+            except Exception as error:  # noqa: BLE001 - the stream is closed in any case
+                self._record(error, "end")
         await trio.aclose_forcefully(self._stream)
 
     # --- reading ---
@@ -284,7 +328,7 @@ class Session:
             try:
                 pieces = [chunk for reader in self._readers for chunk in reader.take_nowait()]
                 if self._posted:
-                    pieces.insert(0, self._render_posted())
+                    pieces.insert(0, self._take_posted())
                 if pieces:
                     await self._send_all(pieces)
             finally:
@@ -302,11 +346,11 @@ class Session:
             self._sending.release()
             await trio.sleep_forever()
 
-    def _render_posted(self) -> bytes:
-        now = trio.current_time()
-        lines = [self._connection.send(command, now) for command in self._posted]
+    def _take_posted(self) -> bytes:
+        lines = b"".join(self._posted)
         self._posted.clear()
-        return b"".join(lines)
+        self._posted_bytes = 0
+        return lines
 
     async def _send_all(self, pieces: Sequence[Piece]) -> None:
         """Send under the lock. A peer that does not take them within the stall time is cut off."""
@@ -354,5 +398,6 @@ def _text(error: ReplicadError) -> str:
     return f"{error.code}: {error}"
 
 
-def _error_line(error: ReplicadError) -> Error:
-    return Error(_text(error).replace("\r", " ").replace("\n", " ").replace("\0", " "))
+def _error_line(text: str) -> Error:
+    """Whatever the text quotes, it stands on one line that every client takes."""
+    return Error(sendable(text))

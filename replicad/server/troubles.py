@@ -26,6 +26,7 @@ from replicad.errors import DatabaseUnavailable, ReplicadError
 
 DATABASE = "database"  # the kind of the trouble that the poller reports while Postgres is away
 AWAY_GRACE = 3.0  # seconds in which the poller notices an outage: a lost connection is no trouble of its own before
+QUIET = 10.0  # seconds between two log lines about failures of one kind and cause that `record` takes
 MAX_REASON = 2000  # characters of a reason; a driver's message can quote a whole row
 
 log = structlog.get_logger()
@@ -59,6 +60,7 @@ class Troubles:
         self._current: dict[Place, Trouble] = {}
         self._suspected: dict[Place, float] = {}  # lost connections: since when
         self._changed = trio.Event()
+        self._quiet: dict[tuple[str, str], tuple[float, int]] = {}  # until when, and how many were not logged
         self.counts: Counter[tuple[str, str, str]] = Counter()  # (kind, cause, code): reports since the start
 
     # --- reporting ---
@@ -88,6 +90,26 @@ class Troubles:
         what = f"{type(error).__name__}: {error}".strip(": ")
         self.begin(kind, name, cause, f"unexpected {what}; the log has the traceback", code=type(error).__name__)
 
+    def record(self, kind: str, name: str, cause: str, error: BaseException) -> None:
+        """Report a failure that is over at once, because what it concerned has ended: a message, a session.
+
+        It is counted and is no state of anything. It is logged, a defect of ours with its traceback; of those of one
+        kind and cause only one every QUIET seconds, with the number of those that were left out before it: whoever can
+        cause such failures must not fill the log.
+        """
+        code = error.code if isinstance(error, ReplicadError) else type(error).__name__
+        self.counts[kind, cause, code] += 1
+        until, left_out = self._quiet.get((kind, cause), (float("-inf"), 0))
+        if self._now() < until:
+            self._quiet[kind, cause] = (until, left_out + 1)
+            return
+        self._quiet[kind, cause] = (self._now() + QUIET, 0)
+        fields = {"kind": kind, "name": name[:MAX_REASON], "cause": cause, "code": code, "left_out": left_out}
+        if isinstance(error, ReplicadError):
+            log.warning("failure_contained", **fields, reason=str(error)[:MAX_REASON])
+        else:
+            log.error("unexpected_failure", **fields, exc_info=error)
+
     def end(self, kind: str, name: str, cause: str) -> None:
         """The cause works again; safe to repeat, and cheap while there is no trouble."""
         place = Place(kind, name, cause)
@@ -109,18 +131,15 @@ class Troubles:
 
         Cancellation passes.
         """
-        try:
+        with self._caught(lambda error: self.fail(kind, name, cause, error)):
             yield
-        except Exception as error:  # noqa: BLE001 - reported with its traceback
-            self.fail(kind, name, cause, error)
-        except BaseExceptionGroup as group:
-            failed, rest = group.split(Exception)
-            if failed is not None:
-                self.fail(kind, name, cause, failed)
-            if rest is not None:
-                raise rest from None
-        else:
             self.end(kind, name, cause)
+
+    @contextmanager
+    def contain_and_record(self, kind: str, name: str, cause: str) -> Iterator[None]:
+        """`contain` for a block that is not tried again: what it raises is recorded (see `record`)."""
+        with self._caught(lambda error: self.record(kind, name, cause, error)):
+            yield
 
     # --- looking ---
 
@@ -141,6 +160,21 @@ class Troubles:
         await self._changed.wait()
 
     # --- inside ---
+
+    @staticmethod
+    @contextmanager
+    def _caught(report: Callable[[BaseException], None]) -> Iterator[None]:
+        """Report what the block raises, and let only a cancellation out."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - reported with its traceback
+            report(error)
+        except BaseExceptionGroup as group:
+            failed, rest = group.split(Exception)
+            if failed is not None:
+                report(failed)
+            if rest is not None:
+                raise rest from None
 
     def _tell(self) -> None:
         self._changed.set()

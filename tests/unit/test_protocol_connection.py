@@ -161,7 +161,8 @@ def test_blank_lines_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [(b"NAME \xff\xfe", r"not valid UTF-8 \(byte 5"), (b"NAME a\0b", "NUL byte")]
+    ("line", "message"),
+    [(b"NAME \xff\xfe", r"not valid UTF-8 \(byte 6"), (b"NAME a\0b", r"control character U\+0000 \(character 7")],
 )
 def test_what_is_no_text_is_refused_with_the_reason(line: bytes, message: str) -> None:
     connection = server()

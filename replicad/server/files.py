@@ -1,0 +1,66 @@
+"""How many connections the limit of open files allows: found out at the start, so that no work lacks a file later.
+
+What is counted out for clients is what the limit leaves beside the connections to Postgres and all else.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+
+from replicad.errors import EnvironmentRefused
+
+ENTRANCE = 32  # clients beyond the cap: being told that there are too many, or in their TLS handshake
+SPARE = 16  # programs that start Postgres, files that are read to write a traceback, the ready file
+DATABASE_SHARE = 2  # for each connection to Postgres: itself, and another that cancels its statement
+MAX_RAISED = 1 << 20  # as far as the limit is raised without need; some systems allow a thousand times more
+UNKNOWN_OPEN = 64  # files that are open at the start, where the system does not say
+
+
+@dataclass(frozen=True, slots=True)
+class FileBudget:
+    """`limit` open files are allowed, `needed` are for all but clients, and `connections` clients are possible."""
+
+    limit: int
+    needed: int
+    connections: int
+
+
+def plan_files(wanted: int, database_connections: int) -> FileBudget:
+    """Raise this process's soft limit as far as its hard limit allows; returns what that makes possible.
+
+    Raises:
+        EnvironmentRefused: not even one client could connect.
+    """
+    needed = _open_now() + DATABASE_SHARE * database_connections + ENTRANCE + SPARE
+    limit = _raise_limit(needed + wanted)
+    if limit <= needed:
+        raise EnvironmentRefused(
+            f"this process may open {limit} files and needs {needed} before the first client connects: raise the hard "
+            "limit (ulimit -Hn, or LimitNOFILE= of systemd), or lower --database-connections and --catchup-connections"
+        )
+    return FileBudget(limit, needed, min(wanted, limit - needed))
+
+
+def _raise_limit(total: int) -> int:
+    soft, hard = (_finite(value) for value in resource.getrlimit(resource.RLIMIT_NOFILE))
+    goal = min(hard, max(total, MAX_RAISED))
+    if goal <= soft:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (goal, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    except (OSError, ValueError):  # macOS has another limit behind this one
+        return soft
+    return goal
+
+
+def _finite(limit: int) -> int:
+    return 1 << 31 if limit == resource.RLIM_INFINITY else limit
+
+
+def _open_now() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return UNKNOWN_OPEN

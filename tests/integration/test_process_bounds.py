@@ -1,0 +1,238 @@
+"""`replicad serve` as a process: signals that must not end it, and what happens when file descriptors run out."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import trio
+
+from replicad.config import parse_address
+from replicad.postgres.bridge import Database, open_database
+from replicad.streams import registry
+
+from .conftest import Netcat
+
+HANG = 60.0  # seconds after which a wait is a failure
+FILES = 160  # open files that the small daemon may have
+
+
+class Served:
+    """A daemon's process; its log goes to a file, or where `stderr` says."""
+
+    def __init__(self, folder: Path, url: str, *, files: int | None = None, stderr: int | None = None) -> None:
+        self.ready = folder / "ready"
+        self.log = folder / "serve.log"
+
+        def limit_files() -> None:
+            if files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (files // 2, files))
+
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--database", url),
+                    *("--ready-file", str(self.ready), "--log-format", "json"),
+                ],
+                stdout=output,
+                stderr=output if stderr is None else stderr,
+                start_new_session=True,
+                preexec_fn=limit_files,
+            )
+
+    async def wait_ready(self) -> None:
+        with trio.fail_after(HANG):
+            while not self.ready.exists():
+                assert self.process.poll() is None, self.log.read_text()
+                await trio.sleep(0.02)
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Netcat]:
+        address = parse_address(self.ready.read_text().strip())
+        async with await trio.open_tcp_stream(address.host, address.port) as stream:
+            yield Netcat(stream)
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        lines = self.log.read_text().splitlines()
+        return [entry for entry in map(json.loads, lines) if entry["event"] == name]
+
+    async def wait_event(self, name: str, count: int = 1) -> list[dict[str, object]]:
+        with trio.fail_after(HANG):
+            while len(found := self.events(name)) < count:
+                await trio.sleep(0.05)
+        return found
+
+    async def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return await trio.to_thread.run_sync(self.process.wait, HANG)
+
+
+@contextmanager
+def serving(served: Served) -> Iterator[Served]:
+    try:
+        yield served
+    finally:
+        with suppress(ProcessLookupError):
+            served.process.kill()
+        served.process.wait()
+
+
+async def test_signals_that_ask_for_nothing_are_logged_and_do_no_harm(database_url: str, tmp_path: Path) -> None:
+    harmless = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF]
+    with serving(Served(tmp_path, database_url)) as served:
+        await served.wait_ready()
+        async with served.connect() as nc:
+            await nc.expect("SERVER .*")
+            for number in [*harmless, signal.SIGPIPE]:
+                served.process.send_signal(number)
+                await nc.send("STREAMS")
+                await nc.expect("STREAMS.*")
+            found = await served.wait_event("signal_ignored", len(harmless))
+            assert [entry["signal"] for entry in found] == [number.name for number in harmless]
+            assert await served.end(signal.SIGTERM) == 0
+            assert (await nc.until("ERROR .*"))[-1] == "ERROR server stopping"
+
+
+async def test_signals_before_it_is_ready_do_no_harm_either(database_url: str, tmp_path: Path) -> None:
+    with serving(Served(tmp_path, database_url)) as served:
+        await trio.sleep(1)  # Python itself has to start: before that nobody can take a signal
+        with trio.fail_after(HANG):
+            while not served.ready.exists():
+                if "schema_installed" in served.log.read_text():
+                    served.process.send_signal(signal.SIGUSR1)
+                await trio.sleep(0.005)
+        assert served.process.poll() is None
+        assert await served.end(signal.SIGTERM) == 0
+
+
+async def test_a_terminal_that_is_closed_stops_it_with_a_word_to_clients(database_url: str, tmp_path: Path) -> None:
+    ours, its = os.openpty()
+    with serving(Served(tmp_path, database_url, stderr=its)) as served:
+        os.close(its)
+        await served.wait_ready()
+        async with served.connect() as nc:
+            await nc.expect("SERVER .*")
+            os.close(ours)
+            assert await served.end(signal.SIGHUP) == 0
+            assert (await nc.until("ERROR .*"))[-1] == "ERROR server stopping"
+
+
+async def add_things(database: Database) -> None:
+    await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")
+    await registry.add(database, "events", "public.events", "id", row="body")
+    await database.execute("INSERT INTO events (body) VALUES ('1')")
+
+
+REQUESTS = {
+    "STREAMS": "STREAMS events",
+    "TAKEN events": r"TAKEN events \d+",
+    "FEDERATION_ACK w 1 events": None,
+    "USER_SYNC w @a:b None start 1": None,
+    'USER_IP @a:b ["t", "1.1.1.1", "agent", "d", 1]': None,
+    "CLEAR_USER_SYNC w": None,
+    "REMOTE_SERVER_UP x": None,
+    'LOCK_RELEASED ["a", "b", "c"]': None,
+    "DOORBELL": None,
+    "TUBE things": "TUBE things 1",
+    "CLAIM things 0/1 ttl=60": r"LEASE things 0/1 \d+ 60",
+    "PODS things 0/1 1": "CURSOR things 0/1 0.0 0",
+    "ACK things 0/1 1 upto=0.0": "ACKED things 0/1 0",
+    "ACK things 0/1 1 1": "ACKED things 0/1 0",
+    "PARK things 0/1 1 1 * 1 why": "PARKED things 0/1 0",
+    'REPORT things r {"a": 1}': "REPORT things r",
+    "RENEW things 0/1 1": r"LEASE things 0/1 1 60",
+    "RELEASE things 0/1 1": "RELEASE things 0/1 1",
+    "REPLICATE events EARLIEST": "WRITERS events .*",
+}
+
+
+async def test_with_few_files_it_serves_who_is_there_refuses_others_clearly_and_recovers(
+    database_url: str, tmp_path: Path
+) -> None:
+    async with open_database(database_url, size=1, application_name="test") as database, AsyncExitStack() as stack:
+        served = stack.enter_context(serving(Served(tmp_path, database_url, files=FILES)))
+        await served.wait_ready()
+        await add_things(database)
+        await database.execute("SELECT tube.tube_ensure_exists('things', 1)")
+        limited = (await served.wait_event("connections_limited"))[0]
+        assert limited["open_files"] == FILES
+        possible = limited["possible"]
+        assert isinstance(possible, int)
+        assert 10 < possible < FILES
+        inside = []
+        for _ in range(possible):
+            nc = await stack.enter_async_context(served.connect())
+            await nc.expect("SERVER .*")
+            inside.append(nc)
+        async with AsyncExitStack() as crowd:
+            outside = [await crowd.enter_async_context(served.connect()) for _ in range(2 * FILES)]
+            for nc in outside:
+                await nc.expect("SERVER .*", f"ERROR too_many_connections: this server takes {possible} .*")
+            for request, answer in REQUESTS.items():
+                await inside[0].send(request)
+                if answer is not None:
+                    await inside[0].expect(answer)
+            await inside[0].until("RDATA events master 1 1")
+            for nc in inside[1:]:
+                await nc.send("STREAMS")
+                await nc.until("STREAMS events")
+        for nc in inside[possible // 2 :]:
+            await nc.stream.aclose()
+        with trio.fail_after(HANG):
+            while True:
+                async with served.connect() as again:
+                    await again.expect("SERVER .*")
+                    await again.send("STREAMS")
+                    if (await again.line()).startswith("PING") and await again.line() == "STREAMS events":
+                        break
+        await database.execute("INSERT INTO events (body) VALUES ('2')")
+        await inside[0].until("RDATA events master 2 2")
+        assert served.events("unexpected_failure") == []
+        assert await served.end(signal.SIGTERM) == 0
+
+
+async def test_with_too_few_files_for_a_single_client_it_does_not_start(database_url: str, tmp_path: Path) -> None:
+    with serving(Served(tmp_path, database_url, files=64)) as served, trio.fail_after(HANG):
+        assert await trio.to_thread.run_sync(served.process.wait, HANG) == 1
+        assert "raise the hard limit (ulimit -Hn" in served.log.read_text()
+
+
+async def test_nothing_is_opened_while_serving_where_no_file_can_be_opened(database_url: str, tmp_path: Path) -> None:
+    """All descriptors are taken from the outside: what serves already goes on, and what cannot be done says so."""
+    async with open_database(database_url, size=1, application_name="test") as database, AsyncExitStack() as stack:
+        served = stack.enter_context(serving(Served(tmp_path, database_url)))
+        await served.wait_ready()
+        await add_things(database)
+        nc = await stack.enter_async_context(served.connect())
+        await nc.expect("SERVER .*")
+        await nc.send("REPLICATE events EARLIEST")
+        await nc.until("RDATA events master 1 1")
+        pid = served.process.pid
+        taken = len(os.listdir(f"/proc/{pid}/fd"))
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (taken // 2, hard))  # below what is open: nothing more can be
+        waiting = [await stack.enter_async_context(served.connect()) for _ in range(5)]
+        troubles = [e for e in await served.wait_event("trouble_began") if e["name"] == "listener"]
+        assert [(trouble["kind"], trouble["code"]) for trouble in troubles] == [("service", "accept_failed")]
+        await nc.send("FEDERATION_ACK w 1 events", 'USER_IP @a:b ["t", "1.1.1.1", "agent", "d", 1]', "STREAMS")
+        await nc.until("STREAMS events")
+        await database.execute("INSERT INTO events (body) VALUES ('2')")
+        await nc.until("RDATA events master 2 2")
+        with trio.fail_after(HANG):
+            while not await database.fetch("SELECT FROM replicad.stream_ack"):
+                await trio.sleep(0.1)
+        await trio.sleep(1)
+        assert len([e for e in served.events("trouble_began") if e["name"] == "listener"]) == 1
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        for one in waiting:
+            await one.expect("SERVER .*")
+        over = [e for e in await served.wait_event("trouble_over") if e["name"] == "listener"]
+        assert len(over) == 1
+        assert await served.end(signal.SIGTERM) == 0

@@ -1,0 +1,234 @@
+"""A defect in one service, or in what one reading leads to, stops nothing else, and the service finds its work again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
+from replicad.limits import Limits
+from replicad.postgres.horizon import Reading
+from replicad.protocol.commands import FederationAck, RemoteServerUp
+from replicad.server import acks as acks_module
+from replicad.server.acks import AckService
+from replicad.server.pieces import write_in_pieces
+from replicad.server.poller import OUTAGE_PAUSE_MAX, Poller
+from replicad.server.relay import Relay
+from replicad.server.supervision import STEADY, keep_running
+from replicad.server.troubles import Troubles
+from replicad.streams.acks import Ack
+
+DEFECTS = [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), KeyError("x")]
+
+
+class FakeHorizon:
+    """Gives a new reading of each watched table at every poll, or raises what it is told to."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.raises: Exception | None = None
+        self.polls = 0
+
+    async def poll(self) -> Mapping[str, Reading]:
+        await trio.lowlevel.checkpoint()
+        self.polls += 1
+        if self.raises is not None:
+            raise self.raises
+        return {name: Mock(spec=Reading, last_value=self.polls, held_by=None, alarms=()) for name in self.names}
+
+    def watch(self, *args: Any, **named: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", DEFECTS, ids=repr)
+async def test_a_reading_that_cannot_be_used_concerns_its_stream_alone(
+    error: Exception, autojump_clock: MockClock
+) -> None:
+    troubles, raised, others = Troubles(), 0, []
+    poller = Poller(FakeHorizon("a", "tube:b", "c"), Limits(), troubles)  # type: ignore[arg-type]
+
+    def fail(name: str, reading: Reading) -> None:
+        nonlocal raised
+        raised += 1
+        if raised <= 10:
+            raise error
+
+    poller.watch("a", Mock(), fail)
+    poller.watch("tube:b", Mock(), fail)
+    poller.watch("c", Mock(), lambda name, reading: others.append(name))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(poller.run)
+        while raised < 10:
+            await trio.sleep(0.001)
+        assert {trouble.place for trouble in troubles.current()} == {
+            ("stream", "a", "reading"),
+            ("tube", "b", "reading"),
+        }
+        await trio.sleep(1)
+        assert troubles.current() == []
+        assert len(others) > 10
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("error", DEFECTS, ids=repr)
+async def test_a_poll_that_raises_is_a_trouble_and_is_tried_again(error: Exception, autojump_clock: MockClock) -> None:
+    troubles, horizon = Troubles(), FakeHorizon("a")
+    poller = Poller(horizon, Limits(), troubles)  # type: ignore[arg-type]
+    horizon.raises = error
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(poller.run)
+        await trio.sleep(100)
+        assert 100 / OUTAGE_PAUSE_MAX < horizon.polls < 40  # with a pause that grows
+        assert [trouble.place for trouble in troubles.current()] == [("service", "poller", "poll")]
+        horizon.raises = None
+        await trio.sleep(2 * OUTAGE_PAUSE_MAX)
+        assert troubles.current() == []
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("error", [*DEFECTS, EnvironmentRefused("the disk is full")], ids=repr)
+async def test_an_embedded_server_that_cannot_be_started_is_tried_again(
+    error: Exception, autojump_clock: MockClock
+) -> None:
+    troubles, horizon, tries = Troubles(), FakeHorizon("a"), 0
+
+    async def recover() -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 5:
+            raise error
+        horizon.raises = None
+
+    horizon.raises = DatabaseUnavailable("away")
+    poller = Poller(horizon, Limits(), troubles, recover)  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(poller.run)
+        await trio.sleep(1)
+        assert {trouble.place.cause for trouble in troubles.current()} == {"poll", "recover"}
+        await trio.sleep(60)
+        assert troubles.current() == []
+        nursery.cancel_scope.cancel()
+
+
+# --- acks ---
+
+
+class Publisher:
+    """One stream that stands at 100."""
+
+    def __init__(self) -> None:
+        self.feeds = {"s": Mock(reading=Mock(position=100), stream=Mock(resets=0))}
+        self.feeds["s"].name = "s"
+
+
+@pytest.mark.parametrize("error", [*DEFECTS, DatabaseError("no"), DatabaseUnavailable("away")], ids=repr)
+async def test_acks_wait_until_they_can_be_written_whatever_happened(
+    error: Exception, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Ack] = []
+    fails = 3
+
+    async def note(db: object, acks: list[Ack], *, schema: str) -> None:
+        nonlocal fails
+        fails -= 1
+        if fails >= 0:
+            raise error
+        written.extend(acks)
+
+    monkeypatch.setattr(acks_module.acks, "note", note)
+    troubles = Troubles()
+    service = AckService(Mock(), "replicad", Publisher(), troubles)  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep_running, service.run, "service", "acks", troubles)
+        assert service.note(FederationAck("w", 7, "s"), None)
+        await trio.sleep(2.5)
+        if not isinstance(error, DatabaseUnavailable):  # of which the poller tells
+            assert [trouble.place for trouble in troubles.current()] == [("service", "acks", "write")]
+        await trio.sleep(10)
+        assert written == [Ack("s", 0, "w", 7)]
+        assert troubles.current() == []
+        nursery.cancel_scope.cancel()
+
+
+async def test_one_ack_that_cannot_be_kept_does_not_hold_back_the_others(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    async def note(db: object, acks: list[Ack], *, schema: str) -> None:
+        if any(ack.instance == "bad" for ack in acks):
+            raise DatabaseError("a letter that the encoding lacks", sqlstate="22P05")
+        written.extend(ack.instance for ack in acks)
+
+    monkeypatch.setattr(acks_module.acks, "note", note)
+    troubles = Troubles()
+    service = AckService(Mock(), "replicad", Publisher(), troubles)  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(service.run)
+        for instance in ("a", "b", "bad", "c", "d"):
+            service.note(FederationAck(instance, 7, "s"), None)
+        await trio.sleep(5)
+        assert sorted(written) == ["a", "b", "c", "d"]
+        assert troubles.counts["service", "ack", "database"] == 1
+        assert troubles.current() == []
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("bad", [set(), {0}, {3, 4}, set(range(7))])
+async def test_writing_in_pieces_leaves_out_what_is_refused_and_nothing_else(bad: set[int]) -> None:
+    written: list[int] = []
+    refused: list[DatabaseError] = []
+
+    async def write(some: Any) -> bool:
+        if bad & set(some):
+            raise DatabaseError("no", sqlstate="22021")
+        written.extend(some)
+        return True
+
+    assert await write_in_pieces(range(7), write, refused.append)
+    assert written == sorted(set(range(7)) - bad)
+    assert len(refused) == len(bad)
+
+
+# --- relay ---
+
+
+class FakePostgres:
+    """Takes messages, and raises what it is told to; nobody can listen."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.messages: list[str] = []
+
+    async def fetch(self, sql: str, channel: str, messages: list[str]) -> None:
+        await trio.lowlevel.checkpoint()
+        if self.errors:
+            raise self.errors.pop(0)
+        self.messages += messages
+
+    def listen(self, channel: str) -> Any:
+        raise ValueError("listening is broken")
+
+
+@pytest.mark.parametrize("error", DEFECTS, ids=repr)
+async def test_a_relay_that_cannot_listen_still_sends_and_one_that_failed_to_send_goes_on(
+    error: Exception, autojump_clock: MockClock
+) -> None:
+    postgres, troubles = FakePostgres(error), Troubles()
+    relay = Relay(postgres, "replicad", Mock(), troubles)  # type: ignore[arg-type]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep_running, relay.run, "service", "relay", troubles)
+        relay.tell(RemoteServerUp("lost"))
+        await trio.sleep(0.01)
+        relay.tell(RemoteServerUp("sent"))
+        await trio.sleep(STEADY / 2)
+        assert [message.split("\n")[1:] for message in postgres.messages] == [["REMOTE_SERVER_UP sent"]]
+        statistics = relay.statistics()
+        assert (statistics.sent, statistics.dropped) == (1, 1)
+        assert {trouble.place.name for trouble in troubles.current()} == {"relay: send", "relay: listen"}
+        nursery.cancel_scope.cancel()

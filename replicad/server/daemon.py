@@ -15,7 +15,6 @@ import trio
 
 from replicad.config import Address, ServerSettings
 from replicad.errors import EnvironmentRefused, ReplicadError
-from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
@@ -23,6 +22,7 @@ from replicad.protocol.commands import ClearUserSync, Command, Error, LockReleas
 from replicad.protocol.states import CloseReason
 from replicad.server.acks import AckService
 from replicad.server.hub import Hub
+from replicad.server.installing import install_all
 from replicad.server.listener import accept_forever, open_listeners
 from replicad.server.poller import Poller
 from replicad.server.presence import PresenceService
@@ -242,14 +242,7 @@ def _heard(hub: Hub, presence: PresenceService, command: Command) -> None:
 
 async def _install(db: Database, settings: ServerSettings) -> None:
     """Install what is missing, upgrade what is older, and say so."""
-    parts: tuple[tuple[schema.Part, str], ...] = (
-        ("stream", settings.database.stream_schema),
-        ("tube", settings.database.tube_schema),
-    )
-    for part, name in parts:
-        outcome = await schema.install(db, part, name)
-        if outcome is not schema.Outcome.UNCHANGED:
-            log.info(f"schema_{outcome.value}", part=part, schema=name)
+    await install_all(db, stream_schema=settings.database.stream_schema, tube_schema=settings.database.tube_schema)
 
 
 async def _turn_away(stream: trio.abc.Stream, settings: ServerSettings) -> None:

@@ -1,8 +1,8 @@
 """What replicad keeps in the user's database: installing, upgrading and removing it, as scripts that psql can run.
 
 The parts are those of `VERSIONS`: `tube`, `stream`, and those that stand on streams and are at home in the same schema.
-This file knows which version is where and what is to be done about it; `schema_text` puts the SQL together, and what the
-SQL means is said in the files:
+This file knows which version is where and what is to be done about it; `schema_text` puts the SQL together. The files
+say what the SQL means:
 
     sql/<part>/NNN_name.sql   run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing
                               but plain SQL, names without a schema (the script sets search_path)
@@ -12,10 +12,10 @@ SQL means is said in the files:
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.
 
-Versions. The number of a part grows by one with every release that changes its SQL; tests/schema pins the digest of each.
-Programs of neighbouring versions run side by side while an installation is upgraded, so a function that an older program
-calls keeps its name, its arguments and the columns of its result. What has to change gets a new name, and the old one
-stays, for as long as `SERVES` has a version that calls it. A program never touches an installation that is newer than
+Versions. The number of a part grows by one with every release that changes its SQL; tests/schema has the digest of
+each. Programs of neighbouring versions run side by side while an installation is upgraded, so a function that an older
+program calls keeps its name, its arguments and the columns of its result. What has to change gets a new name; the old
+one stays as long as `SERVES` has a version that calls it. A program never touches an installation that is newer than
 itself, and uses it only if that installation says that it serves programs of this version.
 
 Builds. Within one version the digest tells development builds apart. A build puts its SQL in the place of another one's
@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
+from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema_text
 from replicad.postgres.bridge import Connection, Database
 from replicad.postgres.literals import quote_ident
@@ -116,8 +116,16 @@ async def read_installed(db: Database | Connection, part: Part, schema: str | No
         DatabaseRefused: this user may not read it.
     """
     schema = schema or DEFAULT_SCHEMAS[part]
-    if not await db.fetch_value(_IS_OURS, schema, f"{part}_version"):
+    found = await db.fetch_row(_FIND, schema, f"{part}_version")
+    if found is None or not found["ours"]:
         return None
+    if not found["readable"]:
+        raise DatabaseRefused(
+            f'role "{found["role"]}" may not read what is installed in schema "{schema}": have its owner run '
+            f"GRANT USAGE ON SCHEMA {quote_ident(schema)} and GRANT SELECT ON {part}_version, as on all else that it "
+            "shall use.",
+            sqlstate=_NO_RIGHT,
+        )
     table = f"{quote_ident(schema)}.{part}_version"
     row = await db.fetch_row(
         f"SELECT version, digest, coalesce((to_jsonb(v) ->> 'serves')::int, version) AS serves FROM {table} v"
@@ -162,7 +170,12 @@ async def upgrade(db: Database, part: Part, schema: str | None = None) -> Outcom
 
 
 async def require(db: Database, part: Part, schema: str | None = None) -> Installed:
-    """See that the part can be used, and change nothing. Raises SchemaMissing (also for an older version), SchemaTooNew."""
+    """See that the part can be used, and change nothing.
+
+    Raises:
+        SchemaMissing: it is not installed, or in an older version.
+        SchemaTooNew: a newer version is installed that does not serve this program.
+    """
     schema = schema or DEFAULT_SCHEMAS[part]
     present = await read_installed(db, part, schema)
     if present is None:
@@ -211,12 +224,14 @@ async def uninstall(db: Database, part: Part, schema: str | None = None) -> bool
     return present is not None
 
 
-# Whether the table is there and ours, whatever this user may read. A user's own table of that name is not.
-_IS_OURS = """
-    SELECT count(*) = 3 FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
-        JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = $1 AND c.relname = $2 AND c.relkind = 'r' AND NOT a.attisdropped
-        AND a.attname IN ('version', 'digest', 'installed_at')
+# Whether the table is there, whatever this user may read. A user's own table of that name is not ours.
+_FIND = """
+    SELECT c.relkind = 'r' AND count(a.attname) = 3 AS ours, current_user AS role,
+        has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT') AS readable
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+        LEFT JOIN pg_attribute a ON a.attrelid = c.oid AND NOT a.attisdropped
+            AND a.attname IN ('version', 'digest', 'installed_at')
+    WHERE n.nspname = $1 AND c.relname = $2 GROUP BY n.oid, c.oid, c.relkind
 """
 
 
@@ -285,9 +300,7 @@ def _script_words(part: Part, schema: str) -> str:
 
 def _explained(error: DatabaseError, part: Part, schema: str, present: Installed | None) -> DatabaseError:
     """The same failure with what it means for the installation and what to do; nothing was changed in any case."""
-    done = (
-        "installed" if present is None else f"upgraded from version {present.version} to version {VERSIONS[part]}"
-    )
+    done = "installed" if present is None else f"upgraded from version {present.version} to version {VERSIONS[part]}"
     if error.sqlstate == _NO_RIGHT:
         advice = f"have its owner, or a superuser, run {_script(part, schema)}"
     elif error.sqlstate in _WAITED:

@@ -20,8 +20,8 @@ async def install_all(db: Database, *, stream_schema: str, tube_schema: str) -> 
     """Install or upgrade streams, tubes and what senders need; upgrade the other parts where they are installed.
 
     Raises:
-        DatabaseError: streams or tubes cannot be made usable. Where another part cannot be, that is logged: commands and
-            clients that need it get the reason.
+        DatabaseError: streams or tubes cannot be made usable. Where another part cannot be, that is logged; commands
+            and clients that need it get the reason.
     """
     await _install(db, "stream", stream_schema)
     await _install(db, "tube", tube_schema)

@@ -1,13 +1,12 @@
 """Which commands may create or change anything of our schema: `serve`, the `enable` commands, and nobody else.
 
-Every command of the tree is run on an empty database, on one whose schema is of an older version, and on one whose schema
-is of a newer version; all that they leave is compared.
+Every command of the tree is run on an empty database, on one with an older schema and on one with a newer schema; all
+that they leave is compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -19,7 +18,13 @@ from tests.conftest import install, psql
 EVENTS = "--table public.events --id id"
 
 # Every command, with arguments that are right. Those that need no database say nothing about one.
-NO_DATABASE = {"version": "", "ping": "127.0.0.1:1", "tail": "events --server 127.0.0.1:1 --once", "sql up": "", "sql down": ""}
+NO_DATABASE = {
+    "version": "",
+    "ping": "127.0.0.1:1",
+    "tail": "events --server 127.0.0.1:1 --once",
+    "sql up": "",
+    "sql down": "",
+}
 READERS = {
     "streams add": f"events {EVENTS}",
     "streams list": "",
@@ -55,7 +60,7 @@ READERS = {
 }
 INSTALLERS = {"caches enable": "cache", "presence enable": "presence"}
 ELSEWHERE = {
-    "serve": "installs; it runs until a signal, and tests/integration/test_schema_life.py starts it",
+    "serve": "installs; it runs until a signal, and many tests start it",
     "demo": "has a database of its own, and `serve` installs in it",
     "pipeline run": "talks to the daemon; its configuration names the database of the rows, which it reads",
 }
@@ -178,7 +183,7 @@ def test_a_newer_installation_that_serves_this_program_is_used(run: Run, databas
         assert command == "top" or "is newer than version" in told
 
 
-def test_top_goes_on_with_the_database_that_has_tubes(run: Run, database_url: str, postgres_url: str, tmp_path: Path) -> None:
+def test_top_goes_on_with_the_database_that_has_tubes(run: Run, database_url: str, postgres_url: str) -> None:
     install(database_url, "tube")
     status, told = run("top", f"--once --database {database_url} --database {postgres_url}")
     assert (status, told) == (0, "")

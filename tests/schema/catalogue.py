@@ -1,4 +1,4 @@
-"""All that Postgres knows of the objects in our schemas, as lines to be compared: the same lines, the same installation."""
+"""All that Postgres knows of the objects in our schemas, as lines: the same lines are the same installation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ UNION ALL SELECT format('relation %s %s persistence %s options %s rights %s row 
         relpersistence, reloptions, relacl, relrowsecurity, relreplident) FROM class
 UNION ALL SELECT format('column %s %s %s type %s storage %s not null %s default %s identity %s generated %s rights %s '
         'collation %s', class.oid::regclass, row_number() OVER (PARTITION BY class.oid ORDER BY a.attnum), a.attname,
-        format_type(a.atttypid, a.atttypmod), a.attstorage, a.attnotnull, pg_get_expr(d.adbin, d.adrelid), a.attidentity,
-        a.attgenerated, a.attacl, a.attcollation::regcollation)
+        format_type(a.atttypid, a.atttypmod), a.attstorage, a.attnotnull, pg_get_expr(d.adbin, d.adrelid),
+        a.attidentity, a.attgenerated, a.attacl, a.attcollation::regcollation)
     FROM class JOIN pg_attribute a ON a.attrelid = class.oid AND a.attnum > 0 AND NOT a.attisdropped
     LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
 UNION ALL SELECT format('constraint %s %s %s', n.conrelid::regclass, n.conname, pg_get_constraintdef(n.oid))

@@ -53,8 +53,8 @@ def complaints(pins: Pins) -> list[str]:
         if pin is not None and pin["released"] and pin | {"released": False} != present(part):
             found.append(
                 f"the SQL of the part {part} has changed, and version {version} of it is released: set VERSIONS"
-                f'["{part}"] to {version + 1} in replicad/postgres/schema.py, write sql/{part}/upgrade/{version + 1}.sql '
-                "for what changes in tables, and run `python -m tests.schema.pin`"
+                f'["{part}"] to {version + 1} in replicad/postgres/schema.py, write '
+                f"sql/{part}/upgrade/{version + 1}.sql for what changes in tables, and run `python -m tests.schema.pin`"
             )
         elif pin is None or pin | {"released": False} != present(part):
             found.append(
@@ -63,8 +63,8 @@ def complaints(pins: Pins) -> list[str]:
             )
         steps = schema_text.upgrade_digests(part)
         found += [
-            f"sql/{part}/upgrade/{older}.sql has changed, and version {older} of the part is released: undo it, and put "
-            "what is to be changed into the next version"
+            f"sql/{part}/upgrade/{older}.sql has changed, and version {older} of the part is released: undo it, and "
+            "put what is to be changed into the next version"
             for older, known in ((int(number), known) for number, known in pins.get(part, {}).items())
             if older < version and known["released"] and steps.get(older) != known["step"]
         ]

@@ -27,7 +27,7 @@ _NOISE = re.compile(r"^--\n-- (Name|Data for Name): .*\n--\n\n|^\\(un)?restrict 
 
 
 def dump(tree: Path) -> str:
-    """The statements that make what `replicad sql up` of that tree installs, with the rows that say which version it is."""
+    """The statements that make what `replicad sql up` of that tree installs, with the rows that say the versions."""
     script = older.command(tree, "sql", "up")
     assert script.returncode == 0, script.stderr
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -44,7 +44,9 @@ def main(commit: str, number: str) -> None:
     """Keep the release."""
     with tempfile.TemporaryDirectory() as folder:
         tree = older.unpack(commit, Path(folder))
-        head = f"-- What commit {commit[:7]} installs; made by `python -m tests.schema.release {commit[:7]} {number}`.\n"
+        head = (
+            f"-- What commit {commit[:7]} installs; made by `python -m tests.schema.release {commit[:7]} {number}`.\n"
+        )
         (FOLDER / f"v{number}.sql").write_text(head + dump(tree), encoding="utf-8")
         names_file = schema_text.SQL / schema_text.RELEASED
         names = json.loads(names_file.read_text(encoding="utf-8")) if names_file.exists() else {}
@@ -53,9 +55,7 @@ def main(commit: str, number: str) -> None:
         for part in schema_text.PARTS:
             version = older.versions(tree)[part]
             step = schema_text.upgrade_digests(part).get(version)
-            pins.setdefault(part, {})[str(version)] = pin.Pin(
-                digest=schema_text.digest(part), step=step, released=True
-            )
+            pins.setdefault(part, {})[str(version)] = pin.Pin(digest=schema_text.digest(part), step=step, released=True)
             names.setdefault(part, {})[str(version)] = asdict(schema_text.created(part))
         pin.write(pins)
         names_file.write_text(json.dumps(names, indent=1, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Versions of the schema: each release is kept as a dump, upgrades to what a fresh installation is, and loses nothing."""
+"""Each release of the schema is kept as a dump; it upgrades to what a fresh installation is, and loses nothing."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ async def test_every_function_of_a_release_keeps_its_arguments_and_result_after_
     await install_all(database)
     after = await catalogue.functions(database)
     broken = [
-        f"{release.stem}: {name}" for name, (result, _) in before.items() if name not in after or after[name][0] != result
+        f"{release.stem}: {name}"
+        for name, (result, _) in before.items()
+        if name not in after or after[name][0] != result
     ]
     assert [name for name in broken if name not in CHANGED_FUNCTIONS] == [], (
         "programs of that release call these functions: keep them as they were, and add a function under a new name "

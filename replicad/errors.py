@@ -145,6 +145,12 @@ class SchemaTooNew(DatabaseError):
     code = "schema_too_new"
 
 
+class SchemaCollision(DatabaseError):
+    """Objects of somebody else have the names that our schema needs; nothing was installed."""
+
+    code = "schema_collision"
+
+
 # --- streams ---------------------------------------------------------------------------------------
 
 

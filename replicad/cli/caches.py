@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from replicad.cli.command import ReplicadGroup, option, settings_options
-from replicad.cli.database import on_database
+from replicad.cli.database import install_part, on_database
 from replicad.cli.output import JSON_HELP, print_rows
 from replicad.config import DatabaseSettings
 from replicad.errors import UsageError
@@ -114,21 +114,14 @@ def names(as_json: bool, **options: Any) -> None:
 
 def _on_caches(options: dict[str, Any], work: Callable[[Database, str], Awaitable[T]], *, install: bool = False) -> T:
     """Run `work` with the quoted schema, where the part is installed (or, `install`, has just been)."""
-    from replicad.cli.failures import say
-    from replicad.postgres import schema
     from replicad.postgres.bridge import quote_ident
 
     async def run(db: Database, settings: DatabaseSettings) -> T:
-        name = settings.stream_schema
         if install:
-            outcome = await schema.install(db, "cache", name)
-            if outcome is not schema.Outcome.UNCHANGED:
-                say(f"replicad: schema {name} (cache) {outcome.value}")
-        elif await schema.read_installed(db, "cache", name) is None:
-            raise UsageError("caches are not enabled in this database; run `replicad caches enable` first")
-        return await work(db, quote_ident(name))
+            await install_part(db, "cache", settings.stream_schema)
+        return await work(db, quote_ident(settings.stream_schema))
 
-    return on_database(options, run, part="stream")
+    return on_database(options, run, part="stream" if install else "cache", install=install)
 
 
 def _value(text: str) -> object:

@@ -67,7 +67,7 @@ def enable(
 
         return await PresenceBook(db, settings.stream_schema).enable(**wanted)
 
-    new = on_database(options, work, part="stream")
+    new = on_database(options, work, part="stream", install=True)
     click.echo(
         "stream presence: daemons make it from now on"
         if new

@@ -16,7 +16,7 @@ from replicad.cli.database import database_url
 from replicad.cli.islands import island_options, json_option
 from replicad.cli.output import as_json_line, table
 from replicad.config import DatabaseSettings, colour_allowed, read_settings
-from replicad.errors import DatabaseError
+from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
@@ -69,6 +69,8 @@ async def _watch(options: Mapping[str, Any], once: bool, interval: float, warn: 
             island.url = stack.enter_context(database_url(island.settings))
         while True:
             rows = [row for island in islands for row in await island.look()]
+            if (error := islands[0].unusable) is not None and all(island.unusable for island in islands):
+                raise error
             if len(islands) == 1:
                 for row in rows:
                     del row["island"]
@@ -88,6 +90,7 @@ class Island:
     def __init__(self, settings: DatabaseSettings, warn: float) -> None:
         self.settings = settings
         self.url = ""
+        self.unusable: DatabaseError | None = None  # why the tubes of this database cannot be looked at at all
         self._warn = warn
         self._before: dict[str, tuple[float, int, int]] = {}
 
@@ -103,7 +106,9 @@ class Island:
                 found = await db.fetch(query)
                 name = str(db.target)
         except DatabaseError as error:
+            self.unusable = error if isinstance(error, SchemaMissing | SchemaTooNew) else None
             return [{"island": self.settings.shown, "state": str(error), "wrong": True}]
+        self.unusable = None
         now = time.monotonic()
         rows = [self._row(name, dict(row), now) for row in found]
         self._before = {row["tube"]: (now, row["moved_in"], row["moved_out"]) for row in found}

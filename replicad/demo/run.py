@@ -63,6 +63,7 @@ class Demo:
             db = await self._database(stack)
             await self._load(db, shards)
             server = await self._serve(stack)
+            await self._make_tube()
             pipeline = await self._pipeline(stack, server)
             first = await self._follow(db, pipeline, shards, "the backfill")
             await self._change(db, shards, server)
@@ -93,9 +94,6 @@ class Demo:
             self.show.progress(f"{self.loaded:,} rows, {shard.table} is there")
         await data.make_census(db)
         self.show.line(f"{self.loaded:,} rows in {len(shards)} tables")
-        self.show.step("Making a tube, and attaching the tables to it")
-        await self._command("tubes", "create", TUBE, "--partitions", str(PARTITIONS))
-        await self._command("tubes", "attach", TUBE, data.TABLE, "--shards", "all")
 
     async def _serve(self, stack: AsyncExitStack) -> Address:
         self.show.step("Starting the daemon")
@@ -104,6 +102,11 @@ class Demo:
         await self._command("ping", str(server))
         await self._command("streams", "add", "census", "--table", "public.census", "--id", "id")
         return server
+
+    async def _make_tube(self) -> None:
+        self.show.step("Making a tube, and attaching the tables to it")
+        await self._command("tubes", "create", TUBE, "--partitions", str(PARTITIONS))
+        await self._command("tubes", "attach", TUBE, data.TABLE, "--shards", "all")
 
     async def _pipeline(self, stack: AsyncExitStack, server: Address) -> Following:
         self.show.step("Scheduling a backfill, and starting Spark as a client of the daemon")

@@ -144,9 +144,10 @@ class Sender:
             ) as db,
             open_transport(settings.delivery) as transport,
         ):
-            done = await schemas.install(db, "federation", self._schema)
-            if done is not schemas.Outcome.UNCHANGED:
-                log.info("schema_" + done.value, part="federation", schema=self._schema)
+            present = await schemas.require(db, "federation", self._schema)  # the daemon installs it
+            remark = schemas.remark(present, "federation", self._schema)
+            if remark is not None:
+                log.warning("schema_other", part="federation", schema=self._schema, reason=remark)
             async with open_store(db, self._schema, settings.sender_name, settings.senders, settings.streams) as store:
                 bounds, delivery = settings.bounds, settings.delivery
                 router, latest = await _open_routing(db, settings.routing, settings.facts)

@@ -32,6 +32,8 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
     "RS010": errors.NotOwner,
     "RS011": errors.WriterExpelled,
     "RS012": errors.InstanceTaken,
+    "RI001": errors.SchemaTooNew,
+    "RI002": errors.SchemaCollision,
 }
 
 # Classes and codes of Postgres after which trying again may help: broken connections, exhausted resources (a full

@@ -1,7 +1,8 @@
 """What replicad keeps in the user's database: installing, upgrading and removing it, as scripts that psql can run.
 
 The parts are those of `VERSIONS`: `tube`, `stream`, and those that stand on streams and are at home in the same schema.
-This file puts their SQL together and knows which version is where; what the SQL means is said in the files:
+This file knows which version is where and what is to be done about it; `schema_text` puts the SQL together. The files
+say what the SQL means:
 
     sql/<part>/NNN_name.sql   run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing
                               but plain SQL, names without a schema (the script sets search_path)
@@ -10,26 +11,50 @@ This file puts their SQL together and knows which version is where; what the SQL
     sql/<part>/down.sql       one statement, run first when the part is removed: undoes what is outside of the schema
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.
+
+Versions. The number of a part grows by one with every release that changes its SQL; tests/schema has the digest of
+each. Programs of neighbouring versions run side by side while an installation is upgraded, so a function that an older
+program calls keeps its name, its arguments and the columns of its result. What has to change gets a new name; the old
+one stays as long as `SERVES` has a version that calls it. A program never touches an installation that is newer than
+itself, and uses it only if that installation says that it serves programs of this version.
+
+Builds. Within one version the digest tells development builds apart. A build puts its SQL in the place of another one's
+once; when it finds later that it was replaced itself, it leaves things as they are. So two builds that run side by side
+do not replace each other for ever. `replicad sql up` always replaces.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
-import re
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Literal
 
-from replicad.errors import SchemaMissing, SchemaTooNew
-from replicad.postgres.bridge import Database
-from replicad.postgres.literals import quote_ident, quote_literal
+from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, SchemaTooNew
+from replicad.postgres import schema_text
+from replicad.postgres.bridge import Connection, Database
+from replicad.postgres.literals import quote_ident
+from replicad.postgres.schema_text import Direction, Part
 
-Part = Literal["tube", "stream", "federation", "ownership", "cache", "presence"]
-Direction = Literal["up", "down"]
+__all__ = [
+    "DEFAULT_SCHEMAS",
+    "SERVES",
+    "VERSIONS",
+    "Direction",
+    "Installed",
+    "Outcome",
+    "Part",
+    "install",
+    "read_installed",
+    "remark",
+    "require",
+    "script",
+    "uninstall",
+    "upgrade",
+]
 
 VERSIONS: dict[Part, int] = {"tube": 1, "stream": 2, "federation": 1, "ownership": 1, "cache": 1, "presence": 1}
+SERVES: dict[Part, int] = dict.fromkeys(VERSIONS, 1)
+"""The oldest version of programs that can use the present version of the part; tests run such a program against it."""
+
 DEFAULT_SCHEMAS: dict[Part, str] = {
     "tube": "tube",
     "stream": "replicad",
@@ -39,11 +64,13 @@ DEFAULT_SCHEMAS: dict[Part, str] = {
     "presence": "replicad",
 }
 
-_SQL = Path(__file__).parent / "sql"
-_CREATED = re.compile(
-    r"^CREATE\s+(?:OR\s+REPLACE\s+|UNLOGGED\s+)?(FUNCTION|PROCEDURE|TABLE|SEQUENCE|VIEW|TYPE|DOMAIN)\s+(?:IF\s+NOT\s+EXISTS\s+)?(\w+)",
-    re.MULTILINE,
-)
+_INSTALLERS: dict[Part, str] = {
+    "cache": "replicad caches enable",
+    "ownership": "replicad writers enable STREAM",
+    "presence": "replicad presence enable",
+}
+_NO_RIGHT = "42501"
+_WAITED = frozenset({"55P03", "57014"})  # lock_timeout, statement_timeout
 
 
 class Outcome(enum.Enum):
@@ -52,14 +79,24 @@ class Outcome(enum.Enum):
     INSTALLED = "installed"
     UPGRADED = "upgraded"
     UNCHANGED = "unchanged"
+    NEWER = "newer"
+    """Nothing: a newer version is installed, and it serves this program."""
+    OTHER_BUILD = "other_build"
+    """Nothing: another build of the same version has replaced this one's SQL, or this user may not replace it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What a schema holds of a part. `digest` tells two builds of one version apart."""
+    """What a schema holds of a part.
+
+    `digest` tells two builds of one version apart, and `replaced` are the digests of those that were there before.
+    `serves` is the oldest version of programs that can use it.
+    """
 
     version: int
     digest: str
+    serves: int
+    replaced: tuple[str, ...] = ()
 
 
 def script(part: Part, schema: str | None, direction: Direction) -> str:
@@ -68,51 +105,60 @@ def script(part: Part, schema: str | None, direction: Direction) -> str:
     Without `schema` it works in the current schema, the first of the search_path that exists. Both directions may be
     repeated. `up` over an older version upgrades it and keeps all data; over a newer one it fails.
     """
-    values = {
-        "part": part,
-        "where": quote_ident(schema) if schema else "that comes first in search_path",
-        "schema": quote_literal(schema) if schema else "NULL::text",
-        "version": str(VERSIONS[part]),
-        "digest": _digest(part),
-    }
-    values |= _created(part)
-    if direction == "down":
-        return _fill("down", values | {"prelude": _prelude(part)})
-    texts = [f"-- {name}\n{text.strip()}\n" for name, text in _files(part)]
-    return "\n".join([_fill("up", values | {"steps": _steps(part)}), *texts, _fill("up_end", values)])
+    body = _up(part, schema) if direction == "up" else schema_text.down(part, schema)
+    return f"BEGIN;\n{body}COMMIT;\n"
 
 
-def load_scripts() -> None:
-    """Read all SQL files of all parts, so that nothing in this module opens one later: there may be no file descriptor
-    left then.
+async def read_installed(db: Database | Connection, part: Part, schema: str | None = None) -> Installed | None:
+    """What the schema (default: the part's own) holds, or None.
+
+    Raises:
+        DatabaseRefused: this user may not read it.
     """
-    for part in VERSIONS:
-        script(part, None, "up")
-        script(part, None, "down")
-
-
-async def read_installed(db: Database, part: Part, schema: str | None = None) -> Installed | None:
-    """What the schema (default: the part's own) holds, or None."""
-    table = f"{quote_ident(schema or DEFAULT_SCHEMAS[part])}.{part}_version"
-    if await db.fetch_value("SELECT to_regclass($1) IS NULL", table):
+    schema = schema or DEFAULT_SCHEMAS[part]
+    found = await db.fetch_row(_FIND, schema, f"{part}_version")
+    if found is None or not found["ours"]:
         return None
-    row = await db.fetch_row(f"SELECT version, digest FROM {table}")
-    return None if row is None else Installed(row["version"], row["digest"])
+    if not found["readable"]:
+        raise DatabaseRefused(
+            f'role "{found["role"]}" may not read what is installed in schema "{schema}": have its owner run '
+            f"GRANT USAGE ON SCHEMA {quote_ident(schema)} and GRANT SELECT ON {part}_version, as on all else that it "
+            "shall use.",
+            sqlstate=_NO_RIGHT,
+        )
+    table = f"{quote_ident(schema)}.{part}_version"
+    row = await db.fetch_row(
+        f"SELECT version, digest, coalesce((to_jsonb(v) ->> 'serves')::int, version) AS serves FROM {table} v"
+    )
+    if row is None:
+        return None
+    digest, *replaced = row["digest"].split() or [""]
+    return Installed(row["version"], digest, row["serves"], tuple(replaced))
 
 
 async def install(db: Database, part: Part, schema: str | None = None) -> Outcome:
-    """Make the part be there in its present version: installs it, upgrades an older one, or leaves it as it is.
+    """Make the part be there in a version that this program can use: install it, upgrade an older one, or leave it.
 
-    Raises SchemaTooNew, and DatabaseRefused where the user may not create it.
+    Daemons that start at the same time do it one after the other. It is one transaction: what is interrupted has not
+    happened.
+
+    Raises:
+        SchemaTooNew: a newer version is there that does not serve this program.
+        SchemaCollision: objects of somebody else have the names that it needs.
+        DatabaseRefused: it has to be installed or upgraded and this user may not do that.
+        DatabaseError: a table was locked for too long.
     """
     schema = schema or DEFAULT_SCHEMAS[part]
     present = await read_installed(db, part, schema)
-    _refuse_newer(present, part, schema)
-    if present == Installed(VERSIONS[part], _digest(part)):
-        return Outcome.UNCHANGED
-    async with db.connection() as connection:
-        await connection.execute(script(part, schema, "up"))
-    return Outcome.INSTALLED if present is None else Outcome.UPGRADED
+    settled = _settled(present, part, schema)
+    if settled is not None:
+        return settled
+    try:
+        return await _install(db, part, schema)
+    except DatabaseError as error:
+        if error.sqlstate == _NO_RIGHT and present is not None and present.version == VERSIONS[part]:
+            return Outcome.OTHER_BUILD
+        raise _explained(error, part, schema, present) from error
 
 
 async def upgrade(db: Database, part: Part, schema: str | None = None) -> Outcome:
@@ -123,94 +169,146 @@ async def upgrade(db: Database, part: Part, schema: str | None = None) -> Outcom
     return await install(db, part, schema)
 
 
-async def require(db: Database, part: Part, schema: str | None = None) -> None:
-    """See that the part can be used. Raises SchemaMissing (also for an older version) or SchemaTooNew."""
+async def require(db: Database, part: Part, schema: str | None = None) -> Installed:
+    """See that the part can be used, and change nothing.
+
+    Raises:
+        SchemaMissing: it is not installed, or in an older version.
+        SchemaTooNew: a newer version is installed that does not serve this program.
+    """
     schema = schema or DEFAULT_SCHEMAS[part]
     present = await read_installed(db, part, schema)
-    _refuse_newer(present, part, schema)
     if present is None:
         raise _missing(part, schema)
     if present.version < VERSIONS[part]:
         raise SchemaMissing(
-            f'schema "{schema}" holds version {present.version} of the {part} part, this replicad needs '
-            f"{VERSIONS[part]}: run `replicad sql up` through psql, or start `replicad serve`, which upgrades it."
+            f'schema "{schema}" holds version {present.version} of the {part} part, which is older than version '
+            f"{VERSIONS[part]} of this program: {_remedy(part, schema, 'upgrades')}."
         )
+    _refuse_newer(present, part, schema)
+    return present
+
+
+def remark(present: Installed | None, part: Part, schema: str | None = None) -> str | None:
+    """A sentence for the operator where the part can be used and is not of this program's build; else None."""
+    schema = schema or DEFAULT_SCHEMAS[part]
+    if present is None:
+        return None
+    if present.version > VERSIONS[part]:
+        return (
+            f'schema "{schema}" holds version {present.version} of the {part} part, which is newer than version '
+            f"{VERSIONS[part]} of this program and serves programs from version {present.serves} on: it is used as it "
+            "is. Upgrade this program soon."
+        )
+    if present.version == VERSIONS[part] and present.digest != schema_text.digest(part):
+        return (
+            f'schema "{schema}" holds the {part} part of another build of version {present.version}: it is used as it '
+            f"is. To replace it by this build's: {_script(part, schema)}."
+        )
+    return None
 
 
 async def uninstall(db: Database, part: Part, schema: str | None = None) -> bool:
     """Remove the part with everything in it; False where it was not installed.
 
-    Raises SchemaTooNew (the newer replicad knows what there is to remove), and DatabaseError where something that is
-    not ours depends on it.
+    Raises SchemaTooNew (only the newer replicad knows what there is to remove), and DatabaseError where something that
+    is not ours depends on it.
     """
     schema = schema or DEFAULT_SCHEMAS[part]
     present = await read_installed(db, part, schema)
-    _refuse_newer(present, part, schema)
+    if present is not None and present.version > VERSIONS[part]:
+        raise _too_new(present, part, schema)
     if present is not None:
         async with db.connection() as connection:
             await connection.execute(script(part, schema, "down"))
     return present is not None
 
 
+# Whether the table is there, whatever this user may read. A user's own table of that name is not ours.
+_FIND = """
+    SELECT c.relkind = 'r' AND count(a.attname) = 3 AS ours, current_user AS role,
+        has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT') AS readable
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+        LEFT JOIN pg_attribute a ON a.attrelid = c.oid AND NOT a.attisdropped
+            AND a.attname IN ('version', 'digest', 'installed_at')
+    WHERE n.nspname = $1 AND c.relname = $2 GROUP BY n.oid, c.oid, c.relkind
+"""
+
+
+async def _install(db: Database, part: Part, schema: str) -> Outcome:
+    async with db.connection() as connection, connection.transaction():
+        # As the script does it; but then what is installed is looked at again, for another daemon may have been first.
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtext('replicad schema'), hashtext($1))", schema)
+        present = await read_installed(connection, part, schema)
+        settled = _settled(present, part, schema)
+        if settled is None:
+            await connection.execute(_up(part, schema))
+            settled = Outcome.INSTALLED if present is None else Outcome.UPGRADED
+        return settled
+
+
+def _settled(present: Installed | None, part: Part, schema: str) -> Outcome | None:
+    """Why there is nothing to be done; None where there is. Raises SchemaTooNew."""
+    if present is None or present.version < VERSIONS[part]:
+        return None
+    _refuse_newer(present, part, schema)
+    if present.version > VERSIONS[part]:
+        return Outcome.NEWER
+    mine = schema_text.digest(part)
+    if present.digest == mine:
+        return Outcome.UNCHANGED
+    return Outcome.OTHER_BUILD if mine in present.replaced else None
+
+
+def _up(part: Part, schema: str | None) -> str:
+    return schema_text.up(part, schema, VERSIONS[part], SERVES[part])
+
+
+def _refuse_newer(present: Installed, part: Part, schema: str) -> None:
+    if present.version > VERSIONS[part] and present.serves > VERSIONS[part]:
+        raise _too_new(present, part, schema)
+
+
+def _too_new(present: Installed, part: Part, schema: str) -> SchemaTooNew:
+    return SchemaTooNew(
+        f'schema "{schema}" holds version {present.version} of the {part} part, this replicad knows '
+        f"{VERSIONS[part]}: use the newer replicad."
+    )
+
+
 def _missing(part: Part, schema: str) -> SchemaMissing:
     return SchemaMissing(
-        f'the {part} part of replicad is not installed in schema "{schema}": run `replicad sql up` through psql, or '
-        "start `replicad serve`, which installs it."
+        f'the {part} part of replicad is not installed in schema "{schema}": {_remedy(part, schema, "installs")}.'
     )
 
 
-def _refuse_newer(present: Installed | None, part: Part, schema: str) -> None:
-    if present is not None and present.version > VERSIONS[part]:
-        raise SchemaTooNew(
-            f'schema "{schema}" holds version {present.version} of the {part} part, this replicad knows '
-            f"{VERSIONS[part]}: use the newer replicad."
-        )
+def _remedy(part: Part, schema: str, verb: str) -> str:
+    """What to run; `verb` is installs or upgrades."""
+    command = _INSTALLERS.get(part, "replicad serve") if verb == "installs" else "replicad serve"
+    start = "start" if command == "replicad serve" else "run"
+    return f"{start} `{command}`, which {verb} it, or run what `{_script_words(part, schema)}` prints through psql"
 
 
-def _fill(template: str, values: dict[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: values[found.group(1)], _template(template))
+def _script(part: Part, schema: str) -> str:
+    return f"`{_script_words(part, schema)} | psql -v ON_ERROR_STOP=1 -d DATABASE`"
 
 
-@cache
-def _template(name: str) -> str:
-    return (_SQL / "schema" / f"{name}.sql").read_text(encoding="utf-8")
+def _script_words(part: Part, schema: str) -> str:
+    where = "" if schema == DEFAULT_SCHEMAS[part] else f" --schema {schema}"
+    return f"replicad sql up {part}{where}"
 
 
-@cache
-def _files(part: Part) -> list[tuple[str, str]]:
-    return [(path.name, path.read_text(encoding="utf-8")) for path in sorted((_SQL / part).glob("[0-9]*.sql"))]
-
-
-def _digest(part: Part) -> str:
-    return hashlib.sha256("".join(text for _, text in _files(part)).encode()).hexdigest()[:16]
-
-
-@cache
-def _steps(part: Part) -> str:
-    steps = sorted((_SQL / part / "upgrade").glob("*.sql"), key=lambda path: int(path.stem))
-    return "\n".join(
-        f"    IF present < {int(path.stem)} THEN\n{_execute(path.read_text(encoding='utf-8'))}\n    END IF;"
-        for path in steps
+def _explained(error: DatabaseError, part: Part, schema: str, present: Installed | None) -> DatabaseError:
+    """The same failure with what it means for the installation and what to do; nothing was changed in any case."""
+    done = "installed" if present is None else f"upgraded from version {present.version} to version {VERSIONS[part]}"
+    if error.sqlstate == _NO_RIGHT:
+        advice = f"have its owner, or a superuser, run {_script(part, schema)}"
+    elif error.sqlstate in _WAITED:
+        advice = "a table stayed locked; end long transactions (see pg_stat_activity) and start again"
+    else:
+        return error
+    return type(error)(
+        f'the {part} part of replicad could not be {done} in schema "{schema}", and nothing was changed: {advice}. '
+        f"{error}",
+        sqlstate=error.sqlstate,
     )
-
-
-@cache
-def _prelude(part: Part) -> str:
-    first = _SQL / part / "down.sql"
-    return _execute(first.read_text(encoding="utf-8")) if first.exists() else ""
-
-
-def _created(part: Part) -> dict[str, str]:
-    """The names of all that the files create, as SQL arrays by kind."""
-    names: dict[str, list[str]] = {"routines": [], "relations": [f"{part}_version"], "types": []}
-    kinds = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types"}
-    for _, text in _files(part):
-        for kind, name in _CREATED.findall(text):
-            names[kinds.get(kind, "relations")].append(name)
-    arrays = {key: ", ".join(map(quote_literal, sorted(set(found)))) for key, found in names.items()}
-    return {key: f"ARRAY[{items}]::text[]" for key, items in arrays.items()}
-
-
-def _execute(text: str) -> str:
-    """A statement of PL/pgSQL that runs these statements."""
-    return f"    EXECUTE $replicad_text$\n{text.strip()}\n$replicad_text$;"

@@ -15,7 +15,7 @@ import trio
 from replicad.config import Address, ServerSettings
 from replicad.errors import EnvironmentRefused, ReplicadError
 from replicad.limits import Limits
-from replicad.postgres import schema
+from replicad.postgres import schema_text
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
@@ -24,6 +24,7 @@ from replicad.protocol.states import CloseReason
 from replicad.server.acks import AckService
 from replicad.server.files import ENTRANCE, FileBudget, plan_files
 from replicad.server.hub import Hub
+from replicad.server.installing import install_all
 from replicad.server.listener import Entrance, open_listeners
 from replicad.server.poller import Poller
 from replicad.server.presence import PresenceService
@@ -115,7 +116,7 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
         ReplicadError: it cannot start.
     """
     limits = settings.limits
-    schema.load_scripts()
+    schema_text.load(schema_text.SQL)
     budget = _plan_files(limits)
     async with _open_pools(settings, url) as (db, ack_db, catchup_db, relay_db), Horizon(db) as horizon:
         listeners = await open_listeners(settings.listen)
@@ -248,14 +249,7 @@ def _heard(hub: Hub, presence: PresenceService, command: Command) -> None:
 
 async def _install(db: Database, settings: ServerSettings) -> None:
     """Install what is missing, upgrade what is older, and say so."""
-    parts: tuple[tuple[schema.Part, str], ...] = (
-        ("stream", settings.database.stream_schema),
-        ("tube", settings.database.tube_schema),
-    )
-    for part, name in parts:
-        outcome = await schema.install(db, part, name)
-        if outcome is not schema.Outcome.UNCHANGED:
-            log.info(f"schema_{outcome.value}", part=part, schema=name)
+    await install_all(db, stream_schema=settings.database.stream_schema, tube_schema=settings.database.tube_schema)
 
 
 def _too_many(settings: ServerSettings, limit: int) -> bytes:

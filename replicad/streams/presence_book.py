@@ -191,3 +191,4 @@ class PresenceBook:
     async def _require(self) -> None:
         if await self.look() is None:
             raise SchemaMissing("presence is not enabled on this database; run: replicad presence enable")
+        await schemas.require(self._db, "presence", self._name)

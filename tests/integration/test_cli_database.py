@@ -15,13 +15,20 @@ import pytest
 
 from replicad.cli import app
 from replicad.postgres.embedded import find_programs
-from tests.conftest import PATIENCE, psql
+from tests.conftest import PATIENCE, install, psql
 
 Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(run_on_empty: Run, database_url: str) -> Run:
+    """`run_on_empty` on a database that has our schema already, as the daemon installs it."""
+    install(database_url)
+    return run_on_empty
+
+
+@pytest.fixture
+def run_on_empty(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command line on the test's database; returns its output, or the JSON objects of `--json`."""
     monkeypatch.setenv("REPLICAD_DATABASE", database_url)
 
@@ -142,6 +149,7 @@ def test_one_command_manages_the_tubes_of_several_databases(run: Run, database_u
     other = urlunsplit(parts._replace(path=f"/{name}"))
     psql(postgres_url, f"CREATE DATABASE {name}")
     try:
+        install(other, "tube")
         both = ("--database", database_url, "--database", other)
         run("tubes", "create", "t", *both)
         rows = run("tubes", "list", "--json", *both)
@@ -204,7 +212,7 @@ def test_a_holder_of_a_position_is_named_in_the_list(run: Run, database_url: str
 
 @pytest.mark.parametrize("where", [[], ["--schema", "elsewhere"]])
 def test_the_scripts_install_and_remove_without_a_trace_by_plain_psql(
-    run: Run, database_url: str, where: list[str], tmp_path: Path
+    run_on_empty: Run, database_url: str, where: list[str], tmp_path: Path
 ) -> None:
     objects = (
         "SELECT (SELECT count(*) FROM pg_class WHERE relnamespace NOT IN (SELECT oid FROM pg_namespace WHERE nspname ~ "
@@ -213,8 +221,8 @@ def test_the_scripts_install_and_remove_without_a_trace_by_plain_psql(
     )
     before = int(psql(database_url, objects))
     up, down = tmp_path / "up.sql", tmp_path / "down.sql"
-    up.write_text(run("sql", "up", *where))
-    down.write_text(run("sql", "down", *where))
+    up.write_text(run_on_empty("sql", "up", *where))
+    down.write_text(run_on_empty("sql", "down", *where))
     psql(database_url, f"\\i {up}")
     installed = int(psql(database_url, objects))
     psql(database_url, f"\\i {up}")

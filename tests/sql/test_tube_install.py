@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
-from replicad.postgres import schema
+from replicad.postgres import schema, schema_text
 from replicad.postgres.bridge import Database
 from replicad.postgres.schema import Outcome, script
 
@@ -109,11 +109,13 @@ async def test_upgrading_makes_functions_triggers_and_indexes_anew_as_a_fresh_in
 async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_installation_is(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = schema._SQL
     part = tmp_path / "tube"
     (part / "upgrade").mkdir(parents=True)
-    (tmp_path / "schema").symlink_to(real / "schema")
-    monkeypatch.setattr(schema, "_SQL", tmp_path)
+    (tmp_path / "schema").mkdir()
+    for template in ("up", "up_end", "down"):
+        (tmp_path / f"schema/{template}.sql").symlink_to(schema_text.SQL / f"schema/{template}.sql")
+    monkeypatch.setattr(schema_text, "SQL", tmp_path)
+    monkeypatch.setattr(schema_text, "load", schema_text.load.__wrapped__)
     (part / "010_thing.sql").write_text(
         "CREATE TABLE IF NOT EXISTS thing (old integer);\n"
         "CREATE FUNCTION f(x integer) RETURNS integer LANGUAGE sql AS 'SELECT 1';"
@@ -139,6 +141,8 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     assert one == two
 
     monkeypatch.setitem(schema.VERSIONS, "tube", 9)
+    monkeypatch.setitem(schema.SERVES, "tube", 9)
+    await database.execute("UPDATE one.tube_version SET serves = 10")
     for refused in (schema.install, schema.upgrade, schema.require, schema.uninstall):
         with pytest.raises(SchemaTooNew, match="version 10"):
             await refused(database, "tube", "one")

@@ -73,6 +73,7 @@ async def list_shared(db: Database, *, schema: str = SCHEMA) -> list[SharingStat
     """All streams whose writers share the keys, by name; none where that was never installed."""
     if await schemas.read_installed(db, "ownership", schema) is None:
         return []
+    await schemas.require(db, "ownership", schema)
     names = await db.fetch(statement("ownership_streams", schema))
     return [await _status(db, row["name"], schema) for row in names]
 
@@ -88,10 +89,7 @@ async def require_installed(db: Database, stream: str, schema: str) -> None:
     try:
         await schemas.require(db, "ownership", schema)
     except SchemaMissing as error:
-        raise SchemaMissing(
-            f'the ownership part of replicad is not installed in schema "{schema}", or too old: run '
-            f"`replicad writers enable {stream}`, which installs it, or what `replicad sql up` prints."
-        ) from error
+        raise SchemaMissing(str(error).replace("writers enable STREAM", f"writers enable {stream}")) from error
 
 
 async def _status(db: Database, stream: str, schema: str) -> SharingStatus:

@@ -1,6 +1,5 @@
 -- Removes part {part} from schema {where} without a trace. Does nothing where it is not installed, and fails where
 -- something that is not ours depends on what would go.
-BEGIN;
 SET LOCAL client_min_messages = warning;
 DO $down$
 DECLARE
@@ -46,4 +45,3 @@ BEGIN
     END IF;
 END
 $down$;
-COMMIT;

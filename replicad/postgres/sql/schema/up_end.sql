@@ -1,5 +1,6 @@
--- Closes the script that installs part {part}: what earlier builds called the same and declared otherwise goes, or
--- calls that leave arguments out would fit both.
+-- Closes the script that installs part {part}: functions go that another build of this version declared under the same
+-- name with other arguments, or calls that leave arguments out would fit both. (A released function keeps its arguments
+-- while programs that call it may run; a changed one gets a new name.)
 DO $stale$
 DECLARE
     stale regprocedure;
@@ -12,5 +13,9 @@ BEGIN
     END LOOP;
 END
 $stale$;
-UPDATE {part}_version SET version = {version}, digest = '{digest}', installed_at = clock_timestamp();
-COMMIT;
+UPDATE {part}_version SET version = {version}, {serves}installed_at = clock_timestamp(),
+    digest = concat_ws(' ', '{digest}', (
+        SELECT string_agg(w.word, ' ' ORDER BY w.place)
+        FROM string_to_table(digest, ' ') WITH ORDINALITY AS w (word, place)
+        WHERE version = {version} AND w.word NOT IN ('', '{digest}') AND w.place <= 50
+    ));

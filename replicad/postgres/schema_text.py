@@ -1,0 +1,155 @@
+"""The SQL of the parts as text: which files there are, what they create, and the scripts that are made of them.
+
+All files are read from disk at the first use and kept: a daemon that has started reads none later. Which version is
+installed where, and what is to be done about it, is for `schema`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args
+
+from replicad.postgres.literals import quote_ident, quote_literal
+
+Part = Literal["tube", "stream", "federation", "ownership", "cache", "presence"]
+Direction = Literal["up", "down"]
+
+PARTS: tuple[Part, ...] = get_args(Part)
+SQL = Path(__file__).parent / "sql"
+RELEASED = "schema/released.json"  # what each released version created: part, version, kind, names
+
+_KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}
+_CREATED = re.compile(
+    r"^CREATE\s+(?:OR\s+REPLACE\s+|UNLOGGED\s+|UNIQUE\s+)*(FUNCTION|PROCEDURE|TABLE|SEQUENCE|VIEW|TYPE|DOMAIN|INDEX)\s+"
+    r"(?:IF\s+NOT\s+EXISTS\s+)?(\w+)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a part creates in its schema, by kind, each sorted. `relations` are tables, sequences and views."""
+
+    routines: tuple[str, ...]
+    relations: tuple[str, ...]
+    types: tuple[str, ...]
+    indexes: tuple[str, ...]
+
+    def without(self, others: Names) -> Names:
+        """Those that are not among `others`."""
+        mine, theirs = asdict(self), asdict(others)
+        return Names(**{kind: tuple(sorted(set(mine[kind]) - set(theirs[kind]))) for kind in mine})
+
+
+@cache
+def load(root: Path) -> Mapping[str, str]:
+    """The texts of all files below the folder of the SQL, by path: `tube/010_tube_registry.sql`."""
+    files = [*root.glob("*/*.sql"), *root.glob("*/upgrade/*.sql"), *root.glob(RELEASED)]
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(files)}
+
+
+def digest(part: Part) -> str:
+    """Of the texts that are run at every installation; tells two builds of one version apart."""
+    return _hash(text for _, text in _files(part))
+
+
+def upgrade_digests(part: Part) -> dict[int, str]:
+    """Of the step that leads to each version that has one."""
+    return {version: _hash([text]) for version, text in _steps(part)}
+
+
+def created(part: Part) -> Names:
+    """The names of all that the files create at the start of a line."""
+    names: dict[str, set[str]] = {"routines": set(), "relations": {f"{part}_version"}, "types": set(), "indexes": set()}
+    for _, text in _files(part):
+        for kind, name in _CREATED.findall(text):
+            names[_KINDS.get(kind, "relations")].add(name)
+    return Names(**{kind: tuple(sorted(found)) for kind, found in names.items()})
+
+
+def released(part: Part) -> dict[int, Names]:
+    """What each released version of the part created."""
+    text = load(SQL).get(RELEASED, "{}")
+    return {
+        int(version): Names(**{kind: tuple(found) for kind, found in names.items()})
+        for version, names in json.loads(text).get(part, {}).items()
+    }
+
+
+def up(part: Part, schema: str | None, version: int, serves: int) -> str:
+    """The statements that install or upgrade, to be run in one transaction. Without `schema`: in the current one."""
+    remembers = version > 1  # of version 1 there are installations without the column, and it is the oldest anyway
+    values = _values(part, schema) | {
+        "version": str(version),
+        "digest": digest(part),
+        "steps": "\n".join(_step(number, text) for number, text in _steps(part)),
+        "fresh": quote_literal(json.dumps(_fresh(part), sort_keys=True)),
+        "option": f"--{'tube' if part == 'tube' else 'stream'}-schema",
+        "column": f"ALTER TABLE {part}_version ADD COLUMN IF NOT EXISTS serves integer;" if remembers else "",
+        "serves": f"serves = {serves}, " if remembers else "",
+    }
+    texts = [f"-- {name}\n{text.strip()}\n" for name, text in _files(part)]
+    return "\n".join([_fill("up", values), *texts, _fill("up_end", values)])
+
+
+def down(part: Part, schema: str | None) -> str:
+    """The statements that remove the part, to be run in one transaction."""
+    prelude = load(SQL).get(f"{part}/down.sql")
+    return _fill("down", _values(part, schema) | {"prelude": "" if prelude is None else _execute(prelude)})
+
+
+def _values(part: Part, schema: str | None) -> dict[str, str]:
+    names = created(part)
+    return {
+        "part": part,
+        "where": quote_ident(schema) if schema else "that comes first in search_path",
+        "schema": quote_literal(schema) if schema else "NULL::text",
+        "routines": _array(names.routines),
+        "relations": _array(names.relations),
+        "types": _array(names.types),
+    }
+
+
+def _fresh(part: Part) -> dict[str, dict[str, tuple[str, ...]]]:
+    """By installed version (0: none), the names that this version creates and that one has not."""
+    names = created(part)
+    older = {str(version): asdict(names.without(those)) for version, those in released(part).items()}
+    return {"0": asdict(names)} | older
+
+
+def _files(part: Part) -> list[tuple[str, str]]:
+    pattern = re.compile(rf"{part}/([0-9][^/]*\.sql)")
+    return [(found[1], text) for path, text in load(SQL).items() if (found := pattern.fullmatch(path))]
+
+
+def _steps(part: Part) -> list[tuple[int, str]]:
+    pattern = re.compile(rf"{part}/upgrade/([0-9]+)\.sql")
+    return sorted((int(found[1]), text) for path, text in load(SQL).items() if (found := pattern.fullmatch(path)))
+
+
+def _step(version: int, text: str) -> str:
+    return f"    IF present < {version} THEN\n{_execute(text)}\n    END IF;"
+
+
+def _execute(text: str) -> str:
+    """A statement of PL/pgSQL that runs these statements."""
+    return f"    EXECUTE $replicad_text$\n{text.strip()}\n$replicad_text$;"
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    text = load(SQL)[f"schema/{template}.sql"]
+    return re.sub(r"\{(\w+)\}", lambda found: values[found.group(1)], text)
+
+
+def _array(names: tuple[str, ...]) -> str:
+    return f"ARRAY[{', '.join(map(quote_literal, names))}]::text[]"
+
+
+def _hash(texts: Iterable[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]

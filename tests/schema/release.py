@@ -1,0 +1,74 @@
+"""Keep what a release installs: its dump, the digests of its parts, and the names of what they create.
+
+    python -m tests.schema.release COMMIT NUMBER
+
+writes vNUMBER.sql beside this file from what that commit's `replicad sql up` installs, marks the versions of its parts
+as released in pins.json, and adds their names to replicad/postgres/sql/schema/released.json. Run it once for a release.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from replicad.postgres import schema_text
+from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from tests.schema import older, pin
+
+FOLDER = Path(__file__).parent
+# Function bodies may name what is created later, and every name is written in full.
+_HEAD = "SET check_function_bodies = false;\nSELECT pg_catalog.set_config('search_path', '', false);\n"
+_NOISE = re.compile(r"^--\n-- (Name|Data for Name): .*\n--\n\n|^\\(un)?restrict .*\n", re.MULTILINE)
+
+
+def dump(tree: Path) -> str:
+    """The statements that make what `replicad sql up` of that tree installs, with the rows that say the versions."""
+    script = older.command(tree, "sql", "up")
+    assert script.returncode == 0, script.stderr
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with EmbeddedPostgres(Path(folder) / "postgres") as server:
+            _program("psql", "-qX", "-v", "ON_ERROR_STOP=1", "-d", server.url, stdin=script.stdout)
+            made = _program("pg_dump", "--schema-only", "--no-owner", "-d", server.url)
+            rows = _program("pg_dump", "--data-only", "--inserts", "-t", "*.*_version", "-d", server.url)
+    made = made[made.index("CREATE SCHEMA") :]  # before it stand settings that only some versions of Postgres know
+    rows = rows[rows.index("INSERT INTO") :]
+    return _HEAD + _NOISE.sub("", made) + _NOISE.sub("", rows)
+
+
+def main(commit: str, number: str) -> None:
+    """Keep the release."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = older.unpack(commit, Path(folder))
+        head = (
+            f"-- What commit {commit[:7]} installs; made by `python -m tests.schema.release {commit[:7]} {number}`.\n"
+        )
+        (FOLDER / f"v{number}.sql").write_text(head + dump(tree), encoding="utf-8")
+        names_file = schema_text.SQL / schema_text.RELEASED
+        names = json.loads(names_file.read_text(encoding="utf-8")) if names_file.exists() else {}
+        pins = pin.read() if pin.PINS.exists() else {}
+        schema_text.SQL = tree / "replicad/postgres/sql"
+        for part in schema_text.PARTS:
+            version = older.versions(tree)[part]
+            step = schema_text.upgrade_digests(part).get(version)
+            pins.setdefault(part, {})[str(version)] = pin.Pin(digest=schema_text.digest(part), step=step, released=True)
+            names.setdefault(part, {})[str(version)] = asdict(schema_text.created(part))
+        pin.write(pins)
+        names_file.write_text(json.dumps(names, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _program(name: str, *words: str, stdin: str | None = None) -> str:
+    done = subprocess.run(
+        [str(find_programs() / name), *words], input=stdin, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise SystemExit(f"{name} failed: {done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

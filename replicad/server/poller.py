@@ -75,6 +75,10 @@ class Poller:
         self._listeners[name] = on_reading
         self.ring()
 
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
+        """Have `look` called before anything is read from a new connection, as of `Horizon.before_polling`."""
+        self._horizon.before_polling(look)
+
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
         """Name the writers of a stream that is watched."""
         self._horizon.set_writers(name, writers)
@@ -125,7 +129,8 @@ class Poller:
             moved = moved or old is None or old.last_value != reading.last_value or reading.held_by is not None
             self._tell_alarms(name, reading.alarms)
             if name in self._listeners:
-                self._listeners[name](name, reading)
+                with self._troubles.contain("service", "poller", f"reading of {name}"):
+                    self._listeners[name](name, reading)
         return moved
 
     def _tell_alarms(self, name: str, alarms: tuple[str, ...]) -> None:

@@ -85,7 +85,7 @@ class Publisher:
             StreamRefused: it is, but cannot be served (now); the message says why.
         """
         if name not in self._servings:
-            await self._look_for_someone()
+            await self._look_for(name)
         with trio.move_on_after(FIRST_READING):
             while (serving := self._servings.get(name)) is not None and serving.feed is None:
                 if serving.obstacle is not None:
@@ -176,12 +176,12 @@ class Publisher:
         with self._troubles.contain("service", REGISTRY, "look"):
             await self._look()
 
-    async def _look_for_someone(self) -> None:
+    async def _look_for(self, name: str) -> None:
         """Look on behalf of a client; that it cannot be done now is the same answer for all."""
         try:
             await self._look()
         except DatabaseError as error:
-            raise StreamRefused(f"the registry of streams cannot be read now: {error}") from error
+            raise StreamRefused(f"stream {name[:80]!r} cannot be looked up now: {error}") from error
 
     async def _look_on_new_connection(self) -> None:
         """Before anything is learnt from a new connection: it may lead to another server, or to a restored database."""

@@ -21,7 +21,7 @@ from replicad.server.feed import Feed
 from replicad.server.journal import JournalLimits
 from replicad.server.poller import Poller
 from replicad.server.supervision import keep_running
-from replicad.server.troubles import Troubles
+from replicad.server.troubles import Troubles, sole_cause
 from replicad.streams import registry
 from replicad.streams.registry import Published, Stream, differences
 
@@ -248,8 +248,9 @@ def waits_line(name: str, obstacle: str) -> bytes:
 
 
 def _end_of(name: str, error: BaseException) -> ReplicadError:
-    if isinstance(error, ReplicadError):
-        return StreamRefused(f"stream {name} is served anew: {error} Reconnect and resume from your token.")
+    cause = sole_cause(error)
+    if isinstance(cause, ReplicadError):
+        return StreamRefused(f"stream {name} is served anew: {cause} Reconnect and resume from your token.")
     return StreamRefused(f"stream {name} is served anew after an internal error; reconnect and resume from your token")
 
 

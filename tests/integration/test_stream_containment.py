@@ -1,4 +1,4 @@
-"""Nothing that happens to one stream ends the daemon or another stream, and what is wrong is reported with its reason."""
+"""Nothing that happens to one stream ends the daemon or another stream, and what is wrong is reported with a reason."""
 
 from __future__ import annotations
 
@@ -262,9 +262,7 @@ def plain_role(database_url: str, postgres_url: str) -> Iterator[str]:
     """A role that is no superuser and owns nothing but what the daemon installs; may log in."""
     role = f"daemon_{abs(hash(database_url)) % 10**9}"
     psql(database_url, f"CREATE ROLE {role} LOGIN")
-    psql(
-        database_url, f"DO $$ BEGIN EXECUTE format('GRANT CREATE ON DATABASE %I TO {role}', current_database()); END $$"
-    )
+    psql(database_url, f"GRANT CREATE ON DATABASE {urlsplit(database_url).path[1:]} TO {role}")
     psql(database_url, "CREATE TABLE denied (id bigserial PRIMARY KEY, n int)")
     psql(database_url, "CREATE TABLE granted (id bigserial PRIMARY KEY, n int)")
     psql(database_url, f"GRANT ALL ON granted, granted_id_seq TO {role}")
@@ -295,7 +293,6 @@ async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_lo
             await connected(follower, "granted")
 
             # a served stream: frozen with the reason, and it goes on on the same connection
-            polls = []
             await database.execute(f"REVOKE ALL ON granted_id_seq FROM {plain_role}")
             await follower.until("ERROR stream_waits: .*GRANT SELECT ON SEQUENCE.*")
             await nc.send("REPLICATE granted")
@@ -313,7 +310,6 @@ async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_lo
             await wait_for(lambda: "denied" in daemon.publisher.feeds and not daemon.troubles.of("stream", "denied"))
             await nc.send("REPLICATE denied")
             await nc.until("POSITION denied .*")
-            assert not polls
 
 
 async def test_a_role_that_may_only_read_is_told_so_in_one_sentence(

@@ -204,6 +204,3 @@ async def test_the_registry_is_looked_at_before_anything_is_read_from_a_new_conn
         while publisher._means.poller._horizon._connection in (None, connection):
             await trio.sleep(0.001)
     assert "look" in looked
-
-
-# the stream of a table that is locked, and small ids, are in test_stream_status.py

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import trio
 
+from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
@@ -105,19 +106,19 @@ async def test_a_frozen_stream_shows_what_was_published_and_a_lag_and_the_reason
             await trio.sleep(0.1)
 
     async def failing(self: Feed) -> None:
-        raise OSError("the disk of the daemon")
+        raise DatabaseError("the disk of the server is full")
 
     monkeypatch.setattr(Feed, "_follow", failing)
     await db.execute("INSERT INTO events DEFAULT VALUES")
     with trio.fail_after(HANG):
         while (found := await status.show(db, "events")).state == "ok":
             await trio.sleep(0.1)
-    assert (found.position, found.lag_rows, found.state) == (1, 1, "OSError")
-    assert "the disk of the daemon" in (found.problem or "")
+    assert (found.position, found.lag_rows, found.state) == (1, 1, "database")
+    assert "the disk of the server" in (found.problem or "")
     assert found.lag_seconds > 0
     shown = await trio.to_thread.run_sync(command, database_url, "streams", "list")
-    assert "OSError" in shown.stdout
-    assert "the disk of the daemon" in shown.stdout
+    assert "database" in shown.stdout
+    assert "the disk of the server" in shown.stdout
     monkeypatch.undo()
     with trio.fail_after(HANG):
         while (found := await status.show(db, "events")).state != "ok" or found.lag_rows:

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, StreamRefused, UnknownStream
+from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.server.daemon import Daemon
 from replicad.server.feed import Feed
@@ -96,6 +97,26 @@ async def test_a_stream_is_removed_while_it_is_written_and_the_others_go_on(
         await connected(nc, "events")
         token = await bystander.fetch_value("INSERT INTO events (body) VALUES ('3') RETURNING id")
         await nc.until(f"RDATA events master {token} 3")
+
+
+async def test_caches_are_disabled_while_invalidations_are_written_and_the_others_go_on(
+    bystander: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    await schema.install(bystander, "cache", "replicad")
+    await bystander.fetch_value("SELECT replicad.cache_enable($1)", [])
+    async with watching_bystander(daemon, bystander) as check, netcat() as nc, trio.open_nursery() as nursery:
+        await connected(nc, "caches")
+
+        async def write() -> None:
+            while True:
+                await bystander.fetch_value("SELECT replicad.invalidate_cache('a', '[1]')")
+
+        nursery.start_soon(write)
+        await nc.until("RDATA caches .*")
+        await bystander.fetch_value("SELECT replicad.cache_disable()")
+        await nc.until("ERROR stream_refused: stream caches .*")
+        await check()
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(

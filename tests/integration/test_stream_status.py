@@ -94,6 +94,57 @@ async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(
         assert {row["name"]: row["state"] for row in rows} == dict.fromkeys([*names, "late"], "ok")
 
 
+async def test_copies_that_wait_for_locked_tables_keep_nothing_else_waiting(
+    db: Database, database_url: str, daemon: Daemon, netcat: Connect
+) -> None:
+    """The lock comes between a commit and the copy of its row, for more tables than there are connections."""
+    names = [f"t{n}" for n in range(10)]
+    for name in [*names, "free"]:
+        await db.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY)")
+        await registry.add(db, name, name, "id")
+    for name in [*names, "free"]:
+        await daemon.publisher.find(name)
+    async with (
+        open_database(database_url, size=11, application_name="lockers") as others,
+        trio.open_nursery() as nursery,
+        netcat() as nc,
+    ):
+        locked: list[str] = []
+        done = trio.Event()
+
+        async def lock(name: str) -> None:
+            async with others.connection() as connection, connection.transaction():
+                await connection.execute(f"LOCK TABLE {name}")
+                locked.append(name)
+                await done.wait()
+
+        async with others.connection() as writer:
+            async with writer.transaction():
+                for name in names:
+                    await writer.execute(f"INSERT INTO {name} DEFAULT VALUES")
+                for name in names:
+                    nursery.start_soon(lock, name)
+                with trio.fail_after(HANG):
+                    while await db.fetch_value("SELECT count(*) FROM pg_locks WHERE NOT granted") < len(names):
+                        await trio.sleep(0.05)
+        await nc.expect("SERVER .*")
+        await nc.send("REPLICATE free EARLIEST", "REPLICATE t0")
+        await nc.until("POSITION t0 .*")
+        with trio.fail_after(HANG):
+            while len(locked) < len(names):
+                await trio.sleep(0.05)
+        for token in range(1, 6):
+            await db.execute("INSERT INTO free DEFAULT VALUES")
+            await nc.until(f"RDATA free master {token} .*")
+            await trio.sleep(0.5)
+        await db.execute("CREATE TABLE late (id bigserial PRIMARY KEY)")
+        await registry.add(db, "late", "late", "id")
+        await nc.send("REPLICATE late")
+        await nc.until("POSITION late master 0 0")
+        done.set()
+        await nc.until("RDATA t0 master 1 .*")
+
+
 async def test_a_frozen_stream_shows_what_was_published_and_a_lag_and_the_reason(
     db: Database, database_url: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

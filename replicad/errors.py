@@ -172,6 +172,12 @@ class StreamRefused(StreamError):
     code = "stream_refused"
 
 
+class StreamWaits(StreamError):
+    """The stream is followed and does not move until something is mended; the subscription stays (a notice)."""
+
+    code = "stream_waits"
+
+
 class BadToken(StreamError):
     """The token does not parse or belongs to another epoch of the stream."""
 

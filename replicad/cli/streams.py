@@ -9,6 +9,7 @@ import click
 
 from replicad.cli.command import ReplicadGroup, option, settings_options
 from replicad.cli.database import on_database
+from replicad.cli.failures import say
 from replicad.cli.output import JSON_HELP, as_json_line, print_rows
 from replicad.config import DatabaseSettings
 from replicad.errors import UsageError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
     from replicad.postgres.horizon import Holder
     from replicad.streams.acks import SenderAck
-    from replicad.streams.status import StreamStatus
+    from replicad.streams.status import Overview, StreamStatus
 
 _LONGEST_QUERY = 60  # characters of a holder's query in a table
 
@@ -73,17 +74,21 @@ def add(
 ) -> None:  # fmt: skip
     """Make a table the stream NAME, with no change to the application that writes it."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> tuple[str, tuple[str, ...]]:
+    async def work(db: Database, settings: DatabaseSettings) -> tuple[str, tuple[str, ...], bool]:
         from replicad.streams import registry
 
         added = await registry.add(
             db, name, table, id_column, instance_column=instance_column, row=row, method=method,
             positions_table=positions_table, sequence=sequence, schema=settings.stream_schema,
         )  # fmt: skip
-        return added.stream.name, added.notes
+        daemon = await registry.daemon_connected(db, schema=settings.stream_schema)
+        return added.stream.name, added.notes, daemon
 
-    made, notes = on_database(options, work, part="stream")
-    click.echo(f"stream {made}: daemons serve it from now on")
+    made, notes, daemon = on_database(options, work, part="stream")
+    if daemon:
+        click.echo(f"stream {made} registered; the daemons that are running serve it within 1 s")
+    else:
+        click.echo(f"stream {made} registered; no daemon is connected to this database: start `replicad serve`")
     for note in notes:
         click.echo(f"note: {note}")
 
@@ -92,20 +97,26 @@ def add(
 @_json_option
 @_database_options
 def list_streams(as_json: bool, **options: Any) -> None:
-    """List the streams: how far they are, what waits, and who holds them back."""
+    """List the streams: what was published, what waits, who holds them back, and what is wrong.
 
-    async def work(db: Database, settings: DatabaseSettings) -> list[StreamStatus]:
+    The state is ok or a short code, and the problem says in words what is wrong and what to do. The position is what
+    the running daemons have published; lag is what is committed behind it.
+    """
+
+    async def work(db: Database, settings: DatabaseSettings) -> Overview:
         from replicad.streams import status
 
-        return await status.list_streams(db, schema=settings.stream_schema)
+        return await status.overview(db, schema=settings.stream_schema)
 
     found = on_database(options, work, part="stream")
-    rows = [_details(status) for status in found] if as_json else [_line(status) for status in found]
-    columns = ["name", "position", "lag_rows", "lag_s", "writers", "held_back_by"]
+    rows = [_details(one) if as_json else _line(one) for one in found.streams]
+    columns = ["name", "state", "position", "lag_rows", "lag_s", "writers", "held_back_by"]
     if any(row.get("problem") for row in rows):
         columns.append("problem")
     nothing = "there are no streams; make one: replicad streams add NAME --table SCHEMA.TABLE --id COLUMN"
     print_rows(columns, rows, as_json=as_json, nothing=nothing)
+    for note in found.notes if rows else ():
+        say(f"note: {note}")
 
 
 @command.command("show")
@@ -234,6 +245,7 @@ def _seconds(name: str, text: str) -> float:
 def _line(status: StreamStatus) -> dict[str, Any]:
     return {
         "name": status.stream.name,
+        "state": status.state,
         "position": status.position,
         "lag_rows": f"over {status.lag_rows:,}" if status.lag_is_capped else status.lag_rows,
         "lag_s": status.lag_seconds,
@@ -247,7 +259,7 @@ def _holder(holder: Holder) -> str:
     """Who it is, in a line: `pid 4711 (app) for 12.0 s: UPDATE ...`."""
     who = f"prepared transaction {holder.gid}" if holder.gid is not None else f"pid {holder.pid}"
     if holder.pid is None and holder.gid is None:
-        who = f"writer {holder.application_name}"
+        who = f"writer {holder.application_name}" if holder.application_name else "a session that has locked the table"
     elif holder.application_name:
         who += f" ({holder.application_name})"
     age = "" if holder.age_s is None else f" for {holder.age_s:.1f} s"
@@ -269,13 +281,18 @@ def _details(status: StreamStatus) -> dict[str, Any]:
         "positions_table": stream.positions_table,
         "epoch": stream.epoch,
         "created_at": stream.created_at.isoformat(),
+        "state": status.state,
         "position": status.position,
+        "published_at": None if status.published_at is None else status.published_at.isoformat(),
+        "horizon": status.horizon,
         "last_value": status.last_value,
         "lag_rows": status.lag_rows,
         "lag_s": round(status.lag_seconds, 3),
         "trimmed_upto": stream.trimmed_upto,
         "writers": dict(stream.writers),
         "per_writer": dict(status.per_writer),
+        "max_row": stream.max_row,
+        "skipped": len(stream.skipped),
         "held_back_by": None if holder is None else _holder(holder),
         "problem": status.problem,
     }

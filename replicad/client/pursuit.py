@@ -13,7 +13,7 @@ from typing import TypedDict
 from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, TakenUpto
 from replicad.client.follower import BatchLimits, Follower
-from replicad.client.refusals import concerns_one_request, may_pass, refusal
+from replicad.client.refusals import concerns_one_request, is_notice, may_pass, refusal
 from replicad.client.steps import Connect, Receive, Send, Sleep, Steps
 from replicad.errors import (
     BadToken,
@@ -222,6 +222,8 @@ class Pursuit:
         if not isinstance(command, Error):
             return command
         error = refusal(command.text)
+        if is_notice(error):
+            return None
         if self._asking is None or not concerns_one_request(error):
             raise error
         self._refused = error

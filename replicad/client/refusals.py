@@ -11,6 +11,7 @@ from replicad.errors import (
     ReplicadError,
     ServerStopping,
     StreamError,
+    StreamWaits,
     TubeError,
     by_code,
 )
@@ -28,6 +29,11 @@ def refusal(text: str) -> ReplicadError:
         return RemoteError(text or "the server sent ERROR without a reason")
     error: ReplicadError = kind(sentence)
     return error
+
+
+def is_notice(error: ReplicadError) -> bool:
+    """Whether the server only reports a state: it answers no request with it, and ends nothing."""
+    return isinstance(error, StreamWaits)
 
 
 def concerns_one_request(error: ReplicadError) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from replicad.client.refusals import refusal
+from replicad.client.refusals import is_notice, refusal
 from replicad.client.requests import Introduction, greet
 from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import ConnectionLost, ReplicadError
@@ -295,8 +295,8 @@ class SocketLink:
             while not self.closed and (block := self._read_nowait()) is not None:
                 for line in block.split(b"\n"):
                     command = self.connection.understand(line)
-                    if isinstance(command, Error):
-                        raise refusal(command.text)
+                    if isinstance(command, Error) and not is_notice(error := refusal(command.text)):
+                        raise error
                 self.connection.check()
         except ReplicadError as error:
             self._fail(error)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from replicad.client.refusals import refusal
+from replicad.client.refusals import is_notice, refusal
 from replicad.client.requests import greet
 from replicad.client.sockets import MAX_ROW, READ_BYTES, Target, reason
 from replicad.client.steps import Receive, Send, Steps
@@ -248,8 +248,8 @@ class TrioLink:
         try:
             for line in block.split(b"\n"):
                 command = self.connection.understand(line)
-                if isinstance(command, Error):
-                    raise refusal(command.text)
+                if isinstance(command, Error) and not is_notice(error := refusal(command.text)):
+                    raise error
             self.connection.check()
         except ReplicadError as error:
             self._fail(error)

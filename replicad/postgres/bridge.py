@@ -252,14 +252,15 @@ async def open_database(
     application_name: str,
     connect_timeout: float = 10,
     statement_timeout: float | None = 60,
+    lock_timeout: float | None = None,
     wait_timeout: float = 30,
     min_version: int = 150000,
 ) -> AsyncIterator[Database]:
     """Open a pool of at most `size` connections; one is made at once, to see that the server is there and new enough.
 
-    Time-outs are seconds: to connect, for one statement (kept by Postgres itself; None for none), and to wait for a
-    free connection. Every connection speaks UTC, ISO dates and READ COMMITTED. Starts the asyncio loop under the driver
-    when none runs around it.
+    Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
+    to wait for a free connection. Every connection speaks UTC, ISO dates and READ COMMITTED. Starts the asyncio loop
+    under the driver when none runs around it.
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence fit for the operator.
@@ -267,6 +268,8 @@ async def open_database(
     target = failures.parse_target(url)
     session = dict(_SESSION, application_name=application_name)
     session["statement_timeout"] = str(round((statement_timeout or 0) * 1000))
+    if lock_timeout is not None:
+        session["lock_timeout"] = str(round(lock_timeout * 1000))
     settings = Settings(
         url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS, asyncpg.InternalClientError
     )

@@ -42,6 +42,7 @@ _UNAVAILABLE_CLASSES = ("08", "53")
 _UNAVAILABLE_CODES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04"})
 _REFUSED_CLASSES = ("28",)
 _REFUSED_CODES = frozenset({"3D000", "42501"})
+_READ_ONLY = "25006"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,12 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
                 f"the connection to Postgres at {target} broke: {_text(error)}", sqlstate=state
             )
         return errors.DatabaseUnavailable(f"Postgres at {target} cannot do it now: {_text(error)}", sqlstate=state)
+    if state == _READ_ONLY:
+        return errors.DatabaseRefused(
+            f'Postgres at {target} lets user "{target.user}" only read ({_text(error)}): it is a standby, or '
+            "default_transaction_read_only is on for this user, database or server; set it off for this user.",
+            sqlstate=state,
+        )
     if state is not None and (state in _REFUSED_CODES or state.startswith(_REFUSED_CLASSES)):
         return errors.DatabaseRefused(f"Postgres at {target} refused: {_text(error)}", sqlstate=state)
     return errors.DatabaseError(f"Postgres at {target} reports an error: {_text(error)}", sqlstate=state)

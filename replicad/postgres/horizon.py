@@ -12,7 +12,7 @@ Knows tables and sequences by oid only; what a stream is, who registered it and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -96,6 +96,15 @@ class Horizon:
         self._inspect_at = 0.0
         self._look_again_at = 0.0
         self._barrier_at = 0.0
+        self._before_polling: list[Callable[[], Awaitable[None]]] = []
+
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
+        """Have `look` called on every new connection before anything is read from it.
+
+        The connection may lead to another server, or to one that was restored. `look` may begin and end watches; while
+        it fails, so do polls.
+        """
+        self._before_polling.append(look)
 
     async def __aenter__(self) -> Self:
         return self
@@ -164,6 +173,8 @@ class Horizon:
         connection = await self._held_open.enter_async_context(self._db.connection())
         try:
             await self._greet(connection)
+            for look in self._before_polling:
+                await look()
         except BaseException:
             await self._let_go()
             raise
@@ -267,7 +278,13 @@ class Horizon:
         name = self._names.get(sequence)
         if name is None:
             return None
-        first = await connection.fetch_row(load_sql("horizon_unused_sequence").replace("{sequence}", name))
+        try:
+            first = await connection.fetch_row(load_sql("horizon_unused_sequence").replace("{sequence}", name))
+        except errors.DatabaseUnavailable:
+            raise
+        except errors.DatabaseError:  # it was renamed, or we may not read it any more: the next inspection says so
+            self._inspect_at = 0.0
+            return None
         after = await connection.fetch_row(load_sql("horizon_last_values"), [sequence])
         if first is None or after is None:
             return None

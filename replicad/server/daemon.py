@@ -39,6 +39,8 @@ from replicad.server.troubles import Troubles
 from replicad.server.tubes import TubeService
 
 GC_THRESHOLD = 50_000  # new objects between two looks for cycles; at Python's 700, sending to many spent a tenth on it
+STREAM_CONNECTIONS = 4  # of all streams: to look, to copy new rows, to note positions
+STREAM_LOCK_TIMEOUT = 1.0  # seconds; a copy from a table that somebody has locked must not keep a connection for long
 RELAY_CONNECTIONS = 2  # one listens, the other tells
 ACK_CONNECTIONS = 2  # acks are short; these connections do nothing else, so that the lock-watch can leave them out
 
@@ -118,14 +120,14 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
     limits = settings.limits
     schema_text.load(schema_text.SQL)
     budget = _plan_files(limits)
-    async with _open_pools(settings, url) as (db, ack_db, catchup_db, relay_db), Horizon(db) as horizon:
+    async with _open_pools(settings, url) as (db, stream_db, ack_db, catchup_db, relay_db), Horizon(db) as horizon:
         listeners = await open_listeners(settings.listen)
         await _install(db, settings)
         troubles = Troubles()
         hub = Hub(budget.connections, troubles)
         book = TroubleBook(db, settings.database.stream_schema, troubles, settings.server_name)
         poller = Poller(horizon, limits, troubles, recover)
-        publisher = Publisher(db, catchup_db, settings, poller, troubles)
+        publisher = Publisher(stream_db, catchup_db, settings, poller, troubles)
         tubes = TubeService(db, ack_db, catchup_db, settings, poller, troubles=troubles)
         presence = PresenceService(db, settings, troubles)
         relay = Relay(relay_db, settings.database.stream_schema, partial(_heard, hub, presence), troubles)
@@ -219,14 +221,19 @@ def _tell_ready(
 @asynccontextmanager
 async def _open_pools(
     settings: ServerSettings, url: str
-) -> AsyncIterator[tuple[Database, Database, Database, Database]]:
-    """Connections for everything that is short, for acks, and for copies that last as long as their reader takes."""
+) -> AsyncIterator[tuple[Database, Database, Database, Database, Database]]:
+    """Pools by purpose: for what is short, for the tables of streams, for acks, for relays, and for copies that last as
+    long as their reader takes.
+    """
     limits = settings.limits
     usual = partial(
         open_database, url, statement_timeout=limits.statement_timeout, connect_timeout=limits.connect_timeout
     )
     async with (
         usual(size=limits.database_connections, application_name="replicad") as db,
+        usual(
+            size=STREAM_CONNECTIONS, application_name="replicad streams", lock_timeout=STREAM_LOCK_TIMEOUT
+        ) as stream_db,
         usual(size=ACK_CONNECTIONS, application_name="replicad ack") as ack_db,
         usual(
             size=limits.catchup_connections,
@@ -236,7 +243,7 @@ async def _open_pools(
         ) as catchup_db,
         usual(size=RELAY_CONNECTIONS, application_name="replicad relay") as relay_db,
     ):
-        yield db, ack_db, catchup_db, relay_db
+        yield db, stream_db, ack_db, catchup_db, relay_db
 
 
 def _heard(hub: Hub, presence: PresenceService, command: Command) -> None:

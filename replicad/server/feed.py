@@ -13,19 +13,22 @@ from collections.abc import Awaitable, Callable, Mapping, Set
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, StreamRefused, TokenExpired
+from replicad.errors import DatabaseError, ReplicadError, StreamRefused, TokenExpired
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
 from replicad.postgres.rows import Chunk, RowSource
 from replicad.protocol.commands import Position, Writers
 from replicad.server.journal import Channel, JournalLimits
+from replicad.server.troubles import Troubles
 from replicad.streams import registry
+from replicad.streams.queries import Impatient, is_locked
 from replicad.streams.registry import Stream
 
 LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together
 POSITION_INTERVAL = 0.1  # seconds between two words that a position moved without rows; rows are never held up
 RETRY_PAUSE = 0.2  # seconds before a copy that failed is tried again; doubles up to RETRY_PAUSE_MAX
 RETRY_PAUSE_MAX = 5.0
+FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
 
 Positions = Mapping[str, int]
 Send = Callable[[bytes], Awaitable[None]]
@@ -98,6 +101,7 @@ class Lane:
         self._heard = trio.Event()
         self._reset_lines: bytes | None = None
         self._joining: list[tuple[str, int, bytes, trio.Event]] = []
+        self._notices: list[tuple[bytes, bool]] = []
         self._told_at = float("-inf")
 
     def aim(self, target: Positions) -> None:
@@ -122,6 +126,16 @@ class Lane:
         self._heard.set()
         return told
 
+    def tell(self, line: bytes, *, extended: bool = False) -> None:
+        """Send a line that is no row, when no row is on its way."""
+        self._notices.append((line, extended))
+        self._heard.set()
+
+    def renew(self, source: RowSource) -> None:
+        """Read from this from the next copy on."""
+        self._copier.source = source
+        self._heard.set()
+
     async def run(self) -> None:
         """Fill the journal until cancelled. Failures of Postgres are told and tried again."""
         pause = RETRY_PAUSE
@@ -140,11 +154,18 @@ class Lane:
 
     async def _wait_for_work(self) -> None:
         """Until the target differs from what was told, and the time to say so has come."""
-        while not self._joining and self._reset_lines is None and self._target == self.channel.seam.positions:
+        while not (self._notices or self._joining) and self._reset_lines is None and self._is_there():
             self._heard = trio.Event()
             await self._heard.wait()
 
+    def _is_there(self) -> bool:
+        return self._target == self.channel.seam.positions
+
     async def _advance(self) -> None:
+        while self._notices:
+            line, extended = self._notices.pop(0)
+            await self.channel.append(line, extended=extended)
+            self.channel.seal(self.channel.seam.positions)  # who joins later was not there
         if self._reset_lines is not None:
             await self._announce_reset(self._reset_lines)
             return
@@ -210,6 +231,7 @@ class Feed:
         *,
         schema: str,
         limits: JournalLimits,
+        troubles: Troubles,
         writers_changed: Callable[[Mapping[str, int]], None],
     ) -> None:
         """`reading` has a position. `writers_changed` is told the numbers when a writer joins."""
@@ -222,6 +244,8 @@ class Feed:
         self._catchup_db = catchup_db
         self._schema = schema
         self._limits = limits
+        self._troubles = troubles
+        self._looks = Impatient(db)  # what asks the stream's table must not wait long for whoever has it locked
         self._writers_changed = writers_changed
         self._source = registry.row_source(stream, schema=schema)
         self._linear: Lane | None = None
@@ -273,16 +297,24 @@ class Feed:
         """The oldest token after which nothing was removed.
 
         Raises:
-            StreamRefused: the stream was removed just now.
+            StreamRefused: the stream was removed just now, or its table is locked.
         """
-        token = await self._source.earliest(self._db)
+        try:
+            token = await self._source.earliest(self._looks)
+        except DatabaseError as error:
+            if not is_locked(error):
+                raise
+            raise StreamRefused(
+                f"table {self.stream.table} of stream {self.name} is locked by another session, so its rows cannot be "
+                "read; try again, or see with `replicad streams list` who it is"
+            ) from error
         if token is None:
             raise StreamRefused(f"stream {self.name} was removed")
         return token
 
     async def count(self, after: int, upto: int) -> int:
-        """How many rows (after, upto] has now."""
-        return await self._source.count(self._db, after, upto)
+        """How many rows (after, upto] has now. Gives up quickly where the table is locked."""
+        return await self._source.count(self._looks, after, upto)
 
     async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool) -> None:
         """Send the rows of (after, upto], and where each writer then stands, for one client that catches up.
@@ -328,17 +360,42 @@ class Feed:
                 await self._heard.wait()
                 self._heard = trio.Event()
                 try:
-                    if self._reset:
-                        await self._handle_reset()
-                    else:
-                        await self._discover(self.reading)
-                        self._aim(self.reading)
+                    await self._follow()
                 except DatabaseError as error:
-                    log.warning("stream_waits", stream=self.name, error=str(error))
+                    self._troubles.fail("stream", self.name, FOLLOW, error)
                     await trio.sleep(RETRY_PAUSE)
                     self._heard.set()
+                else:
+                    self._troubles.end("stream", self.name, FOLLOW)
 
-    def end(self, error: StreamRefused) -> None:
+    async def _follow(self) -> None:
+        """Go where the horizon is now."""
+        if self._reset:
+            await self._handle_reset()
+        else:
+            await self._discover(self.reading)
+            self._aim(self.reading)
+
+    def renew(self, stream: Stream) -> None:
+        """Go on with other names of the same table, or other lines for the rows: from the next read on.
+
+        With another epoch (a failover) the tokens of before are void; whether ids have gone back the horizon will see.
+        """
+        told, self.stream = self.stream, stream
+        if told.epoch != stream.epoch:
+            self._main.tell(self._writers_line(), extended=True)
+        self._source = registry.row_source(stream, schema=self._schema)
+        for lane in (self._main, self._linear):
+            if lane is not None:
+                lane.renew(self._source)
+
+    def tell(self, line: bytes) -> None:
+        """Send a line that is no row to all readers, between two reads."""
+        for lane in (self._main, self._linear):
+            if lane is not None:
+                lane.tell(line)
+
+    def end(self, error: ReplicadError) -> None:
         """Tell all readers that the stream is over."""
         for lane in (self._main, self._linear):
             if lane is not None:
@@ -354,7 +411,7 @@ class Feed:
         upto = _known(reading)
         if self.stream.instance_column is None or upto <= self._known_upto:
             return
-        found = await self._source.last_tokens(self._db, self._known_upto, upto)
+        found = await self._source.last_tokens(self._looks, self._known_upto, upto)
         for told in await self._welcome(found.keys() - self.numbers.keys()):
             await told.wait()
         self._known_upto = upto
@@ -371,12 +428,16 @@ class Feed:
 
     async def _handle_reset(self) -> None:
         reading = self.reading
-        self.stream = await registry.announce_reset(self._db, self.stream, _known(reading), schema=self._schema)
+        stream = await registry.announce_reset(self._db, self.stream, _known(reading), schema=self._schema)
+        self._source = registry.row_source(stream, schema=self._schema)
+        self.stream = stream
         self._known_from = self._known_upto = _known(reading)
         log.warning("stream_reset", stream=self.name, position=reading.position, epoch=self.epoch)
         self._reset = False
+        self._main.renew(self._source)
         self._main.reset(self._targets(reading), self._writers_line())
         if self._linear is not None:
+            self._linear.renew(self._source)
             self._linear.reset({LINEAR: _known(reading)}, b"")
 
     def _writers_line(self) -> bytes:

@@ -78,6 +78,10 @@ class Poller:
         self._listeners[name] = on_reading
         self.ring()
 
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
+        """Have `look` called before anything is read from a new connection, as of `Horizon.before_polling`."""
+        self._horizon.before_polling(look)
+
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
         """Name the writers of a stream that is watched."""
         self._horizon.set_writers(name, writers)

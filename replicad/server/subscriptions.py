@@ -72,6 +72,8 @@ class Subscriptions:
         self._all = True
         for feed in self._publisher.feeds.values():
             self._join_new(feed)
+        for waiting in self._publisher.waiting().values():
+            self._session.refuse(waiting)
         self._publisher.follow(self._join_new)
 
     def _join_new(self, feed: Feed) -> None:

@@ -32,6 +32,13 @@ MAX_REASON = 2000  # characters of a reason; a driver's message can quote a whol
 log = structlog.get_logger()
 
 
+def sole_cause(error: BaseException) -> BaseException:
+    """The exception that a nursery has wrapped; the group itself where it holds several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
 class Place(NamedTuple):
     """Where a trouble is: kind and name of the thing, and the cause."""
 
@@ -80,13 +87,14 @@ class Troubles:
 
     def fail(self, kind: str, name: str, cause: str, error: BaseException) -> None:
         """Report an exception as a trouble. A defect of ours is logged with its traceback, each time it occurs."""
+        group, error = error, sole_cause(error)
         if isinstance(error, DatabaseUnavailable) and self._is_outage(Place(kind, name, cause)):
             self.counts[kind, cause, error.code] += 1
             return
         if isinstance(error, ReplicadError):
             self.begin(kind, name, cause, str(error), code=error.code)
             return
-        log.error("unexpected_failure", kind=kind, name=name, cause=cause, exc_info=error)
+        log.error("unexpected_failure", kind=kind, name=name, cause=cause, exc_info=group)
         what = f"{type(error).__name__}: {error}".strip(": ")
         self.begin(kind, name, cause, f"unexpected {what}; the log has the traceback", code=type(error).__name__)
 

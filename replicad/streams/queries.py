@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from replicad.errors import DatabaseError, SchemaMissing
-from replicad.postgres.bridge import load_sql, quote_ident
+from replicad.postgres.bridge import Connection, Database, Sink, load_sql, quote_ident
 
 SCHEMA: Final = "replicad"  # where the functions and tables of streams are installed unless told otherwise
+
+LOOK_LOCK_TIMEOUT: Final = "250ms"  # how long a look waits for a lock; ordinary ones are held for milliseconds
 
 # undefined table, schema, function, object: what Postgres says when our schema is not there
 _MISSING = frozenset({"42P01", "3F000", "42883", "42704"})
@@ -30,6 +32,50 @@ class Queries(Protocol):
 def statement(name: str, schema: str) -> str:
     """The query of that name, for an installation in that schema."""
     return load_sql(name).format(schema=quote_ident(schema))
+
+
+class Impatient:
+    """Queries on a pool that give up quickly where somebody has locked what they look at.
+
+    For looks that serve many: one locked table must not keep them all waiting. What gives up raises a DatabaseError
+    for which `is_locked` is true.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def fetch(self, sql: str, *args: object) -> list[Any]:
+        """`Database.fetch`."""
+        async with self._looking() as connection:
+            return await connection.fetch(sql, *args)
+
+    async def fetch_row(self, sql: str, *args: object) -> Any:
+        """`Database.fetch_row`."""
+        async with self._looking() as connection:
+            return await connection.fetch_row(sql, *args)
+
+    async def fetch_value(self, sql: str, *args: object) -> Any:
+        """`Database.fetch_value`."""
+        async with self._looking() as connection:
+            return await connection.fetch_value(sql, *args)
+
+    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
+        """`Database.copy_out`."""
+        async with self._looking() as connection:
+            return await connection.copy_out(query, *args, sink=sink, timeout=timeout)
+
+    @asynccontextmanager
+    async def _looking(self) -> AsyncIterator[Connection]:
+        async with (
+            self._db.connection() as connection,
+            connection.transaction(readonly=True, opening=f"SET LOCAL lock_timeout = '{LOOK_LOCK_TIMEOUT}'"),
+        ):
+            yield connection
+
+
+def is_locked(error: DatabaseError) -> bool:
+    """Whether a statement gave up because somebody else had locked what it needs."""
+    return error.sqlstate == "55P03"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -33,7 +33,9 @@ class Stream:
     """A registered stream. `table`, `sequence` and `positions_table` are qualified and quoted, columns are as they are.
 
     `fault` is None, or why the stream can no longer be served, with the remedy; names that are gone are None then.
-    Ids up to `trimmed_upto` were removed on purpose. `writers` are the numbers that vector tokens are made of.
+    `denied` is None, or what the role that asked may not read, with the GRANT that it needs. Ids up to `trimmed_upto`
+    were removed on purpose, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`
+    are the numbers that vector tokens are made of.
     """
 
     number: int
@@ -52,10 +54,30 @@ class Stream:
     unique_ids: bool
     epoch: str
     fault: str | None
+    denied: str | None
     resets: int
     trimmed_upto: int | None
+    max_row: int
+    skipped: tuple[int, ...]
     created_at: datetime
     writers: Mapping[str, int]
+
+
+# What changes while a stream is served, and is looked up where it is needed. Every other field of Stream is part of
+# what a feed was made of: one that is added takes part in `differences` unless it is named here.
+_PASSING = frozenset({"fault", "denied", "trimmed_upto", "writers"})
+
+# How rows become lines, and what things are called: a feed can go on with the new values between two reads.
+RENEWABLE = frozenset({"table", "sequence", "positions_table", "row", "row_type", "unique_ids", "max_row", "skipped"})
+
+# Whether ids still mean the same rows. A feed that sees a reset changes these itself.
+EPOCH = frozenset({"epoch", "resets"})
+
+
+def differences(served: Stream, found: Stream) -> frozenset[str]:
+    """The fields of what a feed is made of in which the registry differs from the stream that is served."""
+    names = (field.name for field in fields(Stream) if field.name not in _PASSING)
+    return frozenset(name for name in names if getattr(served, name) != getattr(found, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +90,15 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What some daemon published last: the linear position, each writer's own, and when the first last moved."""
+    """What some daemon published last: the linear position, each writer's own, and when the first last moved.
+
+    `foreign`: it was read from another table or sequence than the stream has now (a restored dump); never trust it.
+    """
 
     position: int
     per_writer: Mapping[str, int]
     at: datetime
+    foreign: bool = False
 
 
 async def add(
@@ -183,20 +209,36 @@ async def publish(
     """Keep what was published, for daemons that start later; positions only grow. About once a second will do.
 
     Writers without a number are left out. Returns False, with nothing written, when the stream was reset or removed
-    since it was loaded: load it again.
+    since it was loaded, or has another table or sequence now: load it again.
     """
     known = {stream.writers[name]: at for name, at in per_writer.items() if name in stream.writers}
     with installed(schema):
         return bool(
             await db.fetch_value(
-                statement("stream_publish", schema),
+                statement("stream_note", schema),
                 stream.number,
                 stream.resets,
+                stream.table_oid,
+                stream.sequence_oid,
                 position,
                 list(known),
                 list(known.values()),
             )
         )
+
+
+async def begin_anew(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> None:
+    """Forget what was published of another table or sequence, and void the tokens that speak of it.
+
+    Several daemons that see the same make one new epoch. Load the stream again afterwards.
+    """
+    with installed(schema):
+        await db.fetch_value(statement("stream_begin_anew", schema), stream.number, stream.resets)
+
+
+async def daemon_connected(db: Queries, *, schema: str = SCHEMA) -> bool:
+    """Whether some daemon is connected to this database, as far as names of sessions tell."""
+    return bool(await db.fetch_value(statement("stream_daemons", schema)))
 
 
 async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
@@ -216,7 +258,10 @@ async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published
         rows = await db.fetch(statement("stream_published", schema))
     return {
         row["name"]: Published(
-            row["position"], dict(zip(row["writers"], row["positions"], strict=True)), row["published_at"]
+            row["position"],
+            dict(zip(row["writers"], row["positions"], strict=True)),
+            row["published_at"],
+            row["foreign"],
         )
         for row in rows
     }
@@ -243,4 +288,5 @@ def _stream(row: Any) -> Stream:
     values = dict(row)
     names, numbers = values.pop("writer_names"), values.pop("writer_numbers")
     values["method"] = Method(values["method"])
+    values["skipped"] = tuple(values["skipped"])
     return Stream(**values, writers=dict(zip(names, numbers, strict=True)))

@@ -1,83 +1,156 @@
-"""What an operator sees of streams: how far they are, what waits, and who holds them back."""
+"""What an operator sees of streams: how far readers have been sent, what waits, who holds it back, and what is wrong.
+
+It joins three views: what the registry says, what running daemons have published and report, and what Postgres shows at
+this moment. A stream that cannot be looked at costs the others nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from types import MappingProxyType
 
+import trio
+
+from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, StandbyRefused, StreamRefused
 from replicad.postgres.bridge import Database
-from replicad.postgres.horizon import Holder, Horizon, Reading
+from replicad.postgres.horizon import Holder, HolderKind, Horizon, Reading
 from replicad.postgres.rows import COUNT_LIMIT
-from replicad.streams.queries import SCHEMA
-from replicad.streams.registry import (
-    Stream,
-    horizon_source,
-    load_stream,
-    load_streams,
-    published,
-    row_source,
-)
+from replicad.streams import registry, troubles
+from replicad.streams.queries import SCHEMA, Impatient, is_locked, statement
+from replicad.streams.registry import Published, Stream, horizon_source, row_source
+from replicad.streams.troubles import Reported
+
+OK = "ok"
+NO_DAEMON = "no_daemon"  # rows wait, and no daemon is connected that could send them
+STALLED = "stalled"  # rows wait, a daemon is there, and nobody says why
+LOCKED = "locked"  # the table cannot be looked at
+SETTLED = 5.0  # seconds that a position rests, with rows waiting, before we look again whether it is stuck
+SECOND_LOOK = 2.5  # seconds for that; a daemon notes its positions every second
+
+_LAST_ID = (1 << 63) - 1
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
     """One stream at one moment.
 
-    `position` is linear, `per_writer` each writer's own, `last_value` the last id handed out; None where not known yet.
-    `lag_rows` counts the committed rows that wait behind the position, no further than a million. `lag_seconds` is how
-    long they may have been waiting: the age of the transaction that holds them back, 0 where nobody does. `problem`
-    says why the stream is not served, with the remedy.
+    `position` is the linear position that daemons have published, `per_writer` each writer's own, `published_at` when
+    it moved last; None where nothing was published yet. `horizon` is how far it could be published by now, `last_value`
+    the last id handed out. `lag_rows` counts the committed rows behind `position`, no further than a million, None
+    where the table cannot be read now. `lag_seconds` is how long they may have been waiting, 0 where none waits.
+    `state` is ok or a short code, `problem` the sentence to it, with the remedy. `held_by` is who holds the horizon
+    back, or has the table locked.
     """
 
     stream: Stream
     position: int | None
     per_writer: Mapping[str, int]
+    published_at: datetime | None
+    horizon: int | None
     last_value: int | None
-    lag_rows: int
+    lag_rows: int | None
     lag_seconds: float
     held_by: Holder | None
+    state: str
     problem: str | None
 
     @property
     def lag_is_capped(self) -> bool:
         """There are more rows waiting than were counted."""
-        return self.lag_rows >= COUNT_LIMIT
+        return self.lag_rows is not None and self.lag_rows >= COUNT_LIMIT
 
 
-async def list_streams(
-    db: Database, readings: Mapping[str, Reading] | None = None, *, schema: str = SCHEMA
-) -> list[StreamStatus]:
-    """All streams by name. Without `readings` (of a daemon's horizon) Postgres is asked, in one poll for all.
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All streams, and remarks about the look as a whole: what could not be seen, that no daemon is there."""
+
+    streams: tuple[StreamStatus, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What was learnt for all streams at once."""
+
+    published: Mapping[str, Published]
+    readings: Mapping[str, Reading]
+    whole: DatabaseError | None  # why there are no readings
+    lockers: Mapping[int, Holder]
+    reported: Mapping[str, Sequence[Reported]]
+    daemon: bool
+    now: datetime
+
+
+async def overview(db: Database, *, schema: str = SCHEMA) -> Overview:
+    """All streams by name.
 
     Raises:
         SchemaMissing: streams are not installed in this database.
-        StandbyRefused: no positions can be had from a standby.
     """
-    streams = await load_streams(db, schema=schema)
-    return await _look(db, list(streams.values()), readings, schema)
+    streams = await registry.load_streams(Impatient(db), schema=schema)
+    return await _look(db, list(streams.values()), schema)
 
 
-async def show(
-    db: Database, name: str, readings: Mapping[str, Reading] | None = None, *, schema: str = SCHEMA
-) -> StreamStatus:
-    """One stream. Raises UnknownStream besides what `list_streams` raises."""
-    [status] = await _look(db, [await load_stream(db, name, schema=schema)], readings, schema)
-    return status
+async def list_streams(db: Database, *, schema: str = SCHEMA) -> list[StreamStatus]:
+    """`overview` without the remarks."""
+    return list((await overview(db, schema=schema)).streams)
 
 
-async def _look(
-    db: Database, streams: list[Stream], readings: Mapping[str, Reading] | None, schema: str
-) -> list[StreamStatus]:
-    found = readings if readings is not None else await _poll(db, streams, schema)
-    return [await _status(db, stream, found.get(stream.name), schema) for stream in streams]
+async def show(db: Database, name: str, *, schema: str = SCHEMA) -> StreamStatus:
+    """One stream. Raises UnknownStream besides what `overview` raises."""
+    found = await _look(db, [await registry.load_stream(Impatient(db), name, schema=schema)], schema)
+    return found.streams[0]
 
 
-async def _poll(db: Database, streams: list[Stream], schema: str) -> Mapping[str, Reading]:
-    known = await published(db, schema=schema)
+async def _look(db: Database, streams: list[Stream], schema: str) -> Overview:
+    seen, notes = await _see(db, streams, schema)
+    found = [await _status(db, stream, seen, schema) for stream in streams]
+    if any(map(_may_be_stuck, found)):
+        found = await _look_again(db, found, schema)
+    return Overview(tuple(found), notes)
+
+
+async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen, tuple[str, ...]]:
+    notes: list[str] = []
+    looks = Impatient(db)
+    published = await registry.published(looks, schema=schema)
+    lockers = await _lockers(looks, streams, schema)
+    readings: Mapping[str, Reading] = {}
+    whole: DatabaseError | None = None
+    try:
+        readings = await _poll(db, streams, published)
+    except DatabaseUnavailable:
+        raise
+    except (StandbyRefused, DatabaseError) as error:
+        whole = error
+    reported: dict[str, list[Reported]] = defaultdict(list)
+    try:
+        for one in await troubles.load(looks, schema=schema):
+            if one.kind == "stream":
+                reported[one.name].append(one)
+            elif one.kind == "database":
+                for stream in streams:
+                    reported[stream.name].append(one)
+    except (DatabaseError, SchemaMissing) as error:
+        if isinstance(error, DatabaseUnavailable):
+            raise
+        notes.append(f"what daemons report to be wrong is not shown: {error}")
+    daemon = await registry.daemon_connected(looks, schema=schema)
+    if not daemon:
+        notes.append("no daemon is connected to this database; start one with `replicad serve`")
+    now = await looks.fetch_value("SELECT clock_timestamp()")
+    return _Seen(published, readings, whole, lockers, reported, daemon, now), tuple(notes)
+
+
+async def _poll(db: Database, streams: list[Stream], published: Mapping[str, Published]) -> Mapping[str, Reading]:
     async with Horizon(db) as horizon:
         for stream in streams:
             if stream.fault is None:
-                last = known.get(stream.name)
+                last = _trusted(published.get(stream.name))
                 horizon.watch(
                     stream.name,
                     horizon_source(stream),
@@ -88,21 +161,132 @@ async def _poll(db: Database, streams: list[Stream], schema: str) -> Mapping[str
         return await horizon.poll()
 
 
-async def _status(db: Database, stream: Stream, reading: Reading | None, schema: str) -> StreamStatus:
-    reading = reading or Reading()
-    problem = stream.fault or (str(reading.refused) if reading.refused else None)
-    waiting = 0
-    if problem is None and reading.position is not None:
-        # to the end of the table, not to last_value: ids may have been handed out since it was read
-        waiting = await row_source(stream, schema=schema).count(db, reading.position, (1 << 63) - 1)
-    age = reading.held_by.age_s if reading.held_by is not None else None
+def _trusted(published: Published | None) -> Published | None:
+    return None if published is None or published.foreign else published
+
+
+async def _lockers(db: Impatient, streams: Iterable[Stream], schema: str) -> dict[int, Holder]:
+    """Who has the tables of these streams locked against readers, by the table's oid; the oldest of several."""
+    rows = await db.fetch(statement("stream_lockers", schema), [stream.table_oid for stream in streams])
+    found: dict[int, Holder] = {}
+    for row in rows:
+        kind = HolderKind.PREPARED if row["pid"] is None else HolderKind.TRANSACTION
+        holder = Holder(kind, row["pid"], row["application_name"], row["age"], row["query"], row["gid"])
+        found.setdefault(row["watched"], holder)
+    return found
+
+
+async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> StreamStatus:
+    reading = seen.readings.get(stream.name) or Reading()
+    last = _trusted(seen.published.get(stream.name))
+    position = last.position if last else None
+    locker = seen.lockers.get(stream.table_oid)
+    state, problem = _problem(stream, reading, seen)
+    waiting: int | None = None
+    if stream.fault is None and stream.denied is None and locker is None:
+        try:
+            waiting = await _count(db, stream, position, schema)
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError as error:
+            if not is_locked(error):
+                state, problem = (state, problem) if problem else (error.code, str(error))
+            else:
+                locker = Holder(HolderKind.TRANSACTION)
+    if locker is not None and problem is None:
+        state, problem = LOCKED, f"table {stream.table} is locked by another session, so its rows cannot be read"
+    held_by = locker or reading.held_by
+    if problem is None and waiting and not seen.daemon:
+        state, problem = NO_DAEMON, "rows wait, and no daemon is connected that could send them: start `replicad serve`"
     return StreamStatus(
         stream=stream,
-        position=reading.position,
-        per_writer=reading.per_writer,
+        position=position,
+        per_writer=last.per_writer if last else _NONE,
+        published_at=last.at if last else None,
+        horizon=reading.position,
         last_value=reading.last_value,
         lag_rows=waiting,
-        lag_seconds=age or 0.0,
-        held_by=reading.held_by,
+        lag_seconds=_lag_seconds(stream, waiting, held_by, last, seen),
+        held_by=held_by,
+        state=state,
         problem=problem,
     )
+
+
+def _problem(stream: Stream, reading: Reading, seen: _Seen) -> tuple[str, str | None]:
+    """The state of a stream before its rows are counted: what the registry says goes before what daemons report."""
+    if stream.fault is not None:
+        return StreamRefused.code, stream.fault
+    if seen.whole is not None:
+        return seen.whole.code, str(seen.whole)
+    if stream.denied is not None:
+        return "denied", stream.denied
+    if reading.refused is not None:
+        return StreamRefused.code, str(reading.refused)
+    found = seen.reported.get(stream.name, ())
+    if not found:
+        return OK, None
+    return found[0].code, " Also: ".join(dict.fromkeys(one.reason for one in found))
+
+
+async def _count(db: Database, stream: Stream, position: int | None, schema: str) -> int:
+    """The committed rows behind the position; all that are retained where nothing was published."""
+    after = position if position is not None else stream.trimmed_upto
+    # to the end of the table, not to last_value: ids may have been handed out since it was read
+    source = row_source(stream, schema=schema)
+    return await source.count(Impatient(db), -_LAST_ID if after is None else after, _LAST_ID)
+
+
+def _lag_seconds(
+    stream: Stream, waiting: int | None, held_by: Holder | None, last: Published | None, seen: _Seen
+) -> float:
+    """How long rows may have been waiting: since the position moved last, or since what keeps it began, if later."""
+    if waiting == 0:
+        return 0.0
+    since = last.at if last is not None else stream.created_at
+    if reported := seen.reported.get(stream.name):
+        since = max(since, min(one.since for one in reported))
+    age = (seen.now - since).total_seconds()
+    if not reported and held_by is not None and held_by.age_s is not None:
+        age = min(age, held_by.age_s)
+    return max(age, 0.0)
+
+
+def _may_be_stuck(status: StreamStatus) -> bool:
+    """Rows wait that could be published, nothing is known to be wrong, and the position has rested for a while."""
+    could_move = status.horizon is not None and (status.position is None or status.position < status.horizon)
+    return status.state == OK and bool(status.lag_rows) and could_move and status.lag_seconds > SETTLED
+
+
+async def _look_again(db: Database, found: list[StreamStatus], schema: str) -> list[StreamStatus]:
+    """A row that was committed just now looks the same as one that nobody sends: see whether the positions move."""
+    stuck = {status.stream.name for status in found if _may_be_stuck(status)}
+    before = {status.stream.name: status.position for status in found}
+    deadline = trio.current_time() + SECOND_LOOK
+    published: Mapping[str, Published] = {}
+    while stuck and trio.current_time() < deadline:
+        await trio.sleep(0.25)
+        published = await registry.published(Impatient(db), schema=schema)
+        stuck = {name for name in stuck if name not in published or published[name].position == before[name]}
+    result = []
+    for status in found:
+        name = status.stream.name
+        if name in stuck:
+            why = "rows wait, the position does not move, and no daemon reports why: look into the daemons' logs"
+            result.append(replace(status, state=STALLED, problem=why))
+        elif _may_be_stuck(status):
+            last = published[name]
+            waiting = await _count(db, status.stream, last.position, schema)
+            result.append(
+                replace(
+                    status,
+                    position=last.position,
+                    per_writer=last.per_writer,
+                    published_at=last.at,
+                    lag_rows=waiting,
+                    lag_seconds=0.0,
+                )
+            )
+        else:
+            result.append(status)
+    return result

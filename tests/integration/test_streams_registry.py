@@ -259,7 +259,11 @@ async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Datab
                 "the culprit", "INSERT INTO events DEFAULT VALUES",
             )  # fmt: skip
             assert 0 < held.lag_seconds < 60
-    assert (await status.show(db, "events")).lag_rows == 0
+    unsent = await status.show(db, "events")
+    assert (unsent.position, unsent.horizon, unsent.lag_rows, unsent.state) == (5, 9, 4, "no_daemon")
+    await registry.publish(db, stream, 9, {"master": 9})
+    sent = await status.show(db, "events")
+    assert (sent.lag_rows, sent.lag_seconds, sent.state) == (0, 0, "ok")
 
 
 async def test_writers_that_publish_their_positions_themselves_are_believed(db: Database) -> None:
@@ -277,7 +281,7 @@ async def test_writers_that_publish_their_positions_themselves_are_believed(db: 
     ).stream  # fmt: skip
     assert stream.positions_table == "public.stream_positions"
     found = await status.show(db, "events")
-    assert (found.position, dict(found.per_writer), found.lag_rows) == (4, {"a": 7, "b": 4}, 5)
+    assert (found.position, found.horizon, found.lag_rows) == (None, 4, 9)
     assert found.held_by is not None
     assert found.held_by.application_name == "b"
     await db.execute("DROP TABLE stream_positions")

@@ -1,2 +1,2 @@
 -- The last id in a range of a stream that has one writer; answered by the index alone.
-SELECT max(t.{id})::bigint FROM {table} AS t WHERE t.{id} > $1 AND t.{id} <= $2
+SELECT max(t.{id})::bigint FROM {table} AS t WHERE t.{id} > $1::bigint AND t.{id} <= $2::bigint

@@ -15,6 +15,7 @@ CREATE TABLE IF NOT EXISTS stream (
     trimmed_upto bigint,                      -- ids up to here are gone on purpose; a token below has missed rows
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- bytes of the longest line that the stream may send; 64 MiB is what clients take at most
-    max_row integer NOT NULL DEFAULT 67108864 CHECK (max_row BETWEEN 1024 AND 67108864)
+    max_row integer NOT NULL DEFAULT 67108864 CHECK (max_row BETWEEN 1024 AND 67108864),
+    fed boolean NOT NULL DEFAULT false        -- when it was added, the sequence was the one that feeds the column
 );
 COMMENT ON TABLE stream IS 'replicad: the registered streams; use stream_add() and stream_remove()';

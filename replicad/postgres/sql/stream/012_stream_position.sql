@@ -5,7 +5,9 @@ CREATE TABLE IF NOT EXISTS stream_position (
     writer integer NOT NULL,                  -- a number of stream_writer; 0: all writers together (linear)
     position bigint NOT NULL,
     published_at timestamptz NOT NULL,
-    PRIMARY KEY (stream, writer)
+    PRIMARY KEY (stream, writer),
+    relation oid,                             -- the table and the sequence that it was read from: after a restore they
+    sequence oid                              -- are others, and the position says nothing of them; NULL: not known
 );
 ALTER TABLE stream_position SET (fillfactor = 50);  -- updated in place, again and again
 COMMENT ON TABLE stream_position IS 'replicad: last published position per stream and writer (0: linear)';

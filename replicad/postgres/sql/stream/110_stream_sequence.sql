@@ -9,7 +9,7 @@ LANGUAGE sql STABLE AS $$
         FROM pg_attrdef f JOIN pg_depend d ON d.classid = 'pg_attrdef'::regclass AND d.objid = f.oid
         WHERE f.adrelid = a.attrelid AND f.adnum = a.attnum AND d.refclassid = 'pg_class'::regclass
         UNION ALL
-        SELECT d.objid, 2
+        SELECT d.objid, CASE d.deptype WHEN 'i' THEN 2 ELSE 3 END  -- a serial column made an identity has both
         FROM pg_depend d
         WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.deptype IN ('a', 'i')
             AND d.refobjid = a.attrelid AND d.refobjsubid = a.attnum

@@ -19,6 +19,9 @@ BEGIN
         RETURN 'its table of positions was dropped; remove the stream and add it anew';
     END IF;
     SELECT * INTO fault FROM stream_sequence_fault(s.sequence, s.method);
+    IF fault.problem IS NULL THEN
+        SELECT * INTO fault FROM stream_feed_fault(s);
+    END IF;
     RETURN fault.problem || '; ' || fault.remedy;
 END
 $$;

@@ -27,6 +27,7 @@ BEGIN
     s.setting := 'replicad.held_' || left(md5(gen_random_uuid()::text), 12);
     s.resets := 0;
     s.max_row := 67108864;
+    s.fed := s.sequence IS NOT DISTINCT FROM stream_sequence(tbl, id_column);
     s.created_at := clock_timestamp();
     s.row_type := stream_check(s);
     -- Numbers go up and come round, so that a lock left from a removed stream does not meet a new one.

@@ -1,0 +1,1 @@
+SELECT {schema}.stream_begin_anew($1, $2)

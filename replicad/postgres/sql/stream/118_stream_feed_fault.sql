@@ -1,0 +1,18 @@
+-- stream_feed_fault(s): another sequence feeds the id column now than the one that the stream was added with, so that its
+-- positions say nothing of new rows; NULLs where that is not so. A stream whose sequence never fed the column (named on
+-- purpose when it was added) is left alone, and so is a column that no sequence feeds any more: then the writers name
+-- the sequence themselves.
+CREATE OR REPLACE FUNCTION stream_feed_fault(s stream, OUT problem text, OUT remedy text)
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    feeding regclass := CASE WHEN s.fed THEN stream_sequence(s.relation, s.id_column) END;
+BEGIN
+    IF feeding <> s.sequence THEN
+        problem := format('column %I of %s takes its ids from sequence %s now, and the stream follows %s', s.id_column,
+            s.relation, feeding, s.sequence);
+        remedy := format('remove the stream and add it anew: SELECT %I.stream_remove(%L); or give the column its '
+            'sequence back', current_schema(), s.name);
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION stream_feed_fault(stream) IS 'Whether another sequence feeds the id column now, and the remedy';

@@ -1,0 +1,206 @@
+"""Tables are referred to by oid, and the registry is looked at whole: renamed, replaced and restored tables."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.postgres.bridge import Database
+from replicad.postgres.embedded import find_programs
+from replicad.server.daemon import Daemon
+from replicad.streams import registry
+
+from .conftest import Connect, Netcat
+
+HANG = 60.0
+
+
+async def wait_for(condition: Callable[[], Any]) -> Any:
+    with trio.fail_after(HANG):
+        while not (found := condition()):
+            await trio.sleep(0.02)
+    return found
+
+
+async def subscribe(nc: Netcat, token: str = "NOW") -> None:
+    await nc.expect("SERVER .*")
+    await nc.send(f"REPLICATE events {token}")
+    await nc.until("POSITION events master .*")
+
+
+async def insert(database: Database, table: str, body: str) -> int:
+    token = await database.fetch_value(f"INSERT INTO {table} (body) VALUES ('{body}') RETURNING id")
+    return int(token)
+
+
+@pytest.mark.parametrize(
+    ("change", "table"),
+    [
+        ("ALTER TABLE events RENAME TO renamed", "renamed"),
+        ("CREATE SCHEMA elsewhere; ALTER TABLE events SET SCHEMA elsewhere", "elsewhere.events"),
+        ("ALTER SEQUENCE events_id_seq RENAME TO other_seq", "events"),
+    ],
+)
+async def test_a_table_that_is_renamed_goes_on_without_loss_or_repeat_on_the_same_connection(
+    events: Database, daemon: Daemon, netcat: Connect, change: str, table: str
+) -> None:
+    async with netcat() as nc:
+        await subscribe(nc)
+        first = await insert(events, "events", "1")
+        await nc.expect_exactly(f"RDATA events master {first} 1")
+        feed = daemon.publisher.feeds["events"]
+        await events.execute(change)
+        tokens = [await insert(events, table, "2") for _ in range(5)]
+        await wait_for(lambda: feed.stream.table in (f"public.{table}", table))
+        tokens += [await insert(events, table, "2") for _ in range(5)]
+        got: list[str] = []
+        while len(got) < len(tokens):
+            line = await nc.line()
+            assert not line.startswith("ERROR"), line
+            got += [line] if line.startswith("RDATA") else []
+        assert got == [f"RDATA events master {token} 2" for token in tokens]
+        assert daemon.publisher.feeds["events"] is feed
+
+
+async def test_a_table_that_takes_the_place_of_another_never_has_its_rows_sent(
+    events: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    async with netcat() as nc:
+        await subscribe(nc)
+        await insert(events, "events", "1")
+        await nc.until("RDATA events master 1 1")
+        feed = daemon.publisher.feeds["events"]
+        await events.execute(
+            "BEGIN; ALTER TABLE events RENAME TO kept;"
+            "CREATE TABLE events (id bigint PRIMARY KEY DEFAULT nextval('events_id_seq'), body jsonb);"
+            "INSERT INTO events VALUES (2, '666'), (3, '666'); COMMIT"
+        )
+        await wait_for(lambda: feed.stream.table == "public.kept")
+        await events.execute("INSERT INTO events (id, body) VALUES (4, '666'), (5, '666')")
+        await insert(events, "kept", "2")
+        await nc.until("RDATA events master 2 2")
+        await nc.send("TAKEN events")
+        await nc.until("TAKEN events .*")
+
+
+async def test_a_row_expression_that_is_changed_is_used_from_the_next_look_on(
+    events: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    async with netcat() as nc:
+        await subscribe(nc)
+        feed = daemon.publisher.feeds["events"]
+        await events.execute("UPDATE replicad.stream SET row_sql = 'jsonb_build_array(t.body)' WHERE name = 'events'")
+        await wait_for(lambda: feed.stream.row == "jsonb_build_array(t.body)")
+        token = await insert(events, "events", "1")
+        await nc.expect_exactly(f"RDATA events master {token} [1]")
+
+
+async def test_a_stream_that_gets_another_instance_column_ends_and_begins_anew(
+    events: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    async with netcat() as nc:
+        await subscribe(nc)
+        feed = daemon.publisher.feeds["events"]
+        await events.execute("UPDATE replicad.stream SET instance_column = 'instance_name' WHERE name = 'events'")
+        await nc.until("ERROR stream_refused: .*another stream now.*instance_column.*begins anew.*")
+    await wait_for(lambda: daemon.publisher.feeds.get("events") not in (None, feed))
+
+
+def dump_and_restore(url: str, folder: Path, between: Callable[[], None]) -> None:
+    file = folder / "dump.sql"
+    programs = find_programs()
+    subprocess.run([programs / "pg_dump", "--clean", "--if-exists", "-d", url, "-f", file], check=True, timeout=60)
+    between()
+    done = subprocess.run(
+        [programs / "psql", "-Xq", "-d", url, "-f", file], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "ERROR" not in done.stderr, done.stderr
+
+
+async def test_a_dump_that_is_restored_over_the_live_database_begins_the_stream_anew(
+    events: Database, database_url: str, daemon: Daemon, netcat: Connect, tmp_path: Path
+) -> None:
+    from tests.conftest import psql
+
+    await events.execute("INSERT INTO events (body) SELECT '1' FROM generate_series(1, 100)")
+    async with netcat() as nc, netcat() as later:
+        await subscribe(nc)
+        with trio.fail_after(HANG):
+            while (await registry.published(events)).get("events") is None:
+                await trio.sleep(0.05)
+            while (await registry.published(events))["events"].position < 100:
+                await trio.sleep(0.05)
+        before = daemon.publisher.feeds["events"]
+
+        def more() -> None:
+            psql(database_url, "INSERT INTO events (body) SELECT '2' FROM generate_series(1, 50)")
+
+        await trio.to_thread.run_sync(dump_and_restore, database_url, tmp_path, more)
+        await nc.until("ERROR stream_refused: .*")
+        feed = await wait_for(lambda: (f := daemon.publisher.feeds.get("events")) is not None and f is not before and f)
+        oid = await events.fetch_value("SELECT 'events'::regclass::oid::bigint")
+        await wait_for(lambda: (f := daemon.publisher.feeds.get("events")) is not None and f.stream.table_oid == oid)
+        feed = daemon.publisher.feeds["events"]
+        assert feed.epoch != before.epoch, "tokens of before may mean other rows"
+        await later.expect("SERVER .*")
+        await later.send("REPLICATE events")
+        [position] = (await later.until("POSITION events master .*"))[-1:]
+        assert int(position.split()[-1]) <= 100
+        token = await insert(events, "events", "3")
+        assert token == 101
+        await later.until("RDATA events master 101 3")
+    assert [trouble for trouble in daemon.troubles.current() if trouble.place.kind == "stream"] == []
+
+
+async def test_what_was_published_of_another_table_is_not_trusted(events: Database) -> None:
+    stream = await registry.load_stream(events, "events")
+    assert await registry.publish(events, stream, 7, {"master": 7})
+    assert not (await registry.published(events))["events"].foreign
+    await events.execute(
+        "CREATE TABLE other (id bigserial PRIMARY KEY, body jsonb);"
+        "UPDATE replicad.stream SET relation = 'other', sequence = 'other_id_seq'"
+    )
+    assert (await registry.published(events))["events"].foreign
+    assert not await registry.publish(events, stream, 8, {"master": 8}), "a late note of the old table"
+    changed = await registry.load_stream(events, "events")
+    await registry.begin_anew(events, changed)
+    await registry.begin_anew(events, changed)
+    again = await registry.load_stream(events, "events")
+    assert again.resets == changed.resets + 1
+    assert again.epoch != changed.epoch
+    assert await registry.publish(events, again, 3, {"master": 3})
+    assert (await registry.published(events))["events"].position == 3
+
+
+async def test_the_registry_is_looked_at_before_anything_is_read_from_a_new_connection(
+    events: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    publisher = daemon.publisher
+    serving = publisher._servings["events"]
+    look, reading = publisher._look_once, serving._on_reading
+
+    async def look_and_note() -> None:
+        await look()
+        looked.append("look")
+
+    def read_and_note(name: str, what: Any) -> None:
+        looked.append("reading")
+        reading(name, what)
+
+    monkeypatch.setattr(publisher._look, "_job", look_and_note)
+    monkeypatch.setitem(publisher._means.poller._listeners, "events", read_and_note)
+    connection = publisher._means.poller._horizon._connection
+    assert connection is not None
+    pid = await connection.fetch_value("SELECT pg_backend_pid()")
+    looked.clear()
+    await events.execute(f"SELECT pg_terminate_backend({pid})")
+    with trio.fail_after(HANG):
+        while publisher._means.poller._horizon._connection in (None, connection):
+            await trio.sleep(0.001)
+    assert "look" in looked

@@ -1,0 +1,60 @@
+"""What a feed was made of is one declared list: a field that is added takes part unless it is named as passing."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from replicad.streams import registry
+from replicad.streams.registry import EPOCH, RENEWABLE, Method, Stream, differences
+
+STREAM = Stream(
+    number=1,
+    name="events",
+    table="public.events",
+    table_oid=10,
+    id_column="id",
+    instance_column=None,
+    row=None,
+    row_type="json",
+    method=Method.LOCK_WATCH,
+    sequence="public.events_id_seq",
+    sequence_oid=11,
+    positions_table=None,
+    positions_oid=None,
+    unique_ids=True,
+    epoch="abc",
+    fault=None,
+    denied=None,
+    resets=0,
+    trimmed_upto=None,
+    max_row=1024,
+    skipped=(),
+    created_at=datetime(2026, 1, 1, tzinfo=UTC),
+    writers={"master": 1},
+)
+NAMES = frozenset(field.name for field in fields(Stream))
+
+
+def other(value: Any) -> Any:
+    """Something else than the value."""
+    return "other" if value != "other" else "another"
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_field_but_the_passing_ones_takes_part(name: str) -> None:
+    changed = replace(STREAM, **{name: other(getattr(STREAM, name))})
+    passing = {"fault", "denied", "trimmed_upto", "writers"}
+    assert differences(STREAM, changed) == (frozenset() if name in passing else {name})
+
+
+def test_what_names_the_table_and_the_ids_is_never_renewed_in_place() -> None:
+    assert NAMES >= RENEWABLE | EPOCH | registry._PASSING
+    lasting = NAMES - RENEWABLE - EPOCH - registry._PASSING
+    assert lasting == {
+        "number", "name", "table_oid", "sequence_oid", "positions_oid", "id_column", "instance_column", "method",
+        "created_at",
+    }  # fmt: skip

@@ -192,7 +192,13 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
 
 def _plan_files(limits: Limits) -> FileBudget:
     """How many clients the limit of open files allows; it is said where that is fewer than were asked for."""
-    pools = limits.database_connections + limits.catchup_connections + ACK_CONNECTIONS + RELAY_CONNECTIONS
+    pools = (
+        limits.database_connections
+        + limits.catchup_connections
+        + STREAM_CONNECTIONS
+        + ACK_CONNECTIONS
+        + RELAY_CONNECTIONS
+    )
     budget = plan_files(limits.max_connections, pools)
     if budget.connections < limits.max_connections:
         log.warning(

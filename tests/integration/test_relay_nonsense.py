@@ -19,7 +19,7 @@ NONSENSE = [
     "E'zz 1\\nREMOTE_SERVER_UP a\\rb'",
     "E'zz 2\\nRELEASE a\\rb 0/1 1'",
     "E'zz 3\\nREMOTE_SERVER_UP ' || chr(155)",
-    "E'zz 4\\nLOCK_RELEASED [1, 2, \"\\\\\\\\ud800\"]'",
+    "E'zz 4\\nLOCK_RELEASED [1, 2, \"\\\\ud800\"]'",
     "E'zz 5\\nLOCK_RELEASED [1, 2, ' || repeat('9', 5000) || ']'",
     "E'zz 6\\nLOCK_RELEASED ' || repeat('[', 7000)",
     "E'zz 7\\nCLEAR_USER_SYNC ' || repeat('x', 5000)",

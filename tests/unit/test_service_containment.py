@@ -1,13 +1,15 @@
-"""A defect in one service, or in what one reading leads to, stops nothing else, and the service finds its work again."""
+"""A defect in one service, or in what one reading leads to, stops nothing else; the service finds its work again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 from trio.testing import MockClock
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
@@ -23,7 +25,15 @@ from replicad.server.supervision import STEADY, keep_running
 from replicad.server.troubles import Troubles
 from replicad.streams.acks import Ack
 
+LIMITS = Limits(poll_min=0.05, poll_max=0.05)
 DEFECTS = [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), KeyError("x")]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Tracebacks are not rendered, which would take most of the time."""
+    with capture_logs():
+        yield
 
 
 class FakeHorizon:
@@ -39,7 +49,8 @@ class FakeHorizon:
         self.polls += 1
         if self.raises is not None:
             raise self.raises
-        return {name: Mock(spec=Reading, last_value=self.polls, held_by=None, alarms=()) for name in self.names}
+        reading: Any = SimpleNamespace(last_value=self.polls, held_by=None, alarms=())
+        return dict.fromkeys(self.names, reading)
 
     def watch(self, *args: Any, **named: Any) -> None:
         pass
@@ -50,7 +61,7 @@ async def test_a_reading_that_cannot_be_used_concerns_its_stream_alone(
     error: Exception, autojump_clock: MockClock
 ) -> None:
     troubles, raised, others = Troubles(), 0, []
-    poller = Poller(FakeHorizon("a", "tube:b", "c"), Limits(), troubles)  # type: ignore[arg-type]
+    poller = Poller(FakeHorizon("a", "tube:b", "c"), LIMITS, troubles)  # type: ignore[arg-type]
 
     def fail(name: str, reading: Reading) -> None:
         nonlocal raised
@@ -65,10 +76,8 @@ async def test_a_reading_that_cannot_be_used_concerns_its_stream_alone(
         nursery.start_soon(poller.run)
         while raised < 10:
             await trio.sleep(0.001)
-        assert {trouble.place for trouble in troubles.current()} == {
-            ("stream", "a", "reading"),
-            ("tube", "b", "reading"),
-        }
+        places = {trouble.place for trouble in troubles.current()}
+        assert places == {("stream", "a", "reading"), ("tube", "b", "reading")}
         await trio.sleep(1)
         assert troubles.current() == []
         assert len(others) > 10
@@ -78,7 +87,7 @@ async def test_a_reading_that_cannot_be_used_concerns_its_stream_alone(
 @pytest.mark.parametrize("error", DEFECTS, ids=repr)
 async def test_a_poll_that_raises_is_a_trouble_and_is_tried_again(error: Exception, autojump_clock: MockClock) -> None:
     troubles, horizon = Troubles(), FakeHorizon("a")
-    poller = Poller(horizon, Limits(), troubles)  # type: ignore[arg-type]
+    poller = Poller(horizon, LIMITS, troubles)  # type: ignore[arg-type]
     horizon.raises = error
     async with trio.open_nursery() as nursery:
         nursery.start_soon(poller.run)
@@ -105,7 +114,7 @@ async def test_an_embedded_server_that_cannot_be_started_is_tried_again(
         horizon.raises = None
 
     horizon.raises = DatabaseUnavailable("away")
-    poller = Poller(horizon, Limits(), troubles, recover)  # type: ignore[arg-type]
+    poller = Poller(horizon, LIMITS, troubles, recover)  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(poller.run)
         await trio.sleep(1)

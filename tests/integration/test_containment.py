@@ -1,0 +1,299 @@
+"""Failures of every kind injected into every long-lived task in turn: bystanders go on, and each failure is counted.
+
+A fault is put where a task leaves its own code: a statement of a book, a copy of rows, an `accept`. Ten calls in
+a row raise ten kinds of error. Meanwhile rows of another stream arrive, and another tube is read and acked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import trio
+from structlog.testing import capture_logs
+
+from replicad.errors import (
+    DatabaseError,
+    DatabaseRefused,
+    DatabaseUnavailable,
+    SchemaMissing,
+    SchemaTooNew,
+    StandbyRefused,
+)
+from replicad.postgres.bridge import Database
+from replicad.postgres.horizon import Horizon
+from replicad.postgres.rows import RowSource
+from replicad.protocol.connection import Connection
+from replicad.server.daemon import Daemon
+from replicad.streams import acks, registry, troubles
+from replicad.streams.presence_book import PresenceBook
+from replicad.tubes.backfill import Backfiller
+from replicad.tubes.leases import LeaseBook
+from replicad.tubes.pods import PodBook
+
+from .conftest import Netcat, netcat_to
+
+HANG = 60.0  # seconds after which a wait is a failure
+DATABASE_ERRORS = (DatabaseError, DatabaseUnavailable, DatabaseRefused, StandbyRefused, SchemaMissing, SchemaTooNew)
+ERRORS: tuple[type[Exception], ...] = (OSError, MemoryError, ValueError, AssertionError, *DATABASE_ERRORS)
+LOGGED = {"unexpected_failure", "failure_contained", "trouble_began", "trouble_changed", "database_away", "relay_deaf"}
+numbers = itertools.count(1)
+
+
+def code_of(kind: type[Exception]) -> str:
+    return str(getattr(kind, "code", kind.__name__))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is looked at and tried again soon."""
+    for module, names in {
+        "replicad.server.supervision": {"FIRST_PAUSE": 0.01, "MAX_PAUSE": 0.02, "STEADY": 0.2},
+        "replicad.server.poller": {"OUTAGE_PAUSE": 0.01, "OUTAGE_PAUSE_MAX": 0.02},
+        "replicad.server.publisher": {"LOOK_INTERVAL": 0.05},
+        "replicad.server.feed": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
+        "replicad.server.tubes": {"LOOK_INTERVAL": 0.05},
+        "replicad.tubes.backfill": {"LOOK_INTERVAL": 0.05, "RETRY_PAUSE": 0.02},
+        "replicad.server.presence": {
+            **{"LOOK_INTERVAL": 0.05, "IP_INTERVAL": 0.01, "SWEEP_INTERVAL": 0.05},
+            **{"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
+        },
+        "replicad.server.relay": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02, "PATIENCE": 0.05},
+        "replicad.server.acks": {"INTERVAL": 0.01},
+        "replicad.server.trouble_book": {"PAUSE": 0.01, "REFRESH": 0.05},
+        "replicad.server.listener": {"ACCEPT_PAUSE": 0.01, "ACCEPT_PAUSE_MAX": 0.02},
+    }.items():
+        for name, value in names.items():
+            monkeypatch.setattr(f"{module}.{name}", value, raising=False)
+
+
+class World:
+    """A daemon with a victim and a bystander of each kind, and what a client does with them."""
+
+    def __init__(self, database: Database, daemon: Daemon, stack: AsyncExitStack) -> None:
+        self.database = database
+        self.daemon = daemon
+        self.bystander: Netcat
+        self._stack = stack
+
+    async def open(self) -> None:
+        for name in ("victim", "bystander"):
+            await self.database.execute(
+                f"CREATE TABLE {name} (id bigserial PRIMARY KEY, writer text NOT NULL, body jsonb)"
+            )
+            await registry.add(self.database, name, f"public.{name}", "id", row="body", instance_column="writer")
+            await self.database.execute(f"SELECT tube.tube_ensure_exists('{name}', 1)")
+            await self.database.execute(
+                f"CREATE SCHEMA {name}_1; CREATE TABLE {name}_1.t (id bigint PRIMARY KEY);"
+                f"SELECT tube.tube_table_ensure_attached('{name}', '{name}_1.t')"
+            )
+        await PresenceBook(self.database, "replicad").enable(ttl=0.3)
+        self.bystander = await self.connect()
+        await self.ask(self.bystander, "CLAIM bystander 0/1 ttl=600", "LEASE bystander 0/1 1 600")
+        await self.ask(self.bystander, "REPLICATE bystander", "WRITERS bystander .*")
+
+    async def connect(self) -> Netcat:
+        nc = await self._stack.enter_async_context(netcat_to(self.daemon))
+        await until(nc, "SERVER .*")
+        return nc
+
+    async def ask(self, nc: Netcat, request: str, answer: str) -> None:
+        """Ask until the answer comes: while the daemon has not seen a new tube, say, it may refuse."""
+        with trio.fail_after(HANG):
+            while True:
+                await nc.send(request)
+                if not (await until(nc, f"{answer}|ERROR .*")).startswith("ERROR"):
+                    return
+                await trio.sleep(0.02)
+
+    async def insert(self, name: str) -> str:
+        return str(
+            await self.database.fetch_value(
+                f"INSERT INTO {name} (writer, body) VALUES ($1, '1') RETURNING id", f"w{next(numbers) % 50}"
+            )
+        )
+
+    async def see_bystanders_go_on(self) -> None:
+        nc = self.bystander
+        token = await self.insert("bystander")
+        await until(nc, rf"RDATA bystander \S+ {token} 1")
+        await self.database.execute(f"INSERT INTO bystander_1.t VALUES ({next(numbers)})")
+        await nc.send("PODS bystander 0/1 1 wait=60")
+        pod = await until(nc, "RDATA tube:bystander .*")
+        await until(nc, "CURSOR bystander 0/1 .*")
+        await self.ask(nc, f"ACK bystander 0/1 1 {pod.split()[3]}", "ACKED bystander 0/1 1")
+
+
+async def until(nc: Netcat, pattern: str) -> str:
+    with trio.fail_after(HANG):
+        while True:
+            with suppress(trio.TooSlowError):
+                return (await nc.until(pattern))[-1]
+
+
+@pytest.fixture
+async def world(database: Database, daemon: Daemon) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        made = World(database, daemon, stack)
+        await made.open()
+        yield made
+
+
+# --- where faults are put, and what leads to them ---
+
+
+async def nothing(world: World) -> None:
+    """The task comes by without our doing."""
+
+
+async def write_to_victim(world: World) -> None:
+    await world.insert("victim")
+
+
+async def touch_victim(world: World) -> None:
+    await world.database.execute(f"INSERT INTO victim_1.t VALUES ({next(numbers)})")
+
+
+async def wait_for_pods_of_victim(world: World) -> None:
+    nc = await world.connect()
+    term = await world.database.fetch_value("SELECT max(term) FROM tube.tube_lease WHERE tube = 'victim'")
+    if term is None:
+        await world.ask(nc, "CLAIM victim 0/1 ttl=600 holder=h", "LEASE victim .*")
+        term = await world.database.fetch_value("SELECT max(term) FROM tube.tube_lease WHERE tube = 'victim'")
+    await nc.send(f"PODS victim 0/1 {term} after=0.0 limit=0 wait=1")
+    await touch_victim(world)
+
+
+async def backfill_victim(world: World) -> None:
+    await world.database.execute("SELECT tube.tube_schedule_backfill('victim', 'victim_1.t')")
+
+
+def say(*lines: str) -> Callable[[World], Awaitable[None]]:
+    async def provoke(world: World) -> None:
+        nc = await world.connect()
+        number = next(numbers)
+        await nc.send(*(line.replace("{n}", str(number)) for line in lines))
+        await nc.send("STREAMS")
+        await until(nc, "STREAMS.*|ERROR .*")
+
+    return provoke
+
+
+async def notify(world: World) -> None:
+    await world.database.execute(
+        "SELECT pg_notify('replicad.relay', $1)", f"somebody {next(numbers)}\nREMOTE_SERVER_UP x"
+    )
+
+
+async def cause_trouble(world: World) -> None:
+    world.daemon.troubles.begin("service", f"test {next(numbers)}", "test", "for the book", code="test")
+
+
+async def knock(world: World) -> None:
+    with suppress(OSError):
+        await (await trio.open_tcp_stream(world.daemon.addresses[0].host, world.daemon.addresses[0].port)).aclose()
+
+
+async def talk(world: World) -> None:
+    """A session whose fault ends it: the next one is another."""
+    with suppress(OSError, EOFError, trio.BrokenResourceError):
+        async with netcat_to(world.daemon) as nc:
+            await nc.send("NAME victim", "STREAMS")
+            await nc.until("ERROR .*|STREAMS.*")
+
+
+def of_victim(self: object, *args: object, **named: object) -> bool:
+    return "victim" in f"{self!r} {args!r} {named!r}"
+
+
+def always(*args: object, **named: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`provoke` is done again and again until all errors were raised by `owner.attribute`, where `when` holds."""
+
+    task: str
+    owner: object
+    attribute: str
+    provoke: Callable[[World], Awaitable[None]] = nothing
+    when: Callable[..., bool] = always
+
+
+FAULTS = (
+    Fault("poller", Horizon, "poll"),
+    Fault("publisher's loop", registry, "load_streams"),
+    Fault("publisher's notes", registry, "publish", write_to_victim),
+    Fault("feed", RowSource, "last_tokens", write_to_victim, of_victim),
+    Fault("lane", RowSource, "copy_vector", write_to_victim, of_victim),
+    Fault("tubes' loop", PodBook, "tubes"),
+    Fault("leases", LeaseBook, "look"),
+    Fault("waker of tubes", PodBook, "shards_between", wait_for_pods_of_victim, of_victim),
+    Fault("backfill", Backfiller, "_next_piece", backfill_victim, of_victim),
+    Fault("presence: settings", PresenceBook, "look"),
+    Fault("presence: daemons", PresenceBook, "beats"),
+    Fault("presence: users", PresenceBook, "apply", say("USER_SYNC w @u{n}:x None start 1")),
+    Fault("presence: beats", PresenceBook, "beat"),
+    Fault("presence: addresses", PresenceBook, "write_ips", say('USER_IP @u{n}:x ["t", "1.1.1.1", null, null, 1]')),
+    Fault("presence: sweeps", PresenceBook, "sweep_ips"),
+    Fault("relay: send", Database, "fetch", say("REMOTE_SERVER_UP x{n}"), lambda _, sql, *args: "pg_notify" in sql),
+    Fault("relay: listen", Database, "listen", notify),
+    Fault("acks", acks, "note", say("FEDERATION_ACK w{n} 0 victim")),
+    Fault("trouble book", troubles, "write", cause_trouble),
+    Fault("accept", trio.SocketListener, "accept", knock),
+    Fault("session: reader", Connection, "next_command", talk),
+    Fault("session: writer", Connection, "next_deadline", talk),
+)
+
+
+def inject(fault: Fault, patch: pytest.MonkeyPatch) -> deque[Exception]:
+    """Have the next calls raise; returns the errors that were not raised yet."""
+    original = getattr(fault.owner, fault.attribute)
+    left: deque[Exception] = deque(kind("injected") for kind in ERRORS)
+
+    def due(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        return bool(left) and fault.when(*args, **named)
+
+    async def wait(*args: Any, **named: Any) -> Any:
+        if due(args, named):
+            await trio.lowlevel.checkpoint()
+            raise left.popleft()
+        return await original(*args, **named)
+
+    def call(*args: Any, **named: Any) -> Any:
+        if due(args, named):
+            raise left.popleft()
+        return original(*args, **named)
+
+    patch.setattr(fault.owner, fault.attribute, wait if inspect.iscoroutinefunction(original) else call)
+    return left
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.task)
+async def test_a_failing_task_is_reported_and_hurts_no_bystander(world: World, fault: Fault) -> None:
+    counts = world.daemon.troubles.counts
+    with pytest.MonkeyPatch.context() as patch, capture_logs() as logs:
+        left = inject(fault, patch)
+        with trio.fail_after(HANG):
+            while left:
+                await fault.provoke(world)
+                await trio.sleep(0.02)
+                if len(left) == len(ERRORS) // 2:
+                    await world.see_bystanders_go_on()
+        await world.see_bystanders_go_on()
+        with trio.fail_after(HANG):
+            while missing := {code_of(kind) for kind in ERRORS} - {code for _, _, code in counts}:
+                assert missing  # a failure is counted a moment after it was raised
+                await trio.sleep(0.02)
+    assert LOGGED & {entry["event"] for entry in logs}
+    with trio.fail_after(HANG):
+        while [one for one in world.daemon.troubles.current() if not one.place.name.startswith("test ")]:
+            await fault.provoke(world)
+            await trio.sleep(0.05)

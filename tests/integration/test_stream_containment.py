@@ -211,6 +211,34 @@ async def test_a_schema_that_is_dropped_while_serving_is_a_reason_in_one_sentenc
     assert "not installed" in (daemon.troubles.why("service", "registry") or "")
 
 
+async def test_a_server_that_became_a_standby_is_the_reason_that_new_subscribers_get(
+    events: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    daemon.troubles.begin("database", "database", "poll", "Postgres is a standby now", code="standby")
+    async with netcat() as nc:
+        await nc.expect("SERVER .*")
+        await nc.send("REPLICATE events")
+        await nc.expect("ERROR stream_refused: stream events cannot be served: Postgres is a standby now")
+        daemon.troubles.end("database", "database", "poll")
+        await nc.send("REPLICATE events")
+        await nc.until("POSITION events .*")
+
+
+async def test_who_follows_all_streams_is_told_which_do_not_move(
+    bystander: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    await bystander.execute("ALTER SEQUENCE events_id_seq CACHE 5")
+    await wait_for(lambda: set(daemon.publisher.feeds) == {"bystander"})
+    async with netcat() as nc:
+        await nc.expect("SERVER .*")
+        await nc.send("REPLICATE")
+        await nc.expect("POSITION bystander master 0 0", "ERROR stream_waits: stream events .*CACHE 1.*")
+        await bystander.execute("INSERT INTO bystander (body) VALUES ('1')")
+        await nc.until("RDATA bystander master 1 1")
+        await bystander.execute("ALTER SEQUENCE events_id_seq CACHE 1")
+        await nc.until("POSITION events master 0 0")
+
+
 async def test_looks_and_finds_at_once_leave_no_stream_watched_twice_or_not_at_all(
     events: Database, daemon: Daemon
 ) -> None:

@@ -103,6 +103,16 @@ def test_after_a_loss_it_goes_on_behind_the_last_batch_that_was_whole() -> None:
     assert drive.asked == ["REPLICATE events 3", f"REPLICATE events {EPOCH}!3~1.6"]
 
 
+def test_a_notice_that_a_stream_waits_ends_nothing_and_answers_no_request() -> None:
+    drive = following("events", "caches")
+    notice = "ERROR stream_waits: stream events does not move: somebody must do something\n"
+    events = drive.say(accepted(), notice, accepted("caches"), notice + "RDATA events w1 6 [1]\n")
+    assert [event for event in events if isinstance(event, RowBatch | Disconnected)] == [
+        RowBatch("events", "w1", 6, ["[1]"])
+    ]
+    assert drive.connects == 1
+
+
 def test_a_linear_subscription_says_so() -> None:
     drive = following(token="EARLIEST", linear=True)
     drive.say("POSITION events * 5 5\n", "RDATA events w1 6 [1]\n", LOST)

@@ -33,6 +33,7 @@ def run(options: Options) -> list[Figure]:
     """The cost of the fence, and the times of hand-overs."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with system() as ours:
+        ours.install()
         ours.sql("CREATE TABLE bench (id bigserial PRIMARY KEY, key text NOT NULL, body text NOT NULL)")
         ours.replicad("streams", "add", "bench", "--table", "public.bench", "--id", "id")
         ours.replicad("writers", "enable", "bench")

@@ -108,6 +108,12 @@ class System:
         if done.returncode:
             raise RuntimeError(f"replicad {' '.join(arguments)}: {done.stderr.strip()}")
 
+    def install(self) -> None:
+        """Install our schema, for what is measured without a daemon, or before one is started."""
+        command = [sys.executable, "-m", "replicad", "sql", "up", "stream", "tube"]
+        script = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment()).stdout
+        subprocess.run(self.psql("-f", "-"), input=script, text=True, check=True)
+
     def cpu(self) -> dict[int, float]:
         """Seconds of processor time that each of Postgres' present processes has taken so far."""
         pid = int((self.folder / "postgres" / "data" / "postmaster.pid").read_text(encoding="ascii").split()[0])
@@ -133,6 +139,7 @@ class System:
 
     def make_stream(self) -> None:
         """A table `bench` with rows that make lines of about 88 bytes, which is the stream `bench`."""
+        self.install()
         self.sql(
             f"CREATE TABLE {STREAM} (id bigserial PRIMARY KEY, body json NOT NULL) WITH (autovacuum_enabled = false)"
         )

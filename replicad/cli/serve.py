@@ -37,7 +37,7 @@ def command(config: Path | None, **options: Any) -> None:
     """Serve the streams and tubes of a Postgres over TCP, until SIGTERM or SIGINT.
 
     Without --database it starts an embedded Postgres of its own. What it needs in the database it installs
-    itself where it is missing, and says so.
+    itself where it is missing, upgrades where it is older, and says so.
 
     Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m). Every option can be set by a variable too:
     --max-line by REPLICAD_MAX_LINE. The command line goes before the environment, and that before the file.

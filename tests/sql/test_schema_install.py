@@ -9,6 +9,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 
 from replicad.errors import DatabaseRefused, ReplicadError, SchemaCollision, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema, schema_text
@@ -161,6 +162,23 @@ async def test_two_builds_of_one_version_do_not_replace_each_other_for_ever(
     assert await schema.install(database, "tube") is Outcome.UNCHANGED
     build("c")
     assert await schema.install(database, "tube") is Outcome.OTHER_BUILD
+
+
+async def test_a_daemon_on_a_newer_schema_that_serves_it_says_so_and_goes_on(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await install_all(database, stream_schema="replicad", tube_schema="tube")
+    for part in schema.VERSIONS:
+        table = f"{schema.DEFAULT_SCHEMAS[part]}.{part}_version"
+        if await schema.read_installed(database, part) is not None:
+            await database.execute(f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS serves integer")
+            await database.execute(f"UPDATE {table} SET version = version + 1, serves = version")
+    with capture_logs() as logs:
+        await install_all(database, stream_schema="replicad", tube_schema="tube")
+    assert [(event["event"], event["part"], event["log_level"]) for event in logs] == [
+        ("schema_newer", part, "warning") for part in ("stream", "tube", "federation")
+    ]
+    assert "is newer than version" in logs[0]["reason"]
 
 
 # --- several at once, and interruptions ---

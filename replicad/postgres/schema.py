@@ -28,7 +28,7 @@ from replicad.postgres.literals import quote_ident, quote_literal
 Part = Literal["tube", "stream", "federation", "ownership", "cache", "presence"]
 Direction = Literal["up", "down"]
 
-VERSIONS: dict[Part, int] = {"tube": 1, "stream": 2, "federation": 1, "ownership": 1, "cache": 1, "presence": 1}
+VERSIONS: dict[Part, int] = {"tube": 2, "stream": 2, "federation": 1, "ownership": 1, "cache": 2, "presence": 1}
 DEFAULT_SCHEMAS: dict[Part, str] = {
     "tube": "tube",
     "stream": "replicad",

@@ -37,7 +37,7 @@ from replicad.server.tubes import TubeService
 
 GC_THRESHOLD = 50_000  # new objects between two looks for cycles; at Python's 700, sending to many spent a tenth on it
 RELAY_CONNECTIONS = 2  # one listens, the other tells
-ACK_CONNECTIONS = 2  # acks are short; these connections do nothing else, so that the lock-watch can leave them out
+ACK_CONNECTIONS = 2  # they only delete from tubes, so their locks on tubes do not hold the positions of tubes back
 
 Recover = Callable[[], Awaitable[None]]
 log = structlog.get_logger()
@@ -141,7 +141,10 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
         ReplicadError: it cannot start.
     """
     limits = settings.limits
-    async with _open_pools(settings, url) as (db, ack_db, catchup_db, relay_db), Horizon(db) as horizon:
+    async with (
+        _open_pools(settings, url) as (db, ack_db, catchup_db, relay_db),
+        Horizon(db, own_backends=ack_db.backends) as horizon,
+    ):
         listeners = await open_listeners(settings.listen)
         await _install(db, settings)
         hub = Hub(limits.max_connections)
@@ -220,7 +223,7 @@ async def _open_pools(
     )
     async with (
         usual(size=limits.database_connections, application_name="replicad") as db,
-        usual(size=ACK_CONNECTIONS, application_name="replicad ack") as ack_db,
+        usual(size=ACK_CONNECTIONS, application_name="replicad ack", identify=True) as ack_db,
         usual(
             size=limits.catchup_connections,
             application_name="replicad catch-up",

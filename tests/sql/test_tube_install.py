@@ -114,6 +114,7 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     (part / "upgrade").mkdir(parents=True)
     (tmp_path / "schema").symlink_to(real / "schema")
     monkeypatch.setattr(schema, "_SQL", tmp_path)
+    monkeypatch.setitem(schema.VERSIONS, "tube", 1)
     (part / "010_thing.sql").write_text(
         "CREATE TABLE IF NOT EXISTS thing (old integer);\n"
         "CREATE FUNCTION f(x integer) RETURNS integer LANGUAGE sql AS 'SELECT 1';"

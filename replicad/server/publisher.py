@@ -14,16 +14,15 @@ from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import LockSource, Reading, ReservationSource, Source, TableSource
 from replicad.server.feed import Feed
 from replicad.server.journal import JournalLimits
+from replicad.server.late_rows import LateRows
 from replicad.server.poller import Poller
+from replicad.server.supervision import keep_running
 from replicad.server.troubles import Troubles
 from replicad.streams import registry
 from replicad.streams.registry import Method, Published, Stream
 
 LOOK_INTERVAL = 1.0  # seconds between two looks at the registry, and between two notes of what was published
 FIRST_READING = 2.0  # seconds to wait for the first position of a stream; only an open transaction takes longer
-
-LATE_INTERVAL = 5.0  # seconds between two looks for rows that turned up at or below a published position
-LATE_WINDOW = 10_000  # ids below the position that are looked at; a late row is late by seconds, not by days
 
 log = structlog.get_logger()
 OnFeed = Callable[[Feed], None]
@@ -56,8 +55,7 @@ class Publisher:
         self._scopes: dict[str, trio.CancelScope] = {}
         self._followers: set[OnFeed] = set()
         self._noted: dict[str, object] = {}
-        self._counted: dict[str, tuple[int, int, int]] = {}  # stream: (after, upto], and how many rows it had
-        self._late_at = 0.0
+        self._late_rows = LateRows(db, self.feeds, troubles)
         self._arrived = trio.Event()
         self._nursery: trio.Nursery
 
@@ -98,6 +96,7 @@ class Publisher:
         """Serve the registered streams until cancelled; started once those that nobody holds back are there."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(keep_running, self._late_rows.run, "service", "late_rows", self._troubles)
             await self._look()
             with trio.move_on_after(FIRST_READING):
                 while self._pending:
@@ -108,7 +107,6 @@ class Publisher:
                 try:
                     await self._look()
                     await self._note_published()
-                    await self._look_for_late_rows()
                 except DatabaseError as error:  # the poller tells of the outage; here it only means "later"
                     log.debug("registry_unseen", error=str(error))
 
@@ -146,7 +144,6 @@ class Publisher:
         if feed is not None:
             feed.end(StreamRefused(f"stream {name} is no longer served: {why}"))
             self._scopes.pop(name).cancel()
-            self._counted.pop(name, None)
             log.warning("stream_dropped", stream=name, reason=why)
 
     def _tell_of_faults(self, faults: Mapping[str, str]) -> None:
@@ -188,33 +185,6 @@ class Publisher:
     async def _serve(feed: Feed, scope: trio.CancelScope) -> None:
         with scope:
             await feed.run()
-
-    async def _look_for_late_rows(self) -> None:
-        """Tell of rows that turned up where readers were told that nothing would (positions).
-
-        It takes an id that was taken outside of the inserting statement: the lock-watch cannot see those.
-        """
-        now = trio.current_time()
-        if now < self._late_at:
-            return
-        self._late_at = now + LATE_INTERVAL
-        for name, feed in list(self.feeds.items()):
-            if name in self._counted:
-                after, upto, before = self._counted.pop(name)
-                late = await feed.count(after, upto) - before
-                if late > 0:
-                    feed.late_rows += late
-                    log.error(
-                        "rows_below_position",
-                        stream=name,
-                        rows=late,
-                        after=after,
-                        upto=upto,
-                        remedy="readers have missed them; writers that take ids ahead need --method reservation",
-                    )
-            upto = feed.told_upto
-            after = max(upto - LATE_WINDOW, 0)
-            self._counted[name] = (after, upto, await feed.count(after, upto))
 
     async def _note_published(self) -> None:
         """Keep what was published, for daemons that start later: they need not wait for transactions of today."""

@@ -20,6 +20,7 @@ from replicad.tubes.pods import PodBook
 
 FIRST_READING = 2.0  # seconds to wait for the first position of a tube; only an open transaction takes longer
 PATIENCE = 1.0  # seconds that a look at what came may take before all are woken
+AGAIN = 1.0  # seconds before a look that failed is repeated
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class Waiters:
         self._arrived = trio.Event()
         self._waiting: set[Waiter] = set()
         self._looking: set[str] = set()  # tubes that a task looks at
+        self._failing: set[str] = set()  # tubes where the last look failed
 
     def note_position(self, tube: str, position: int) -> None:
         """A tube's position, as the poller learnt it."""
@@ -56,6 +58,8 @@ class Waiters:
         """The tube is gone, or is another one of that name: nothing is known of its position."""
         self._positions.pop(tube, None)
         self._seen.pop(tube, None)
+        self._failing.discard(tube)
+        self._troubles.end("tube", tube, "wake")
         self.wake(tube)
 
     async def position(self, tube: str) -> int:
@@ -85,6 +89,7 @@ class Waiters:
         """Wake whose partitions got pods, until cancelled."""
         self._looking.clear()  # what an earlier run began has ended with it
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look_again)
             while True:
                 await self._moved.wait()
                 self._moved = trio.Event()
@@ -125,4 +130,18 @@ class Waiters:
                 shards = await self._pods.shards_between(tube, after, upto)
             if shards is None:
                 raise TubeError(f"the table of tube {tube} did not answer within {PATIENCE:g} s: is it locked?")
+        if shards is None:
+            self._failing.add(tube)
+        else:
+            self._failing.discard(tube)
         return shards
+
+    async def _look_again(self) -> None:
+        """At tubes where it failed: nothing may move there for long, and the trouble is over when they can be read."""
+        while True:
+            await trio.sleep(AGAIN)
+            for tube in list(self._failing):
+                if tube in self._positions:
+                    await self._shards(tube, 0, 0)
+                else:
+                    self._failing.discard(tube)

@@ -212,8 +212,9 @@ async def _window(connection: Connection, stream: Stream, after: int, upto: int,
     )
     row = await connection.fetch_row(query, after, upto, MAX_ROWS)
     assert row is not None
-    ids, counts = array("q", row["ids"]), array("q", row["counts"])
+    ids = array("q", row["ids"])
+    counts = None if row["counts"] is None else array("q", row["counts"])
     if row["rows"] == MAX_ROWS:  # the lowest id may have been cut
         after = ids[0]
-        del ids[0], counts[0]
-    return Window(after, upto, ids, None if row["rows"] == len(row["ids"]) else counts)
+        ids, counts = ids[1:], None if counts is None else counts[1:]
+    return Window(after, upto, ids, counts)

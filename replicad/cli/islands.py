@@ -29,6 +29,7 @@ class Tubes:
 
     db: Database
     schema: str
+    stream_schema: str
 
     async def rows(self, function: str, *args: object) -> list[Any]:
         """The rows that one of the functions returns."""
@@ -37,6 +38,12 @@ class Tubes:
     async def value(self, function: str, *args: object) -> Any:
         """The one value that one of the functions returns."""
         return await self.db.fetch_value(f"SELECT {self._call(function, args)}", *args)
+
+    async def states(self) -> dict[str, str]:
+        """What is wrong with each tube; those that are ok are left out."""
+        from replicad.cli.tube_states import tube_states
+
+        return await tube_states(self.db, self.schema, self.stream_schema)
 
     async def value_with_progress(self, function: str, *args: object) -> Any:
         """As `value`; what the function tells of its progress goes to stderr as it comes."""
@@ -92,7 +99,7 @@ def on_islands(
     for url in databases or (None,):
 
         async def run(db: Database, settings: DatabaseSettings) -> tuple[str, T]:
-            return str(db.target), await work(Tubes(db, settings.tube_schema))
+            return str(db.target), await work(Tubes(db, settings.tube_schema, settings.stream_schema))
 
         name, result = on_database({**options, "database": url}, run, part="tube", statement_timeout=statement_timeout)
         found.append((name if len(databases) > 1 else None, result))

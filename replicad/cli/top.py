@@ -50,9 +50,9 @@ def command(once: bool, interval: float, warn: float, as_json: bool, **options: 
 
     lag_s is the age of the oldest regular pod, in_s and out_s are the pods of the whole tube per second since the last
     look. A partition is marked when pods wait and nobody has its lease, when its lag is above --warn, when a
-    transaction that is open for longer than that holds its tube back, and when ids are parked. An island that cannot be
-    reached is shown as such and tried again. Below stands what a reader of each tube has counted last, such as the last
-    micro-batch of a pipeline.
+    transaction that is open for longer than that holds its tube back, when ids are parked, and when its tube cannot be
+    served or a daemon reports trouble of it. An island that cannot be reached is shown as such and tried again. Below
+    stands what a reader of each tube has counted last, such as the last micro-batch of a pipeline.
     """
     import trio
 
@@ -96,6 +96,7 @@ class Island:
 
     async def look(self) -> list[Row]:
         """A row per partition; one row that says why where the database cannot be asked."""
+        from replicad.cli.tube_states import tube_states
         from replicad.postgres import schema
         from replicad.postgres.bridge import load_sql, quote_ident
 
@@ -103,6 +104,7 @@ class Island:
         try:
             async with self._pool() as db:
                 await schema.require(db, "tube", self.settings.tube_schema)
+                states = await tube_states(db, self.settings.tube_schema, self.settings.stream_schema)
                 found = await db.fetch(query)
                 name = str(db.target)
         except DatabaseError as error:
@@ -110,8 +112,8 @@ class Island:
             return [{"island": self.settings.shown, "state": str(error), "wrong": True}]
         self.unusable = None
         now = time.monotonic()
-        rows = [self._row(name, dict(row), now) for row in found]
-        self._before = {row["tube"]: (now, row["moved_in"], row["moved_out"]) for row in found}
+        rows = [self._row(name, dict(row), now, states.get(row["tube"])) for row in found]
+        self._before = {row["tube"]: (now, row["moved_in"] or 0, row["moved_out"] or 0) for row in found}
         return rows
 
     @asynccontextmanager
@@ -121,11 +123,11 @@ class Island:
         async with open_database(self.url, size=1, application_name="replicad top", connect_timeout=5) as db:
             yield db
 
-    def _row(self, island: str, row: Row, now: float) -> Row:
-        then, came, went = self._before.get(row["tube"], (now, row["moved_in"], row["moved_out"]))
+    def _row(self, island: str, row: Row, now: float, fault: str | None) -> Row:
+        moved_in, moved_out = row.pop("moved_in") or 0, row.pop("moved_out") or 0
+        then, came, went = self._before.get(row["tube"], (now, moved_in, moved_out))
         seconds = max(now - then, 0.001)
-        moved_in, moved_out = row.pop("moved_in"), row.pop("moved_out")
-        trouble = []
+        trouble = [] if fault is None else [fault]
         if row["pods"] and row["holder"] is None:
             trouble.append("nobody reads")
         if (row["lag_s"] or 0) > self._warn:

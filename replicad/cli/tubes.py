@@ -90,7 +90,9 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
     async def work(tubes: Tubes) -> None:
         await _tube(tubes, tube)
         held = [
-            row["inc_count"] + row["backfill_count"] for row in await tubes.rows("tube_stats") if row["tube"] == tube
+            (row["inc_count"] or 0) + (row["backfill_count"] or 0)
+            for row in await tubes.rows("tube_stats")
+            if row["tube"] == tube
         ]
         if sum(held) and not yes:
             raise UsageError(f"tube {tube} holds {sum(held):,} pods that nobody has read; to lose them add --yes")
@@ -107,11 +109,17 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
 def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
     """List the tubes and the tables attached to them.
 
-    With TABLE (schema.table), the tubes of that one.
+    With TABLE (schema.table), the tubes of that one. The state is ok, or says what is wrong with the tube: its table
+    is gone or may not be read, or what a running daemon reports of it.
     """
-    found = on_islands(options, lambda tubes: tubes.rows("tube_list", *([table] if table else [])))
-    rows = with_island(found)
-    columns = ["tube", "partitions", "predicate", "tbl", "shard", "table_predicate", "routing", "unattached"]
+
+    async def work(tubes: Tubes) -> list[dict[str, Any]]:
+        states = await tubes.states()
+        found = await tubes.rows("tube_list", *([table] if table else []))
+        return [{**dict(row), "state": states.get(row["tube"], "ok")} for row in found]
+
+    rows = with_island(on_islands(options, work))
+    columns = ["tube", "partitions", "predicate", "tbl", "shard", "table_predicate", "routing", "unattached", "state"]
     optional = {"predicate", "table_predicate", "routing", "unattached"}
     shown = [name for name in columns if name not in optional or any(row[name] for row in rows)]
     nothing = "no tube has this table" if table else "there are no tubes; make one: replicad tubes create NAME"

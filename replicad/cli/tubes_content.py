@@ -139,16 +139,32 @@ def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
 def stats(tube: str | None, as_json: bool, **options: Any) -> None:
     """Show what is in each partition of each tube.
 
-    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates.
+    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates. A tube whose table cannot be read has no
+    numbers, and its state says why.
     """
-    found = on_islands(options, lambda tubes: tubes.rows("tube_stats"))
-    rows = [row for row in with_island(found) if tube in (None, row["tube"])]
+
+    async def work(tubes: Tubes) -> list[dict[str, Any]]:
+        states = await tubes.states()
+        return [{**dict(row), "state": states.get(row["tube"], "ok")} for row in await tubes.rows("tube_stats")]
+
+    rows = [row for row in with_island(on_islands(options, work)) if tube in (None, row["tube"])]
     if as_json:
         print_rows([], rows, as_json=True, nothing="")
         return
     now = datetime.now(UTC)
     columns = [*(["island"] if rows and "island" in rows[0] else [])]
-    columns += ["tube", "partition", "shards", "pods", "ids", "age_s", "backfill_pods", "backfill_ids", "control"]
+    columns += [
+        "tube",
+        "partition",
+        "shards",
+        "pods",
+        "ids",
+        "age_s",
+        "backfill_pods",
+        "backfill_ids",
+        "control",
+        "state",
+    ]
     print_rows(columns, [_stats_row(row, now) for row in rows], as_json=False, nothing="there is no such tube")
 
 
@@ -156,7 +172,7 @@ def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
     oldest = row["inc_min_ts"]
     about = "~" if row["estimated"] else ""
     return {
-        **{name: row[name] for name in ("island", "tube", "partition") if name in row},
+        **{name: row[name] for name in ("island", "tube", "partition", "state") if name in row},
         "shards": _ranges(row["shards"]),
         "pods": f"{about}{row['inc_count']:,}" if about else row["inc_count"],
         "ids": row["inc_ids"],

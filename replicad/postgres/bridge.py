@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import asyncpg
 import structlog
@@ -21,12 +22,13 @@ from asyncpg import Record as Row
 
 from replicad import errors
 from replicad.postgres import failures
-from replicad.postgres.connection import COPY_CHUNK, Connection, Counters, Settings, Sink
+from replicad.postgres.connection import COPY_CHUNK, Backend, Connection, Counters, Settings, Sink
 from replicad.postgres.literals import quote_ident, quote_literal
 from replicad.postgres.notices import Notices
 
 __all__ = [
     "COPY_CHUNK",
+    "Backend",
     "Connection",
     "Database",
     "DatabaseStatistics",
@@ -44,6 +46,7 @@ log = structlog.get_logger(__name__)
 _CLOSE = 2.0  # seconds for a polite goodbye to all connections
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
 _SQL = Path(__file__).parent / "sql" / "query"
+_IDENTITY = "SELECT pg_backend_pid(), backend_start FROM pg_stat_get_activity(pg_backend_pid())"
 _DRIVER_ERRORS = (
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
@@ -91,7 +94,9 @@ class Database:
     A statement that hits the break raises DatabaseUnavailable and is not repeated: whether it took effect is unknown.
     """
 
-    def __init__(self, loop: Any, settings: Settings, size: int, wait_timeout: float) -> None:
+    def __init__(
+        self, loop: Any, settings: Settings, size: int, wait_timeout: float, *, identify: bool = False
+    ) -> None:
         self._loop = loop
         self._settings = settings
         self._size = size
@@ -99,6 +104,8 @@ class Database:
         self._places = trio.Semaphore(size, max_value=size)
         self._idle: list[Connection] = []
         self._counters = Counters()
+        self._identify = identify
+        self._identified: WeakSet[Connection] = WeakSet()
         self._closed = False
 
     @property
@@ -155,6 +162,11 @@ class Database:
         """`Connection.listen` on a connection of the pool, which is held for the length of the block."""
         async with self._borrowed(reset=True) as connection, connection.listen(channel) as notices:
             yield notices
+
+    def backends(self) -> list[Backend]:
+        """The server's processes behind the connections that are open now. The pool was opened with `identify`."""
+        assert self._identify
+        return [one.backend for one in self._identified if one.backend is not None and not one.is_closed]
 
     def statistics(self) -> DatabaseStatistics:
         """A frozen copy of the counters."""
@@ -226,7 +238,20 @@ class Database:
         except Exception as error:
             raise failures.while_connecting(error, settings.target, settings.connect_timeout) from error
         self._counters.connected += 1
-        return Connection(driver, self._loop, settings, self._counters)
+        connection = Connection(driver, self._loop, settings, self._counters)
+        if self._identify:
+            await self._note_backend(connection)
+        return connection
+
+    async def _note_backend(self, connection: Connection) -> None:
+        try:
+            row = await connection.fetch_row(_IDENTITY)
+        except BaseException:
+            connection.terminate()
+            raise
+        assert row is not None
+        connection.backend = Backend(*row)
+        self._identified.add(connection)
 
     async def _refuse_old_server(self, min_version: int) -> None:
         version = await self.fetch_value("SELECT current_setting('server_version_num')::int")
@@ -255,12 +280,13 @@ async def open_database(
     lock_timeout: float | None = None,
     wait_timeout: float = 30,
     min_version: int = 150000,
+    identify: bool = False,
 ) -> AsyncIterator[Database]:
     """Open a pool of at most `size` connections; one is made at once, to see that the server is there and new enough.
 
     Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
     to wait for a free connection. Every connection speaks UTC, ISO dates and READ COMMITTED. Starts the asyncio loop
-    under the driver when none runs around it.
+    under the driver when none runs around it. With `identify`, `Database.backends` tells which server processes are ours.
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence fit for the operator.
@@ -274,7 +300,7 @@ async def open_database(
         url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS, asyncpg.InternalClientError
     )
     async with _asyncio_loop() as loop:
-        database = Database(loop, settings, size, wait_timeout)
+        database = Database(loop, settings, size, wait_timeout, identify=identify)
         try:
             await database._refuse_old_server(min_version)
             yield database

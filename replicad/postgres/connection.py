@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 import trio
@@ -68,6 +69,14 @@ class Settings:
     statement_timeout: float | None
     driver_errors: tuple[type[BaseException], ...]
     confused: type[Exception]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The server's process behind a connection. A pid alone may be another process's a moment after this one ended."""
+
+    pid: int
+    started: datetime
 
 
 class _Handoff:
@@ -126,6 +135,7 @@ class Connection:
         self._loop = loop
         self._settings = settings
         self._counters = counters
+        self.backend: Backend | None = None  # known in pools that were opened with `identify`
         self._savepoints = 0
         self._dirty = False  # a statement was cancelled: ask the server before trusting the connection again
 

@@ -12,7 +12,7 @@ Knows tables and sequences by oid only; what a stream is, who registered it and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -20,7 +20,7 @@ from typing import Self
 import trio
 
 from replicad import errors
-from replicad.postgres.bridge import Connection, Database, Row, load_sql
+from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql
 from replicad.postgres.watched import (
     RESERVATION_BAND,
     Holder,
@@ -52,10 +52,11 @@ STUCK_AFTER = 60.0  # seconds that one holder may keep a position back before th
 _INSPECT_EVERY = 5.0  # seconds between looks at what tables and sequences are like
 _LOOK_AGAIN = 0.25  # seconds between looks at a sequence that somebody had locked
 _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 each costs a transaction id
-_LOCK_TIMEOUT = "50ms"  # how long one sequence that somebody alters may keep all streams waiting
+_LOCK_TIMEOUT = "15ms"  # how long one sequence or positions table that somebody alters may keep all streams waiting
+_WAITS = 3  # such waits in one poll; what was not read then is read at the next one
 _LOCK_NOT_AVAILABLE = "55P03"
 _RELATION_GONE = "XX000"  # "could not open relation with OID", by a function that was given an oid
-_TRIES = 3
+_SKIPS = 40  # polls in a row in which nothing could be read for locks that pg_locks does not explain
 
 # The barrier must not wait for a standby that is down: local disk is what a crash leaves us. A standby that
 # lags and is promoted makes a reset, which is told.
@@ -80,9 +81,16 @@ class Horizon:
     """
 
     def __init__(
-        self, db: Database, *, now: Callable[[], float] = trio.current_time, stuck_after: float = STUCK_AFTER
+        self,
+        db: Database,
+        *,
+        now: Callable[[], float] = trio.current_time,
+        stuck_after: float = STUCK_AFTER,
+        own_backends: Callable[[], Collection[Backend]] = tuple,
     ) -> None:
+        """`own_backends`: sessions that only delete from tables which are watched with `own_deletes`."""
         self._db = db
+        self._own_backends = own_backends
         self._now = now
         self._stuck_after = stuck_after
         self._watched: dict[str, Watched] = {}
@@ -92,7 +100,10 @@ class Horizon:
         self._barrier = _BARRIER
         self._names: dict[int, str] = {}
         self._unused: dict[int, int] = {}  # sequences that have handed out nothing yet: the value below their first
-        self._blocked: dict[int, Holder] = {}  # sequences that cannot be read now, and who is in the way
+        self._blocked: dict[int, Holder] = {}  # sequences and tables that cannot be read now, and who is in the way
+        self._waits_left = 0  # of this poll
+        self._skips = 0
+        self._judged_anew = False  # a look has refused or accepted a stream, and no reading says so yet
         self._inspect_at = 0.0
         self._look_again_at = 0.0
         self._barrier_at = 0.0
@@ -148,18 +159,21 @@ class Horizon:
         """
         connection = await self._pinned()
         now = self._now()
+        self._waits_left = _WAITS
         if now >= self._inspect_at:
             self._inspect_at = now + _INSPECT_EVERY  # before looking: a watch that begins meanwhile sets it back
+            await self._read_again(connection)
             await self._inspect(connection)
         # Only what has been looked at; others may begin and end watches while we wait for Postgres.
         watched = [w for w in self._watched.values() if w.inspected]
         changed = bool(self._blocked)
         if self._blocked and now >= self._look_again_at:
-            self._blocked = await self._blockers(connection, list(self._blocked))
-            self._look_again_at = now + _LOOK_AGAIN
+            await self._find_blockers(connection)
         changed |= await self._poll_sequences(connection, watched, now)
         changed |= await self._poll_tables(connection, watched)
         changed |= await self._flush(connection, watched, now)
+        changed |= self._judged_anew
+        self._judged_anew = False
         if changed or len(self._readings) != len(watched) or any(r.reset for r in self._readings.values()):
             current = [w for w in watched if self._watched.get(w.name) is w]
             self._readings = {w.name: w.reading(now, self._stuck_after) for w in current}
@@ -210,25 +224,44 @@ class Horizon:
         for watched in looked_at:
             watched.inspected = True
             reason = watched.unfit(found)
+            known = None if watched.refused is None else str(watched.refused)
+            self._judged_anew |= reason != known
             if reason is None:
                 watched.accept()
-            elif watched.refused is None or str(watched.refused) != reason:
+            elif reason != known:
                 watched.refuse(reason)
+
+    async def _read_again(self, connection: Connection) -> None:
+        """What Postgres refused to read may have been mended."""
+        for watched in list(self._watched.values()):
+            if watched.unreadable is None or self._waits_left <= 0:
+                continue
+            try:
+                if not isinstance(watched.source, TableSource):  # these are read one by one anyway
+                    await self._read_values(connection, [watched.source.sequence])
+            except errors.DatabaseUnavailable:
+                raise
+            except errors.DatabaseError as error:
+                self._waits_left -= error.sqlstate == _LOCK_NOT_AVAILABLE
+            else:
+                watched.unreadable = None
 
     async def _poll_sequences(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
         """Steps 1 and 2; True when there may be something new to say."""
         active = [w for w in all_watched if w.locks is not None and w.refused is None]
-        values = await self._last_values(connection, {_sequence(w) for w in active})
+        read = await self._last_values(connection, active)
+        values = read or {}
+        refused = [w for w in active if w.refused is not None]
+        active = [w for w in active if w.refused is None]
         for watched in active:
             watched.blocked_by = self._blocked.get(_sequence(watched))
         fed = [(w, w.locks, values[_sequence(w)]) for w in active if w.locks is not None and _sequence(w) in values]
-        if any(_sequence(w) not in values and w.blocked_by is None for w in active):
+        if read is not None and any(_sequence(w) not in values and w.blocked_by is None for w in active):
             self._inspect_at = now  # gone: the next poll says so
         changed = any(locks.someone_holds or locks.last_value != value.last_value for _, locks, value in fed)
         flushed = max((value.flushed for _, _, value in fed), default=0)
         if changed:
-            tables = [w.source.table for w, _, _ in fed if isinstance(w.source, LockSource)]
-            rows = await connection.fetch(load_sql("horizon_holders"), tables, list(values))
+            rows = await self._holders(connection, [w for w, _, _ in fed], list(values))
             flushed = rows[0]["flushed"]
             if rows[0]["unfit"]:
                 await self._inspect(connection)
@@ -241,24 +274,78 @@ class Horizon:
                 locks.rest()
             changed |= locks.waits_for_flush
             locks.flushed_upto(flushed)
-        return changed or bool(self._blocked)
+        return changed or bool(self._blocked or refused)
 
-    async def _last_values(self, connection: Connection, wanted: set[int]) -> dict[int, _Value]:
-        """Step 1 for all sequences that exist and that nobody has locked."""
-        for _ in range(_TRIES):
-            sequences = [sequence for sequence in wanted if sequence not in self._blocked]
+    async def _holders(self, connection: Connection, fed: list[Watched], sequences: list[int]) -> list[Row]:
+        """Step 2. Our own sessions are named before it is sent: one that begins meanwhile counts, and is not missed."""
+        tables = [w.source for w in fed if isinstance(w.source, LockSource)]
+        own = self._own_backends()
+        return await connection.fetch(
+            load_sql("horizon_holders"),
+            [source.table for source in tables],
+            sequences,
+            [source.table for source in tables if source.own_deletes],
+            [backend.pid for backend in own],
+            [backend.started for backend in own],
+        )
+
+    async def _last_values(self, connection: Connection, active: list[Watched]) -> dict[int, _Value] | None:
+        """Step 1 for all sequences that exist, that may be read and that nobody has locked; None: at the next poll.
+
+        A sequence that Postgres refuses to read makes its own stream refused, and no other.
+        """
+        while True:
+            sequences = list({_sequence(w) for w in active} - self._blocked.keys())
             if not sequences:
                 return {}
             try:
-                return await self._read_values(connection, sequences)
+                values = await self._read_values(connection, sequences)
+            except errors.DatabaseUnavailable:
+                raise
+            except errors.DatabaseError as error:
+                if error.sqlstate == _RELATION_GONE and self._waits_left > 0:
+                    self._waits_left -= 1  # dropped just now: the next try does not see it
+                elif error.sqlstate != _LOCK_NOT_AVAILABLE:
+                    return await self._read_one_by_one(connection, active)
+                elif not await self._may_try_again(connection, error):
+                    return None
+            else:
+                self._skips = 0
+                return values
+
+    async def _read_one_by_one(self, connection: Connection, active: list[Watched]) -> dict[int, _Value]:
+        """Together they cannot be read: find out which of them is to blame."""
+        values: dict[int, _Value] = {}
+        for watched in active:
+            sequence = _sequence(watched)
+            if sequence in values or sequence in self._blocked:
+                continue
+            try:
+                values |= await self._read_values(connection, [sequence])
+            except errors.DatabaseUnavailable:
+                raise
             except errors.DatabaseError as error:
                 if error.sqlstate == _LOCK_NOT_AVAILABLE:
-                    self._blocked |= await self._blockers(connection, sequences)
-                    self._look_again_at = self._now() + _LOOK_AGAIN
+                    if not await self._may_try_again(connection, error):
+                        break
                 elif error.sqlstate != _RELATION_GONE:
-                    raise
-                failure = error
-        raise failure
+                    watched.cannot_read(error)
+        return values
+
+    async def _may_try_again(self, connection: Connection, error: errors.DatabaseError) -> bool:
+        """After a wait for a lock: note who holds the locks on all that is watched; False when we waited enough.
+
+        Raises the error when this goes on poll after poll and pg_locks names nobody: then it is no lock on one of ours.
+        """
+        known = len(self._blocked)
+        await self._find_blockers(connection)
+        self._waits_left -= 1
+        if self._waits_left > 0:
+            return True
+        self._skips = 0 if len(self._blocked) > known else self._skips + 1
+        if self._skips > _SKIPS:
+            raise error
+        return False
 
     async def _read_values(self, connection: Connection, sequences: list[int]) -> dict[int, _Value]:
         values: dict[int, _Value] = {}
@@ -267,6 +354,8 @@ class Horizon:
             if row["last_value"] is not None:
                 self._unused.pop(sequence, None)
                 values[sequence] = _Value(row["last_value"], row["inserted"], row["flushed"])
+            elif not row["readable"]:
+                await self._inspect(connection)  # refuses the streams that need it
             elif sequence in self._unused:
                 values[sequence] = _Value(self._unused[sequence], row["inserted"], row["flushed"])
             elif (value := await self._read_unused(connection, sequence)) is not None:
@@ -286,7 +375,7 @@ class Horizon:
             self._inspect_at = 0.0
             return None
         after = await connection.fetch_row(load_sql("horizon_last_values"), [sequence])
-        if first is None or after is None:
+        if first is None or after is None or not after["readable"]:
             return None
         last_value = after["last_value"]
         if last_value is None:
@@ -295,9 +384,17 @@ class Horizon:
             last_value = self._unused[sequence] = first["last_value"] - 1
         return _Value(last_value, after["inserted"], after["flushed"])
 
-    async def _blockers(self, connection: Connection, sequences: list[int]) -> dict[int, Holder]:
-        rows = await connection.fetch(load_sql("horizon_blockers"), sequences)
-        return {row["sequence"]: holder_of(row, HolderKind.SEQUENCE_LOCK) for row in rows}
+    async def _find_blockers(self, connection: Connection) -> None:
+        """Who has locked any of what is read here. Asks the list of locks, so it waits for none of them."""
+        sources = [w.source for w in self._watched.values()]
+        sequences = {source.sequence for source in sources if not isinstance(source, TableSource)}
+        tables = {source.table for source in sources if isinstance(source, TableSource)}
+        rows = await connection.fetch(load_sql("horizon_blockers"), list(sequences), list(tables))
+        kinds = dict.fromkeys(tables, HolderKind.TABLE_LOCK)
+        self._blocked = {
+            row["relation"]: holder_of(row, kinds.get(row["relation"], HolderKind.SEQUENCE_LOCK)) for row in rows
+        }
+        self._look_again_at = self._now() + _LOOK_AGAIN
 
     async def _poll_tables(self, connection: Connection, all_watched: list[Watched]) -> bool:
         """The streams whose writers publish their own positions; True when one of them has something new."""
@@ -309,16 +406,20 @@ class Horizon:
             name = self._names.get(source.table)
             if name is None:  # unwatched while we waited
                 continue
+            watched.blocked_by = self._blocked.get(source.table)
+            if watched.blocked_by is not None or self._waits_left <= 0:
+                continue
             query = load_sql("horizon_positions_table").replace("{table}", name)
             try:
                 rows = await connection.fetch(query, source.stream_name)
             except errors.DatabaseUnavailable:
                 raise
             except errors.DatabaseError as error:
-                watched.refuse(
-                    f'the positions table of stream "{watched.name}" cannot be read: {error} It needs the columns '
-                    "stream_name, instance_name and stream_id."
-                )
+                if error.sqlstate == _LOCK_NOT_AVAILABLE:
+                    await self._may_try_again(connection, error)
+                    watched.blocked_by = self._blocked.get(source.table)
+                else:
+                    watched.cannot_read(error)
                 changed = True
                 continue
             watched.table.feed({row["writer"]: row["position"] for row in rows}, _highest(rows, "inserted"))

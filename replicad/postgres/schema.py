@@ -51,7 +51,7 @@ __all__ = [
     "upgrade",
 ]
 
-VERSIONS: dict[Part, int] = {"tube": 1, "stream": 2, "federation": 1, "ownership": 1, "cache": 1, "presence": 1}
+VERSIONS: dict[Part, int] = {"tube": 2, "stream": 2, "federation": 1, "ownership": 1, "cache": 2, "presence": 1}
 SERVES: dict[Part, int] = dict.fromkeys(VERSIONS, 1)
 """The oldest version of programs that can use the present version of the part; tests run such a program against it."""
 

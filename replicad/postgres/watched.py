@@ -11,12 +11,13 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from replicad.errors import StreamRefused
+from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
 
 RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations
 RESERVATION_NUMBER_MAX = 0x1FFF
 RESERVATION_BOUND_MAX = (1 << 48) - 1
+_NO_RIGHT = "42501"
 
 
 def reservation_key(number: int, bound: int) -> int:
@@ -33,10 +34,14 @@ def reservation_key(number: int, bound: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LockSource:
-    """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid)."""
+    """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid).
+
+    `own_deletes`: the horizon's `own_backends` only ever delete from this table, so they do not hold it back.
+    """
 
     table: int
     sequence: int
+    own_deletes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class HolderKind(StrEnum):
     PREPARED = "prepared"  # by PREPARE TRANSACTION; perhaps nobody remembers it
     RESERVATION = "reservation"  # an id was reserved and is not complete
     SEQUENCE_LOCK = "sequence_lock"  # the sequence itself is being altered, restarted or dropped
+    TABLE_LOCK = "table_lock"  # the positions table is locked against readers
     WRITER = "writer"  # publishes its own position, and that is the lowest
 
 
@@ -120,6 +126,7 @@ class Watched:
         self.writers = frozenset(writers)
         self.inspected = False  # whether its table and sequence have been looked at
         self.refused: StreamRefused | None = None
+        self.unreadable: str | None = None  # what Postgres says when it is read, until it can be read again
         self.blocked_by: Holder | None = None
         self._holders: dict[str, Holder] = {}
         self._since: dict[str, float] = {}
@@ -139,6 +146,18 @@ class Watched:
         self._holders = {}
         self._since = {}
 
+    def cannot_read(self, error: DatabaseError) -> None:
+        """Postgres refuses to read what the positions come from, whatever its reason. It concerns this stream only."""
+        table = isinstance(self.source, TableSource)
+        what = "positions table" if table else "sequence"
+        reason = f'the {what} of stream "{self.name}" cannot be read: {error}'
+        if error.sqlstate == _NO_RIGHT:
+            reason += " GRANT replicad's role USAGE on its schema, and SELECT on itself."
+        elif table:
+            reason += " It needs the columns stream_name, instance_name and stream_id."
+        self.unreadable = reason
+        self.refuse(reason)
+
     def accept(self) -> None:
         """The reason for refusing is gone."""
         self.refused = None
@@ -150,17 +169,15 @@ class Watched:
             table = found.get(self.source.table)
             if table is None:
                 return f"the table of {stream} is gone: remove the stream, or add it anew for another table."
-            if table["persistence"] != "p":
-                return (
-                    f"table {table['name']} of {stream} is not logged, a crash empties it: "
-                    f"ALTER TABLE {table['name']} SET LOGGED."
-                )
+            reason = _unfit_table(table, stream)
+            if reason is not None:
+                return reason
         if isinstance(self.source, TableSource):
-            return None
+            return self.unreadable
         sequence = found.get(self.source.sequence)
         if sequence is None or sequence["cache"] is None:
             return f"the sequence of {stream} is gone: remove the stream, or add it anew with another one."
-        return _unfit_sequence(sequence, stream)
+        return _unfit_sequence(sequence, stream) or self.unreadable
 
     def feed(self, last_value: int, inserted: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
         """One poll of a sequence-fed stream; `listed` are the rows of horizon_holders.sql that concern it."""
@@ -251,6 +268,20 @@ def _kind(*, prepared: bool, reserved: bool) -> HolderKind:
     return HolderKind.RESERVATION if reserved else HolderKind.TRANSACTION
 
 
+def _unfit_table(table: Mapping[str, Any], stream: str) -> str | None:
+    name, role = table["name"], table["role"]
+    if table["persistence"] != "p":
+        return f"table {name} of {stream} is not logged, a crash empties it: ALTER TABLE {name} SET LOGGED."
+    if not table["reachable"]:
+        return (
+            f"table {name} of {stream} is in a schema that we may not use: "
+            f"GRANT USAGE ON SCHEMA {table['schema']} TO {role}."
+        )
+    if not table["readable"]:
+        return f"table {name} of {stream} may not be read: GRANT SELECT ON {name} TO {role}."
+    return None
+
+
 def _unfit_sequence(sequence: Mapping[str, Any], stream: str) -> str | None:
     name = sequence["name"]
     if sequence["cache"] > 1:
@@ -265,5 +296,5 @@ def _unfit_sequence(sequence: Mapping[str, Any], stream: str) -> str | None:
     if sequence["persistence"] != "p":
         return f"sequence {name} of {stream} is not logged, a crash sets it back: ALTER SEQUENCE {name} SET LOGGED."
     if not sequence["readable"]:
-        return f"sequence {name} of {stream} may not be read: GRANT SELECT ON SEQUENCE {name} to replicad's user."
+        return f"sequence {name} of {stream} may not be read: GRANT SELECT ON SEQUENCE {name} TO {sequence['role']}."
     return None

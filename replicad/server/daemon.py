@@ -42,7 +42,7 @@ GC_THRESHOLD = 50_000  # new objects between two looks for cycles; at Python's 7
 STREAM_CONNECTIONS = 4  # of all streams: to look, to copy new rows, to note positions
 STREAM_LOCK_TIMEOUT = 1.0  # seconds; a copy from a table that somebody has locked must not keep a connection for long
 RELAY_CONNECTIONS = 2  # one listens, the other tells
-ACK_CONNECTIONS = 2  # acks are short; these connections do nothing else, so that the lock-watch can leave them out
+ACK_CONNECTIONS = 2  # they only delete from tubes, so their locks on tubes do not hold the positions of tubes back
 
 Recover = Callable[[], Awaitable[None]]
 log = structlog.get_logger()
@@ -120,7 +120,10 @@ async def open_daemon(settings: ServerSettings, url: str, recover: Recover | Non
     limits = settings.limits
     schema_text.load(schema_text.SQL)
     budget = _plan_files(limits)
-    async with _open_pools(settings, url) as (db, stream_db, ack_db, catchup_db, relay_db), Horizon(db) as horizon:
+    async with (
+        _open_pools(settings, url) as (db, stream_db, ack_db, catchup_db, relay_db),
+        Horizon(db, own_backends=ack_db.backends) as horizon,
+    ):
         listeners = await open_listeners(settings.listen)
         await _install(db, settings)
         troubles = Troubles()
@@ -240,7 +243,7 @@ async def _open_pools(
         usual(
             size=STREAM_CONNECTIONS, application_name="replicad streams", lock_timeout=STREAM_LOCK_TIMEOUT
         ) as stream_db,
-        usual(size=ACK_CONNECTIONS, application_name="replicad ack") as ack_db,
+        usual(size=ACK_CONNECTIONS, application_name="replicad ack", identify=True) as ack_db,
         usual(
             size=limits.catchup_connections,
             application_name="replicad catch-up",

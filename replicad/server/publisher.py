@@ -25,8 +25,10 @@ from replicad.postgres.bridge import Database
 from replicad.server.feed import Feed
 from replicad.server.joined import Joined
 from replicad.server.journal import JournalLimits
+from replicad.server.late_rows import LateRows
 from replicad.server.poller import Poller
 from replicad.server.serving import KIND, Means, OnFeed, Serving
+from replicad.server.supervision import keep_running
 from replicad.server.troubles import DATABASE, Troubles
 from replicad.streams import registry
 from replicad.streams.queries import Impatient
@@ -36,9 +38,6 @@ LOOK_INTERVAL = 1.0  # seconds between two looks at the registry, and between tw
 LOOK_PAUSE = 0.1  # seconds between two looks at least, however many troubles begin
 FIRST_READING = 2.0  # seconds to wait for the first position of a stream; only an open transaction takes longer
 EPOCH_LOOKS = 3  # looks in a row at a reset, before a feed that has not seen it is begun anew
-
-LATE_INTERVAL = 5.0  # seconds between two looks for rows that turned up at or below a published position
-LATE_WINDOW = 10_000  # ids below the position that are looked at; a late row is late by seconds, not by days
 
 REGISTRY = "registry"  # the cause of a trouble that stands in the registry; also the name of the service that looks
 
@@ -69,8 +68,7 @@ class Publisher:
         self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
         self._blind: str | None = None  # why the registry cannot be read
         self._noted: dict[str, object] = {}
-        self._counted: dict[str, tuple[int, int, int]] = {}  # stream: (after, upto], and how many rows it had
-        self._late_at = 0.0
+        self._late_rows = LateRows(db, self.feeds, troubles)
         self._look = Joined(self._look_once)
         self._nursery: trio.Nursery | None = None
         poller.before_polling(self._look_on_new_connection)
@@ -146,12 +144,11 @@ class Publisher:
                         await serving.wait_settled()
                 task_status.started()
                 nursery.start_soon(self._look_when_trouble_begins)
+                nursery.start_soon(keep_running, self._late_rows.run, "service", "late_rows", self._troubles)
                 while True:
                     await trio.sleep(LOOK_INTERVAL)
                     await self._look_contained()
                     await self._note_published()
-                    with self._troubles.contain("service", "late rows", "look"):
-                        await self._look_for_late_rows()
         finally:
             self._nursery = None
             for serving in self._servings.values():
@@ -246,7 +243,6 @@ class Publisher:
     def _end(self, name: str, why: str) -> None:
         self._servings.pop(name).stop(why)
         self._noted.pop(name, None)
-        self._counted.pop(name, None)
 
     def _report_faults(self, found: Mapping[str, Stream]) -> None:
         faults = {name: stream.fault for name, stream in found.items() if stream.fault is not None}
@@ -269,33 +265,6 @@ class Publisher:
                 stream = replace(feed.stream, writers=feed.numbers)
                 if await registry.publish(self._db, stream, position, per_writer, schema=self._schema):
                     self._noted[name] = noted
-
-    async def _look_for_late_rows(self) -> None:
-        """Tell of rows that turned up where readers were told that nothing would (positions).
-
-        It takes an id that was taken outside of the inserting statement: the lock-watch cannot see those.
-        """
-        now = trio.current_time()
-        if now < self._late_at:
-            return
-        self._late_at = now + LATE_INTERVAL
-        for name, feed in list(self.feeds.items()):
-            if name in self._counted:
-                after, upto, before = self._counted.pop(name)
-                late = await feed.count(after, upto) - before
-                if late > 0:
-                    feed.late_rows += late
-                    log.error(
-                        "rows_below_position",
-                        stream=name,
-                        rows=late,
-                        after=after,
-                        upto=upto,
-                        remedy="readers have missed them; writers that take ids ahead need --method reservation",
-                    )
-            upto = feed.told_upto
-            after = max(upto - LATE_WINDOW, 0)
-            self._counted[name] = (after, upto, await feed.count(after, upto))
 
 
 def _why_to_end(serving: Serving, found: Stream) -> str | None:

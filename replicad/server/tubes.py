@@ -7,14 +7,14 @@ must hold when two daemons or a zombie worker are at it at once is enforced by t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
 import trio
 
 from replicad.config import ServerSettings
-from replicad.errors import CursorAhead, DatabaseError, TubeRefused, UnknownTube
+from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, TubeRefused, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.commands import (
@@ -37,31 +37,30 @@ from replicad.protocol.pods import ARROW
 from replicad.protocol.tokens import Cursor
 from replicad.server.poller import Poller
 from replicad.server.session import Session
+from replicad.server.supervision import keep_running
 from replicad.server.troubles import Troubles
+from replicad.server.tube_waiters import Waiters
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
 
 LOOK_INTERVAL = 1.0  # seconds between two looks at all leases and all tubes; a time to live is some of them
-FIRST_READING = 2.0  # seconds to wait for the first position of a tube; only an open transaction takes longer
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
 DEFAULT_LIMIT = 1000
 RENEW_SHARE = 5  # a request renews its lease when this part of the time to live has passed
 WAIT_SHARE = 3  # likewise while it waits for pods: hundreds may wait, and each renewal is a write
 
+TUBE = "tube"  # the kind of troubles of one tube; what concerns them all is a trouble of this service
+
 log = structlog.get_logger()
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    tube: str
-    part: Part
-    event: trio.Event
-
-
 class TubeService:
-    """Answers the requests of all sessions about all tubes of one schema."""
+    """Answers the requests of all sessions about all tubes of one schema.
+
+    What is wrong with one tube is that tube's trouble and is answered to those who ask for that tube.
+    """
 
     def __init__(
         self,
@@ -79,12 +78,13 @@ class TubeService:
         self._limits = settings.limits
         self._pods = PodBook(db, ack_db, bulk_db, schema)
         self._bulk = BulkBook(bulk_db, schema)
-        self._backfiller = Backfiller(db, schema)
+        self._backfiller = Backfiller(db, schema, troubles)
         self._poller = poller
         self._troubles = troubles
-        self._positions: dict[str, int] = {}
-        self._moved = trio.Event()
-        self._waiters: set[_Waiter] = set()
+        self._waiters = Waiters(self._pods, troubles)
+        self._watched: dict[str, LockSource] = {}
+        self._refused: dict[str, str] = {}  # tubes without a position, and why
+        self._looks = self._newest_look = 0
         self._answers: Mapping[type[Command], Callable[[Session, Any], Awaitable[None]]] = {
             Tube: self._tube,
             Claim: self._claim,
@@ -104,58 +104,78 @@ class TubeService:
         await self._look_at_tubes()
         task_status.started()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._wake_waiters)
-            while True:
-                await trio.sleep(LOOK_INTERVAL)
-                try:
-                    await self._look_at_tubes()
-                    await self._look_at_leases()
-                    await self._backfiller.run(list(self.tubes.values()), nursery)
-                except DatabaseError as error:  # the poller reports the outage; here it only means "later"
-                    log.debug("tubes_unseen", error=str(error))
+            nursery.start_soon(keep_running, self._waiters.run, "service", "tube waiters", self._troubles)
+            nursery.start_soon(self._repeat, "tubes", self._look_at_tubes)
+            nursery.start_soon(self._repeat, "leases", self._look_at_leases)
+            nursery.start_soon(self._repeat, "backfills", partial(self._look_for_backfills, nursery))
+
+    async def _repeat(self, cause: str, step: Callable[[], Awaitable[None]]) -> None:
+        """Do one step every second, each on its own: one that fails or waits keeps no other from its work."""
+        while True:
+            await trio.sleep(LOOK_INTERVAL)
+            with self._troubles.contain("service", "tubes", cause):
+                await step()
 
     async def _look_at_tubes(self) -> None:
+        self._looks += 1
+        number = self._looks
         found = {info.name: info for info in await self._pods.tubes()}
-        for name, known in self.tubes.items():
-            if name not in found or found[name].table_oid != known.table_oid:  # dropped, and perhaps made anew
-                self._poller.unwatch(f"tube:{name}")
-                self._positions.pop(name, None)
+        if number < self._newest_look:
+            return  # one that began later was faster
+        self._newest_look = number
+        before, self.tubes = self.tubes, found
+        for name in before.keys() - found.keys():
+            self._unwatch(name)
+        troubled = {trouble.place.name for trouble in self._troubles.current() if trouble.place.kind == TUBE}
+        for name in troubled - found.keys():
+            self._troubles.forget(TUBE, name)
         for name, info in found.items():
-            if name not in self.tubes or self.tubes[name].table_oid != info.table_oid:
-                self._poller.watch(f"tube:{name}", LockSource(info.table_oid, info.sequence_oid), self._on_reading)
-        self.tubes = found
+            with self._troubles.contain(TUBE, name, "look"):
+                self._follow(info, before.get(name))
+
+    def _follow(self, info: TubeInfo, before: TubeInfo | None) -> None:
+        """Watch the tube's table, which may be another one by now; tell what is wrong with it."""
+        wanted = None
+        if info.table_oid is not None and info.sequence_oid is not None:
+            wanted = LockSource(info.table_oid, info.sequence_oid, own_deletes=True)
+        if wanted != self._watched.get(info.name):
+            self._unwatch(info.name)
+            if wanted is not None:
+                self._poller.watch(f"tube:{info.name}", wanted, self._on_reading)
+                self._watched[info.name] = wanted
+        if info.fault is None:
+            self._troubles.end(TUBE, info.name, "table")
+        else:
+            self._troubles.begin(TUBE, info.name, "table", info.fault, code=TubeRefused.code)
+        if info.fault != (before.fault if before is not None else None):
+            self._waiters.wake(info.name)
+
+    def _unwatch(self, name: str) -> None:
+        self._poller.unwatch(f"tube:{name}")
+        self._watched.pop(name, None)
+        self._refused.pop(name, None)
+        self._troubles.end(TUBE, name, "position")
+        self._waiters.forget(name)
 
     async def _look_at_leases(self) -> None:
         views = await self.leases.look()
         alive = {(view.row.tube, view.row.term) for view in views}
         self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
 
+    async def _look_for_backfills(self, nursery: trio.Nursery) -> None:
+        await self._backfiller.run([info for info in self.tubes.values() if info.fault is None], nursery)
+
     def _on_reading(self, name: str, reading: Reading) -> None:
         tube = name.removeprefix("tube:")
-        if reading.position is not None and reading.position != self._positions.get(tube):
-            self._positions[tube] = reading.position
-            self._moved.set()
-
-    async def _wake_waiters(self) -> None:
-        """Wake those whose partitions got pods: one query for a tube, however many wait."""
-        seen: dict[str, int] = {}
-        while True:
-            await self._moved.wait()
-            self._moved = trio.Event()
-            for tube, position in list(self._positions.items()):
-                before = seen.get(tube, position)
-                seen[tube] = position
-                waiting = [waiter for waiter in self._waiters if waiter.tube == tube]
-                if not waiting or position == before:
-                    continue
-                try:
-                    shards = await self._pods.shards_between(tube, min(before, position), position)
-                except DatabaseError:
-                    shards = None
-                for waiter in waiting:
-                    part = waiter.part
-                    if shards is None or any(shard % part.partitions == part.partition for shard in shards):
-                        waiter.event.set()
+        if reading.refused is None:
+            if self._refused.pop(tube, None) is not None:
+                self._troubles.end(TUBE, tube, "position")
+        elif self._refused.get(tube) != str(reading.refused):
+            self._refused[tube] = str(reading.refused)
+            self._troubles.begin(TUBE, tube, "position", str(reading.refused), code=TubeRefused.code)
+            self._waiters.wake(tube)
+        if reading.position is not None:
+            self._waiters.note_position(tube, reading.position)
 
     # --- requests ---
 
@@ -165,10 +185,36 @@ class TubeService:
         Raises:
             TubeError, DatabaseError: it cannot be done; nothing was sent but perhaps a part of the pods.
         """
-        await self._answers[type(command)](session, command)
+        try:
+            await self._answers[type(command)](session, command)
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError as error:  # in words that help, where it is because of the tube's table
+            await self._look_at_tubes()
+            info = self.tubes.get(getattr(command, "tube", ""))
+            if info is None or info.fault is None:
+                raise
+            raise self._broken(info.name, info.fault) from error
+
+    @staticmethod
+    def _broken(tube: str, fault: str) -> TubeRefused:
+        return TubeRefused(f"tube {tube} cannot be served: {fault}")
+
+    async def _served(self, tube: str) -> TubeInfo:
+        """The tube. Raises UnknownTube, and TubeRefused with the reason where it cannot be served."""
+        info = await self._info(tube)
+        fault = info.fault or self._refused.get(tube)
+        if fault is not None:
+            raise self._broken(tube, fault)
+        return info
+
+    async def _refuse_broken(self, tube: str) -> None:
+        """As `_served`; a tube that is not known is left to the statement, which asks for the lease first."""
+        if tube in self.tubes:
+            await self._served(tube)
 
     async def _info(self, tube: str) -> TubeInfo:
-        if tube not in self.tubes:  # perhaps it was made just now
+        if tube not in self.tubes or self.tubes[tube].fault is not None:  # perhaps it was made or mended just now
             await self._look_at_tubes()
         found = self.tubes.get(tube)
         if found is None:
@@ -178,11 +224,11 @@ class TubeService:
 
     async def _tube(self, session: Session, command: Tube) -> None:
         await self._look_at_tubes()  # the number of partitions may have changed just now
-        info = await self._info(command.tube)
+        info = await self._served(command.tube)
         session.post(Tube(info.name, info.partitions))
 
     async def _claim(self, session: Session, command: Claim) -> None:
-        await self._info(command.tube)
+        await self._served(command.tube)
         limits = self._limits
         ttl = limits.lease_ttl if command.ttl is None else command.ttl
         if not 0 < ttl <= limits.lease_ttl_max:
@@ -207,6 +253,7 @@ class TubeService:
         session.post(Release(command.tube, command.part, command.term))
 
     async def _ack(self, session: Session, command: Ack) -> None:
+        await self._refuse_broken(command.tube)
         await self._keep(command.tube, command.part, command.term)
         if command.upto is None:
             pods = await self._pods.ack(command.tube, command.part, command.term, command.seqs)
@@ -216,6 +263,7 @@ class TubeService:
         session.post(Acked(command.tube, command.part, pods))
 
     async def _park(self, session: Session, command: Park) -> None:
+        await self._refuse_broken(command.tube)
         await self._keep(command.tube, command.part, command.term)
         ids = await self._pods.park(
             command.tube,
@@ -237,7 +285,7 @@ class TubeService:
         session.post(Report(command.tube, command.reporter))
 
     async def _read(self, session: Session, command: Pods) -> None:
-        info = await self._info(command.tube)
+        info = await self._served(command.tube)
         await self._keep(command.tube, command.part, command.term)
         await self._check(command.tube, command.after)
         if command.upto is not None:
@@ -259,9 +307,7 @@ class TubeService:
 
     async def _plan_or_wait(self, info: TubeInfo, command: Pods) -> CursorAt:
         deadline = trio.current_time() + self._bounded_wait(command.wait)
-        waiter = _Waiter(info.name, command.part, trio.Event())
-        self._waiters.add(waiter)
-        try:
+        with self._waiters.waiting(info.name, command.part) as waiter:
             while True:
                 waiter.event = trio.Event()
                 planned = await self._pods.plan(
@@ -269,7 +315,7 @@ class TubeService:
                     command.part,
                     command.term,
                     command.after,
-                    await self._position(command.tube),
+                    await self._waiters.position(command.tube),
                     limit=min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT),
                     ids=command.ids,
                     backfill=command.backfill,
@@ -281,8 +327,7 @@ class TubeService:
                     with trio.move_on_at(min(deadline, trio.current_time() + ttl / WAIT_SHARE)):
                         await waiter.event.wait()
                     await self._keep(command.tube, command.part, command.term)
-        finally:
-            self._waiters.discard(waiter)
+                await self._served(command.tube)
 
     # --- what requests share ---
 
@@ -291,16 +336,9 @@ class TubeService:
             raise TubeRefused(f"wait={wait:g} is too long; this server waits up to {self._limits.wait_max:g} s")
         return wait or 0.0
 
-    async def _position(self, tube: str) -> int:
-        """The tube's position, waited for where the daemon or the tube is new; nothing is handed out without one."""
-        with trio.move_on_after(FIRST_READING):
-            while tube not in self._positions:
-                await self._moved.wait()
-        return self._positions.get(tube, 0)
-
     async def _check(self, tube: str, cursor: Cursor) -> None:
         """Refuse a cursor that lies where pods can still appear: reading behind it would skip them."""
-        position = await self._position(tube)
+        position = await self._waiters.position(tube)
         if max(cursor.regular, cursor.backfill) > position:
             raise CursorAhead(
                 f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors that CURSOR gave"

@@ -39,7 +39,7 @@ async def trim(
 
     The age comes from what daemons noted while they served the stream (to the minute for a day, to the hour before);
     where their notes do not go back so far, nothing is removed. Each batch is a transaction of its own, so an
-    interrupted trim has removed what it has removed. Positions do not wait for it.
+    interrupted trim has removed what it has removed. The position waits for a batch, as for any other transaction.
 
     Raises:
         UsageError: not exactly one of `before`, `older_than` and `acked`.

@@ -9,19 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicad.postgres.bridge import Database, Sink, quote_ident
+from replicad.postgres.bridge import Database, Sink, load_sql, quote_ident
 from replicad.protocol.commands import CursorAt, Part
 from replicad.protocol.tokens import Cursor
 
 
 @dataclass(frozen=True, slots=True)
 class TubeInfo:
-    """A tube: its number of partitions, and the oids of its table and of the sequence that numbers its pods."""
+    """A tube: its number of partitions, and the oids of its table and of the sequence that numbers its pods.
+
+    `fault` says why it cannot be served, and what to do; then the oids may be missing.
+    """
 
     name: str
     partitions: int
-    table_oid: int
-    sequence_oid: int
+    table_oid: int | None
+    sequence_oid: int | None
+    fault: str | None = None
+
+
+async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
+    """All tubes of a schema, by name."""
+    rows = await db.fetch(load_sql("tube_load").format(schema=quote_ident(schema)), schema)
+    return [TubeInfo(**dict(row)) for row in rows]
 
 
 class PodBook:
@@ -35,17 +45,12 @@ class PodBook:
         self._db = db
         self._ack_db = ack_db
         self._bulk_db = bulk_db
+        self._name = schema
         self._schema = quote_ident(schema)
 
     async def tubes(self) -> list[TubeInfo]:
-        """All tubes, by name."""
-        rows = await self._db.fetch(
-            f"SELECT tube AS name, partitions, to_regclass(format('%s.%I', $1::text, tube))::oid::bigint AS table_oid, "
-            "to_regclass($1 || '.tube_seq')::oid::bigint AS sequence_oid "
-            f"FROM {self._schema}.tube_registry ORDER BY tube",
-            self._schema,
-        )
-        return [TubeInfo(**dict(row)) for row in rows]
+        """All tubes, by name; what is wrong with one does not keep it from seeing the others."""
+        return await load_tubes(self._db, self._name)
 
     async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
         """The shards that have pods in (after, upto]."""

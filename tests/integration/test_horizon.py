@@ -67,8 +67,9 @@ class BetweenConnection:
 class Table:
     """A table `t` fed by a sequence, watched under the name `t`, and a reader that checks what it is told."""
 
-    def __init__(self, db: Database, horizon: Horizon, between: Between) -> None:
+    def __init__(self, db: Database, horizon: Horizon, between: Between, own: list[Database] | None = None) -> None:
         self.db, self.horizon, self.between = db, horizon, between
+        self.own = [] if own is None else own  # pools whose sessions only delete
         self.table = self.sequence = 0
         self.position: int | None = None
         self.rows: list[int] = []
@@ -110,8 +111,11 @@ class Table:
 async def t(database: Database) -> AsyncIterator[Table]:
     between = Between(database)
     # A clock on which every forced flush is due at once, so that no position waits for the next poll.
-    async with Horizon(between, now=count(0, 0.1).__next__) as horizon:  # type: ignore[arg-type]
-        yield Table(database, horizon, between)
+    own: list[Database] = []
+    backends = lambda: [backend for db in own for backend in db.backends()]  # noqa: E731
+    clock = count(0, 0.1).__next__
+    async with Horizon(between, now=clock, own_backends=backends) as horizon:  # type: ignore[arg-type]
+        yield Table(database, horizon, between, own)
 
 
 async def test_position_passes_over_rollbacks_and_gaps(t: Table) -> None:
@@ -313,16 +317,20 @@ async def test_writers_of_inheritance_children_count(t: Table) -> None:
     assert (await t.poll()).position == 2
 
 
-async def test_our_own_deletes_hold_nothing_back_and_only_they(t: Table) -> None:
+async def test_our_own_deletes_hold_nothing_back_and_only_they(t: Table, database_url: str) -> None:
     await t.make()
     await t.insert()
     await t.poll()
-    async with t.writer("DELETE FROM t", name="replicad ack"):
-        await t.insert()
-        assert (await t.poll()).position == 2
-    async with t.writer("DELETE FROM t", name="replicad acks"):
-        await t.insert()
-        assert (await t.poll()).position == 2
+    t.horizon.watch("t", LockSource(t.table, t.sequence, own_deletes=True), published=1)
+    async with open_database(database_url, size=1, application_name="any name", identify=True) as own:
+        t.own.append(own)
+        async with own.connection() as connection:
+            await connection.execute("BEGIN; DELETE FROM t")
+            await t.insert()
+            assert (await t.poll()).position == 2
+        async with t.writer("DELETE FROM t", name="replicad ack"):
+            await t.insert()
+            assert (await t.poll()).position == 2
 
 
 async def test_lock_taken_before_an_explicit_nextval_holds_the_position(t: Table) -> None:
@@ -532,6 +540,10 @@ async def test_ordinary_role_can_poll_a_table_that_is_not_its_own(database_url: 
         open_database(database_url.replace("postgres@", "reader_role@", 1), size=2, application_name="replicad") as db,
         Horizon(db) as horizon,
     ):
+        horizon.watch("t", LockSource(table, sequence))
+        refused = (await horizon.poll())["t"].refused
+        assert "GRANT SELECT ON public.t" in str(refused)
+        await database.execute("GRANT SELECT (id) ON t TO reader_role")
         horizon.watch("t", LockSource(table, sequence))
         refused = (await horizon.poll())["t"].refused
         assert "GRANT SELECT ON SEQUENCE public.t_id_seq" in str(refused)

@@ -286,14 +286,16 @@ async def test_a_row_that_turns_up_below_the_position_is_an_alarm(
     events: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its id was taken in another transaction than its insert, which only a reservation covers."""
-    monkeypatch.setattr("replicad.server.publisher.LATE_INTERVAL", 0.1)
+    monkeypatch.setattr("replicad.server.late_rows.INTERVAL", 0.1)
     early = await events.fetch_value("SELECT nextval('events_id_seq')")
     await insert(events, "2")
     feed = daemon.publisher.feeds["events"]
     with trio.fail_after(PATIENCE):
-        while daemon.publisher._counted.get("events", (0, 0, 0))[1] < 2:
+        seen = daemon.publisher._late_rows._seen
+        while "events" not in seen or seen["events"].window.upto < 2:
             await trio.sleep(0.05)
         await events.execute("INSERT INTO events (id, body) VALUES ($1, '1')", early)
         while not feed.late_rows:
             await trio.sleep(0.05)
     assert feed.late_rows == 1
+    assert "ids 1:" in (daemon.troubles.why("stream", "events") or "")

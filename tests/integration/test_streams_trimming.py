@@ -108,12 +108,14 @@ async def test_trimming_by_age_uses_what_daemons_noted_and_the_notes_stay_few(db
     assert (await trimming.trim(db, "events", older_than=timedelta(days=9))).rows == 0
 
 
-async def test_positions_do_not_wait_for_a_trim(db: Database) -> None:
+async def test_a_row_that_a_trimming_transaction_inserts_is_waited_for(db: Database) -> None:
     await db.execute(EVENTS)
     await db.execute("INSERT INTO events (body) SELECT '{}' FROM generate_series(1, 10)")
     stream = (await registry.add(db, "events", "events", "id")).stream
     await registry.publish(db, stream, 10, {})
     async with db.connection() as trimmer, trimmer.transaction():
         await trimmer.execute("SELECT replicad.stream_trim('events', 5)")
+        await trimmer.execute("INSERT INTO events (body) VALUES ('{}')")
         await db.execute("INSERT INTO events (body) VALUES ('{}')")
-        assert (await status.show(db, "events")).position == 11
+        assert (await status.show(db, "events")).position == 10
+    assert (await status.show(db, "events")).position == 12

@@ -116,6 +116,7 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
         (tmp_path / f"schema/{template}.sql").symlink_to(schema_text.SQL / f"schema/{template}.sql")
     monkeypatch.setattr(schema_text, "SQL", tmp_path)
     monkeypatch.setattr(schema_text, "load", schema_text.load.__wrapped__)
+    monkeypatch.setitem(schema.VERSIONS, "tube", 1)
     (part / "010_thing.sql").write_text(
         "CREATE TABLE IF NOT EXISTS thing (old integer);\n"
         "CREATE FUNCTION f(x integer) RETURNS integer LANGUAGE sql AS 'SELECT 1';"

@@ -11,9 +11,6 @@ DECLARE
 BEGIN
     IF coalesce(func, '') = '' OR length(func) > 200 THEN
         PERFORM stream_refuse(format('%L is no name of a cache', left(func, 240)), 'take 1 to 200 characters');
-    ELSIF session_name = 'replicad ack' THEN
-        PERFORM stream_refuse('a session called "replicad ack" cannot invalidate caches: its transactions are not watched',
-            'trim streams in transactions of their own');
     END IF;
     IF writer = 'master' AND current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
             AND session_name NOT IN ('', 'master') AND session_name NOT LIKE '%(caches)' THEN

@@ -1,7 +1,8 @@
--- Who keeps us from reading sequences: ALTER SEQUENCE, TRUNCATE ... RESTART IDENTITY, DROP, in a transaction that is
--- still open or that waits for others (we would wait behind it). $1 oid[]: sequences. One row per sequence and culprit.
+-- Who keeps us from reading sequences (ALTER SEQUENCE, TRUNCATE ... RESTART IDENTITY, DROP) or positions tables (LOCK,
+-- ALTER TABLE, VACUUM FULL), in a transaction that is still open or that waits for others (we would wait behind it).
+-- $1 oid[]: sequences. $2 oid[]: tables. One row per relation and culprit.
 SELECT
-    l.relation AS sequence,
+    l.relation,
     l.virtualtransaction AS holder,
     l.pid,
     a.application_name,
@@ -15,5 +16,8 @@ LEFT JOIN pg_locks AS x
 LEFT JOIN pg_prepared_xact() AS p ON p.transaction = x.transactionid
 WHERE l.locktype = 'relation'
     AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
-    AND l.relation = ANY ($1::oid[])
-    AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+    AND (
+        l.relation = ANY ($1::oid[])
+        AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+        OR l.relation = ANY ($2::oid[]) AND l.mode = 'AccessExclusiveLock'
+    )

@@ -1,10 +1,13 @@
 -- Second statement of a poll, sent when the first has been answered: who may still write to the watched tables.
--- $1 oid[]: watched tables. $2 oid[]: watched sequences.
+-- $1 oid[]: watched tables. $2 oid[]: watched sequences. $3 oid[]: those of the tables from which the sessions of this
+-- process that $4 (pids) and $5 (their starts) name only delete: there these do not count. Every other session counts,
+-- whatever it calls itself; so does any of these on any other table (a trigger on DELETE may insert there).
 -- At least one row; `holder` is NULL when nobody holds anything. A row per holder and watched table (`watched`) or
 -- reservation (`number`, `bound`; the encoding is in horizon.py). `unfit`: sequences that no longer hand out ids one by
--- one and upwards; read here, later than the last values, so that these were still read from fit ones.
+-- one and upwards, and tables of which no column may be read; looked at here, later than the last values, so that these
+-- were still read from fit ones.
 -- RowExclusiveLock is what every INSERT and COPY takes; the stronger ones stand for LOCK TABLE before nextval(). Locks on
--- partitions and children count for every ancestor. Our own deletes (application_name `replicad ack`) do not count.
+-- partitions and children count for every ancestor.
 -- A prepared transaction has no pid; its gid is found through the lock on its transaction id. Its virtual transaction
 -- stays the one that it was prepared under, but is another (`-1/xid`) after a restart of the server.
 WITH RECURSIVE locked AS MATERIALIZED (
@@ -52,6 +55,8 @@ FROM (
         ARRAY(
             SELECT s.seqrelid FROM pg_sequence AS s
             WHERE s.seqrelid = ANY ($2::oid[]) AND (s.seqcache > 1 OR s.seqincrement < 1 OR s.seqcycle)
+            UNION ALL
+            SELECT t.oid FROM unnest($1::oid[]) AS t (oid) WHERE NOT has_any_column_privilege(t.oid, 'SELECT')
         ) AS unfit
 ) AS one
 LEFT JOIN (
@@ -70,5 +75,8 @@ LEFT JOIN (
     LEFT JOIN locked AS x
         ON e.pid IS NULL AND x.locktype = 'transactionid' AND x.virtualtransaction = e.virtualtransaction
     LEFT JOIN pg_prepared_xact() AS p ON p.transaction = x.transactionid
-    WHERE e.number IS NOT NULL OR a.application_name IS DISTINCT FROM 'replicad ack'
+    WHERE e.number IS NOT NULL OR e.watched <> ALL ($3::oid[]) OR NOT EXISTS (
+        SELECT FROM unnest($4::integer[], $5::timestamptz[]) AS own (pid, started)
+        WHERE own.pid = e.pid AND own.started = a.backend_start
+    )
 ) AS h ON TRUE

@@ -1,6 +1,6 @@
 -- stream_trim(name, upto, batch): deletes the oldest rows with ids up to `upto`, about `batch` of them; call it until
 -- it returns 0. What is gone is noted first, so that a token below it is told. Refuses (RS002) to delete what was not
--- published yet. Its lock does not hold back positions: the lock-watch leaves sessions called "replicad ack" out.
+-- published yet. Until its transaction ends, the stream's position waits, as for any other writer.
 -- Writes the stream's table, stream, stream_mark.
 CREATE OR REPLACE FUNCTION stream_trim(name text, upto bigint, batch integer = 10000) RETURNS bigint
 LANGUAGE plpgsql AS $$
@@ -14,7 +14,6 @@ BEGIN
         PERFORM stream_refuse(format('stream %s is published up to %s, so rows up to %s cannot be trimmed', s.name,
             coalesce(published::text, 'nothing'), upto), 'rows that no reader was sent must stay');
     END IF;
-    PERFORM set_config('application_name', 'replicad ack', true);
     EXECUTE format('SELECT max(id) FROM (SELECT t.%I FROM %s AS t WHERE t.%I <= $1 ORDER BY 1 LIMIT $2) oldest(id)',
         s.id_column, s.relation, s.id_column) INTO step USING upto, greatest(batch, 1);
     UPDATE stream x SET trimmed_upto = greatest(x.trimmed_upto, coalesce(step, upto)) WHERE x.number = s.number;

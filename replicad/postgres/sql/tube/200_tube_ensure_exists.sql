@@ -69,7 +69,8 @@ COMMENT ON FUNCTION tube_table_ensure(text) IS 'Makes the table of a new tube';
 -- tube_ensure_exists(tube, partitions, predicate, path): makes the tube, or alters it to be as asked; nothing is
 -- written where it is so already. predicate is SQL on a row of any attached table: only rows for which it is true are
 -- touched and backfilled. Its names are looked up along path, by default the caller's search_path. Pods and attachments
--- are kept. Raises RT005. Writes tube_registry, the tube's table, indexes, {tube}_touch and its trigger functions.
+-- are kept; a table that was dropped by hand is made anew. Raises RT005. Writes tube_registry, the tube's table,
+-- indexes, {tube}_touch and its trigger functions.
 --
 -- Altering the number of partitions builds an index, which makes writers wait meanwhile; on a tube with millions of
 -- pods choose a quiet hour, and set lock_timeout where long transactions write.
@@ -92,6 +93,9 @@ BEGIN
         PERFORM tube_table_ensure(tube);
     ELSE
         PERFORM tube_lock(tube);
+        IF to_regclass(quote_ident(tube)) IS NULL THEN
+            PERFORM tube_table_ensure(tube);  -- it was dropped by hand
+        END IF;
         UPDATE tube_registry r
             SET partitions = tube_ensure_exists.partitions, predicate = tube_ensure_exists.predicate, path = safe
             WHERE r.tube = tube_ensure_exists.tube AND (r.partitions, r.predicate, r.path)

@@ -1,10 +1,25 @@
--- tube_count(t, partition, backfill, exact): what tube_stats says of one kind of pods in one partition. Writes nothing.
+-- tube_fault(tube): why the tube's table cannot be read, NULL where it can. Waits little for locks; what it has read
+-- once can be read without waiting until the transaction ends. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_fault(tube text) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET lock_timeout = '200ms' AS $$
+BEGIN
+    EXECUTE format('SELECT seq::bigint, (op = ''B'')::integer, shard::integer, cardinality(ids), payload ->> ''type'', ts'
+        ' FROM %s LIMIT 0', tube_relation(tube));
+    RETURN NULL;
+EXCEPTION WHEN OTHERS THEN
+    RETURN SQLERRM;
+END
+$$;
+COMMENT ON FUNCTION tube_fault(text) IS 'Why a tube''s table cannot be read';
+
+-- tube_count(t, partition, backfill, exact): what tube_stats says of one kind of pods in one partition; all NULL where t
+-- is. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_count(
     t tube_registry, partition integer, backfill boolean, exact integer,
     OUT pods bigint, OUT ids bigint, OUT min_seq bigint, OUT max_seq bigint,
     OUT min_ts timestamptz, OUT max_ts timestamptz, OUT estimated boolean
 )
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql STABLE STRICT SET search_path FROM CURRENT AS $$
 DECLARE
     condition text := format(
         '(shard %% %s) = %s AND (op = ''B'')::integer = %s', t.partitions, partition, backfill::integer);
@@ -27,9 +42,10 @@ $$;
 COMMENT ON FUNCTION tube_count(tube_registry, integer, boolean, integer)
     IS 'Counts or estimates one kind of pods in one partition';
 
--- tube_count_control(tube, partitions, partition): how many control pods a partition has. Writes nothing.
+-- tube_count_control(tube, partitions, partition): how many control pods a partition has; NULL where tube is. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_count_control(tube text, partitions integer, partition integer) RETURNS bigint
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql STABLE STRICT SET search_path FROM CURRENT AS $$
 DECLARE
     pods bigint;
 BEGIN

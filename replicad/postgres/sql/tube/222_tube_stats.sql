@@ -2,7 +2,8 @@
 -- pods in theirs and in control_count as well; times are those of the pods with the lowest and highest seq. shards are
 -- those of attached tables in the partition. inc_ids and backfill_ids count ids.
 -- Where a partition has more than exact pods of a kind, they are counted in a sample of about 200 pages and estimated
--- from that; estimated is true then. Writes nothing.
+-- from that; estimated is true then. A tube whose table cannot be read has NULLs for all that stands in it. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_stats(exact integer = 10000) RETURNS TABLE (
     tube text, predicate text, partition integer, shards integer[],
     inc_count bigint, inc_min_seq bigint, inc_max_seq bigint, inc_min_ts timestamptz, inc_max_ts timestamptz,
@@ -16,9 +17,12 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             WHERE a.tube = r.tube AND a.shard % r.partitions = p ORDER BY 1),
         inc.pods, inc.min_seq, inc.max_seq, inc.min_ts, inc.max_ts,
         bf.pods, bf.min_seq, bf.max_seq, bf.min_ts, bf.max_ts,
-        tube_count_control(r.tube, r.partitions, p), inc.ids, bf.ids, inc.estimated OR bf.estimated
-    FROM tube_registry r, generate_series(0, r.partitions - 1) AS p,
-        tube_count(r, p, false, exact) AS inc, tube_count(r, p, true, exact) AS bf
+        tube_count_control(CASE WHEN s.fault IS NULL THEN r.tube END, r.partitions, p), inc.ids, bf.ids,
+        inc.estimated OR bf.estimated
+    FROM (SELECT x AS one, tube_fault(x.tube) AS fault FROM tube_registry x OFFSET 0) AS s
+        JOIN tube_registry r ON r.tube = (s.one).tube, generate_series(0, r.partitions - 1) AS p,
+        tube_count(CASE WHEN s.fault IS NULL THEN s.one END, p, false, exact) AS inc,
+        tube_count(CASE WHEN s.fault IS NULL THEN s.one END, p, true, exact) AS bf
     ORDER BY r.tube, p
 $$;
 COMMENT ON FUNCTION tube_stats(integer) IS 'What is in each partition of each tube';

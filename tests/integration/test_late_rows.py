@@ -1,0 +1,194 @@
+"""Rows that turn up at or below a position are found by their ids, named, counted, and shown with their cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import trio
+
+from replicad.errors import DatabaseError
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database
+from replicad.server.late_rows import LateRows
+from replicad.server.troubles import Troubles
+from replicad.streams import registry
+from replicad.streams.registry import Stream
+
+PLAIN = "CREATE TABLE events (id bigserial PRIMARY KEY, body text)"
+PARTITIONED = (
+    "CREATE TABLE events (id bigserial, body text) PARTITION BY LIST (body);"
+    "CREATE TABLE events_a PARTITION OF events FOR VALUES IN ('a'); CREATE INDEX ON events (id)"
+)
+
+
+@dataclass
+class Feed:
+    """Stands in for a feed that has told everything up to `told_upto`."""
+
+    stream: Stream
+    told_upto: int = 0
+    late_rows: int = 0
+
+
+class Watch:
+    """A stream `events`, looked at when the test says so."""
+
+    def __init__(self, db: Database, feed: Feed) -> None:
+        self.db, self.feed, self.troubles = db, feed, Troubles()
+        self.late = LateRows(db, {"events": feed}, self.troubles)
+
+    async def look(self, told: int) -> str | None:
+        """A look after everything up to `told` was sent; what is shown of the stream."""
+        self.feed.told_upto = told
+        await self.late.look("events", self.feed)
+        return self.troubles.why("stream", "events")
+
+
+async def watch(db: Database, sql: str, method: str = "lock_watch") -> Watch:
+    await schema.install(db, "stream")
+    await db.execute(sql)
+    return Watch(db, Feed((await registry.add(db, "events", "events", "id", method=method)).stream))
+
+
+async def test_deletions_hide_no_late_row(database: Database) -> None:
+    events = await watch(database, PLAIN)
+    await database.execute("INSERT INTO events SELECT g FROM generate_series(1, 100) AS g WHERE g NOT IN (40, 41, 60)")
+    assert await events.look(100) is None
+    await database.execute("DELETE FROM events WHERE id BETWEEN 1 AND 30; INSERT INTO events VALUES (60), (41)")
+    why = await events.look(100)
+    assert why is not None
+    assert "2 rows" in why
+    assert "ids 41, 60:" in why
+    assert "--method reservation" in why
+    assert "token 40" in why
+    assert events.feed.late_rows == 2
+    await events.look(100)
+    assert events.feed.late_rows == 2  # each once
+
+
+async def test_a_late_row_whose_id_has_rows_already_is_found(database: Database) -> None:
+    events = await watch(database, "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)")
+    await database.execute("INSERT INTO events SELECT g / 3 FROM generate_series(3, 302) AS g")
+    assert await events.look(100) is None
+    await database.execute("DELETE FROM events WHERE id < 10; INSERT INTO events VALUES (50), (50), (70)")
+    why = await events.look(100)
+    assert why is not None
+    assert "3 rows" in why
+    assert "ids 50, 70:" in why
+
+
+async def test_the_window_is_narrower_where_ids_have_many_rows(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.server.late_rows.MAX_ROWS", 100)
+    events = await watch(database, "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)")
+    await database.execute("INSERT INTO events SELECT g / 30 FROM generate_series(30, 3029) AS g")
+    assert await events.look(100) is None
+    assert events.late._seen["events"].window.after == 97
+    assert await events.look(100) is None
+    await database.execute("INSERT INTO events VALUES (99), (50)")
+    why = await events.look(100)
+    assert why is not None
+    assert "ids 99:" in why
+
+
+async def test_rows_that_come_in_order_or_are_changed_are_none(database: Database) -> None:
+    events = await watch(database, PLAIN)
+    for n in range(1, 6):
+        await database.execute("INSERT INTO events SELECT nextval('events_id_seq') FROM generate_series(1, 6000)")
+        await database.execute(
+            "UPDATE events SET body = 'changed' WHERE id % 7 = 0; DELETE FROM events WHERE id % 11 = 0"
+        )
+        assert await events.look(6000 * n) is None
+    events.feed.stream = replace(events.feed.stream, epoch="another", resets=1)
+    await database.execute("INSERT INTO events VALUES (22) ON CONFLICT DO NOTHING; DELETE FROM events WHERE id > 22")
+    assert await events.look(22) is None
+
+
+async def test_a_partition_that_is_attached_with_rows_in_it_has_words_of_its_own(database: Database) -> None:
+    events = await watch(database, PARTITIONED)
+    await database.execute("INSERT INTO events (body) SELECT 'a' FROM generate_series(1, 20000)")
+    assert await events.look(20000) is None
+    await database.execute(
+        "CREATE TABLE archive (LIKE events); INSERT INTO archive SELECT g, 'old' FROM generate_series(5, 14) AS g;"
+        "INSERT INTO archive VALUES (19999, 'old'); ALTER TABLE events ATTACH PARTITION archive FOR VALUES IN ('old');"
+        "INSERT INTO events VALUES (15000, 'a')"
+    )
+    why = await events.look(20000)
+    assert why is not None
+    assert (
+        "public.archive was attached to the table of stream events with 11 rows at or below its position 20000" in why
+    )
+    assert "ids 5 to 19999" in why
+    assert "token 4" in why
+    assert "detach public.archive" in why
+    assert "ids 15000:" in why  # and the late row elsewhere is not hidden by it
+    assert events.feed.late_rows == 12
+
+
+async def test_a_child_that_inherits_with_rows_in_it_is_told_and_a_new_empty_partition_is_not(
+    database: Database,
+) -> None:
+    events = await watch(database, PLAIN)
+    await database.execute("INSERT INTO events (body) VALUES ('a'), ('b')")
+    assert await events.look(2) is None
+    await database.execute("CREATE TABLE empty () INHERITS (events); INSERT INTO empty (body) VALUES ('c')")
+    assert await events.look(3) is None
+    await database.execute("CREATE TABLE full_one (LIKE events); INSERT INTO full_one VALUES (1, 'x')")
+    await database.execute("ALTER TABLE full_one INHERIT events")
+    why = await events.look(3)
+    assert why is not None
+    assert "public.full_one was attached" in why
+    assert "empty" not in why
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [("reservation", "had not reserved"), ("lock_watch", "--method reservation")]
+)
+async def test_the_remedy_fits_the_method(database: Database, method: str, words: str) -> None:
+    events = await watch(database, PLAIN, method)
+    await events.look(10)
+    await database.execute("ALTER TABLE events DISABLE TRIGGER ALL; INSERT INTO events VALUES (4)")
+    assert words in (await events.look(10) or "")
+
+
+async def test_a_locked_table_delays_a_look_by_little_and_hides_nothing(database: Database) -> None:
+    events = await watch(database, PLAIN)
+    await database.execute("INSERT INTO events VALUES (1), (3)")
+    assert await events.look(3) is None
+    async with database.connection() as connection, connection.transaction():
+        await connection.execute("LOCK TABLE events; INSERT INTO events VALUES (2)")
+        with trio.fail_after(60):
+            assert await events.look(3) is None
+    assert "ids 2:" in (await events.look(3) or "")
+
+
+async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.server.late_rows.INTERVAL", 0.05)
+    monkeypatch.setattr("replicad.server.late_rows.LASTS", 1.0)
+    events = await watch(database, PLAIN)
+    broken = Feed(replace(events.feed.stream, name="broken", table="public.gone"))
+    events.late._feeds = {"broken": broken, "events": events.feed}
+    events.feed.told_upto = 5
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(events.late.run)
+        with trio.fail_after(60):
+            while "events" not in events.late._seen:
+                await trio.sleep(0.02)
+            assert "does not exist" in (events.troubles.why("stream", "broken") or "")
+            await database.execute("INSERT INTO events VALUES (4)")
+            while events.troubles.why("stream", "events") is None:
+                await trio.sleep(0.02)
+            while events.troubles.why("stream", "events") is not None:  # shown for LASTS, and over
+                await trio.sleep(0.02)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_failure_of_postgres_leaves_a_look_with_an_error(database: Database) -> None:
+    events = await watch(database, PLAIN)
+    events.feed.stream = replace(events.feed.stream, table="public.gone")
+    with pytest.raises(DatabaseError):
+        await events.look(1)

@@ -121,6 +121,8 @@ class Publisher:
                 self._drop(name, "it was removed")
             elif current.fault is not None:
                 self._drop(name, current.fault)
+            elif name in self.feeds:
+                self.feeds[name].on_registered(current.writers.keys())
         self._tell_of_faults({name: stream.fault for name, stream in found.items() if stream.fault})
         new = [s for name, s in found.items() if not s.fault and name not in self.feeds and name not in self._pending]
         if new:
@@ -176,11 +178,12 @@ class Publisher:
             schema=self._schema,
             limits=self._limits,
             writers_changed=lambda numbers: self._poller.set_writers(name, _writers(stream, numbers)),
+            troubles=self._troubles,
         )
         self.feeds[name] = feed
         self._scopes[name] = trio.CancelScope()
         self._nursery.start_soon(self._serve, feed, self._scopes[name])
-        log.info("stream_served", stream=name, position=reading.position, writers=sorted(feed.numbers))
+        log.info("stream_served", stream=name, position=reading.position, writers=len(feed.numbers))
         for on_feed in list(self._followers):
             on_feed(feed)
 

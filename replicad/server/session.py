@@ -84,7 +84,8 @@ class Session:
         )
         self._authorised = settings.token is None
         self._auth_deadline = trio.current_time() + limits.auth_timeout
-        self._posted: deque[Command] = deque()
+        self._posted: deque[Command | bytes] = deque()  # bytes: what a subscription begins with
+        self._commands = 0  # of what is posted
         self._readers: list[Reader] = []
         self._wake = trio.Event()
         self._sending = trio.Lock()
@@ -107,9 +108,10 @@ class Session:
 
     def post(self, command: Command) -> None:
         """Queue a command without waiting; a peer that lets the queue fill up is cut off."""
-        if len(self._posted) >= MAX_POSTED:
+        if self._commands >= MAX_POSTED:
             self.hang_up(CloseReason.SLOW_READER)
             return
+        self._commands += 1
         self._posted.append(command)
         self.wake()
 
@@ -135,8 +137,9 @@ class Session:
         finally:
             self._sending.release()
 
-    def read(self, channel: Channel, cursor: int, *, extended: bool) -> Reader:
-        """Have the chunks of a journal sent from `cursor` on, after what is posted already.
+    def read(self, channel: Channel, cursor: int, *, extended: bool, preamble: bytes = b"") -> Reader:
+        """Have the chunks of a journal sent from `cursor` on, after what is posted already and then `preamble`, whole
+        lines. There is one preamble for each stream, so these do not count as commands that are posted.
 
         Raises:
             SlowReader: the chunk is no longer held.
@@ -144,6 +147,8 @@ class Session:
         reader = channel.subscribe(cursor, self.wake, extended=extended)
         reader.on_fall = lambda: self.hang_up(*self._explain(reader.refusal()))
         self._readers.append(reader)
+        if preamble:
+            self._posted.append(preamble)
         self.wake()
         return reader
 
@@ -304,8 +309,10 @@ class Session:
 
     def _render_posted(self) -> bytes:
         now = trio.current_time()
-        lines = [self._connection.send(command, now) for command in self._posted]
+        send = self._connection.send
+        lines = [posted if isinstance(posted, bytes) else send(posted, now) for posted in self._posted]
         self._posted.clear()
+        self._commands = 0
         return b"".join(lines)
 
     async def _send_all(self, pieces: Sequence[Piece]) -> None:

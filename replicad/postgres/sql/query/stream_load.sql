@@ -24,8 +24,10 @@ SELECT s.number::integer AS number,
     s.resets,
     s.trimmed_upto,
     s.created_at,
-    ARRAY(SELECT w.name FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_names,
-    ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_numbers
+    ARRAY(SELECT w.name FROM {schema}.stream_writer w WHERE w.stream = s.number AND w.retired_at IS NULL
+        ORDER BY w.number) AS writer_names,
+    ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number AND w.retired_at IS NULL
+        ORDER BY w.number) AS writer_numbers
 FROM {schema}.stream s
 LEFT JOIN pg_class tc ON tc.oid = s.relation
 LEFT JOIN pg_namespace tn ON tn.oid = tc.relnamespace

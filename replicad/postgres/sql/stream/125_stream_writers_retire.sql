@@ -20,16 +20,13 @@ BEGIN
     PERFORM stream_refuse(format('stream %s has no writer %L', s.name, culprit),
         format('`replicad streams writers %s` lists those that there are', s.name)) WHERE culprit IS NOT NULL;
 
-    -- Up to where rows are older than `quiet`: all, where nothing was published since; else by the latest note of that
-    -- age, or the earliest that there is.
+    -- Up to where rows are older than `quiet`: all, where nothing was published since; else by the latest note of that age.
     SELECT CASE WHEN p.published_at <= stream_writers_retire.at - make_interval(secs => quiet) THEN p.position
-        ELSE least(p.position, coalesce(
-            (SELECT max(m.position) FROM stream_mark m
-             WHERE m.stream = s.number AND m.at <= stream_writers_retire.at - make_interval(secs => quiet)),
-            (SELECT min(m.position) FROM stream_mark m WHERE m.stream = s.number))) END
+        ELSE (SELECT max(m.position) FROM stream_mark m
+              WHERE m.stream = s.number AND m.at <= stream_writers_retire.at - make_interval(secs => quiet)) END
     INTO settled FROM stream_position p WHERE p.stream = s.number AND p.writer = 0;
-    PERFORM stream_refuse(format('nothing of stream %s was published yet', s.name),
-        'start `replicad serve`, and retire writers when it serves the stream') WHERE settled IS NULL;
+    PERFORM stream_refuse(format('of stream %s nothing was published %s s ago or earlier, so nobody is known to be quiet',
+        s.name, quiet), 'retire writers when a daemon has served the stream for that long') WHERE settled IS NULL;
     SELECT b INTO culprit FROM stream_writers_last(s, settled) b WHERE b = ANY (wanted) ORDER BY b LIMIT 1;
     PERFORM stream_refuse(
         format('writer %s of stream %s has rows above %s, so it wrote not long ago', culprit, s.name, settled),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from replicad.postgres.rows import Chunk
 
 FEW = 8  # writers that are searched for one by one; beyond it reading a chunk once is cheaper
+SORTED = 1000  # lines that are put in order for people; beyond it that would cost as much as making them
 
 Positions = Mapping[str, int]
 
@@ -60,8 +61,10 @@ def position_lines(stream: str, told: Positions, now: Positions, *, all_of_them:
 
     Not by `Position.render`, which parses what it renders: names come from the registry, where each is one word.
     """
-    moved = now if all_of_them else [name for name, at in now.items() if told[name] != at]
-    return "".join([f"POSITION {stream} {name} {told[name]} {now[name]}\n" for name in sorted(moved)]).encode()
+    moved = [(name, told[name], at) for name, at in now.items() if all_of_them or told[name] != at]
+    if len(moved) <= SORTED:
+        moved.sort()
+    return "".join([f"POSITION {stream} {name} {before} {at}\n" for name, before, at in moved]).encode()
 
 
 def set_lines(stream: str, writers: bytes, positions: Positions) -> bytes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from replicad.cli import stream_writers
 from replicad.cli.command import ReplicadGroup, option, settings_options
 from replicad.cli.database import on_database
 from replicad.cli.failures import say
@@ -219,6 +220,9 @@ def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> N
         raise UsageError(f"--forget: {forget!r} has acknowledged nothing of {name}; the senders: {_names(senders)}")
     rows = [{"instance": one.instance, "token": one.token, "acked_at": one.acked_at} for one in senders]
     print_rows(["instance", "token", "acked_at"], rows, as_json=as_json, nothing=f"nobody has acknowledged {name}")
+
+
+command.add_command(stream_writers.command)
 
 
 def _held_back(name: str, senders: list[SenderAck]) -> str:

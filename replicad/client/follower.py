@@ -20,7 +20,7 @@ from replicad.protocol.replication import BATCH
 
 Understand = Callable[[bytes], Command | None]  # Connection.understand, or what wraps it
 
-MAX_LANES = 100_000  # writers of all streams together; a hundred times what is bearable, a bound on memory all the same
+MAX_LANES = 100_000  # writers of all streams together that are remembered; others are looked up anew when they write
 _SHORT = 18  # digits; every number of that length is a bigint
 
 
@@ -213,7 +213,9 @@ class Follower:
         found = self._lanes.get(prefix)
         if found is None:
             if len(self._lanes) >= MAX_LANES:
-                raise RemoteProtocolError(f"the rows of one connection come from more than {MAX_LANES} writers")
+                self._lanes = {prefix: lane for prefix, lane in self._lanes.items() if lane.batch is not None}
+            if len(self._lanes) >= MAX_LANES:
+                raise RemoteProtocolError(f"more than {MAX_LANES} writers have each begun a batch and not ended it")
             found = self._lanes[prefix] = _Lane(stream, instance, progress.mark(instance))
         return found
 
@@ -221,6 +223,7 @@ class Follower:
         progress = self._streams.get(told.stream)
         if progress is None or progress.linear != (told.instance == LINEAR):
             return
+        progress.told()
         if progress.linear:
             progress.answered = True
         mark = progress.mark(told.instance)

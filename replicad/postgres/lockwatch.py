@@ -130,9 +130,7 @@ class LockWatch:
         if lowest is not None and lowest >= last_value:
             lowest, self.lowest = last_value, None
         self._safe = lowest
-        self._safe_for = {
-            writer: safe for writer in writers if (safe := self._safe_position(writer, writers)) is not None
-        }
+        self._safe_for = self._safe_positions(last_value, writers)
         self.per_writer = {writer: value for writer, value in self.per_writer.items() if writer in writers}
         self._show()
 
@@ -178,14 +176,25 @@ class LockWatch:
                 found[hold.key] = _Held(known.bound, None)
         return found
 
-    def _safe_position(self, writer: str, writers: Collection[str]) -> int | None:
-        """How far nothing of this writer can appear any more; None when that is not known."""
-        safe = self.last_value
+    def _safe_positions(self, last_value: int, writers: Collection[str]) -> dict[str, int]:
+        """How far nothing of each writer can appear any more; a writer of which that is not known is left out.
+
+        In time that grows with the writers and with the holders, not with their product.
+        """
+        lowest: dict[str | None, int | None] = {None: last_value}  # by the writer that is held back; None: all of them
         for held in self._held.values():
-            if held.writer == writer or held.writer not in writers:
-                if held.bound is None:
-                    return None
-                safe = held.bound if safe is None else min(safe, held.bound)
+            writer = held.writer if held.writer in writers else None
+            known = lowest.get(writer, last_value)
+            lowest[writer] = None if held.bound is None or known is None else min(held.bound, known)
+        common = lowest.pop(None)
+        if common is None:
+            return {}
+        safe = dict.fromkeys(writers, common)
+        for writer, bound in lowest.items():
+            if bound is None:
+                del safe[writer or ""]
+            else:
+                safe[writer or ""] = min(bound, common)
         return safe
 
     def _show(self) -> None:
@@ -197,8 +206,13 @@ class LockWatch:
             self.position = min(self._safe, limit)
         if self.position is None:
             return
+        position, shown = self.position, self.per_writer
         for writer, safe in self._safe_for.items():
-            self.per_writer[writer] = max(min(safe, limit), self.position, self.per_writer.get(writer, self.position))
+            at = limit if safe > limit else safe
+            if at > shown.get(writer, position) or writer not in shown:
+                shown[writer] = at if at > position else position
+            elif shown[writer] < position:
+                shown[writer] = position
         if self._resetting:
             self._resetting, self.reset = False, True
 

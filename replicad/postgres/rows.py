@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Protocol
 
 from replicad.errors import DatabaseError
+from replicad.postgres import writer_ranges
 from replicad.postgres.bridge import Sink, load_sql, quote_ident, quote_literal
 
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse
@@ -130,17 +132,19 @@ class RowSource:
         """The query for (after, upto] of all writers, ascending by id: one linear stream."""
         return self._lines(after, upto, "true")
 
-    def vector_sql(self, ranges: Mapping[str, Range]) -> str:
-        """The query for a range per writer, ascending by id over all; writers that are not named send nothing.
+    def vector_sql(self, ranges: Mapping[str, Range], others: Range | None = None) -> str:
+        """The query for a range per writer, ascending by id over all.
 
-        `ranges` must not be empty.
+        Writers that are not named have the range `others`, or send nothing. `ranges` must not be empty, unless there
+        are others.
         """
-        after = min(low for low, _ in ranges.values())
-        upto = max(high for _, high in ranges.values())
+        spans = [*ranges.values(), *([] if others is None else [others])]
+        after = min(low for low, _ in spans)
+        upto = max(high for _, high in spans)
         if self.instance_column is None:
             after, upto = ranges.get(MASTER, (upto, upto))
             return self._lines(after, upto, "true")
-        return self._lines(after, upto, self._within(ranges))
+        return self._lines(after, upto, self._within(ranges, others))
 
     async def copy_range(self, db: Reads, after: int, upto: int, sink: ChunkSink, timeout: float | None = None) -> int:
         """Send the lines of `range_sql` to `sink` in chunks; returns how many there were.
@@ -150,10 +154,18 @@ class RowSource:
         return await _copy(db, self.range_sql(after, upto), sink, timeout)
 
     async def copy_vector(
-        self, db: Reads, ranges: Mapping[str, Range], sink: ChunkSink, timeout: float | None = None
+        self,
+        db: Reads,
+        ranges: Mapping[str, Range],
+        sink: ChunkSink,
+        timeout: float | None = None,
+        *,
+        others: Range | None = None,
     ) -> int:
         """Send the lines of `vector_sql` to `sink` in chunks; returns how many there were. Raises as `copy_range`."""
-        return await _copy(db, self.vector_sql(ranges), sink, timeout) if ranges else 0
+        if not ranges and others is None:
+            return 0
+        return await _copy(db, self.vector_sql(ranges, others), sink, timeout)
 
     async def last_tokens(self, db: Reads, after: int, upto: int) -> dict[str, int]:
         """The last id of each writer that has rows in (after, upto]. Reads the range; without instances, its end."""
@@ -199,7 +211,7 @@ class RowSource:
         if self.instance_column is None:
             return quote_literal(f"{start}{MASTER} ")
         general = f"{quote_literal(start)} || {self._instance()} || ' '"
-        plain = [name for name in self.writers if wire_instance(name) == name][:_CASES]
+        plain = list(islice((name for name in self.writers if wire_instance(name) == name), _CASES))
         cases = "".join(f" WHEN {quote_literal(name)} THEN {quote_literal(f'{start}{name} ')}" for name in plain)
         return f"CASE {self._raw_instance()}{cases} ELSE {general} END" if cases else f"({general})"
 
@@ -226,21 +238,20 @@ class RowSource:
             text = rf"replace(replace({text}, E'\n', ' '), E'\r', ' ')"
         return f"coalesce({text}, 'null')"
 
-    def _within(self, ranges: Mapping[str, Range]) -> str:
+    def _within(self, ranges: Mapping[str, Range], others: Range | None) -> str:
         column = f"t.{quote_ident(self.id_column)}"
-        cases = "".join(
-            f" WHEN {quote_literal(name)} THEN {column} > {int(low)} AND {column} <= {int(high)}"
-            for name, (low, high) in ranges.items()
-        )
-        general = f"CASE {self._instance()}{cases} ELSE false END"
-        plain = "".join(
-            f" WHEN {quote_literal(name)} THEN {column} > {int(low)} AND {column} <= {int(high)}"
-            for name, (low, high) in ranges.items()
-            if wire_instance(name) == name
-        )
-        if len(ranges) > _CASES or not plain:
-            return general
-        return f"CASE {self._raw_instance()}{plain} ELSE {general} END"
+        if writer_ranges.is_one(ranges, others):
+            return "true"
+        if len(ranges) > _CASES:
+            return writer_ranges.condition(ranges, others, column, self._instance())
+        cases = {
+            name: f" WHEN {quote_literal(name)} THEN {writer_ranges.within(column, span)}"
+            for name, span in ranges.items()
+        }
+        rest = "false" if others is None else writer_ranges.within(column, others)
+        general = f"CASE {self._instance()}{''.join(cases.values())} ELSE {rest} END" if cases else rest
+        plain = "".join(case for name, case in cases.items() if wire_instance(name) == name)
+        return f"CASE {self._raw_instance()}{plain} ELSE {general} END" if plain else general
 
     def _raw_instance(self) -> str:
         """The column as it is, compared byte by byte whatever its collation calls equal."""

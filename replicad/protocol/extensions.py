@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from replicad.protocol.tokens import MAX_WRITERS_IN_TOKEN
 from replicad.protocol.words import Command, Side, bad, integer, split_words
 
 
@@ -53,8 +52,8 @@ class Streams(Command):
 class Writers(Command):
     """WRITERS: a stream's epoch and the small numbers of its writers, which vector tokens are made of.
 
-    Sent before the POSITIONs that answer `REPLICATE stream ...`, and again when a writer joins; never to a
-    client that subscribed with REPLICATE alone.
+    Sent before the POSITIONs that answer `REPLICATE stream ...`, and again when writers join or are retired; never to
+    a client that subscribed with REPLICATE alone. A set with many writers takes several lines, see `writer_set`.
     """
 
     NAME = "WRITERS"
@@ -66,7 +65,7 @@ class Writers(Command):
 
     @classmethod
     def parse(cls, rest: str) -> Self:
-        stream, epoch, *pairs = split_words(cls.NAME, rest, cls.USAGE, 2, 2 + MAX_WRITERS_IN_TOKEN)
+        stream, epoch, *pairs = split_words(cls.NAME, rest, cls.USAGE, 2, len(rest))
         split = [pair.rpartition("=") for pair in pairs]
         numbers = {name: integer(cls.NAME, "number", number) for name, _, number in split if name}
         distinct = len(set(numbers.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from replicad.protocol.tokens import MAX_TOKEN
 from replicad.protocol.words import MAX_WORD, Command, Side, bad, integer, json_array, split_tail, split_words
 
 BATCH = "batch"  # in the place of a token: more rows with the same token follow
@@ -140,11 +141,13 @@ class Replicate(Command):
     def parse(cls, rest: str) -> Self:
         if not rest.strip(" "):  # Synapse sends `REPLICATE ` with a blank
             return cls()
-        words = split_words(cls.NAME, rest, cls.USAGE, 1, 3)
+        stream, blank, after = rest.partition(" ")
+        split_words(cls.NAME, stream, cls.USAGE, 1, 1)
+        words = [stream, *(after.split(" ") if blank else ())]  # a token is longer than other words may be
         linear = len(words) > 1 and words[-1] == "linear"
         if linear:
             words.pop()
-        if len(words) > 2:
+        if len(words) > 2 or not all(words) or len(words[-1]) > max(MAX_TOKEN, MAX_WORD):
             raise bad(cls.NAME, f"the form is `{cls.NAME} {cls.USAGE}`")
         return cls(words[0], words[1] if len(words) == 2 else None, linear)
 

@@ -16,7 +16,7 @@ from typing import Self
 
 from replicad.errors import BadToken, RemoteProtocolError
 
-MAX_WRITERS_IN_TOKEN = 1000  # writers ahead of the minimum; a token beyond this is not one of ours
+MAX_TOKEN = 256 * 1024  # characters; a quarter of the longest line that a server takes by default
 _BIG = (1 << 63) - 1
 _INTEGER = r"(?:0|-?[1-9][0-9]{0,18})"
 _VECTOR = re.compile(rf"(?:([0-9a-f]{{8,32}})!)?({_INTEGER})((?:~[1-9][0-9]{{0,8}}\.{_INTEGER})*)")
@@ -48,20 +48,36 @@ class Vector:
         Raises:
             BadToken: not of that form, out of range, or a writer named twice.
         """
-        found = _VECTOR.fullmatch(text)
+        found = _VECTOR.fullmatch(text) if len(text) <= MAX_TOKEN else None
         if found is None:
             raise BadToken(f"{text[:80]!r} is not a token; a token looks like 58 or 58~2.61")
         epoch, minimum, rest = found.groups()
         pairs = [part.split(".") for part in rest.split("~")[1:]]
         ahead = {int(number): int(at) for number, at in pairs}
         values = [int(minimum), *ahead.values()]
-        if len(ahead) != len(pairs) or len(ahead) > MAX_WRITERS_IN_TOKEN or not all(-_BIG <= v <= _BIG for v in values):
+        if len(ahead) != len(pairs) or not all(-_BIG <= v <= _BIG for v in values):
             raise BadToken(f"{text[:80]!r} is not a token: a writer stands in it twice, or a number is too large")
         return cls(int(minimum), ahead, epoch)
 
     def __str__(self) -> str:
         head = f"{self.epoch}!" if self.epoch else ""
         return head + str(self.minimum) + "".join(f"~{number}.{at}" for number, at in self.ahead.items())
+
+    def shortened(self, size: int = MAX_TOKEN) -> Vector:
+        """A vector at or behind this one, for every writer, whose text has at most `size` characters.
+
+        Writers that do not fit stand at the minimum, the least ahead first: their rows may come again, none is lost.
+        """
+        if len(str(self)) <= size:
+            return self
+        left = size - len(str(Vector(self.minimum, epoch=self.epoch)))
+        kept: dict[int, int] = {}
+        for number, at in sorted(self.ahead.items(), key=lambda pair: -pair[1]):
+            left -= len(f"~{number}.{at}")
+            if left < 0:
+                break
+            kept[number] = at
+        return Vector(self.minimum, kept, self.epoch)
 
     def at(self, number: int) -> int:
         """The position of the writer with that number."""

@@ -8,7 +8,7 @@ without rows, and seals the journal where both agree.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 
 import structlog
 import trio
@@ -17,8 +17,11 @@ from replicad.errors import DatabaseError, ReplicadError, StreamRefused, TokenEx
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
 from replicad.postgres.rows import Chunk, RowSource
-from replicad.protocol.commands import Position, Writers
+from replicad.protocol.tokens import Vector
+from replicad.protocol.writer_set import WRITERS_ON_LINE, writers_lines
 from replicad.server.journal import Channel, JournalLimits
+from replicad.server.roster import Roster
+from replicad.server.told import LastTokens, Positions, position_lines, set_lines
 from replicad.server.troubles import Troubles
 from replicad.streams import registry
 from replicad.streams.queries import Impatient, is_locked
@@ -29,46 +32,10 @@ POSITION_INTERVAL = 0.1  # seconds between two words that a position moved witho
 RETRY_PAUSE = 0.2  # seconds before a copy that failed is tried again; doubles up to RETRY_PAUSE_MAX
 RETRY_PAUSE_MAX = 5.0
 FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
+UNKNOWN = -(1 << 63)  # below every position
 
-Positions = Mapping[str, int]
 Send = Callable[[bytes], Awaitable[None]]
 log = structlog.get_logger()
-
-
-class LastTokens:
-    """The last token of each writer in the chunks that went by, found from the end of each chunk."""
-
-    def __init__(self, stream: str, writers: Positions) -> None:
-        self._single = next(iter(writers)) if len(writers) == 1 else None
-        self._prefixes = {name: f"RDATA {stream} {name} ".encode() for name in writers}
-        self.tokens: dict[str, int] = {}
-        self.done: int | None = None  # ids up to here went by whole
-        self.torn = False  # the last chunk ends within a batch
-
-    def see(self, chunk: Chunk) -> None:
-        """Note what a chunk ends with. Chunks come in ascending order of ids."""
-        self.torn = chunk.token is None
-        if chunk.token is not None:
-            self.done = chunk.token
-        if self._single is not None:
-            if chunk.token is not None:
-                self.tokens[self._single] = chunk.token
-            return
-        for name, prefix in self._prefixes.items():
-            at = chunk.data.rfind(b"\n" + prefix) + 1
-            if at or chunk.data.startswith(prefix):
-                word = chunk.data[at + len(prefix) : at + len(prefix) + 21].split(b" ", 1)[0]
-                if word != b"batch":  # its number is in the next chunk
-                    self.tokens[name] = int(word)
-
-
-def position_lines(stream: str, told: Positions, now: Positions) -> bytes:
-    """POSITION for each writer that has moved from what was told."""
-    return b"".join(
-        Position(stream, name, told[name], now[name]).render().encode() + b"\n"
-        for name in sorted(now)
-        if told[name] != now[name]
-    )
 
 
 class Copier:
@@ -76,31 +43,60 @@ class Copier:
 
     def __init__(self, source: RowSource, *, linear: bool) -> None:
         self.source = source
+        self.one_writer = linear or source.instance_column is None
         self._linear = linear
 
     async def copy(
-        self, db: Database, after: Positions, upto: Positions, send: Callable[[Chunk], Awaitable[None]]
+        self,
+        db: Database,
+        after: Positions,
+        upto: Positions,
+        send: Callable[[Chunk], Awaitable[None]],
+        others_after: int | None = None,
     ) -> None:
-        """The rows of (after, upto] in chunks. Raises TokenExpired where rows of the range were trimmed."""
+        """The rows of (after, upto] in chunks. Writers that are not listed stand at the minimum of those that are;
+        before, where `others_after` says so, at that. Raises TokenExpired where rows of the range were trimmed.
+        """
         if self._linear:
             await self.source.copy_range(db, after[LINEAR], upto[LINEAR], send)
-        else:
-            ranges = {name: (after[name], upto[name]) for name in upto if after[name] < upto[name]}
-            await self.source.copy_vector(db, ranges, send)
+            return
+        ranges = {name: (after[name], at) for name, at in upto.items()}
+        if self.one_writer:
+            await self.source.copy_vector(db, {n: span for n, span in ranges.items() if span[0] < span[1]}, send)
+            return
+        lowest = min(after.values(), default=None) if others_after is None else others_after
+        others = None if lowest is None else (lowest, max(lowest, min(upto.values(), default=lowest)))
+        if any(low < high for low, high in ranges.values()) or (others and others[0] < others[1]):
+            await self.source.copy_vector(db, ranges, send, others=others)
 
 
 class Lane:
     """One order of one stream: a journal and the task that fills it."""
 
-    def __init__(self, stream: str, copier: Copier, db: Database, positions: Positions, limits: JournalLimits) -> None:
+    def __init__(
+        self,
+        stream: str,
+        copier: Copier,
+        db: Database,
+        positions: Positions,
+        *,
+        limits: JournalLimits,
+        writers: Callable[[Iterable[str]], bytes],
+    ) -> None:
+        """`writers` makes the lines of WRITERS that name a set."""
         self.channel = Channel(stream, positions, limits)
         self._stream = stream
         self._copier = copier
         self._db = db
+        self._writers = writers
         self._target = dict(positions)
         self._heard = trio.Event()
-        self._reset_lines: bytes | None = None
-        self._joining: list[tuple[str, int, bytes, trio.Event]] = []
+        self._resetting = False
+        self._joining: set[str] = set()
+        self._leaving: set[str] = set()
+        self._relisted = trio.Event()
+        self._left: dict[str, int] = {}  # writers that are listed no more, and what was told of them last
+        self._copied: Positions | None = None  # rows up to here went out, though readers may be told less
         self._notices: list[tuple[bytes, bool]] = []
         self._told_at = float("-inf")
 
@@ -110,21 +106,20 @@ class Lane:
             self._target = dict(target)
             self._heard.set()
 
-    def reset(self, target: Positions, writers: bytes) -> None:
+    def reset(self, target: Positions) -> None:
         """The ids went back to `target`, which is told as it is; what was under way is finished first."""
         self._target = dict(target)
-        self._reset_lines = writers
+        self._resetting = True
         self._heard.set()
 
-    def join(self, name: str, position: int, writers: bytes) -> trio.Event:
-        """A new writer, whose rows up to `position` need not be sent; the event comes when readers were told of it.
-
-        To be called before the first target that names it.
+    def relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
+        """List writers, from where those stand that are not listed, and others no more; the event comes when readers
+        were told of those that join. One that leaves does so when it is no longer behind all that stay.
         """
-        told = trio.Event()
-        self._joining.append((name, position, writers, told))
+        self._joining = (self._joining - leaving) | joining
+        self._leaving = (self._leaving - joining) | leaving
         self._heard.set()
-        return told
+        return self._relisted
 
     def tell(self, line: bytes, *, extended: bool = False) -> None:
         """Send a line that is no row, when no row is on its way."""
@@ -154,36 +149,55 @@ class Lane:
 
     async def _wait_for_work(self) -> None:
         """Until the target differs from what was told, and the time to say so has come."""
-        while not (self._notices or self._joining) and self._reset_lines is None and self._is_there():
+        while not (self._notices or self._joining or self._resetting or self._may_leave() or not self._is_there()):
             self._heard = trio.Event()
             await self._heard.wait()
 
     def _is_there(self) -> bool:
-        return self._target == self.channel.seam.positions
+        return self._goal() == self.channel.seam.positions
+
+    def _goal(self) -> dict[str, int]:
+        """The target of the writers that are listed. One that is about to leave follows the others."""
+        told, target = self.channel.seam.positions, self._target
+        if told.keys() == target.keys():
+            return target
+        lowest = min(target.values(), default=UNKNOWN)
+        return {name: target[name] if name in target else max(at, lowest) for name, at in told.items()}
+
+    def _may_leave(self) -> Set[str]:
+        """Which of those that are to leave can: from then on they stand where the lowest of the others stands."""
+        told = self.channel.seam.positions
+        if not self._leaving or self._joining:
+            return frozenset()
+        lowest = min((at for name, at in told.items() if name not in self._leaving), default=None)
+        return {name for name in self._leaving & told.keys() if lowest is not None and told[name] >= lowest}
 
     async def _advance(self) -> None:
         while self._notices:
             line, extended = self._notices.pop(0)
             await self.channel.append(line, extended=extended)
             self.channel.seal(self.channel.seam.positions)  # who joins later was not there
-        if self._reset_lines is not None:
-            await self._announce_reset(self._reset_lines)
+        if self._resetting:
+            await self._announce_reset()
             return
-        for joining in self._joining:
-            await self._announce_writer(*joining)
-        self._joining.clear()
-        told, target = dict(self.channel.seam.positions), self._target
-        seen = LastTokens(self._stream, told)
+        if self._joining:
+            await self._announce_joining()
+        if leaving := self._may_leave():
+            await self._announce_leaving(leaving)
+        told, target = dict(self.channel.seam.positions), self._goal()
+        seen = LastTokens(self._stream, told, one=self._copier.one_writer)
 
         async def append(chunk: Chunk) -> None:
             await self.channel.append(chunk.data)
             seen.see(chunk)
 
+        copied, self._copied = self._copied, None
         try:
-            await self._copier.copy(self._db, told, target, append)
+            await self._copier.copy(self._db, copied or told, target, append)
         except BaseException:
             self._keep_what_went_out(told, target, seen)
             raise
+        self._copied = target
         told |= seen.tokens
         now = trio.current_time()
         if told != target and now >= self._told_at + POSITION_INTERVAL:
@@ -204,18 +218,45 @@ class Lane:
             done = seen.done
             self.channel.seal({name: max(at, min(done, target[name])) for name, at in told.items()})
 
-    async def _announce_writer(self, name: str, position: int, writers: bytes, told: trio.Event) -> None:
-        await self.channel.append(writers, extended=True)
-        await self.channel.append(Position(self._stream, name, position, position).render().encode() + b"\n")
-        self.channel.seal({**self.channel.seam.positions, name: position})
-        self._target.setdefault(name, position)
-        told.set()
+    async def _announce_joining(self) -> None:
+        """List the writers that join: the whole set where one line holds it, else the new ones, which add to it."""
+        told = self.channel.seam.positions
+        joining, names = self._joining, self._joining - told.keys()
+        relisted, self._relisted = self._relisted, trio.Event()
+        lowest = min((told or self._target).values(), default=0)
+        if names:
+            listed = {**told, **dict.fromkeys(names, lowest)}
+            whole = len(listed) <= WRITERS_ON_LINE
+            await self.channel.append(self._writers(listed if whole else names), extended=True)
+            before = {name: min(self._left.pop(name, lowest), lowest) for name in names}
+            lines = position_lines(self._stream, before, dict.fromkeys(names, lowest), all_of_them=True)
+            await self.channel.append(lines)
+            if self._copied is not None:
+                self._copied = {**self._copied, **dict.fromkeys(names, min(self._copied.values(), default=lowest))}
+            self._target = {**dict.fromkeys(names, lowest), **self._target}
+            self.channel.seal(listed)
+        self._joining = self._joining - joining
+        relisted.set()
 
-    async def _announce_reset(self, writers: bytes) -> None:
-        told, target = self.channel.seam.positions, self._target
-        self._reset_lines = None
-        await self.channel.append(writers, extended=True)
-        await self.channel.append(position_lines(self._stream, {**target, **told}, target))
+    async def _announce_leaving(self, leaving: Set[str]) -> None:
+        """List writers no more. The set is told whole, and a POSITION behind it says so."""
+        told = self.channel.seam.positions
+        listed = {name: at for name, at in told.items() if name not in leaving}
+        await self.channel.append(set_lines(self._stream, self._writers(listed), listed), extended=True)
+        self._left |= {name: told[name] for name in leaving}
+        if self._copied is not None:
+            self._copied = {name: at for name, at in self._copied.items() if name in listed}
+        self._leaving = self._leaving - leaving
+        self.channel.seal(listed)
+
+    async def _announce_reset(self) -> None:
+        told = self.channel.seam.positions
+        target = {name: self._target.get(name, min(self._target.values(), default=at)) for name, at in told.items()}
+        self._resetting = False
+        self._copied = None
+        if LINEAR not in told:
+            await self.channel.append(self._writers(told), extended=True)
+        await self.channel.append(position_lines(self._stream, told, target, all_of_them=True))
         self.channel.seal(target)
 
 
@@ -234,10 +275,11 @@ class Feed:
         troubles: Troubles,
         writers_changed: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`reading` has a position. `writers_changed` is told the numbers when a writer joins."""
+        """`reading` has a position. `writers_changed` is told the numbers of the writers that are listed."""
         self.stream = stream
         self.name = stream.name
-        self.numbers = dict(stream.writers)
+        self._roster = Roster(stream, db, self._relist, troubles, schema=schema)
+        self._preambles: dict[bool, tuple[Positions, bytes]] = {}
         self.reading = reading
         self.late_rows = 0  # that turned up at or below a position that was told: each is a row that readers missed
         self._db = db
@@ -250,7 +292,7 @@ class Feed:
         self._source = registry.row_source(stream, schema=schema)
         self._linear: Lane | None = None
         self._main = self._lane(self._targets(reading), linear=False)
-        self._known_from = self._known_upto = _known(reading)  # all writers of rows between these have numbers
+        self._known_upto = _known(reading)  # the writers of rows that come behind are looked for first
         self._heard = trio.Event()
         self._reset = False
         self._nursery: trio.Nursery | None = None
@@ -261,6 +303,11 @@ class Feed:
     def epoch(self) -> str:
         """Changes when ids mean other rows than before."""
         return self.stream.epoch
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """The writers that are listed, and their numbers."""
+        return self._roster.numbers
 
     @property
     def channel(self) -> Channel:
@@ -280,18 +327,35 @@ class Feed:
             self._nursery.start_soon(self._linear.run)
         return self._linear.channel
 
-    def writers(self) -> Writers:
-        """What vector tokens of this stream are made of."""
-        return Writers(self.name, self.epoch, tuple(sorted(self.numbers.items(), key=lambda item: item[1])))
+    def number(self, name: str) -> int:
+        """The number of a writer that is listed, or was."""
+        return self._roster.every[name]
 
-    async def know_writers_above(self, token: int) -> None:
-        """Give numbers to the writers of all rows above `token`: a subscriber that begins there must not miss any."""
-        if self.stream.instance_column is None or token >= self._known_from:
-            return
-        found = await self._source.last_tokens(self._catchup_db, token, self._known_from)
-        for told in await self._welcome(found.keys() - self.numbers.keys()):
-            await told.wait()
-        self._known_from = min(token, self._known_from)
+    def writers_of(self, names: Iterable[str]) -> bytes:
+        """The lines of WRITERS that name a set: what vector tokens of this stream are made of."""
+        return writers_lines(self.name, self.epoch, {name: self._roster.every[name] for name in names})
+
+    def preamble(self, positions: Positions, *, extended: bool) -> bytes:
+        """What a subscription begins with: positions, and for subscribers by name the writers before them.
+
+        Kept for the last positions: after a restart of the daemon all clients come at about the same time.
+        """
+        known = self._preambles.get(extended)
+        if known is None or known[0] is not positions:
+            lines = position_lines(self.name, positions, positions, all_of_them=True)
+            if extended:
+                lines = self.writers_of(self.channel.seam.positions) + lines
+            known = self._preambles[extended] = (positions, lines)
+        return known[1]
+
+    async def know_writers(self, token: Vector) -> Set[int]:
+        """Take note of the writers that the token names and that are not listed; returns numbers that nobody has."""
+        return await self._roster.know_numbers(token.ahead.keys())
+
+    async def know_writers_between(self, after: int, upto: int) -> None:
+        """List the writers of rows in (after, upto]: a subscriber whose token would pass over them must not."""
+        if self.stream.instance_column is not None and not self._roster.crowded and after < upto:
+            await self._roster.welcome((await self._source.last_tokens(self._catchup_db, after, upto)).keys())
 
     async def retained(self) -> int:
         """The oldest token after which nothing was removed.
@@ -316,19 +380,22 @@ class Feed:
         """How many rows (after, upto] has now. Gives up quickly where the table is locked."""
         return await self._source.count(self._looks, after, upto)
 
-    async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool) -> None:
+    async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool, others_after: int) -> None:
         """Send the rows of (after, upto], and where each writer then stands, for one client that catches up.
+
+        Writers that are not in `upto` stand at `others_after`.
 
         Raises:
             TokenExpired: rows of the range were trimmed.
         """
-        seen = LastTokens(self.name, after)
+        copier = Copier(self._source, linear=linear)
+        seen = LastTokens(self.name, after, one=copier.one_writer)
 
         async def pass_on(chunk: Chunk) -> None:
             await send(chunk.data)
             seen.see(chunk)
 
-        await Copier(self._source, linear=linear).copy(self._catchup_db, after, upto, pass_on)
+        await copier.copy(self._catchup_db, after, upto, pass_on, others_after)
         if lines := position_lines(self.name, {**after, **seen.tokens}, upto):
             await send(lines)
 
@@ -339,9 +406,15 @@ class Feed:
     # --- for the publisher ---
 
     def positions(self) -> tuple[int, dict[str, int]]:
-        """What was published: the linear position and each writer's."""
-        told = dict(self.channel.seam.positions)
-        return min([_known(self.reading), *told.values()]), told
+        """What was published: the linear position, and of the writers that are ahead of it each one's."""
+        told = self.channel.seam.positions
+        linear = min([_known(self.reading), *told.values()])
+        return linear, {name: at for name, at in told.items() if at > linear}
+
+    def on_registered(self, writers: Set[str]) -> None:
+        """The registry has these writers, those that are retired left out."""
+        if self._roster.on_registered(writers):
+            self._heard.set()
 
     def on_reading(self, reading: Reading) -> None:
         """The horizon has spoken."""
@@ -356,6 +429,7 @@ class Feed:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._main.run)
+            self._heard.set()
             while True:
                 await self._heard.wait()
                 self._heard = trio.Event()
@@ -373,6 +447,7 @@ class Feed:
         if self._reset:
             await self._handle_reset()
         else:
+            await self._roster.look()
             await self._discover(self.reading)
             self._aim(self.reading)
 
@@ -383,7 +458,7 @@ class Feed:
         """
         told, self.stream = self.stream, stream
         if told.epoch != stream.epoch:
-            self._main.tell(self._writers_line(), extended=True)
+            self._main.tell(self.writers_of(self.channel.seam.positions), extended=True)
         self._source = registry.row_source(stream, schema=self._schema)
         for lane in (self._main, self._linear):
             if lane is not None:
@@ -411,44 +486,45 @@ class Feed:
         upto = _known(reading)
         if self.stream.instance_column is None or upto <= self._known_upto:
             return
-        found = await self._source.last_tokens(self._looks, self._known_upto, upto)
-        for told in await self._welcome(found.keys() - self.numbers.keys()):
-            await told.wait()
+        if not self._roster.crowded:
+            await self._roster.welcome((await self._source.last_tokens(self._looks, self._known_upto, upto)).keys())
         self._known_upto = upto
 
-    async def _welcome(self, names: Set[str]) -> list[trio.Event]:
-        """Have new writers told to all readers; the events come when that is done."""
-        if not names:
-            return []
-        self.numbers |= await registry.ensure_writers(self._db, self.stream, names, schema=self._schema)
-        self._writers_changed(self.numbers)
-        log.info("writers_joined", stream=self.name, writers=sorted(names))
-        line = self._writers_line()
-        return [self._main.join(name, self._known_upto, line) for name in sorted(names)]
+    def _relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
+        """The list of writers has changed."""
+        self._writers_changed({} if self._roster.crowded else self.numbers)
+        self._main.aim(self._targets(self.reading))
+        return self._main.relist(joining, leaving)
 
     async def _handle_reset(self) -> None:
         reading = self.reading
         stream = await registry.announce_reset(self._db, self.stream, _known(reading), schema=self._schema)
         self._source = registry.row_source(stream, schema=self._schema)
         self.stream = stream
-        self._known_from = self._known_upto = _known(reading)
+        self._known_upto = _known(reading)
         log.warning("stream_reset", stream=self.name, position=reading.position, epoch=self.epoch)
         self._reset = False
         self._main.renew(self._source)
-        self._main.reset(self._targets(reading), self._writers_line())
+        self._main.reset(self._targets(reading))
         if self._linear is not None:
             self._linear.renew(self._source)
-            self._linear.reset({LINEAR: _known(reading)}, b"")
-
-    def _writers_line(self) -> bytes:
-        return self.writers().render().encode() + b"\n"
+            self._linear.reset({LINEAR: _known(reading)})
 
     def _targets(self, reading: Reading) -> dict[str, int]:
         position = _known(reading)
+        if self._roster.crowded:
+            return dict.fromkeys(self.numbers, position)
         return {name: reading.per_writer.get(name, position) for name in self.numbers}
 
     def _lane(self, positions: Positions, *, linear: bool) -> Lane:
-        return Lane(self.name, Copier(self._source, linear=linear), self._db, positions, self._limits)
+        return Lane(
+            self.name,
+            Copier(self._source, linear=linear),
+            self._db,
+            positions,
+            limits=self._limits,
+            writers=self.writers_of,
+        )
 
 
 def _known(reading: Reading) -> int:

@@ -65,13 +65,25 @@ class _Chunk:
 class Reader:
     """A cursor into a channel. `wake` is called, at most once per wait, when something can be taken again."""
 
-    __slots__ = ("_channel", "_patience", "cursor", "ended", "extended", "fallen", "moved_at", "on_fall", "wake")
+    __slots__ = (
+        "_channel",
+        "_inserted",
+        "_patience",
+        "cursor",
+        "ended",
+        "extended",
+        "fallen",
+        "moved_at",
+        "on_fall",
+        "wake",
+    )
 
     def __init__(
         self, channel: Channel, cursor: int, wake: Callable[[], None], extended: bool, patience: float
     ) -> None:
         self._channel = channel
         self._patience = patience
+        self._inserted: tuple[int, bytes] | None = None
         self.cursor = cursor
         self.wake = wake
         self.extended = extended
@@ -94,7 +106,12 @@ class Reader:
             raise self.refusal()
         taken: list[bytes] = []
         size = 0
+        if self._inserted is not None and self.cursor >= self._inserted[0]:
+            taken.append(self._inserted[1])
+            self._inserted = None
         while self.cursor < channel.head and len(taken) < TAKE_CHUNKS:
+            if self._inserted is not None and self.cursor == self._inserted[0]:
+                break
             chunk = channel.chunks[self.cursor]
             if chunk.extended and not self.extended:
                 self.cursor += 1
@@ -110,6 +127,11 @@ class Reader:
             self.moved_at = channel.appended_at
             channel.reader_moved()
         return taken
+
+    def insert(self, index: int, data: bytes) -> None:
+        """Have whole lines handed out before chunk number `index`; they take the place of lines that wait already."""
+        self._inserted = (index, data)
+        self.wake()
 
     def refusal(self) -> SlowReader:
         """What to tell a reader that has fallen."""

@@ -125,6 +125,8 @@ class Serving:
             self.stream = found
             if self.feed is not None:
                 self.feed.renew(found)
+        if self.feed is not None:
+            self.feed.on_registered(found.writers.keys())
         self._denied = found.denied
         self._blind = None
         self._judge()
@@ -144,7 +146,7 @@ class Serving:
             reading = await self._first_position()
             feed = self.feed = self._means.feeds[self.name] = self._make_feed(reading)
             self._wake()
-            log.info("stream_served", stream=self.name, position=reading.position, writers=sorted(feed.numbers))
+            log.info("stream_served", stream=self.name, position=reading.position, writers=len(feed.numbers))
             for on_feed in list(self._means.followers):
                 with self._means.troubles.contain("service", "subscriptions", "join"):
                     on_feed(feed)

@@ -94,7 +94,7 @@ class Session:
         self._authorised = settings.token is None
         self._auth_deadline = trio.current_time() + limits.auth_timeout
         self._posted: deque[bytes] = deque()
-        self._posted_bytes = 0
+        self._posted_bytes = 0  # but for what subscriptions begin with
         self._readers: list[Reader] = []
         self._wake = trio.Event()
         self._sending = trio.Lock()
@@ -158,8 +158,9 @@ class Session:
         finally:
             self._sending.release()
 
-    def read(self, channel: Channel, cursor: int, *, extended: bool) -> Reader:
-        """Have the chunks of a journal sent from `cursor` on, after what is posted already.
+    def read(self, channel: Channel, cursor: int, *, extended: bool, preamble: bytes = b"") -> Reader:
+        """Have the chunks of a journal sent from `cursor` on, after what is posted already and then `preamble`, whole
+        lines. There is one preamble for each stream, so these do not count as commands that are posted.
 
         Raises:
             SlowReader: the chunk is no longer held.
@@ -167,6 +168,8 @@ class Session:
         reader = channel.subscribe(cursor, self.wake, extended=extended)
         reader.on_fall = lambda: self.hang_up(*self._explain(reader.refusal()))
         self._readers.append(reader)
+        if preamble:
+            self._posted.append(preamble)
         self.wake()
         return reader
 

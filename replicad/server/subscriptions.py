@@ -9,19 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import trio
 
 from replicad.errors import BadToken, DatabaseError, SlowReader, StreamRefused, TokenAhead, TokenExpired
-from replicad.protocol.commands import Position, Replicate, Taken
+from replicad.protocol.commands import Ping, Replicate, Taken
 from replicad.protocol.states import CloseReason
 from replicad.protocol.tokens import Vector
 from replicad.server.feed import LINEAR, Feed
-from replicad.server.journal import Channel
+from replicad.server.journal import Channel, Reader
 from replicad.server.publisher import Publisher
+from replicad.server.roster import ALL
 from replicad.server.session import HangUp, Session
+from replicad.server.told import position_lines, set_lines
 
 AHEAD_PATIENCE = 5.0  # seconds for us to get where another daemon, which the token came from, is already
+# The text of a PING: a person can read it, and every client of the original protocol takes a PING.
+NO_STREAMS = "no stream is served yet; those that are added are sent from then on: replicad streams add"
+
+
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """Where a subscription begins: the position of each writer, that of writers that are not listed, and the lines that
+    say so.
+    """
+
+    positions: Mapping[str, int]
+    others_after: int
+    preamble: bytes
 
 
 class Subscriptions:
@@ -31,6 +47,7 @@ class Subscriptions:
         self._session = session
         self._publisher = publisher
         self._all = False
+        self._readers: dict[str, Reader] = {}
         self._streams: set[str] = set()
         session.at_end(lambda: publisher.unfollow(self._join_new))
 
@@ -54,23 +71,27 @@ class Subscriptions:
             StreamError, BadToken: refused.
         """
         if command.stream is None:
-            self._replicate_all()
+            await self._replicate_all()
         else:
             await self._replicate_one(command, command.stream)
 
     # --- every stream, from now on (seed 001) ---
 
-    def _replicate_all(self) -> None:
+    async def _replicate_all(self) -> None:
         if self._streams:
             raise StreamRefused(
                 "REPLICATE for all streams does not go with one for a single stream; use two connections"
             )
+        if not self._publisher.feeds:
+            self._session.post(Ping(NO_STREAMS))
         if self._all:  # a client may ask again for where everything stands
-            for feed in self._publisher.feeds.values():
-                self._tell(feed, feed.channel.seam.positions)
+            for name, feed in self._publisher.feeds.items():
+                if name in self._readers:
+                    seam = feed.channel.seam
+                    self._readers[name].insert(seam.index, feed.preamble(seam.positions, extended=False))
             return
         self._all = True
-        for feed in self._publisher.feeds.values():
+        for feed in list(self._publisher.feeds.values()):
             self._join_new(feed)
         for waiting in self._publisher.waiting().values():
             self._session.refuse(waiting)
@@ -78,12 +99,7 @@ class Subscriptions:
 
     def _join_new(self, feed: Feed) -> None:
         seam = feed.channel.seam
-        self._tell(feed, seam.positions)
-        self._join(feed, feed.channel, seam.positions, linear=False, extended=False)
-
-    def _tell(self, feed: Feed, positions: Mapping[str, int]) -> None:
-        for instance, position in sorted(positions.items()):
-            self._session.post(Position(feed.name, instance, position, position))
+        self._join(feed, feed.channel, seam.positions, None, linear=False, extended=False)
 
     # --- one stream, from a token (ours) ---
 
@@ -94,79 +110,111 @@ class Subscriptions:
         channel = feed.linear_channel() if command.linear else feed.channel
         start = await self._start_of(feed, command, channel)
         self._streams.add(name)
-        self._session.post(feed.writers())  # in linear order too, for the epoch: a token without it survives no restore
-        self._tell(feed, start)
-        self._join(feed, channel, start, linear=command.linear, extended=not command.linear)
+        self._join(feed, channel, *start, linear=command.linear, extended=True)
 
-    def _join(self, feed: Feed, channel: Channel, start: Mapping[str, int], *, linear: bool, extended: bool) -> None:
-        """Read the journal from `start` on, which is what the client was told; by way of Postgres where it must be."""
-        if start == channel.seam.positions:
+    def _join(
+        self,
+        feed: Feed,
+        channel: Channel,
+        start: Mapping[str, int],
+        others_after: int | None,
+        *,
+        linear: bool,
+        extended: bool,
+    ) -> None:
+        """Read the journal from `start` on; by way of Postgres where it must be."""
+        preamble = _preamble(feed, channel, start, extended=extended)
+        seam = channel.seam
+        lowest = min(start.values(), default=feed.told_upto)
+        others_after = lowest if others_after is None else others_after
+        if start == seam.positions and others_after == lowest:
             with suppress(SlowReader):
-                self._session.read(channel, channel.seam.index, extended=extended)
+                reader = self._session.read(channel, seam.index, extended=extended and not linear, preamble=preamble)
+                self._readers[feed.name] = reader
                 return
-        self._session.start(self._catch_up, feed, channel, start, linear, extended)
+        begin = _Begin(start, others_after, preamble)
+        self._session.start(self._catch_up, feed, channel, begin, linear, extended)
 
     @staticmethod
-    async def _start_of(feed: Feed, command: Replicate, channel: Channel) -> dict[str, int]:
-        """The position per writer that the subscriber begins behind.
+    async def _start_of(feed: Feed, command: Replicate, channel: Channel) -> tuple[Mapping[str, int], int | None]:
+        """The position per writer that the subscriber begins behind, and that of the writers that are not listed.
 
         Raises:
             BadToken, TokenAhead, TokenExpired: with what would do.
         """
         if command.token in (None, "NOW"):
-            return dict(channel.seam.positions)
+            return channel.seam.positions, None
         retained = await feed.retained()  # every row above it is there
-        earliest = command.token == "EARLIEST"  # noqa: S105 - a word of the protocol
-        token = Vector(retained) if earliest else _parse(feed, command)
-        if not command.linear:
-            await feed.know_writers_above(max(token.minimum, retained))
-        if earliest:
-            return {instance: min(retained, position) for instance, position in channel.seam.positions.items()}
+        if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
+            start = {instance: min(retained, position) for instance, position in channel.seam.positions.items()}
+            return start, min([retained, *start.values()])
+        token = await _parse(feed, command)
         with trio.move_on_after(AHEAD_PATIENCE):
             while _ahead(feed, token, channel.seam.positions):
                 await channel.wait_sealed()
-        now = channel.seam.positions
-        if _ahead(feed, token, now):
+        start = {instance: _at(feed, token, instance) for instance in channel.seam.positions}
+        lowest = min(start.values(), default=token.minimum)
+        if token.minimum < lowest and not command.linear:
+            # Writers that are listed no more may have rows between the two: listed again, they keep the token down.
+            await feed.know_writers_between(token.minimum, lowest)
+            start = {instance: _at(feed, token, instance) for instance in channel.seam.positions}
+        if _ahead(feed, token, channel.seam.positions):
             raise TokenAhead(
                 f"token {token} lies beyond where {feed.name} stands, which is {feed.told_upto}; "
                 "check that this is the database that the token came from"
             )
-        start = {instance: _at(feed, token, instance) for instance in now}
-        if min(start.values(), default=token.minimum) < retained:
+        if min(token.minimum, *start.values()) < retained:
             raise TokenExpired(
                 f"rows of {feed.name} up to {retained} were removed, and the token is {token}; "
                 f"`REPLICATE {feed.name} EARLIEST` begins with what is left"
             )
-        return start
+        return start, min(token.minimum, *start.values())
 
     async def _catch_up(
-        self, feed: Feed, channel: Channel, start: Mapping[str, int], linear: bool, extended: bool
+        self,
+        feed: Feed,
+        channel: Channel,
+        begin: _Begin,
+        linear: bool,
+        extended: bool,
     ) -> None:
         """Copy (start, seam] to the client, then join the journal at the seam; where it has moved on, once more."""
         session = self._session
-        told = dict(start)
-        lowest = min(start.values(), default=feed.told_upto)
+        told, others_after = begin.positions, begin.others_after
+        await session.flush()
+        await session.send(begin.preamble)
         while True:
             seam = channel.seam
-            for instance in seam.positions.keys() - told.keys():  # a writer that joined meanwhile
-                told[instance] = lowest
-                if extended:
-                    session.post(feed.writers())
-                session.post(Position(feed.name, instance, told[instance], told[instance]))
+            if joined := seam.positions.keys() - told.keys():  # writers that joined meanwhile
+                told = {**told, **dict.fromkeys(joined, others_after)}
+                lines = position_lines(feed.name, told, dict.fromkeys(joined, others_after), all_of_them=True)
+                await session.send((feed.writers_of(told) if extended else b"") + lines)
             await session.flush()
             try:
-                await feed.copy(told, seam.positions, session.send, linear=linear)
+                await feed.copy(told, seam.positions, session.send, linear=linear, others_after=others_after)
             except DatabaseError as error:
                 raise HangUp(
                     CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
                 ) from error
-            told = dict(seam.positions)
+            if extended and not told.keys() <= seam.positions.keys():  # writers that are listed no more
+                await session.send(set_lines(feed.name, feed.writers_of(seam.positions), seam.positions))
+            told = seam.positions
+            others_after = max(others_after, min(told.values(), default=others_after))
             with suppress(SlowReader):
-                session.read(channel, seam.index, extended=extended)
+                self._readers[feed.name] = session.read(channel, seam.index, extended=extended and not linear)
                 return
 
 
-def _parse(feed: Feed, command: Replicate) -> Vector:
+def _preamble(feed: Feed, channel: Channel, start: Mapping[str, int], *, extended: bool) -> bytes:
+    """What the subscription begins with; made once for all who begin where the stream stands."""
+    if start is channel.seam.positions and channel is feed.channel:
+        return feed.preamble(start, extended=extended)
+    # In linear order too, for the epoch: a token without it survives no restore.
+    writers = feed.writers_of(feed.channel.seam.positions) if extended else b""
+    return writers + position_lines(feed.name, start, start, all_of_them=True)
+
+
+async def _parse(feed: Feed, command: Replicate) -> Vector:
     """The token of a REPLICATE, as far as it can be checked without looking at positions."""
     token = Vector.parse(command.token or "")
     if token.epoch is not None and token.epoch != feed.epoch:
@@ -176,14 +224,14 @@ def _parse(feed: Feed, command: Replicate) -> Vector:
         )
     if command.linear and token.ahead:
         raise BadToken("a linear subscription takes a single integer as its token")
-    unknown = token.ahead.keys() - feed.numbers.values()
+    unknown = await feed.know_writers(token)
     if unknown:
-        raise BadToken(f"the token names writers {sorted(unknown)} that stream {feed.name} does not have")
+        raise BadToken(f"the token names writers {sorted(unknown)[:20]} that stream {feed.name} does not have")
     return token
 
 
 def _at(feed: Feed, token: Vector, instance: str) -> int:
-    return token.minimum if instance == LINEAR else token.at(feed.numbers[instance])
+    return token.minimum if instance in (LINEAR, ALL) else token.at(feed.number(instance))
 
 
 def _ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> bool:

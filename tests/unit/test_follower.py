@@ -330,8 +330,12 @@ def test_a_token_that_is_none_is_refused_at_once() -> None:
         Follower().want("events", "yesterday")
 
 
-def test_a_peer_that_invents_writers_is_stopped() -> None:
+def test_a_peer_that_invents_writers_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicad.client.progress.MAX_UNLISTED", 50)
+    monkeypatch.setattr("replicad.client.follower.MAX_LANES", 50)
     reader = opened()
-    lines = "".join(f"RDATA events x{number} 8 []\n" for number in range(1000))
-    with pytest.raises(RemoteProtocolError, match="more than 1000 writers"):
-        reader.read(lines)
+    reader.read("".join(f"RDATA events x{number} 8 []\n" for number in range(1000)))
+    assert len(reader.follower._lanes) <= 51
+    assert len(reader.follower.positions("events")) <= 52
+    with pytest.raises(RemoteProtocolError, match="have each begun a batch"):
+        reader.read("".join(f"RDATA events x{number} batch []\n" for number in range(100)))

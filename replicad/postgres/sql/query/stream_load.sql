@@ -27,8 +27,10 @@ SELECT s.number::integer AS number,
     s.max_row,
     ARRAY(SELECT k.id FROM {schema}.stream_skip k WHERE k.stream = s.number ORDER BY k.id)::bigint[] AS skipped,
     s.created_at,
-    ARRAY(SELECT w.name FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_names,
-    ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_numbers
+    ARRAY(SELECT w.name FROM {schema}.stream_writer w WHERE w.stream = s.number AND w.retired_at IS NULL
+        ORDER BY w.number) AS writer_names,
+    ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number AND w.retired_at IS NULL
+        ORDER BY w.number) AS writer_numbers
 FROM {schema}.stream s
 LEFT JOIN pg_class tc ON tc.oid = s.relation
 LEFT JOIN pg_namespace tn ON tn.oid = tc.relnamespace

@@ -1,16 +1,17 @@
 -- stream_writers_discover(s): gives numbers to the writers of the newest 100,000 rows: enough for those that are alive,
--- and bounded. Others get theirs when they write again. Without an instance column there is one: master.
+-- and bounded. Others get theirs when they write again; so do those beyond the number that a daemon lists. Where there
+-- are no rows, and without an instance column, there is one: master.
 CREATE OR REPLACE FUNCTION stream_writers_discover(s stream) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
     names text[] := ARRAY['master'];
 BEGIN
     IF s.instance_column IS NOT NULL THEN
-        EXECUTE format('SELECT array_agg(DISTINCT instance) FROM ('
-            'SELECT t.%I::text COLLATE "C" FROM %s AS t ORDER BY t.%I DESC LIMIT 100000) newest(instance)',
+        EXECUTE format('SELECT array_agg(instance) FROM (SELECT DISTINCT instance FROM ('
+            'SELECT t.%I::text COLLATE "C" FROM %s AS t ORDER BY t.%I DESC LIMIT 100000) newest(instance) LIMIT 10001) found',
             s.instance_column, s.relation, s.id_column) INTO names;
     END IF;
-    PERFORM stream_writers_ensure(s.number, names);
+    PERFORM stream_writers_ensure(s.number, coalesce(names, ARRAY['master']));
 END
 $$;
 COMMENT ON FUNCTION stream_writers_discover(stream) IS 'Numbers for the writers of the newest rows';

@@ -17,7 +17,8 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
         IF f.proname IN ('stream_add', 'stream_remove', 'stream_trim', 'stream_reset', 'stream_publish',
-                'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_guard_attach',
+                'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
+                'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
                 'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;

@@ -1,0 +1,1 @@
+SELECT writer FROM {schema}.stream_writers_idle($1, $2)

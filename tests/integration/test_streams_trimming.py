@@ -115,4 +115,4 @@ async def test_positions_do_not_wait_for_a_trim(db: Database) -> None:
     async with db.connection() as trimmer, trimmer.transaction():
         await trimmer.execute("SELECT replicad.stream_trim('events', 5)")
         await db.execute("INSERT INTO events (body) VALUES ('{}')")
-        assert (await status.show(db, "events")).position == 11
+        assert (await status.show(db, "events")).horizon == 11

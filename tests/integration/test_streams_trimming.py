@@ -117,5 +117,5 @@ async def test_a_row_that_a_trimming_transaction_inserts_is_waited_for(db: Datab
         await trimmer.execute("SELECT replicad.stream_trim('events', 5)")
         await trimmer.execute("INSERT INTO events (body) VALUES ('{}')")
         await db.execute("INSERT INTO events (body) VALUES ('{}')")
-        assert (await status.show(db, "events")).position == 10
-    assert (await status.show(db, "events")).position == 12
+        assert (await status.show(db, "events")).horizon == 10
+    assert (await status.show(db, "events")).horizon == 12

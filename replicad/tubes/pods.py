@@ -37,8 +37,9 @@ async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
 class PodBook:
     """Reads and acks pods of the tubes of one schema.
 
-    `db` serves plans, `bulk_db` the copies, which last as long as their reader takes. `ack_db` serves statements that
-    delete and nothing else: the lock-watch leaves its connections out.
+    `db` serves plans, `bulk_db` the copies, which last as long as their reader takes. `ack_db` serves acks and
+    parking, which delete pods or take ids out of them and never add a pod: the lock-watch leaves its connections out on
+    the tables of tubes.
     """
 
     def __init__(self, db: Database, ack_db: Database, bulk_db: Database, schema: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
@@ -19,6 +20,14 @@ from replicad.streams import troubles
 from .conftest import Connect, Netcat
 
 PATIENCE = 60  # seconds, for a hang
+
+
+@pytest.fixture(autouse=True)
+def _no_tracebacks() -> Iterator[None]:
+    """Structlog's default for people draws each traceback with all its variables, which takes seconds."""
+    with capture_logs():
+        yield
+
 
 BREAKS = {
     "dropped": "DROP TABLE tube.bad",

@@ -286,7 +286,7 @@ async def open_database(
 
     Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
     to wait for a free connection. Every connection speaks UTC, ISO dates and READ COMMITTED. Starts the asyncio loop
-    under the driver when none runs around it. With `identify`, `Database.backends` tells which server processes are ours.
+    under the driver when none runs around it. With `identify`, `Database.backends` tells which processes are ours.
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence fit for the operator.

@@ -108,7 +108,7 @@ def test_the_daemon_ends_cleanly_on_a_signal_and_frees_its_port(start: Start, tm
     listen = ("--listen", f"127.0.0.1:{free_port()}")
     for number in (signal.SIGTERM, signal.SIGINT):
         with serving(start, tmp_path, *listen, "--log-format", "json", "--stop-grace", "600") as (_, daemon):
-            assert start("ping", listen[1]).wait(PATIENCE) == 0
+            assert start("ping", "--timeout", "60", listen[1]).wait(PATIENCE) == 0
             daemon.send_signal(number)
             assert daemon.wait(PATIENCE) == 0, "it waits for its grace to be over, though nothing is left to be done"
             assert daemon.stderr is not None

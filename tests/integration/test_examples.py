@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
+
 DOCS = Path(__file__).parents[2] / "docs"
 ALONE = pytest.mark.xdist_group("demo")  # a Spark of its own, as tests/integration/test_demo.py
 EXAMPLES = [
@@ -24,7 +26,7 @@ def test_an_example_runs_to_its_end_and_a_page_tells_of_it(example: Path, tmp_pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=4 * PATIENCE,  # one of them starts a Spark and runs a pipeline
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

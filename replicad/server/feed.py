@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping, Set
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, StreamRefused, TokenExpired
+from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
 from replicad.postgres.rows import Chunk, RowSource
+from replicad.postgres.rows_probe import find_unreadable, is_of_a_row, try_row, unreadable
 from replicad.protocol.commands import Position, Writers
 from replicad.server.journal import Channel, JournalLimits
+from replicad.server.troubles import Troubles
 from replicad.streams import registry
 from replicad.streams.registry import Stream
 
@@ -68,37 +70,80 @@ def position_lines(stream: str, told: Positions, now: Positions) -> bytes:
     )
 
 
+def below(told: Positions, upto: Positions, error: RowUnreadable) -> dict[str, int]:
+    """How far each writer can be told when a stream stops before a row; none goes back."""
+    assert error.row_id is not None
+    return {name: max(at, min(upto.get(name, at), error.row_id - 1)) for name, at in told.items()}
+
+
 class Copier:
     """Copies ranges of one stream in one order."""
 
     def __init__(self, source: RowSource, *, linear: bool) -> None:
         self.source = source
-        self._linear = linear
+        self.linear = linear
 
     async def copy(
         self, db: Database, after: Positions, upto: Positions, send: Callable[[Chunk], Awaitable[None]]
     ) -> None:
-        """The rows of (after, upto] in chunks. Raises TokenExpired where rows of the range were trimmed."""
-        if self._linear:
+        """The rows of (after, upto] in chunks. Raises what `RowSource.copy_range` raises."""
+        if self.linear:
             await self.source.copy_range(db, after[LINEAR], upto[LINEAR], send)
-        else:
-            ranges = {name: (after[name], upto[name]) for name in upto if after[name] < upto[name]}
+        elif ranges := self._ranges(after, upto):
             await self.source.copy_vector(db, ranges, send)
+
+    async def blame(self, db: Database, after: Positions, upto: Positions, error: Exception) -> RowUnreadable | None:
+        """The row because of which copying (after, upto] raised `error`; None where it is no row's fault, or no longer.
+
+        Raises what `copy` raises, for reasons that are not of a row.
+        """
+        if not is_of_a_row(error):
+            return None
+        if isinstance(error, RowTooLong) and error.row_id is not None:
+            return unreadable(self.source, error.row_id, error)
+        if self.linear:
+            return await find_unreadable(self.source, db, (after[LINEAR], upto[LINEAR]))
+        ranges = self._ranges(after, upto)
+        return await find_unreadable(self.source, db, ranges) if ranges else None
+
+    @staticmethod
+    def _ranges(after: Positions, upto: Positions) -> dict[str, tuple[int, int]]:
+        return {name: (after[name], upto[name]) for name in upto if name in after and after[name] < upto[name]}
 
 
 class Lane:
-    """One order of one stream: a journal and the task that fills it."""
+    """One order of one stream: a journal and the task that fills it.
 
-    def __init__(self, stream: str, copier: Copier, db: Database, positions: Positions, limits: JournalLimits) -> None:
+    Where a row cannot be read, all rows before it go out, then the lane *holds*: its position stays just below the
+    row's id, readers that get there are told why, and the row is tried again with a pause that grows, until it can be
+    read.
+    """
+
+    def __init__(
+        self,
+        stream: str,
+        copier: Copier,
+        db: Database,
+        positions: Positions,
+        *,
+        limits: JournalLimits,
+        troubles: Troubles,
+    ) -> None:
         self.channel = Channel(stream, positions, limits)
         self._stream = stream
         self._copier = copier
         self._db = db
+        self._troubles = troubles
+        order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, each at its own time
+        self._copy_cause, self._row_cause = f"copy{order}", f"row{order}"
         self._target = dict(positions)
         self._heard = trio.Event()
         self._reset_lines: bytes | None = None
         self._joining: list[tuple[str, int, bytes, trio.Event]] = []
         self._told_at = float("-inf")
+        self._held: RowUnreadable | None = None
+        self._try_again_at = 0.0
+        self._row_pause = RETRY_PAUSE
 
     def aim(self, target: Positions) -> None:
         """The horizon has moved; only the latest target counts."""
@@ -122,36 +167,96 @@ class Lane:
         self._heard.set()
         return told
 
+    def renew(self, copier: Copier) -> None:
+        """Read by another statement from the next copy on; a row that could not be read is tried at once."""
+        self._copier = copier
+        self._try_again_at, self._row_pause = 0.0, RETRY_PAUSE
+        self._heard.set()
+
     async def run(self) -> None:
-        """Fill the journal until cancelled. Failures of Postgres are told and tried again."""
+        """Fill the journal until cancelled. Failures, whatever they are, are reported and tried again."""
         pause = RETRY_PAUSE
         while True:
             try:
                 await self._wait_for_work()
-                await self._advance()
-                pause = RETRY_PAUSE
+                await self._work()
             except TokenExpired as error:
                 log.warning("stream_trimmed_unread", stream=self._stream, error=str(error))
                 self.channel.cut(error, self._target)
-            except DatabaseError as error:
-                log.warning("stream_copy_failed", stream=self._stream, error=str(error), again_in_s=pause)
+            except UnknownStream:  # whoever looks at the registry, each second, sees it too, and ends us
+                await trio.sleep(RETRY_PAUSE)
+            except Exception as error:  # noqa: BLE001 - reported, with its traceback where it is a defect
+                self._troubles.fail("stream", self._stream, self._copy_cause, error)
+                if self.channel.seam.index != self.channel.head:  # half of something went out that nobody accounts for
+                    broken = DatabaseError(f"stream {self._stream} broke off; reconnect and resume")
+                    self.channel.cut(broken, self.channel.seam.positions)
                 await trio.sleep(pause)
                 pause = min(2 * pause, RETRY_PAUSE_MAX)
+            else:
+                pause = RETRY_PAUSE
+                self._troubles.end("stream", self._stream, self._copy_cause)
 
     async def _wait_for_work(self) -> None:
         """Until the target differs from what was told, and the time to say so has come."""
-        while not self._joining and self._reset_lines is None and self._target == self.channel.seam.positions:
+        while not self._joining and self._reset_lines is None:
+            if self._held is None and self._target != self.channel.seam.positions:
+                return
+            if self._held is not None and trio.current_time() >= self._try_again_at:
+                return
             self._heard = trio.Event()
-            await self._heard.wait()
+            with trio.move_on_at(float("inf") if self._held is None else self._try_again_at):
+                await self._heard.wait()
 
-    async def _advance(self) -> None:
+    async def _work(self) -> None:
         if self._reset_lines is not None:
+            self._release()
             await self._announce_reset(self._reset_lines)
             return
-        for joining in self._joining:
-            await self._announce_writer(*joining)
-        self._joining.clear()
-        told, target = dict(self.channel.seam.positions), self._target
+        while self._joining:
+            await self._announce_writer(*self._joining[0])
+            del self._joining[0]
+        if self._held is not None and not await self._readable_by_now(self._held):
+            return
+        try:
+            await self._advance(self._target)
+        except (DatabaseError, RowTooLong) as error:
+            target = self._target
+            at_fault = await self._copier.blame(self._db, self.channel.seam.positions, target, error)
+            if at_fault is None:
+                raise
+            await self._advance(below(self.channel.seam.positions, target, at_fault), at_once=True)
+            self._hold(at_fault)
+
+    async def _readable_by_now(self, held: RowUnreadable) -> bool:
+        """Try the row that the lane stops at again, if it is time to; when it can be read, go on."""
+        if trio.current_time() < self._try_again_at:
+            return False
+        assert held.row_id is not None
+        still = await try_row(self._copier.source, self._db, held.row_id)
+        if still is not None:
+            self._hold(still)
+            return False
+        self._release()
+        return True
+
+    def _hold(self, error: RowUnreadable) -> None:
+        if self._held is None:
+            self._row_pause = RETRY_PAUSE
+        self._held = error
+        self._try_again_at = trio.current_time() + self._row_pause
+        self._row_pause = min(2 * self._row_pause, RETRY_PAUSE_MAX)
+        self._troubles.begin("stream", self._stream, self._row_cause, str(error), code=error.code)
+        self.channel.hold(error)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held = None
+            self._troubles.end("stream", self._stream, self._row_cause)
+            self.channel.release()
+
+    async def _advance(self, target: Positions, *, at_once: bool = False) -> None:
+        """Copy what lies between what was told and the target; positions are told now and then, or `at_once`."""
+        told = dict(self.channel.seam.positions)
         seen = LastTokens(self._stream, told)
 
         async def append(chunk: Chunk) -> None:
@@ -165,7 +270,7 @@ class Lane:
             raise
         told |= seen.tokens
         now = trio.current_time()
-        if told != target and now >= self._told_at + POSITION_INTERVAL:
+        if told != target and (at_once or now >= self._told_at + POSITION_INTERVAL):
             await self.channel.append(position_lines(self._stream, told, target))
             self._told_at = now
             told = dict(target)
@@ -210,6 +315,7 @@ class Feed:
         *,
         schema: str,
         limits: JournalLimits,
+        troubles: Troubles,
         writers_changed: Callable[[Mapping[str, int]], None],
     ) -> None:
         """`reading` has a position. `writers_changed` is told the numbers when a writer joins."""
@@ -222,6 +328,7 @@ class Feed:
         self._catchup_db = catchup_db
         self._schema = schema
         self._limits = limits
+        self._troubles = troubles
         self._writers_changed = writers_changed
         self._source = registry.row_source(stream, schema=schema)
         self._linear: Lane | None = None
@@ -289,16 +396,31 @@ class Feed:
 
         Raises:
             TokenExpired: rows of the range were trimmed.
+            RowUnreadable: a row cannot be read; everything before it was sent, and positions just below its id.
         """
-        seen = LastTokens(self.name, after)
+        seen, copier = LastTokens(self.name, after), Copier(self._source, linear=linear)
+        stopped: RowUnreadable | None = None
 
         async def pass_on(chunk: Chunk) -> None:
             await send(chunk.data)
             seen.see(chunk)
 
-        await Copier(self._source, linear=linear).copy(self._catchup_db, after, upto, pass_on)
+        try:
+            await copier.copy(self._catchup_db, after, upto, pass_on)
+        except (DatabaseError, RowTooLong) as error:
+            done = seen.done
+            reached = after if done is None else {name: max(at, min(done, upto[name])) for name, at in after.items()}
+            stopped = await copier.blame(self._catchup_db, reached, upto, error)
+            if stopped is None and isinstance(error, RowTooLong):
+                raise DatabaseError(f"a row of {self.name} changed while it was read") from error
+            if stopped is None:
+                raise
+            upto = below(reached, upto, stopped)
+            await copier.copy(self._catchup_db, reached, upto, pass_on)
         if lines := position_lines(self.name, {**after, **seen.tokens}, upto):
             await send(lines)
+        if stopped is not None:
+            raise stopped
 
     async def taken(self) -> int:
         """Up to where ids have been given out by now."""
@@ -318,6 +440,14 @@ class Feed:
         self._reset = self._reset or reading.reset
         self.reading = reading
         self._heard.set()
+
+    def renew(self, stream: Stream) -> None:
+        """The registry says something else about rows of the same table: read by that from now on."""
+        self.stream = stream
+        self._source = registry.row_source(stream, schema=self._schema)
+        for lane in (self._main, self._linear):
+            if lane is not None:
+                lane.renew(Copier(self._source, linear=lane is self._linear))
 
     async def run(self) -> None:
         """Serve the stream until cancelled."""
@@ -387,7 +517,8 @@ class Feed:
         return {name: reading.per_writer.get(name, position) for name in self.numbers}
 
     def _lane(self, positions: Positions, *, linear: bool) -> Lane:
-        return Lane(self.name, Copier(self._source, linear=linear), self._db, positions, self._limits)
+        copier = Copier(self._source, linear=linear)
+        return Lane(self.name, copier, self._db, positions, limits=self._limits, troubles=self._troubles)
 
 
 def _known(reading: Reading) -> int:

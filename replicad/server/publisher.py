@@ -121,6 +121,8 @@ class Publisher:
                 self._drop(name, "it was removed")
             elif current.fault is not None:
                 self._drop(name, current.fault)
+            elif name in self.feeds and (current.skipped, current.max_row) != (served.skipped, served.max_row):
+                self.feeds[name].renew(current)
         self._tell_of_faults({name: stream.fault for name, stream in found.items() if stream.fault})
         new = [s for name, s in found.items() if not s.fault and name not in self.feeds and name not in self._pending]
         if new:
@@ -175,6 +177,7 @@ class Publisher:
             reading,
             schema=self._schema,
             limits=self._limits,
+            troubles=self._troubles,
             writers_changed=lambda numbers: self._poller.set_writers(name, _writers(stream, numbers)),
         )
         self.feeds[name] = feed

@@ -3,6 +3,9 @@
 Plain REPLICATE joins every stream's journal at its last seam and tells the positions there. `REPLICATE stream token`
 first copies the rows between the token and a seam from Postgres, straight into the socket and as fast as the socket
 takes them, and joins at the seam; if the journal has moved on meanwhile, once more from there.
+
+Where a stream stops before a row that cannot be read, its subscription ends with an ERROR and the connection stays.
+Plain REPLICATE follows every stream, so it joins the stream again by itself as soon as it goes on.
 """
 
 from __future__ import annotations
@@ -12,16 +15,27 @@ from contextlib import suppress
 
 import trio
 
-from replicad.errors import BadToken, DatabaseError, SlowReader, StreamRefused, TokenAhead, TokenExpired
+from replicad.errors import (
+    BadToken,
+    DatabaseError,
+    RowUnreadable,
+    SlowReader,
+    StreamRefused,
+    TokenAhead,
+    TokenExpired,
+)
 from replicad.protocol.commands import Position, Replicate, Taken
 from replicad.protocol.states import CloseReason
 from replicad.protocol.tokens import Vector
-from replicad.server.feed import LINEAR, Feed
+from replicad.server.feed import LINEAR, Feed, below
 from replicad.server.journal import Channel
 from replicad.server.publisher import Publisher
 from replicad.server.session import HangUp, Session
 
 AHEAD_PATIENCE = 5.0  # seconds for us to get where another daemon, which the token came from, is already
+
+
+STOPPED_PAUSE = 10.0  # seconds before plain REPLICATE tries again to read old rows, of which one cannot be read
 
 
 class Subscriptions:
@@ -91,6 +105,8 @@ class Subscriptions:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel
         start = await self._start_of(feed, command, channel)
+        if channel.held is not None and start == channel.seam.positions:
+            raise channel.held.copy()
         self._streams.add(name)
         self._session.post(feed.writers())  # in linear order too, for the epoch: a token without it survives no restore
         self._tell(feed, start)
@@ -100,9 +116,36 @@ class Subscriptions:
         """Read the journal from `start` on, which is what the client was told; by way of Postgres where it must be."""
         if start == channel.seam.positions:
             with suppress(SlowReader):
-                self._session.read(channel, channel.seam.index, extended=extended)
+                self._read(feed, channel, channel.seam.index, linear=linear, extended=extended)
                 return
         self._session.start(self._catch_up, feed, channel, start, linear, extended)
+
+    def _read(self, feed: Feed, channel: Channel, index: int, *, linear: bool, extended: bool) -> None:
+        """Read the journal from a chunk on. Raises SlowReader."""
+
+        def on_stop(error: RowUnreadable) -> None:
+            self._stop(feed, channel, channel.seam.positions, error, linear=linear)
+
+        self._session.read(channel, index, extended=extended, on_stop=on_stop)
+
+    def _stop(
+        self, feed: Feed, channel: Channel, told: Mapping[str, int], error: RowUnreadable, *, linear: bool
+    ) -> None:
+        """End one subscription: the client has everything up to `told`, and what comes next cannot be read."""
+        self._session.refuse(error)
+        if self._all:
+            self._session.start(self._come_back, feed, channel, dict(told), linear)
+        else:
+            self._streams.discard(feed.name)
+
+    async def _come_back(self, feed: Feed, channel: Channel, told: Mapping[str, int], linear: bool) -> None:
+        """Join a stream again that had stopped, once it goes on, where the client was left."""
+        if channel.held is not None:
+            await channel.released.wait()
+        else:
+            await trio.sleep(STOPPED_PAUSE)
+        self._tell(feed, told)
+        self._join(feed, channel, told, linear=linear, extended=False)
 
     @staticmethod
     async def _start_of(feed: Feed, command: Replicate, channel: Channel) -> dict[str, int]:
@@ -154,13 +197,16 @@ class Subscriptions:
             await session.flush()
             try:
                 await feed.copy(told, seam.positions, session.send, linear=linear)
+            except RowUnreadable as error:
+                self._stop(feed, channel, below(told, seam.positions, error), error, linear=linear)
+                return
             except DatabaseError as error:
                 raise HangUp(
                     CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
                 ) from error
             told = dict(seam.positions)
             with suppress(SlowReader):
-                session.read(channel, seam.index, extended=extended)
+                self._read(feed, channel, seam.index, linear=linear, extended=extended)
                 return
 
 

@@ -24,6 +24,8 @@ SELECT s.number::integer AS number,
     s.resets,
     s.trimmed_upto,
     s.created_at,
+    s.max_row,
+    ARRAY(SELECT k.id FROM {schema}.stream_skip k WHERE k.stream = s.number ORDER BY k.id) AS skipped,
     ARRAY(SELECT w.name FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_names,
     ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number ORDER BY w.number) AS writer_numbers
 FROM {schema}.stream s

@@ -7,7 +7,7 @@ DECLARE
     f record;
 BEGIN
     EXECUTE format('GRANT USAGE ON SCHEMA %I TO PUBLIC', current_schema());
-    GRANT SELECT ON stream, stream_writer, stream_position TO PUBLIC;
+    GRANT SELECT ON stream, stream_writer, stream_position, stream_skip TO PUBLIC;
     FOR f IN SELECT p.oid::regprocedure AS name, p.proname
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
         WHERE n.nspname = current_schema() AND p.proname ~ '^stream_' AND p.proname !~ '^stream_guard_\d+$'
@@ -17,7 +17,8 @@ BEGIN
         END IF;
         IF f.proname IN ('stream_add', 'stream_remove', 'stream_trim', 'stream_reset', 'stream_publish',
                 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_guard_attach',
-                'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles') THEN
+                'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
+                'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_add_bounded') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;

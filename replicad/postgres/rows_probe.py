@@ -70,9 +70,11 @@ async def find_unreadable(source: RowSource, db: Reads, wanted: Range | Mapping[
             return unreadable(source, first, failure)
         low = first
         middle = (low + high) // 2
+        if middle == low:
+            continue
         failure, seen = await _try(source, db, wanted, low, middle)
         if failure is None:
-            low = middle if middle > low else high - 1
+            low = middle
         else:
             high, low = middle, max(low, seen)
     return None

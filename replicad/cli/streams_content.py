@@ -56,7 +56,7 @@ def skip(
     elif not yes:
         published = on_database(options, _position_of(name), part="stream")
         raise UsageError(
-            f"rows of stream {name} with id {token} would be left out of it for good: no reader is sent them from now on. "
+            f"rows with id {token} would be left out of stream {name} for good: no reader is sent them from now on. "
             f"{_consequence(token, published)} To do it, add --yes"
         )
     else:

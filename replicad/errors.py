@@ -196,6 +196,36 @@ class TokenExpired(StreamError):
     code = "token_expired"
 
 
+class RowUnreadable(StreamError):
+    """A row cannot be sent, and the stream stops just before it until it is mended or skipped.
+
+    The message begins with `stream NAME` and has the row's id. `stream` and `row_id` are None where they are not known.
+    """
+
+    code = "row_unreadable"
+
+    def __init__(self, message: str, *, stream: str | None = None, row_id: int | None = None) -> None:
+        super().__init__(message)
+        self.stream = stream
+        self.row_id = row_id
+
+    def copy(self) -> RowUnreadable:
+        """The same for another reader: an exception that is raised again and again would gather tracebacks."""
+        return type(self)(str(self), stream=self.stream, row_id=self.row_id)
+
+
+class RowTooLong(RowUnreadable):
+    """The line of a row has more bytes than the stream may send."""
+
+    code = "row_too_long"
+
+
+class TableReplaced(StreamError):
+    """Another table has the name of a stream's table now; nothing of it was read."""
+
+    code = "table_replaced"
+
+
 class NotOwner(StreamError):
     """The key is another writer's, or nobody's at this moment; nothing was written.
 

@@ -12,6 +12,7 @@ from replicad.cli.command import ReplicadGroup, option, settings_options
 from replicad.cli.database import on_database
 from replicad.cli.failures import say
 from replicad.cli.output import JSON_HELP, as_json_line, print_rows
+from replicad.cli.streams_content import CONTENT_COMMANDS, MAX_ROW_HELP
 from replicad.config import DatabaseSettings
 from replicad.errors import UsageError
 from replicad.settings import seconds
@@ -38,6 +39,10 @@ def command() -> None:
       replicad streams list
       replicad tail events
     """
+
+
+for content_command in CONTENT_COMMANDS:
+    command.add_command(content_command)
 
 
 @command.command(
@@ -68,10 +73,11 @@ Examples:
 )
 @option("--positions-table", metavar="SCHEMA.TABLE", help="With positions_table: where the writers publish.")
 @option("--sequence", metavar="SCHEMA.NAME", help="Sequence of the ids, where it does not belong to the column.")
+@option("--max-row", type=int, default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
 @_database_options
 def add(
     *, name: str, table: str, id_column: str, instance_column: str | None, row: str | None, method: str,
-    positions_table: str | None, sequence: str | None, **options: Any,
+    positions_table: str | None, sequence: str | None, max_row: int, **options: Any,
 ) -> None:  # fmt: skip
     """Make a table the stream NAME, with no change to the application that writes it."""
 
@@ -80,7 +86,7 @@ def add(
 
         added = await registry.add(
             db, name, table, id_column, instance_column=instance_column, row=row, method=method,
-            positions_table=positions_table, sequence=sequence, schema=settings.stream_schema,
+            positions_table=positions_table, sequence=sequence, max_row=max_row, schema=settings.stream_schema,
         )  # fmt: skip
         daemon = await registry.daemon_connected(db, schema=settings.stream_schema)
         return added.stream.name, added.notes, daemon
@@ -137,7 +143,7 @@ def show(name: str, as_json: bool, **options: Any) -> None:
         click.echo(as_json_line(details))
         return
     for key, value in details.items():
-        if value not in (None, {}):
+        if value not in (None, {}, []):
             shown = "  ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
             click.echo(f"{key.replace('_', ' '):<16}{shown}")
 
@@ -293,10 +299,10 @@ def _details(status: StreamStatus) -> dict[str, Any]:
         "lag_rows": status.lag_rows,
         "lag_s": round(status.lag_seconds, 3),
         "trimmed_upto": stream.trimmed_upto,
+        "max_row": stream.max_row,
+        "skipped": list(stream.skipped),
         "writers": dict(stream.writers),
         "per_writer": dict(status.per_writer),
-        "max_row": stream.max_row,
-        "skipped": len(stream.skipped),
         "held_back_by": None if holder is None else _holder(holder),
         "problem": status.problem,
     }

@@ -70,11 +70,13 @@ def command(
 def _follow(
     client: BlockingClient, names: Sequence[str], token: str, *, linear: bool, left: int | None, as_json: bool
 ) -> None:
-    from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged
+    from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged, StreamStopped
 
     wanted = dict.fromkeys(names, token) if names else None
     begin = "NOW" if names else token
-    with client.follow(wanted, linear, begin=begin, also=(Connected, Disconnected, StreamsChanged)) as events:
+    with client.follow(
+        wanted, linear, begin=begin, also=(Connected, Disconnected, StreamsChanged, StreamStopped)
+    ) as events:
         try:
             for event in events:
                 match event:
@@ -94,7 +96,7 @@ def _follow(
                         for what, changed in (("now follows", event.added), ("no longer there:", event.gone)):
                             if changed:
                                 say(f"replicad: {what} {', '.join(changed)}")
-                    case Disconnected():
+                    case Disconnected() | StreamStopped():
                         say(f"replicad: {one_line(str(event.error))}; trying again in {event.retry_in:.1f} s")
         except KeyboardInterrupt:
             for name, reached in events.tokens().items():

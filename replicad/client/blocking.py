@@ -188,7 +188,7 @@ class BlockingClient:
         `streams` None: every stream from `begin`, and those that are added later, from where they stand then.
 
         Iterate over it for RowBatch and Reset events, and for those of the types in `also`: PositionMoved, Connected,
-        Disconnected, StreamsChanged, TakenUpto, and the commands RemoteServerUp and LockReleased. `backoff` decides how
+        Disconnected, StreamStopped, StreamsChanged, TakenUpto, RemoteServerUp and LockReleased. `backoff` decides how
         long to wait between two tries to connect; for the wishes see FollowOptions.
 
         Raises:

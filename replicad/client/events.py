@@ -79,6 +79,18 @@ class Disconnected(NamedTuple):
     retry_in: float
 
 
+class StreamStopped(NamedTuple):
+    """A stream that is followed beside others stops before a row that the server cannot send; the others go on.
+
+    `error` (RowUnreadable or RowTooLong) names the stream, the row's id and the remedy. It is asked for again, from
+    where it stopped, in about `retry_in` seconds. Where no other stream is left, Disconnected comes instead.
+    """
+
+    stream: str
+    error: ReplicadError
+    retry_in: float
+
+
 class StreamsChanged(NamedTuple):
     """Told to whoever follows every stream: some were added, and are followed from here on, or removed."""
 

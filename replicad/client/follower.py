@@ -87,6 +87,11 @@ class Follower:
         self._streams.pop(stream, None)
         self._forget_lanes(stream)
 
+    def suspend(self, stream: str) -> None:
+        """The subscription has ended on this connection: rows count again when it was asked for anew and answered."""
+        self._forget_lanes(stream)
+        self._streams[stream].new_connection()
+
     def streams(self) -> list[str]:
         """The streams that are wanted, in the order in which they were asked for."""
         return list(self._streams)

@@ -11,21 +11,24 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, TakenUpto
+from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, StreamStopped, TakenUpto
 from replicad.client.follower import BatchLimits, Follower
 from replicad.client.refusals import concerns_one_request, is_notice, may_pass, refusal
 from replicad.client.steps import Connect, Receive, Send, Sleep, Steps
+from replicad.client.stops import Stops
 from replicad.errors import (
     BadToken,
     ConnectionLost,
     RemoteProtocolError,
     ReplicadError,
+    RowUnreadable,
     StreamError,
     TokenAhead,
     TokenExpired,
 )
 from replicad.protocol.commands import Command, Error, Replicate, Streams, Taken
 from replicad.protocol.connection import Connection
+from replicad.protocol.lines import LineTooLong
 
 FOREVER = float("inf")  # between two rows of a quiet stream nothing but PINGs comes
 REFUSALS = 8  # in a row of what was accepted before, some 20 s: a daemon may have just started, or be behind another
@@ -99,6 +102,7 @@ class Pursuit:
         self._connection: Connection
         self._asking: str | None = None  # the stream whose subscription is not answered yet
         self._refused: ReplicadError | None = None
+        self._stops = Stops()  # streams that stop before a row
         self._begun = False  # there was a connection on which everything was accepted
         self._waited = 0.0
         self._gaps = 0
@@ -113,6 +117,8 @@ class Pursuit:
         while True:
             try:
                 yield from self._one_connection()
+            except LineTooLong as error:
+                raise self._explained(error) from error
             except ReplicadError as error:
                 delay = self._delay_after(error)
                 yield Disconnected(error, delay)
@@ -125,6 +131,7 @@ class Pursuit:
         self._answers_due = 0
         self._answers.clear()
         self.follower.new_connection()
+        self._stops.new_connection()
         yield from self._subscribe_all()
         self._refusals = 0
         self._begun = True
@@ -135,7 +142,7 @@ class Pursuit:
         self._waited = 0.0
         self._gaps = 0
         while True:
-            if self._every and self._now() >= self._next_look:
+            if (self._every and self._now() >= self._next_look) or self._stops.due(self._now()):
                 yield from self._subscribe_all()
             if self._options.taken is not None and self._now() >= self._asked_at + self._options.taken:
                 yield from self._ask_taken()
@@ -154,7 +161,7 @@ class Pursuit:
         if self._every:
             changed = yield from self._look()
         for stream in self.follower.streams():
-            if not self.follower.answered(stream):
+            if not self.follower.answered(stream) and self._stops.may_ask(stream, self._now()):
                 yield from self._subscribe(stream)
         if changed is not None:
             yield changed
@@ -187,15 +194,17 @@ class Pursuit:
             while self._refused is None and not self.follower.answered(stream):
                 yield from self._take((yield Receive(within)))
                 within = None
-            if self._refused is None:
+            if self._refused is None or isinstance(self._refused, RowUnreadable):
                 self._asking = None
-                self._accepted.add(stream)
+                if self._refused is None:
+                    self._accepted.add(stream)
                 return
             yield self._reset_after(self._refused, stream)
 
     def _take(self, block: bytes) -> Steps[None]:
         yield from self.follower.feed(block, self._understand)
         self._connection.check()
+        yield from self._take_stops()
         for answer in self._answers:
             yield TakenUpto(answer.stream, answer.upto or 0, self._now() - self._asked_at)
         self._answers.clear()
@@ -210,6 +219,30 @@ class Pursuit:
             raise RemoteProtocolError(f"{missing}; so it was {self._gaps} times in a row")
         raise ConnectionLost(missing)
 
+    def _take_stops(self) -> Steps[None]:
+        """Streams that have stopped are asked for again later; when none goes on, the connection serves nothing."""
+        for error in self._stops.take():
+            stream = str(error.stream)
+            self.follower.suspend(stream)
+            delay = self._stops.stopped(error, self._now())
+            if all(self._stops.is_stopped(name) for name in self.follower.streams()):
+                raise error
+            if self._options.patience is not None and self._stops.waited(stream) > self._options.patience:
+                raise error
+            yield StreamStopped(stream, error, delay)
+
+    def _explained(self, error: LineTooLong) -> LineTooLong:
+        """Which stream a line that is too long belongs to, and what to do."""
+        stream = error.stream if error.stream in self.follower.streams() else None
+        if stream is None:
+            return error
+        return LineTooLong(
+            f"stream {stream}: {error}. The last token that was received is {self.follower.token(stream)}. Bound the "
+            f"rows where the server is (`replicad streams alter {stream} --max-row BYTES`): it then names the row, "
+            "which can be shortened or skipped",
+            stream=stream,
+        )
+
     def _understand(self, line: bytes) -> Command | None:
         command = self._connection.understand(line)
         if isinstance(command, Streams):
@@ -223,6 +256,11 @@ class Pursuit:
             return command
         error = refusal(command.text)
         if is_notice(error):
+            return None
+        if isinstance(error, RowUnreadable) and error.stream in self.follower.streams():
+            self._stops.note(error)
+            if self._asking == error.stream:
+                self._refused = error
             return None
         if self._asking is None or not concerns_one_request(error):
             raise error
@@ -247,15 +285,20 @@ class Pursuit:
         """How long to wait after an error; raises it where waiting does not help, or not any more."""
         if not self._may_pass(error):
             raise error
-        delay = self._backoff.next_delay()
-        self._waited += delay
+        if isinstance(error, RowUnreadable) and self._stops.is_stopped(str(error.stream)):
+            # Such a connection may be accepted each time, which would begin the pauses anew: it has pauses of its own.
+            delay, waited = self._stops.delay(str(error.stream)), self._stops.waited(str(error.stream))
+        else:
+            delay = self._backoff.next_delay()
+            self._waited += delay
+            waited = self._waited
         patience = self._options.patience if self._begun else self._options.first_patience
-        if patience is not None and self._waited > patience:
+        if patience is not None and waited > patience:
             raise error
         return delay
 
     def _may_pass(self, error: ReplicadError) -> bool:
-        if not isinstance(error, StreamError):
+        if not isinstance(error, StreamError) or isinstance(error, RowUnreadable):
             return may_pass(error)
         if self._asking is None:
             return True  # something about a stream that we follow: subscribing again will tell what

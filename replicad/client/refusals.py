@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from replicad.errors import (
     ConnectionLost,
     DatabaseError,
@@ -9,6 +11,7 @@ from replicad.errors import (
     RelayRefused,
     RemoteError,
     ReplicadError,
+    RowUnreadable,
     ServerStopping,
     StreamError,
     StreamWaits,
@@ -16,6 +19,7 @@ from replicad.errors import (
     by_code,
 )
 
+_STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # how the server begins to say so
 _STOPPING = "server stopping"  # the one ERROR without a code (seed 001)
 
 
@@ -27,6 +31,8 @@ def refusal(text: str) -> ReplicadError:
     kind = by_code().get(code) if colon else None
     if kind is None:
         return RemoteError(text or "the server sent ERROR without a reason")
+    if issubclass(kind, RowUnreadable) and (found := _STOPS.match(sentence)):
+        return kind(sentence, stream=found[1], row_id=int(found[2]))
     error: ReplicadError = kind(sentence)
     return error
 
@@ -43,4 +49,4 @@ def concerns_one_request(error: ReplicadError) -> bool:
 
 def may_pass(error: ReplicadError) -> bool:
     """Whether trying again later may help, with nobody changing anything at our side."""
-    return isinstance(error, ConnectionLost | RemoteError | DatabaseError)
+    return isinstance(error, ConnectionLost | RemoteError | DatabaseError | RowUnreadable)

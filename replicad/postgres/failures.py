@@ -29,6 +29,7 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
     "RS002": errors.StreamRefused,
     "RS003": errors.StreamRefused,
     "RS004": errors.TokenExpired,
+    "RS005": errors.TableReplaced,
     "RS010": errors.NotOwner,
     "RS011": errors.WriterExpelled,
     "RS012": errors.InstanceTaken,
@@ -41,6 +42,30 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
 _UNAVAILABLE_CLASSES = ("08", "53")
 _UNAVAILABLE_CODES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04"})
 _REFUSED_CLASSES = ("28",)
+
+# Classes of Postgres that do not speak of what a row holds: connections, transactions that were rolled back, rights,
+# names and syntax (a table or column that was renamed), resources, locks and states of objects, an operator's
+# intervention, the system below Postgres, its configuration.
+_NOT_OF_A_ROW = (
+    "08",
+    "25",
+    "26",
+    "28",
+    "2D",
+    "34",
+    "3D",
+    "3F",
+    "40",
+    "42",
+    "53",
+    "55",
+    "57",
+    "58",
+    "F0",
+    "HV",
+    "RS",
+    "RT",
+)
 _REFUSED_CODES = frozenset({"3D000", "42501"})
 _READ_ONLY = "25006"
 
@@ -157,6 +182,24 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
     if state is not None and (state in _REFUSED_CODES or state.startswith(_REFUSED_CLASSES)):
         return errors.DatabaseRefused(f"Postgres at {target} refused: {_text(error)}", sqlstate=state)
     return errors.DatabaseError(f"Postgres at {target} reports an error: {_text(error)}", sqlstate=state)
+
+
+def may_be_of_a_row(state: str | None) -> bool:
+    """Whether reading may have failed because of what one row holds: an error of data, of a program, or a limit.
+
+    Only a look at the row alone can tell for sure. SQLSTATEs that a user's own functions make up count as well.
+    """
+    return state is not None and not state.startswith(_NOT_OF_A_ROW)
+
+
+def reason_of(error: BaseException) -> str:
+    """What Postgres itself said, without the place."""
+    return _text(error.__cause__ or error)
+
+
+def is_too_large(error: errors.DatabaseError) -> bool:
+    """Whether Postgres could not make a value because it would have been larger than it can hold (1 GB)."""
+    return error.sqlstate == "54000" or "invalid memory alloc request size" in str(error)
 
 
 def _trying_again_may_help(state: str) -> bool:

@@ -10,10 +10,17 @@ from replicad.errors import RemoteProtocolError
 MAX_LINE = 1 << 20  # bytes; the longest row that we accept, plus headroom
 
 
+_HEAD = 4096  # bytes in which the words before a row's JSON end
+
+
 class LineTooLong(RemoteProtocolError):
-    """A line went beyond the limit before it ended."""
+    """A line went beyond the limit before it ended. `stream` is whose row it is, None where it is no RDATA."""
 
     code = "line_too_long"
+
+    def __init__(self, message: str, *, stream: str | None = None) -> None:
+        super().__init__(message)
+        self.stream = stream
 
 
 class LineBuffer:
@@ -27,6 +34,7 @@ class LineBuffer:
         self._max_line = max_line
         self._partial = bytearray()
         self._too_long = False
+        self._head = b""  # of the line that is too long
 
     @property
     def partial(self) -> int:
@@ -67,6 +75,7 @@ class LineBuffer:
             fitting = self._fitting(block)
             if fitting < len(block):
                 self._too_long = True
+                self._head = block[fitting : fitting + _HEAD]
                 return block[:fitting]
         self._hold(data[end:])
         return block
@@ -78,11 +87,13 @@ class LineBuffer:
             LineTooLong: the line now under way is too long.
         """
         if self._too_long:
-            raise LineTooLong(f"a line may have at most {self._max_line} bytes")
+            said, stream = _row_of(self._head)
+            raise LineTooLong(f"a line may have at most {self._max_line} bytes{said}", stream=stream)
 
     def _hold(self, rest: bytes) -> None:
         self._partial += rest
         if len(self._partial) > self._max_line:
+            self._head = bytes(self._partial[:_HEAD])
             self._partial.clear()
             self._too_long = True
 
@@ -95,6 +106,15 @@ class LineBuffer:
                 return begin
             begin = end + 1
         return begin
+
+
+def _row_of(head: bytes) -> tuple[str, str | None]:
+    """Which row a line that begins so is of, in words, and the stream's name; nothing for other lines."""
+    words = head.split(b" ", 4)
+    if words[0] != b"RDATA" or len(words) < 5:
+        return "", None
+    stream, instance, token = (word.decode(errors="replace") for word in words[1:4])
+    return f", and the one with token {token} of stream {stream}, writer {instance}, has more", stream
 
 
 class MixedBuffer:

@@ -1,9 +1,7 @@
 """One stream from Postgres to its journals: positions come in, finished lines go out, row by row nothing is touched.
 
-A stream has up to two orders, each a `Lane` with a journal of its own: per writer (each writer's rows as soon as that
-writer's position allows) and linear (all rows in ascending order, made when somebody first asks for it). A lane
-copies what lies between what its readers were told and what the horizon says now, tells positions that moved
-without rows, and seals the journal where both agree.
+A stream has up to two orders, each a `Lane` with a journal of its own: per writer, and linear, which is made when it is
+first asked for. A feed tells its lanes how far the horizon is and which writers are listed.
 """
 
 from __future__ import annotations
@@ -13,251 +11,26 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, ReplicadError, StreamRefused, TokenExpired
+from replicad.errors import DatabaseError, ReplicadError, RowTooLong, RowUnreadable, StreamRefused
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
-from replicad.postgres.rows import Chunk, RowSource
+from replicad.postgres.rows import Chunk
 from replicad.protocol.tokens import Vector
-from replicad.protocol.writer_set import WRITERS_ON_LINE, writers_lines
+from replicad.protocol.writer_set import writers_lines
 from replicad.server.journal import Channel, JournalLimits
+from replicad.server.lane import LINEAR, Copier, Lane, below
 from replicad.server.roster import Roster
-from replicad.server.told import LastTokens, Positions, position_lines, set_lines
+from replicad.server.told import LastTokens, Positions, position_lines
 from replicad.server.troubles import Troubles
 from replicad.streams import registry
 from replicad.streams.queries import Impatient, is_locked
 from replicad.streams.registry import Stream
 
-LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together
-POSITION_INTERVAL = 0.1  # seconds between two words that a position moved without rows; rows are never held up
-RETRY_PAUSE = 0.2  # seconds before a copy that failed is tried again; doubles up to RETRY_PAUSE_MAX
-RETRY_PAUSE_MAX = 5.0
+RETRY_PAUSE = 0.2  # seconds before a position that could not be taken over is tried again
 FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
-UNKNOWN = -(1 << 63)  # below every position
 
 Send = Callable[[bytes], Awaitable[None]]
 log = structlog.get_logger()
-
-
-class Copier:
-    """Copies ranges of one stream in one order."""
-
-    def __init__(self, source: RowSource, *, linear: bool) -> None:
-        self.source = source
-        self.one_writer = linear or source.instance_column is None
-        self._linear = linear
-
-    async def copy(
-        self,
-        db: Database,
-        after: Positions,
-        upto: Positions,
-        send: Callable[[Chunk], Awaitable[None]],
-        others_after: int | None = None,
-    ) -> None:
-        """The rows of (after, upto] in chunks. Writers that are not listed stand at the minimum of those that are;
-        before, where `others_after` says so, at that. Raises TokenExpired where rows of the range were trimmed.
-        """
-        if self._linear:
-            await self.source.copy_range(db, after[LINEAR], upto[LINEAR], send)
-            return
-        ranges = {name: (after[name], at) for name, at in upto.items()}
-        if self.one_writer:
-            await self.source.copy_vector(db, {n: span for n, span in ranges.items() if span[0] < span[1]}, send)
-            return
-        lowest = min(after.values(), default=None) if others_after is None else others_after
-        others = None if lowest is None else (lowest, max(lowest, min(upto.values(), default=lowest)))
-        if any(low < high for low, high in ranges.values()) or (others and others[0] < others[1]):
-            await self.source.copy_vector(db, ranges, send, others=others)
-
-
-class Lane:
-    """One order of one stream: a journal and the task that fills it."""
-
-    def __init__(
-        self,
-        stream: str,
-        copier: Copier,
-        db: Database,
-        positions: Positions,
-        *,
-        limits: JournalLimits,
-        writers: Callable[[Iterable[str]], bytes],
-    ) -> None:
-        """`writers` makes the lines of WRITERS that name a set."""
-        self.channel = Channel(stream, positions, limits)
-        self._stream = stream
-        self._copier = copier
-        self._db = db
-        self._writers = writers
-        self._target = dict(positions)
-        self._heard = trio.Event()
-        self._resetting = False
-        self._joining: set[str] = set()
-        self._leaving: set[str] = set()
-        self._relisted = trio.Event()
-        self._left: dict[str, int] = {}  # writers that are listed no more, and what was told of them last
-        self._copied: Positions | None = None  # rows up to here went out, though readers may be told less
-        self._notices: list[tuple[bytes, bool]] = []
-        self._told_at = float("-inf")
-
-    def aim(self, target: Positions) -> None:
-        """The horizon has moved; only the latest target counts."""
-        if target != self._target:
-            self._target = dict(target)
-            self._heard.set()
-
-    def reset(self, target: Positions) -> None:
-        """The ids went back to `target`, which is told as it is; what was under way is finished first."""
-        self._target = dict(target)
-        self._resetting = True
-        self._heard.set()
-
-    def relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
-        """List writers, from where those stand that are not listed, and others no more; the event comes when readers
-        were told of those that join. One that leaves does so when it is no longer behind all that stay.
-        """
-        self._joining = (self._joining - leaving) | joining
-        self._leaving = (self._leaving - joining) | leaving
-        self._heard.set()
-        return self._relisted
-
-    def tell(self, line: bytes, *, extended: bool = False) -> None:
-        """Send a line that is no row, when no row is on its way."""
-        self._notices.append((line, extended))
-        self._heard.set()
-
-    def renew(self, source: RowSource) -> None:
-        """Read from this from the next copy on."""
-        self._copier.source = source
-        self._heard.set()
-
-    async def run(self) -> None:
-        """Fill the journal until cancelled. Failures of Postgres are told and tried again."""
-        pause = RETRY_PAUSE
-        while True:
-            try:
-                await self._wait_for_work()
-                await self._advance()
-                pause = RETRY_PAUSE
-            except TokenExpired as error:
-                log.warning("stream_trimmed_unread", stream=self._stream, error=str(error))
-                self.channel.cut(error, self._target)
-            except DatabaseError as error:
-                log.warning("stream_copy_failed", stream=self._stream, error=str(error), again_in_s=pause)
-                await trio.sleep(pause)
-                pause = min(2 * pause, RETRY_PAUSE_MAX)
-
-    async def _wait_for_work(self) -> None:
-        """Until the target differs from what was told, and the time to say so has come."""
-        while not (self._notices or self._joining or self._resetting or self._may_leave() or not self._is_there()):
-            self._heard = trio.Event()
-            await self._heard.wait()
-
-    def _is_there(self) -> bool:
-        return self._goal() == self.channel.seam.positions
-
-    def _goal(self) -> dict[str, int]:
-        """The target of the writers that are listed. One that is about to leave follows the others."""
-        told, target = self.channel.seam.positions, self._target
-        if told.keys() == target.keys():
-            return target
-        lowest = min(target.values(), default=UNKNOWN)
-        return {name: target[name] if name in target else max(at, lowest) for name, at in told.items()}
-
-    def _may_leave(self) -> Set[str]:
-        """Which of those that are to leave can: from then on they stand where the lowest of the others stands."""
-        told = self.channel.seam.positions
-        if not self._leaving or self._joining:
-            return frozenset()
-        lowest = min((at for name, at in told.items() if name not in self._leaving), default=None)
-        return {name for name in self._leaving & told.keys() if lowest is not None and told[name] >= lowest}
-
-    async def _advance(self) -> None:
-        while self._notices:
-            line, extended = self._notices.pop(0)
-            await self.channel.append(line, extended=extended)
-            self.channel.seal(self.channel.seam.positions)  # who joins later was not there
-        if self._resetting:
-            await self._announce_reset()
-            return
-        if self._joining:
-            await self._announce_joining()
-        if leaving := self._may_leave():
-            await self._announce_leaving(leaving)
-        told, target = dict(self.channel.seam.positions), self._goal()
-        seen = LastTokens(self._stream, told, one=self._copier.one_writer)
-
-        async def append(chunk: Chunk) -> None:
-            await self.channel.append(chunk.data)
-            seen.see(chunk)
-
-        copied, self._copied = self._copied, None
-        try:
-            await self._copier.copy(self._db, copied or told, target, append)
-        except BaseException:
-            self._keep_what_went_out(told, target, seen)
-            raise
-        self._copied = target
-        told |= seen.tokens
-        now = trio.current_time()
-        if told != target and now >= self._told_at + POSITION_INTERVAL:
-            await self.channel.append(position_lines(self._stream, told, target))
-            self._told_at = now
-            told = dict(target)
-        self.channel.seal(told)
-        if told != target:
-            self._heard = trio.Event()
-            with trio.move_on_at(self._told_at + POSITION_INTERVAL):
-                await self._heard.wait()
-
-    def _keep_what_went_out(self, told: dict[str, int], target: Positions, seen: LastTokens) -> None:
-        """A copy broke off: go on behind the last whole row that readers got, or cut them off where there is none."""
-        if seen.torn:
-            self.channel.cut(DatabaseError("Postgres broke off within a batch; reconnect and resume"), told)
-        elif seen.done is not None:
-            done = seen.done
-            self.channel.seal({name: max(at, min(done, target[name])) for name, at in told.items()})
-
-    async def _announce_joining(self) -> None:
-        """List the writers that join: the whole set where one line holds it, else the new ones, which add to it."""
-        told = self.channel.seam.positions
-        joining, names = self._joining, self._joining - told.keys()
-        relisted, self._relisted = self._relisted, trio.Event()
-        lowest = min((told or self._target).values(), default=0)
-        if names:
-            listed = {**told, **dict.fromkeys(names, lowest)}
-            whole = len(listed) <= WRITERS_ON_LINE
-            await self.channel.append(self._writers(listed if whole else names), extended=True)
-            before = {name: min(self._left.pop(name, lowest), lowest) for name in names}
-            lines = position_lines(self._stream, before, dict.fromkeys(names, lowest), all_of_them=True)
-            await self.channel.append(lines)
-            if self._copied is not None:
-                self._copied = {**self._copied, **dict.fromkeys(names, min(self._copied.values(), default=lowest))}
-            self._target = {**dict.fromkeys(names, lowest), **self._target}
-            self.channel.seal(listed)
-        self._joining = self._joining - joining
-        relisted.set()
-
-    async def _announce_leaving(self, leaving: Set[str]) -> None:
-        """List writers no more. The set is told whole, and a POSITION behind it says so."""
-        told = self.channel.seam.positions
-        listed = {name: at for name, at in told.items() if name not in leaving}
-        await self.channel.append(set_lines(self._stream, self._writers(listed), listed), extended=True)
-        self._left |= {name: told[name] for name in leaving}
-        if self._copied is not None:
-            self._copied = {name: at for name, at in self._copied.items() if name in listed}
-        self._leaving = self._leaving - leaving
-        self.channel.seal(listed)
-
-    async def _announce_reset(self) -> None:
-        told = self.channel.seam.positions
-        target = {name: self._target.get(name, min(self._target.values(), default=at)) for name, at in told.items()}
-        self._resetting = False
-        self._copied = None
-        if LINEAR not in told:
-            await self.channel.append(self._writers(told), extended=True)
-        await self.channel.append(position_lines(self._stream, told, target, all_of_them=True))
-        self.channel.seal(target)
 
 
 class Feed:
@@ -387,17 +160,33 @@ class Feed:
 
         Raises:
             TokenExpired: rows of the range were trimmed.
+            RowUnreadable: a row cannot be read; everything before it was sent, and positions just below its id.
         """
         copier = Copier(self._source, linear=linear)
         seen = LastTokens(self.name, after, one=copier.one_writer)
+        stopped: RowUnreadable | None = None
 
         async def pass_on(chunk: Chunk) -> None:
             await send(chunk.data)
             seen.see(chunk)
 
-        await copier.copy(self._catchup_db, after, upto, pass_on, others_after)
+        try:
+            await copier.copy(self._catchup_db, after, upto, pass_on, others_after)
+        except (DatabaseError, RowTooLong) as error:
+            done = seen.done
+            reached = after if done is None else {name: max(at, min(done, upto[name])) for name, at in after.items()}
+            others = others_after if done is None else max(others_after, done)
+            stopped = await copier.blame(self._catchup_db, reached, upto, error, others)
+            if stopped is None and isinstance(error, RowTooLong):
+                raise DatabaseError(f"a row of {self.name} changed while it was read") from error
+            if stopped is None:
+                raise
+            upto = below(reached, upto, stopped)
+            await copier.copy(self._catchup_db, reached, upto, pass_on, others)
         if lines := position_lines(self.name, {**after, **seen.tokens}, upto):
             await send(lines)
+        if stopped is not None:
+            raise stopped
 
     async def taken(self) -> int:
         """Up to where ids have been given out by now."""
@@ -523,6 +312,7 @@ class Feed:
             self._db,
             positions,
             limits=self._limits,
+            troubles=self._troubles,
             writers=self.writers_of,
         )
 

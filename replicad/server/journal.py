@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.errors import ReplicadError, SlowReader
+from replicad.errors import ReplicadError, RowUnreadable, SlowReader
 
 TAKE_BYTES = 256 * 1024  # chunks are taken together up to this much: half the work of one at a time, more gains little
 TAKE_CHUNKS = 256  # and up to so many: what a system call takes, and a bound for what a stuck reader holds on to
@@ -75,6 +75,7 @@ class Reader:
         "fallen",
         "moved_at",
         "on_fall",
+        "on_stop",
         "wake",
     )
 
@@ -90,6 +91,7 @@ class Reader:
         self.fallen = False
         self.moved_at = float("-inf")  # when it took something last, as exact as the last append
         self.on_fall = wake  # called when it has fallen: it may be busy sending and never come to take more
+        self.on_stop: Callable[[RowUnreadable], None] | None = None  # called when the stream stops where it has got to
         self.ended: ReplicadError | None = None
 
     def take_nowait(self) -> list[bytes]:
@@ -133,6 +135,12 @@ class Reader:
         self._inserted = (index, data)
         self.wake()
 
+    @property
+    def stopped(self) -> RowUnreadable | None:
+        """Why nothing comes behind what this reader has taken; None while it may go on."""
+        held = self._channel.held
+        return held.copy() if held is not None and self.cursor == self._channel.head else None
+
     def refusal(self) -> SlowReader:
         """What to tell a reader that has fallen."""
         return SlowReader(
@@ -160,6 +168,8 @@ class Channel:
         self.tail = 0
         self.appended_at = float("-inf")
         self.seam = Seam(0, dict(positions))
+        self.held: RowUnreadable | None = None  # why the stream stops behind the last chunk
+        self.released = trio.Event()  # when that is over
         self._bytes = 0
         self._readers: set[Reader] = set()
         self._moved = trio.Event()
@@ -229,6 +239,18 @@ class Channel:
         self.tail = self.head
         self.seal(positions)
         self.reader_moved()
+
+    def hold(self, error: RowUnreadable) -> None:
+        """Say that nothing comes behind the last seam for now; readers that get there see it as `stopped`."""
+        self.held = error
+        for reader in self._readers:
+            reader.wake()
+
+    def release(self) -> None:
+        """Go on; safe to repeat."""
+        self.held = None
+        self.released.set()
+        self.released = trio.Event()
 
     def statistics(self) -> ChannelStatistics:
         """Counts, as one frozen value."""

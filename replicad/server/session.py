@@ -25,6 +25,7 @@ from replicad.errors import (
     NotAuthorised,
     ProtocolError,
     ReplicadError,
+    RowUnreadable,
     SlowReader,
     StreamError,
 )
@@ -158,15 +159,26 @@ class Session:
         finally:
             self._sending.release()
 
-    def read(self, channel: Channel, cursor: int, *, extended: bool, preamble: bytes = b"") -> Reader:
+    def read(
+        self,
+        channel: Channel,
+        cursor: int,
+        *,
+        extended: bool,
+        preamble: bytes = b"",
+        on_stop: Callable[[RowUnreadable], None] | None = None,
+    ) -> Reader:
         """Have the chunks of a journal sent from `cursor` on, after what is posted already and then `preamble`, whole
         lines. There is one preamble for each stream, so these do not count as commands that are posted.
+
+        Where the stream stops before a row, all that comes before it is sent, the reading ends and `on_stop` is called.
 
         Raises:
             SlowReader: the chunk is no longer held.
         """
         reader = channel.subscribe(cursor, self.wake, extended=extended)
         reader.on_fall = lambda: self.hang_up(*self._explain(reader.refusal()))
+        reader.on_stop = on_stop
         self._readers.append(reader)
         if preamble:
             self._posted.append(preamble)
@@ -329,7 +341,7 @@ class Session:
                 self._wake = trio.Event()
             await self._wait_for_turn()
             try:
-                pieces = [chunk for reader in self._readers for chunk in reader.take_nowait()]
+                pieces = self._take_chunks()
                 if self._posted:
                     pieces.insert(0, self._take_posted())
                 if pieces:
@@ -338,6 +350,19 @@ class Session:
                 self._sending.release()
             if not pieces:
                 await self._wait()
+
+    def _take_chunks(self) -> list[Piece]:
+        """What the journals have. A reader with nothing left of a stream that stops is dropped, and says so."""
+        pieces: list[Piece] = []
+        for reader in tuple(self._readers):
+            taken = reader.take_nowait()
+            pieces += taken
+            if not taken and (why := reader.stopped) is not None:
+                self._readers.remove(reader)
+                reader.close()
+                if reader.on_stop is not None:
+                    reader.on_stop(why)
+        return pieces
 
     async def _wait_for_turn(self) -> None:
         """Acquire the right to send; nobody gets it any more once the session is closing."""

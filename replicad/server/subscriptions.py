@@ -3,6 +3,9 @@
 Plain REPLICATE joins every stream's journal at its last seam and tells the positions there. `REPLICATE stream token`
 first copies the rows between the token and a seam from Postgres, straight into the socket and as fast as the socket
 takes them, and joins at the seam; if the journal has moved on meanwhile, once more from there.
+
+Where a stream stops before a row that cannot be read, its subscription ends with an ERROR and the connection stays.
+Plain REPLICATE follows every stream, so it joins the stream again by itself as soon as it goes on.
 """
 
 from __future__ import annotations
@@ -13,12 +16,21 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.errors import BadToken, DatabaseError, SlowReader, StreamRefused, TokenAhead, TokenExpired
+from replicad.errors import (
+    BadToken,
+    DatabaseError,
+    RowUnreadable,
+    SlowReader,
+    StreamRefused,
+    TokenAhead,
+    TokenExpired,
+)
 from replicad.protocol.commands import Ping, Replicate, Taken
 from replicad.protocol.states import CloseReason
 from replicad.protocol.tokens import Vector
-from replicad.server.feed import LINEAR, Feed
+from replicad.server.feed import Feed
 from replicad.server.journal import Channel, Reader
+from replicad.server.lane import LINEAR, below
 from replicad.server.publisher import Publisher
 from replicad.server.roster import ALL
 from replicad.server.session import HangUp, Session
@@ -38,6 +50,9 @@ class _Begin:
     positions: Mapping[str, int]
     others_after: int
     preamble: bytes
+
+
+STOPPED_PAUSE = 10.0  # seconds before plain REPLICATE tries again to read old rows, of which one cannot be read
 
 
 class Subscriptions:
@@ -109,6 +124,8 @@ class Subscriptions:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel
         start = await self._start_of(feed, command, channel)
+        if channel.held is not None and start[0] == channel.seam.positions:
+            raise channel.held.copy()
         self._streams.add(name)
         self._join(feed, channel, *start, linear=command.linear, extended=True)
 
@@ -129,11 +146,41 @@ class Subscriptions:
         others_after = lowest if others_after is None else others_after
         if start == seam.positions and others_after == lowest:
             with suppress(SlowReader):
-                reader = self._session.read(channel, seam.index, extended=extended and not linear, preamble=preamble)
-                self._readers[feed.name] = reader
+                self._read(feed, channel, seam.index, linear=linear, extended=extended, preamble=preamble)
                 return
         begin = _Begin(start, others_after, preamble)
         self._session.start(self._catch_up, feed, channel, begin, linear, extended)
+
+    def _read(
+        self, feed: Feed, channel: Channel, index: int, *, linear: bool, extended: bool, preamble: bytes = b""
+    ) -> None:
+        """Read the journal from a chunk on. Raises SlowReader."""
+
+        def on_stop(error: RowUnreadable) -> None:
+            self._stop(feed, channel, channel.seam.positions, error, linear=linear)
+
+        self._readers[feed.name] = self._session.read(
+            channel, index, extended=extended and not linear, preamble=preamble, on_stop=on_stop
+        )
+
+    def _stop(
+        self, feed: Feed, channel: Channel, told: Mapping[str, int], error: RowUnreadable, *, linear: bool
+    ) -> None:
+        """End one subscription: the client has everything up to `told`, and what comes next cannot be read."""
+        self._readers.pop(feed.name, None)
+        self._session.refuse(error)
+        if self._all:
+            self._session.start(self._come_back, feed, channel, dict(told), linear)
+        else:
+            self._streams.discard(feed.name)
+
+    async def _come_back(self, feed: Feed, channel: Channel, told: Mapping[str, int], linear: bool) -> None:
+        """Join a stream again that had stopped, once it goes on, where the client was left."""
+        if channel.held is not None:
+            await channel.released.wait()
+        else:
+            await trio.sleep(STOPPED_PAUSE)
+        self._join(feed, channel, told, None, linear=linear, extended=False)
 
     @staticmethod
     async def _start_of(feed: Feed, command: Replicate, channel: Channel) -> tuple[Mapping[str, int], int | None]:
@@ -192,6 +239,9 @@ class Subscriptions:
             await session.flush()
             try:
                 await feed.copy(told, seam.positions, session.send, linear=linear, others_after=others_after)
+            except RowUnreadable as error:
+                self._stop(feed, channel, below(told, seam.positions, error), error, linear=linear)
+                return
             except DatabaseError as error:
                 raise HangUp(
                     CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
@@ -201,7 +251,7 @@ class Subscriptions:
             told = seam.positions
             others_after = max(others_after, min(told.values(), default=others_after))
             with suppress(SlowReader):
-                self._readers[feed.name] = session.read(channel, seam.index, extended=extended and not linear)
+                self._read(feed, channel, seam.index, linear=linear, extended=extended)
                 return
 
 

@@ -34,10 +34,11 @@ class TroubleBook:
         """Write until cancelled; then our rows are removed."""
         try:
             while True:
+                changed = self._troubles.next_change()  # before looking: none is missed while we write or pause
                 await self._write()
                 await trio.sleep(PAUSE)
                 with trio.move_on_after(REFRESH if self._written else float("inf")):
-                    await self._troubles.wait_changed()
+                    await changed.wait()
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + LAST_WORD):
                 if self._written:

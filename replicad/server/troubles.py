@@ -167,6 +167,10 @@ class Troubles:
         """Until a trouble begins, changes or ends."""
         await self._changed.wait()
 
+    def next_change(self) -> trio.Event:
+        """An event that comes with the next change: for who looks first and waits afterwards."""
+        return self._changed
+
     # --- inside ---
 
     @staticmethod

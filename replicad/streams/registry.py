@@ -14,7 +14,7 @@ from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
-from replicad.postgres.rows import RowSource, wire_instance
+from replicad.postgres.rows import MAX_ROW, RowSource, wire_instance
 from replicad.streams.queries import SCHEMA, Queries, installed, statement
 
 _BAD_NAME = frozenset({"42601", "42602", "0A000"})  # what Postgres says of a text that cannot name a relation
@@ -101,6 +101,16 @@ class Published:
     foreign: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An id that an operator has taken out of a stream: why, who (a role of Postgres), and when."""
+
+    id: int
+    reason: str
+    by: str
+    at: datetime
+
+
 async def add(
     db: Queries,
     name: str,
@@ -112,13 +122,15 @@ async def add(
     method: Method | str = Method.LOCK_WATCH,
     positions_table: str | None = None,
     sequence: str | None = None,
+    max_row: int = MAX_ROW,
     schema: str = SCHEMA,
 ) -> Added:
     """Make a table a stream.
 
     Tables and sequences are named as in SQL (`public.events`), columns exactly as they are. `row` is an SQL expression
     over the table, called t, that yields JSON. `sequence` is needed only where the application itself takes ids from
-    one that neither belongs to the column nor stands in its default.
+    one that neither belongs to the column nor stands in its default. `max_row` bounds
+    the lines of the stream, in bytes: the stream stops before a row that is longer.
 
     Raises:
         StreamRefused: it cannot be a stream; the message has the reason and the remedy.
@@ -127,8 +139,9 @@ async def add(
     oids = [await _resolve(db, what, schema) for what in (table, positions_table, sequence)]
     with installed(schema):
         notes = await db.fetch_value(
-            statement("stream_add", schema), name, oids[0], id_column, instance_column, row, str(method), *oids[1:]
-        )
+            statement("stream_add_bounded", schema),
+            name, oids[0], id_column, instance_column, row, str(method), *oids[1:], max_row,
+        )  # fmt: skip
     return Added(await load_stream(db, name, schema=schema), tuple(notes))
 
 
@@ -136,6 +149,34 @@ async def remove(db: Queries, name: str, *, schema: str = SCHEMA) -> None:
     """Make a stream a mere table again; its rows stay. Raises UnknownStream."""
     with installed(schema):
         await db.fetch_value(statement("stream_remove", schema), name)
+
+
+async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCHEMA) -> None:
+    """Bound the lines of a stream, in bytes. Raises UnknownStream, and StreamRefused beyond what clients take."""
+    with installed(schema):
+        await db.fetch_value(statement("stream_max_row", schema), name, max_row)
+
+
+async def skip(db: Queries, name: str, row_id: int, reason: str, *, schema: str = SCHEMA) -> int | None:
+    """Take an id out of a stream; the row stays in its table. Returns up to where the stream was published by then.
+
+    Raises UnknownStream.
+    """
+    with installed(schema):
+        published: int | None = await db.fetch_value(statement("stream_skip_id", schema), name, row_id, reason)
+    return published
+
+
+async def unskip(db: Queries, name: str, row_id: int, *, schema: str = SCHEMA) -> bool:
+    """Undo `skip` for readers that have not got there; False where the id was not skipped. Raises UnknownStream."""
+    with installed(schema):
+        return bool(await db.fetch_value(statement("stream_skip_undo", schema), name, row_id))
+
+
+async def skips(db: Queries, name: str, *, schema: str = SCHEMA) -> list[Skipped]:
+    """What was taken out of a stream, by id. Raises UnknownStream."""
+    with installed(schema):
+        return [Skipped(*row) for row in await db.fetch(statement("stream_skips", schema), name)]
 
 
 async def load_streams(db: Queries, *, schema: str = SCHEMA) -> dict[str, Stream]:
@@ -169,6 +210,9 @@ def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
         unique_ids=stream.unique_ids,
         writers=tuple(stream.writers),
         schema=schema,
+        table_oid=stream.table_oid,
+        skipped=stream.skipped,
+        max_row=stream.max_row,
     )
 
 

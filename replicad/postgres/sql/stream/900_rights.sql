@@ -19,7 +19,8 @@ BEGIN
         IF f.proname IN ('stream_add', 'stream_remove', 'stream_trim', 'stream_reset', 'stream_publish',
                 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
                 'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
-                'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles') THEN
+                'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
+                'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_add_bounded') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;

@@ -1,2 +1,0 @@
-SELECT {schema}.stream_add($1, $2::bigint::oid::regclass, $3::text::name, $4::text::name, $5, $6,
-    $7::bigint::oid::regclass, $8::bigint::oid::regclass)

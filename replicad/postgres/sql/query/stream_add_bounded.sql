@@ -1,0 +1,2 @@
+SELECT {schema}.stream_add_bounded($1, $2::bigint::oid::regclass, $3::text::name, $4::text::name, $5, $6,
+    $7::bigint::oid::regclass, $8::bigint::oid::regclass, $9)

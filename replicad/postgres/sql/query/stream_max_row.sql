@@ -1,0 +1,1 @@
+SELECT {schema}.stream_max_row($1, $2)

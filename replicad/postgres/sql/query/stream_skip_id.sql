@@ -1,0 +1,1 @@
+SELECT {schema}.stream_skip_id($1, $2, $3)

@@ -1,0 +1,1 @@
+SELECT {schema}.stream_skip_undo($1, $2)

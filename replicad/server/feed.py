@@ -149,10 +149,6 @@ class Feed:
             raise StreamRefused(f"stream {self.name} was removed")
         return token
 
-    async def count(self, after: int, upto: int) -> int:
-        """How many rows (after, upto] has now. Gives up quickly where the table is locked."""
-        return await self._source.count(self._looks, after, upto)
-
     async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool, others_after: int) -> None:
         """Send the rows of (after, upto], and where each writer then stands, for one client that catches up.
 

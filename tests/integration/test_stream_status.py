@@ -21,7 +21,7 @@ from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 from replicad.server.daemon import Daemon
 from replicad.server.feed import Feed
 from replicad.streams import registry, status
-from tests.conftest import psql
+from tests.conftest import PATIENCE, psql
 
 from .conftest import Connect
 
@@ -67,7 +67,7 @@ async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(
         async with other.connection() as culprit, culprit.transaction():
             for name in names[1:]:
                 await culprit.execute(f"LOCK TABLE {name}")
-            with trio.fail_after(15):
+            with trio.fail_after(PATIENCE):
                 found = {one.stream.name: one for one in await status.list_streams(db)}
             assert found["t0"].state == "ok"
             for name in names[1:]:
@@ -75,7 +75,7 @@ async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(
                 holder = found[name].held_by
                 assert holder is not None
                 assert (holder.application_name, holder.query) == ("the culprit", "LOCK TABLE t11")
-            with trio.fail_after(15):
+            with trio.fail_after(PATIENCE):
                 assert (await status.show(db, "t3")).state == "locked"
             await db.execute("INSERT INTO t0 DEFAULT VALUES")
             async with netcat() as nc:

@@ -44,7 +44,7 @@ class Served:
                 stdout=output,
                 stderr=output if stderr is None else stderr,
                 start_new_session=True,
-                preexec_fn=limit_files,
+                preexec_fn=limit_files,  # noqa: PLW1509 - it calls the system once and takes no lock
             )
 
     async def wait_ready(self) -> None:

@@ -44,7 +44,7 @@ class Served:
                 stdout=output,
                 stderr=output if stderr is None else stderr,
                 start_new_session=True,
-                preexec_fn=limit_files,  # noqa: PLW1509 - it makes one system call
+                preexec_fn=limit_files,  # noqa: PLW1509 - it calls the system once and takes no lock
             )
 
     async def wait_ready(self) -> None:
@@ -130,6 +130,17 @@ async def add_things(database: Database) -> None:
     await database.execute("INSERT INTO events (body) VALUES ('1')")
 
 
+async def wait_served(nc: Netcat) -> None:
+    """Until the daemon has seen the new stream and the new tube."""
+    with trio.fail_after(HANG):
+        for request, answer in {"STREAMS": "STREAMS events", "TUBE things": "TUBE things 1"}.items():
+            found = ""
+            while found != answer:
+                await nc.send(request)
+                [found] = await nc.expect("STREAMS.*|TUBE.*|ERROR unknown_tube.*")
+                await trio.sleep(0.05)
+
+
 REQUESTS = {
     "STREAMS": "STREAMS events",
     "TAKEN events": r"TAKEN events \d+",
@@ -171,6 +182,7 @@ async def test_with_few_files_it_serves_who_is_there_refuses_others_clearly_and_
             nc = await stack.enter_async_context(served.connect())
             await nc.expect("SERVER .*")
             inside.append(nc)
+        await wait_served(inside[0])
         async with AsyncExitStack() as crowd:
             outside = [await crowd.enter_async_context(served.connect()) for _ in range(2 * FILES)]
             for nc in outside:

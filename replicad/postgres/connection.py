@@ -242,8 +242,8 @@ class Connection:
         """
         outermost = not self._in_transaction()
         if outermost:
-            access = "READ ONLY" if readonly else "READ WRITE"
-            begin, commit, rollback = f"BEGIN ISOLATION LEVEL {_ISOLATION[isolation]} {access}", "COMMIT", "ROLLBACK"
+            access = " READ ONLY" if readonly else ""  # what the role or the database says otherwise holds
+            begin, commit, rollback = f"BEGIN ISOLATION LEVEL {_ISOLATION[isolation]}{access}", "COMMIT", "ROLLBACK"
         else:
             self._savepoints += 1
             name = f"replicad_{self._savepoints}"

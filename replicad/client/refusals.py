@@ -18,6 +18,7 @@ from replicad.errors import (
     TubeError,
     by_code,
 )
+from replicad.protocol.lines import LineTooLong
 
 _STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # how the server begins to say so
 _STOPPING = "server stopping"  # the one ERROR without a code (seed 001)
@@ -40,6 +41,13 @@ def refusal(text: str) -> ReplicadError:
 def is_notice(error: ReplicadError) -> bool:
     """Whether the server only reports a state: it answers no request with it, and ends nothing."""
     return isinstance(error, StreamWaits)
+
+
+def again(error: ReplicadError) -> ReplicadError:
+    """The same error for another raise: one that is raised again and again gathers tracebacks."""
+    if isinstance(error, LineTooLong):
+        return LineTooLong(str(error), stream=error.stream)
+    return type(error)(str(error))
 
 
 def concerns_one_request(error: ReplicadError) -> bool:

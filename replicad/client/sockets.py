@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from replicad.client.refusals import is_notice, refusal
+from replicad.client.refusals import again, is_notice, refusal
 from replicad.client.requests import Introduction, greet
 from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import ConnectionLost, ReplicadError
@@ -269,7 +269,7 @@ class SocketLink:
 
     def _check_open(self) -> None:
         if self._ended is not None:
-            raise type(self._ended)(str(self._ended))
+            raise again(self._ended)
 
     def _mind_the_time(self) -> None:
         """Do what is due, under the lock.

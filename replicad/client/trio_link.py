@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from replicad.client.refusals import is_notice, refusal
+from replicad.client.refusals import again, is_notice, refusal
 from replicad.client.requests import greet
 from replicad.client.sockets import MAX_ROW, READ_BYTES, Target, reason
 from replicad.client.steps import Receive, Send, Steps
@@ -263,4 +263,4 @@ class TrioLink:
 
     def _check_open(self) -> None:
         if self._ended is not None:
-            raise type(self._ended)(str(self._ended))
+            raise again(self._ended)

@@ -1,9 +1,9 @@
--- stream_is_table(number, found, expected): true; raises RS005 where `found`, the table that has the name of the
+-- stream_is_table(number, actual, expected): true; raises RS005 where `actual`, the table that has the name of the
 -- stream's table now, is not `expected`, the one that the stream was loaded with.
-CREATE OR REPLACE FUNCTION stream_is_table(stream_number integer, found oid, expected oid) RETURNS boolean
+CREATE OR REPLACE FUNCTION stream_is_table(stream_number integer, actual oid, expected oid) RETURNS boolean
 LANGUAGE plpgsql STABLE AS $$
 BEGIN
-    IF found IS DISTINCT FROM expected THEN
+    IF actual IS DISTINCT FROM expected THEN
         RAISE EXCEPTION USING ERRCODE = 'RS005',
             MESSAGE = format('another table has the name of the table of stream %s now',
                 coalesce((SELECT s.name FROM stream s WHERE s.number = stream_number), stream_number::text)),

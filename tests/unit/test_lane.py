@@ -1,0 +1,101 @@
+"""A lane goes on whatever a copy raises: the failure is reported, and what readers got in part is taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.errors import (
+    DatabaseError,
+    DatabaseUnavailable,
+    ReplicadError,
+    RowUnreadable,
+    TableReplaced,
+    UnknownStream,
+)
+from replicad.postgres.rows import Chunk
+from replicad.server.feed import Lane
+from replicad.server.journal import JournalLimits
+from replicad.server.troubles import Troubles
+
+
+class FakeCopier:
+    """Sends one row for each id, and raises what it is given, once."""
+
+    linear = False
+    source: Any = None
+
+    def __init__(self, *failures: BaseException, sends_before: int = 0, batch: bool = False) -> None:
+        self.failures = list(failures)
+        self.sends_before = sends_before
+        self.batch = batch
+
+    async def copy(self, db: object, after: Any, upto: Any, send: Any) -> None:
+        for number in range(after["master"] + 1, upto["master"] + 1):
+            if self.failures and number == after["master"] + 1 + self.sends_before:
+                raise self.failures.pop(0)
+            token = None if self.batch and self.failures else number
+            await send(Chunk(b"RDATA s master %d []\n" % number, "master", token))
+
+    async def blame(self, db: object, after: Any, upto: Any, error: Exception) -> RowUnreadable | None:
+        return None
+
+
+def lane_of(copier: FakeCopier) -> tuple[Lane, Troubles]:
+    troubles = Troubles()
+    made: Any = copier
+    lane = Lane("s", made, None, {"master": 0}, limits=JournalLimits(), troubles=troubles)  # type: ignore[arg-type]
+    return lane, troubles
+
+
+FAILURES = [
+    OSError("disk"),
+    MemoryError(),
+    ValueError("defect"),
+    AssertionError(),
+    DatabaseError("no", sqlstate="42703"),
+    DatabaseUnavailable("away"),
+    TableReplaced("another"),
+    UnknownStream("gone"),
+    ExceptionGroup("several", [ValueError("one"), OSError("two")]),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+@pytest.mark.parametrize("sends_before", [0, 2])
+async def test_whatever_a_copy_raises_is_reported_and_tried_again_and_no_row_is_sent_twice(
+    failure: Exception, sends_before: int, autojump_clock: trio.abc.Clock
+) -> None:
+    lane, troubles = lane_of(FakeCopier(failure, sends_before=sends_before))
+    reader = lane.channel.subscribe(0, lambda: None, extended=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.run)
+        lane.aim({"master": 5})
+        await trio.sleep(0.01)
+        waits_quietly = isinstance(failure, DatabaseUnavailable | UnknownStream)
+        assert bool(troubles.of("stream", "s")) != waits_quietly
+        await trio.sleep(10)
+        assert not troubles.current()
+        lane.aim({"master": 7})
+        await trio.sleep(1)
+        nursery.cancel_scope.cancel()
+    got = [int(line.split()[3]) for line in b"".join(reader.take_nowait()).splitlines()]
+    assert got == [1, 2, 3, 4, 5, 6, 7]
+
+
+async def test_readers_that_got_half_a_batch_are_cut_and_others_get_it_whole(autojump_clock: trio.abc.Clock) -> None:
+    lane, _ = lane_of(FakeCopier(ValueError("defect"), sends_before=2, batch=True))
+    torn = lane.channel.subscribe(0, lambda: None, extended=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.run)
+        lane.aim({"master": 3})
+        await trio.sleep(0.01)
+        assert lane.channel.seam.positions == {"master": 0}
+        with pytest.raises(ReplicadError, match="reconnect and resume"):
+            torn.take_nowait()
+        whole = lane.channel.subscribe(lane.channel.seam.index, lambda: None, extended=False)
+        await trio.sleep(10)
+        nursery.cancel_scope.cancel()
+    assert len(b"".join(whole.take_nowait()).splitlines()) == 3

@@ -16,8 +16,8 @@ from replicad.errors import (
     UnknownStream,
 )
 from replicad.postgres.rows import Chunk
-from replicad.server.feed import Lane
 from replicad.server.journal import JournalLimits
+from replicad.server.lane import Lane
 from replicad.server.troubles import Troubles
 
 
@@ -25,6 +25,7 @@ class FakeCopier:
     """Sends one row for each id, and raises what it is given, once."""
 
     linear = False
+    one_writer = True
     source: Any = None
 
     def __init__(self, *failures: BaseException, sends_before: int = 0, batch: bool = False) -> None:
@@ -46,7 +47,9 @@ class FakeCopier:
 def lane_of(copier: FakeCopier) -> tuple[Lane, Troubles]:
     troubles = Troubles()
     made: Any = copier
-    lane = Lane("s", made, None, {"master": 0}, limits=JournalLimits(), troubles=troubles)  # type: ignore[arg-type]
+    db: Any = None
+    limits = JournalLimits()
+    lane = Lane("s", made, db, {"master": 0}, limits=limits, troubles=troubles, writers=lambda _: b"")
     return lane, troubles
 
 

@@ -100,13 +100,13 @@ class Subscriptions:
         if not self._publisher.feeds:
             self._session.post(Ping(NO_STREAMS))
         if self._all:  # a client may ask again for where everything stands
-            for name, feed in self._publisher.feeds.items():
+            for name, feed in sorted(self._publisher.feeds.items()):
                 if name in self._readers:
                     seam = feed.channel.seam
                     self._readers[name].insert(seam.index, feed.preamble(seam.positions, extended=False))
             return
         self._all = True
-        for feed in list(self._publisher.feeds.values()):
+        for _, feed in sorted(self._publisher.feeds.items()):
             self._join_new(feed)
         for waiting in self._publisher.waiting().values():
             self._session.refuse(waiting)

@@ -32,6 +32,9 @@ READERS = {
     "streams remove": "events",
     "streams trim": "events --older-than 1h",
     "streams acks": "events",
+    "streams skip": "events 1 --yes",
+    "streams alter": "events --max-row 1048576",
+    "streams writers": "events",
     "writers enable": "events",  # installs for a stream that exists, and here is none
     "writers disable": "events",
     "writers list": "",

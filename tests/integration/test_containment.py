@@ -262,13 +262,6 @@ FAULTS = (
     Fault("session: reader", Session, "_take", talk, is_victim, codes=DEFECTS),
     Fault("session: writer", Session, "_take_posted", talk, is_victim, codes=DEFECTS),
 )
-OTHERS = pytest.mark.xfail(strict=False, reason="the publisher and tubes do not contain and report all failures yet")
-NOT_CONTAINED_YET = {
-    *("publisher's loop", "publisher's notes", "feed", "lane"),
-    *("tubes' loop", "leases", "waker of tubes", "backfill"),
-}
-
-
 def inject(fault: Fault, patch: pytest.MonkeyPatch) -> deque[Exception]:
     """Have the next calls raise; returns the errors that were not raised yet."""
     original = getattr(fault.owner, fault.attribute)
@@ -294,7 +287,7 @@ def inject(fault: Fault, patch: pytest.MonkeyPatch) -> deque[Exception]:
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(one, id=one.task, marks=[OTHERS] if one.task in NOT_CONTAINED_YET else []) for one in FAULTS],
+    [pytest.param(one, id=one.task) for one in FAULTS],
 )
 async def test_a_failing_task_is_reported_and_hurts_no_bystander(world: World, fault: Fault) -> None:
     counts = world.daemon.troubles.counts

@@ -87,6 +87,10 @@ class Receiver:
     def updates(self, destination: str) -> list[Any]:
         return [update for request in self.taken[destination].values() for update in request.updates]
 
+    def in_flight(self, destination: str) -> int:
+        """Requests of a destination that are not answered yet, whether or not somebody waits for the answer."""
+        return len(self._in_flight[destination])
+
     @asynccontextmanager
     async def listening(self, port: int = 0) -> AsyncIterator[Receiver]:
         async with trio.open_nursery() as nursery:

@@ -150,7 +150,7 @@ async def test_a_new_destination_that_was_never_tried_before_a_kill_is_not_forgo
     receiver.behave = lambda request: Reply(delay=60 if request.destination == "slow" else 0)
     async with start_sender(probes=1, sender_grace=0.0):
         await write(facts, "facts", fact(1, "slow"), fact(2, "new"))
-        await receiver.expect(lambda: receiver.in_flight["slow"] == 1)  # the only probe: the others wait for it
+        await receiver.expect(lambda: receiver.in_flight("slow") == 1)  # the only probe: the others wait for it
         await write(facts, "typing", {"destinations": ["newer"], "edu": {"to": "device"}})
 
         async def recorded() -> bool:

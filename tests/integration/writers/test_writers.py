@@ -62,7 +62,7 @@ async def test_a_writer_holds_back_its_own_position_and_a_stranger_that_of_all(f
             assert one.get_minimum_and_maximum() == (0, ids[-1])
             reading = await facts.poll()
             assert (reading.position, reading.maximum) == (0, 4)
-            assert reading.per_writer == {"master": 4, "one": 0, "two": 4, "three": 4}
+            assert reading.per_writer == {"one": 0, "two": 4, "three": 4}
             assert reading.held_by is not None
             assert (reading.held_by.kind, reading.held_by.application_name) == (HolderKind.RESERVATION, "one")
             assert await two.positions() == writers.Positions({"master": 4, "one": 0, "two": 4, "three": 4}, 0, 4)

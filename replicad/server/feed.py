@@ -15,6 +15,7 @@ from replicad.errors import DatabaseError, ReplicadError, RowTooLong, RowUnreada
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
 from replicad.postgres.rows import Chunk
+from replicad.postgres.rows_probe import is_of_a_row
 from replicad.protocol.tokens import Vector
 from replicad.protocol.writer_set import writers_lines
 from replicad.server.journal import Channel, JournalLimits
@@ -272,7 +273,13 @@ class Feed:
         if self.stream.instance_column is None or upto <= self._known_upto:
             return
         if not self._roster.crowded:
-            await self._roster.welcome((await self._source.last_tokens(self._looks, self._known_upto, upto)).keys())
+            try:
+                found = await self._source.last_tokens(self._looks, self._known_upto, upto)
+            except DatabaseError as error:
+                if not is_of_a_row(error):
+                    raise
+                return  # a writer's name that cannot be read: the lane stops before that row, and says which it is
+            await self._roster.welcome(found.keys())
         self._known_upto = upto
 
     def _relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:

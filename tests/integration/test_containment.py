@@ -262,6 +262,8 @@ FAULTS = (
     Fault("session: reader", Session, "_take", talk, is_victim, codes=DEFECTS),
     Fault("session: writer", Session, "_take_posted", talk, is_victim, codes=DEFECTS),
 )
+
+
 def inject(fault: Fault, patch: pytest.MonkeyPatch) -> deque[Exception]:
     """Have the next calls raise; returns the errors that were not raised yet."""
     original = getattr(fault.owner, fault.attribute)

@@ -4,6 +4,7 @@ goes on.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -219,29 +220,31 @@ async def test_a_bound_has_to_be_one_that_clients_take(database: Database, daemo
     assert await registry.load_streams(database) == {}
 
 
-async def test_a_row_that_is_not_utf_8_is_named(postgres_url: str, start_daemon: Any, settings: Any) -> None:
+@pytest.mark.parametrize("column", ["word", "writer"])
+async def test_a_row_that_is_not_utf_8_is_named(postgres_url: str, settings: Any, column: str) -> None:
     from replicad.server.daemon import open_daemon
 
-    psql(postgres_url, "CREATE DATABASE bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
-    url = urlunsplit(urlsplit(postgres_url)._replace(path="/bytes"))
+    name = f"bytes_{column}_{os.getpid()}"
+    psql(postgres_url, f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+    url = urlunsplit(urlsplit(postgres_url)._replace(path=f"/{name}"))
     try:
         async with open_database(url, size=2, application_name="test") as db, open_daemon(settings, url) as daemon:
-            await db.execute("CREATE TABLE words (id bigserial PRIMARY KEY, word text)")
-            await registry.add(db, "words", "public.words", "id")
+            await db.execute("CREATE TABLE words (id bigserial PRIMARY KEY, word text, writer text)")
+            await registry.add(db, "words", "public.words", "id", instance_column="writer", row="to_json(t.word)")
             await daemon.publisher.find("words")
             async with netcat_to(daemon) as nc:
                 await nc.expect(*HELLO)
                 await nc.send("REPLICATE words EARLIEST")
                 await nc.expect("WRITERS .*", "POSITION words master 0 0")
-                await db.execute("INSERT INTO words (word) VALUES ('fine'), (E'\\xff\\xfe'), ('too')")
-                await nc.expect("RDATA words master 1 .*")
-                await nc.expect("ERROR row_unreadable: stream words stops before id 2 .*invalid byte sequence.*UTF8.*")
-                await db.execute("UPDATE words SET word = 'mended' WHERE id = 2")
+                await db.execute(f"INSERT INTO words ({column}) VALUES ('fine'), (E'\\xff\\xfe'), ('too')")
+                await until(nc, "RDATA words [a-z]+ 1 .*")
+                await until(nc, "ERROR row_unreadable: stream words stops before id 2 .*invalid byte sequence.*UTF8.*")
+                await db.execute(f"UPDATE words SET {column} = 'mended' WHERE id = 2")
                 await stopped_no_more(daemon, "words")
                 await nc.send("REPLICATE words 1")
-                await until(nc, "RDATA words master 3 .*too.*")
+                await until(nc, "RDATA words [a-z]+ 3 .*")
     finally:
-        psql(postgres_url, "DROP DATABASE bytes WITH (FORCE)")
+        psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
 
 
 async def test_several_rows_one_after_another_are_each_named_and_skipped(

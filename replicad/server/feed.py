@@ -54,7 +54,7 @@ class Feed:
         self.name = stream.name
         self._roster = Roster(stream, db, self._relist, troubles, schema=schema)
         self._preambles: dict[bool, tuple[Positions, bytes]] = {}
-        self.reading = reading
+        self.reading = self._aimed = reading
         self.late_rows = 0  # that turned up at or below a position that was told: each is a row that readers missed
         self._db = db
         self._catchup_db = catchup_db
@@ -233,9 +233,10 @@ class Feed:
         if self._reset:
             await self._handle_reset()
         else:
+            reading = self.reading  # a newer one may come meanwhile: nobody has looked for its writers yet
             await self._roster.look()
-            await self._discover(self.reading)
-            self._aim(self.reading)
+            await self._discover(reading)
+            self._aim(reading)
 
     def renew(self, stream: Stream) -> None:
         """Go on with other names of the same table, or other lines for the rows: from the next read on.
@@ -263,6 +264,7 @@ class Feed:
                 lane.channel.cut(error, lane.channel.seam.positions)
 
     def _aim(self, reading: Reading) -> None:
+        self._aimed = reading
         self._main.aim(self._targets(reading))
         if self._linear is not None:
             self._linear.aim({LINEAR: _known(reading)})
@@ -272,20 +274,26 @@ class Feed:
         upto = _known(reading)
         if self.stream.instance_column is None or upto <= self._known_upto:
             return
-        if not self._roster.crowded:
+        if self._roster.crowded:
+            self._known_upto = upto
+            return
+        while self._known_upto < upto and self.channel.held is None:
             try:
                 found = await self._source.last_tokens(self._looks, self._known_upto, upto)
             except DatabaseError as error:
                 if not is_of_a_row(error):
                     raise
-                return  # a writer's name that cannot be read: the lane stops before that row, and says which it is
-            await self._roster.welcome(found.keys())
-        self._known_upto = upto
+                if upto == self._known_upto + 1:
+                    return  # a writer's name that cannot be read: the lane stops before this row, and says which it is
+                upto = (self._known_upto + upto) // 2
+            else:
+                await self._roster.welcome(found.keys())
+                self._known_upto, upto = upto, _known(reading)
 
     def _relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
         """The list of writers has changed."""
         self._writers_changed({} if self._roster.crowded else self.numbers)
-        self._main.aim(self._targets(self.reading))
+        self._main.aim(self._targets(self._aimed))
         return self._main.relist(joining, leaving)
 
     async def _handle_reset(self) -> None:
@@ -293,7 +301,7 @@ class Feed:
         stream = await registry.announce_reset(self._db, self.stream, _known(reading), schema=self._schema)
         self._source = registry.row_source(stream, schema=self._schema)
         self.stream = stream
-        self._known_upto = _known(reading)
+        self._known_upto, self._aimed = _known(reading), reading
         log.warning("stream_reset", stream=self.name, position=reading.position, epoch=self.epoch)
         self._reset = False
         self._main.renew(self._source)

@@ -24,6 +24,7 @@ from replicad.server.troubles import Troubles
 from replicad.streams.registry import Method, Stream
 
 INTERVAL = 5.0  # seconds between two looks
+LOWEST = -(1 << 63)  # the lowest id
 WINDOW = 10_000  # ids below the position that are looked at; a late row is late by seconds, not by days
 MAX_ROWS = 40_000  # rows of a window that are read; where ids have more rows than that, the window is narrower
 MAX_COUNTED = 1_000_000  # rows of an attached table that are counted
@@ -139,18 +140,18 @@ class LateRows:
             if late := seen.window.late(now):
                 self._tell_late(name, feed, late, seen.window.upto)
             for one in attached:
-                await self._look_at_attached(connection, name, feed, tree[one], seen.window.upto)
+                await self._look_at_attached(connection, name, feed, tree[one], seen.window.upto, upto)
             if attached or upto != seen.window.upto:
                 now = None
         if now is None:
-            now = await _window(connection, stream, max(upto - WINDOW, 0), upto)
+            now = await _window(connection, stream, max(upto - WINDOW, LOWEST), upto)
         self._seen[name] = _Seen(stream, now, frozenset(tree))
 
     async def _look_at_attached(
-        self, connection: Connection, name: str, feed: Followed, table: str, position: int
+        self, connection: Connection, name: str, feed: Followed, table: str, before: int, position: int
     ) -> None:
         query = load_sql("late_attached").format(table=table, id=quote_ident(feed.stream.id_column))
-        row = await connection.fetch_row(query, position, MAX_COUNTED)
+        row = await connection.fetch_row(query, before, position, MAX_COUNTED)
         if row is None or not row["rows"]:
             return
         rows, first, last = row["rows"], row["first"], row["last"]

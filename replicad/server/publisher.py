@@ -29,7 +29,7 @@ from replicad.server.late_rows import LateRows
 from replicad.server.poller import Poller
 from replicad.server.serving import KIND, Means, OnFeed, Serving
 from replicad.server.supervision import keep_running
-from replicad.server.troubles import DATABASE, Troubles
+from replicad.server.troubles import DATABASE, Place, Troubles
 from replicad.streams import registry
 from replicad.streams.queries import Impatient
 from replicad.streams.registry import EPOCH, RENEWABLE, Published, Stream, differences
@@ -157,11 +157,15 @@ class Publisher:
 
     async def _look_when_trouble_begins(self) -> None:
         """What fails about a stream may be a change that the registry has: look at once, not at the next turn."""
-        known: set[object] = set()
+        known: set[Place] = set()
+        changed = self._troubles.next_change()
         while True:
-            await self._troubles.wait_changed()
+            await changed.wait()
+            changed = self._troubles.next_change()  # before looking: none is missed
             now = {trouble.place for trouble in self._troubles.current() if trouble.place.kind == KIND}
             begun = {place for place in now - known if place.cause != REGISTRY}
+            for name in {place.name for place in known ^ now} & self._servings.keys():
+                self._servings[name].judge()
             known = set(now)
             if begun:
                 await self._look_contained()

@@ -17,7 +17,7 @@ from replicad.errors import ReplicadError, StreamRefused, StreamWaits
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
 from replicad.protocol.commands import Error
-from replicad.server.feed import Feed
+from replicad.server.feed import FOLLOW, Feed
 from replicad.server.journal import JournalLimits
 from replicad.server.poller import Poller
 from replicad.server.supervision import keep_running
@@ -26,6 +26,7 @@ from replicad.streams import registry
 from replicad.streams.registry import Published, Stream, differences
 
 KIND = "stream"  # of the troubles
+STALLS = ("copy", FOLLOW)  # the causes of troubles in which a feed sends nothing and tries again
 WAITS = "position"  # the cause of a trouble that keeps a stream from moving and leaves its readers connected
 
 log = structlog.get_logger()
@@ -81,8 +82,14 @@ class Serving:
             return self._blind
         if self._denied is not None:
             return self._denied
-        refused = None if self.reading is None else self.reading.refused
-        return None if refused is None else str(refused)
+        if self.reading is not None and self.reading.refused is not None:
+            return str(self.reading.refused)
+        return self._failure()
+
+    def _failure(self) -> str | None:
+        """Why the feed cannot go on now, though it tries again and again."""
+        failing = [one for one in self._means.troubles.of(KIND, self.name) if one.place.cause in STALLS]
+        return failing[0].reason if failing else None
 
     async def wait_settled(self) -> None:
         """Until it is served, or it is known why it is not."""
@@ -129,12 +136,12 @@ class Serving:
             self.feed.on_registered(found.writers.keys())
         self._denied = found.denied
         self._blind = None
-        self._judge()
+        self.judge()
 
     def blind(self, why: str) -> None:
         """The registry cannot be read, so it is not known whether there still is such a stream."""
         self._blind = why
-        self._judge()
+        self.judge()
 
     # --- inside ---
 
@@ -208,9 +215,9 @@ class Serving:
             self._wake()
         else:
             self.feed.on_reading(reading)
-        self._judge()
+        self.judge()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
         """Report an obstacle when it begins, changes and is over, in the log and to those who follow the stream."""
         obstacle = self.obstacle
         if obstacle == self._told:
@@ -220,7 +227,10 @@ class Serving:
         if obstacle is None:
             self._means.troubles.end(KIND, self.name, WAITS)
             return
-        self._means.troubles.begin(KIND, self.name, WAITS, obstacle, code=StreamWaits.code)
+        if obstacle == self._failure():  # which is reported already
+            self._means.troubles.end(KIND, self.name, WAITS)
+        else:
+            self._means.troubles.begin(KIND, self.name, WAITS, obstacle, code=StreamWaits.code)
         if self.feed is not None:
             self.feed.tell(waits_line(self.name, obstacle))
 

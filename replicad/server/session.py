@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from replicad.config import ServerSettings
 
 RECEIVE_BYTES = 65536
+TURN = 16  # commands of one client that are taken before the others' turn: some hundred microseconds
 MAX_POSTED = 1 << 20  # bytes of relays and answers that wait for a peer that reads nothing; one line more may come
 DRAIN_BYTES = 4 << 20  # of what a peer that we hang up on still sends; it is thrown away
 ERROR_GRACE = 1.0  # seconds for the last ERROR to leave, best effort
@@ -298,8 +299,12 @@ class Session:
         try:
             while data := await self._stream.receive_some(RECEIVE_BYTES):
                 connection.receive_data(bytes(data), trio.current_time())
+                taken = 0
                 while (command := connection.next_command()) is not None:
                     await self._take(command, handle)
+                    taken += 1
+                    if taken % TURN == 0:
+                        await trio.lowlevel.checkpoint()
         except ProtocolError:
             await self._wait_answered()
             raise

@@ -63,7 +63,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "replicad.server.supervision": {"FIRST_PAUSE": 0.01, "MAX_PAUSE": 0.02, "STEADY": 0.2},
         "replicad.server.poller": {"OUTAGE_PAUSE": 0.01, "OUTAGE_PAUSE_MAX": 0.02},
         "replicad.server.publisher": {"LOOK_INTERVAL": 0.05},
-        "replicad.server.feed": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
+        "replicad.server.feed": {"RETRY_PAUSE": 0.01},
+        "replicad.server.lane": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
         "replicad.server.tubes": {"LOOK_INTERVAL": 0.05},
         "replicad.tubes.backfill": {"LOOK_INTERVAL": 0.05, "RETRY_PAUSE": 0.02},
         "replicad.server.presence": {

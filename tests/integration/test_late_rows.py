@@ -192,3 +192,25 @@ async def test_a_failure_of_postgres_leaves_a_look_with_an_error(database: Datab
     events.feed.stream = replace(events.feed.stream, table="public.gone")
     with pytest.raises(DatabaseError):
         await events.look(1)
+
+
+async def test_a_child_that_is_attached_below_a_position_that_has_moved_since_the_last_look_is_told(
+    database: Database,
+) -> None:
+    events = await watch(database, PLAIN)
+    assert await events.look(0) is None
+    await database.execute("SELECT setval('events_id_seq', 10)")
+    await database.execute("INSERT INTO events (body) SELECT 'x' FROM generate_series(1, 1000)")
+    await database.execute("CREATE TABLE old (LIKE events); INSERT INTO old VALUES (5, 'x'), (6, 'x')")
+    await database.execute("ALTER TABLE old INHERIT events")
+    why = await events.look(1010)
+    assert why is not None
+    assert "public.old was attached to the table of stream events with 2 rows" in why
+
+
+async def test_late_rows_with_negative_ids_are_told(database: Database) -> None:
+    events = await watch(database, PLAIN)
+    await database.execute("INSERT INTO events VALUES (-1000, 'x'), (-990, 'x')")
+    assert await events.look(-989) is None
+    await database.execute("INSERT INTO events VALUES (-995, 'late')")
+    assert "-995" in (await events.look(-980) or "")

@@ -96,6 +96,12 @@ class RelayRefused(ReplicadError):
     code = "relay_refused"
 
 
+class RelayGap(ReplicadError):
+    """Messages of another daemon were not heard; nobody sends them again."""
+
+    code = "relay_gap"
+
+
 class PresenceRefused(ReplicadError):
     """What a worker says of its users cannot be kept; the message has the bound or the reason."""
 

@@ -169,9 +169,9 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
         return _OURS[state](_text(error))
     if connection_lost or isinstance(error, OSError) or (state is not None and _trying_again_may_help(state)):
         if connection_lost:
-            return errors.DatabaseUnavailable(
-                f"the connection to Postgres at {target} broke: {_text(error)}", sqlstate=state
-            )
+            # Without a word of the server the driver's own is about its inner states, and helps nobody.
+            why = _text(error) if state is not None or isinstance(error, OSError) else "it was closed by the other side"
+            return errors.DatabaseUnavailable(f"the connection to Postgres at {target} broke: {why}", sqlstate=state)
         return errors.DatabaseUnavailable(f"Postgres at {target} cannot do it now: {_text(error)}", sqlstate=state)
     if state == _READ_ONLY:
         return errors.DatabaseRefused(

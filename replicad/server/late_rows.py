@@ -140,7 +140,7 @@ class LateRows:
             if late := seen.window.late(now):
                 self._tell_late(name, feed, late, seen.window.upto)
             for one in attached:
-                await self._look_at_attached(connection, name, feed, tree[one], seen.window.upto, upto)
+                await self._look_at_attached(connection, name, feed, tree[one], before=seen.window.upto, position=upto)
             if attached or upto != seen.window.upto:
                 now = None
         if now is None:
@@ -148,7 +148,7 @@ class LateRows:
         self._seen[name] = _Seen(stream, now, frozenset(tree))
 
     async def _look_at_attached(
-        self, connection: Connection, name: str, feed: Followed, table: str, before: int, position: int
+        self, connection: Connection, name: str, feed: Followed, table: str, *, before: int, position: int
     ) -> None:
         query = load_sql("late_attached").format(table=table, id=quote_ident(feed.stream.id_column))
         row = await connection.fetch_row(query, before, position, MAX_COUNTED)

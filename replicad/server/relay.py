@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import structlog
 import trio
 
-from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused, RemoteProtocolError
+from replicad.errors import DatabaseError, DatabaseUnavailable, RelayGap, RelayRefused, RemoteProtocolError
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Command, parse
 from replicad.protocol.words import Side
@@ -37,6 +37,7 @@ PACE = 0.001  # seconds between two messages heard, in which sessions send what 
 PATIENCE = 10.0  # seconds of silence after which the listening connection is asked whether it is there
 RETRY_PAUSE = 0.1  # seconds before the second try; doubles up to RETRY_PAUSE_MAX
 RETRY_PAUSE_MAX = 5.0
+REPEATS = 1000  # a message that is sent twice comes again at once, behind at most MESSAGES others
 MAX_SENDERS = 1000  # daemons whose numbers are remembered; a new one for every start
 SERVICE = "relay"
 
@@ -195,15 +196,22 @@ class Relay:
         self._troubles.record("service", SERVICE, "message", error)
 
     def _is_new(self, sender: str, number: int) -> bool:
-        """Whether this message was not heard before; notes it, and what is missing before it."""
+        """Whether this message was not heard before; notes it, and what is missing before it.
+
+        Only the last REPEATS numbers count as heard. A message that another role forged with a huge number so mutes
+        nobody for long: the next real number is far below it, and counting begins there.
+        """
         last = self._numbers.pop(sender, None)
-        self._numbers[sender] = max(number, last or 0)
+        repeated = last is not None and last - REPEATS < number <= last
+        self._numbers[sender] = last if repeated and last is not None else number
         if len(self._numbers) > MAX_SENDERS:
             self._numbers.popitem(last=False)
         if last is not None and number > last + 1:
-            self._missed += number - last - 1
-            log.warning("relay_gap", sender=sender, missed=number - last - 1)
-        return last is None or number > last
+            missed = number - last - 1
+            self._missed += missed
+            gap = RelayGap(f"{missed} messages of daemon {sender} were not heard: what they told is lost")
+            self._troubles.record("service", SERVICE, "gap", gap)
+        return not repeated
 
 
 def _lines_in(messages: list[str]) -> int:

@@ -204,10 +204,17 @@ async def test_a_flood_of_connections_leaves_existing_sessions_and_the_health_ch
         await old.send("REPLICATE events")
         await old.expect("WRITERS .*", "POSITION .*")
 
+        answered_at_all = 0
+        all_answered = trio.Event()
+
         async def knock() -> None:
+            nonlocal answered_at_all
             async with netcat_to(daemon) as nc:
                 await nc.line()
-                await trio.sleep(1)
+                answered_at_all += 1
+                if answered_at_all == 1000:
+                    all_answered.set()
+                await all_answered.wait()  # those who were let in keep their places until everybody has an answer
 
         async with trio.open_nursery() as nursery:
             for _ in range(1000):

@@ -120,8 +120,13 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
             await say("first 1\nREMOTE_SERVER_UP a", "other 9\nREMOTE_SERVER_UP b\nRDATA x\nREMOTE_SERVER_UP c", "no")
             await say("first 4\nREMOTE_SERVER_UP d")
             await expect("a", "b", "c", "d")
-        assert [(log["sender"], log["missed"]) for log in logs if log["event"] == "relay_gap"] == [("first", 2)]
+        assert [log["reason"].split(" were")[0] for log in logs if log.get("code") == "relay_gap"] == [
+            "2 messages of daemon first"
+        ]
         assert relay.statistics().missed == 2
+        await say(f"first {10**17}\nREMOTE_SERVER_UP forged")
+        await say("first 5\nREMOTE_SERVER_UP e")
+        await expect("a", "b", "c", "d", "forged", "e")
         nursery.cancel_scope.cancel()
 
 

@@ -13,9 +13,11 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from replicad.postgres.bridge import Database, open_database
@@ -28,6 +30,21 @@ PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for wha
 FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
 
 _numbers = itertools.count(1)
+
+
+# A logger that was used by a command in this process must still be one whose events a later test can capture.
+def _configure_uncached(configure: Any = structlog.configure, **named: Any) -> None:
+    configure(**{**named, "cache_logger_on_first_use": False})
+
+
+structlog.configure = _configure_uncached
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_come() -> None:
+    """No test inherits the log level and the format that a command in the same process has set."""
+    structlog.reset_defaults()
+
 
 settings.register_profile("busy machine", deadline=None)  # how long an example takes says nothing about the code
 settings.load_profile("busy machine")

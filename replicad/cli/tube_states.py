@@ -1,4 +1,4 @@
-"""What is wrong with each tube: what its table shows, and what running daemons report."""
+"""What is wrong with each tube: what the catalogs show, what this session may do, and what running daemons report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ async def tube_states(db: Database, tube_schema: str, stream_schema: str) -> dic
     """
     from replicad.streams import troubles
     from replicad.tubes.pods import load_tubes
+    from replicad.tubes.untouched import load_untouched
 
     reasons: dict[str, list[str]] = {}
+    read_only = await _read_only(db)
     for tube in await load_tubes(db, tube_schema):
+        reasons[tube.name] = list(read_only)
         if tube.fault is not None:
-            reasons[tube.name] = [tube.fault]
+            reasons[tube.name].append(tube.fault)
+    for name, reason in (await load_untouched(db, tube_schema)).items():
+        reasons.setdefault(name, []).append(reason)
     try:
         reported = await troubles.load(db, schema=stream_schema)
     except DatabaseUnavailable:
@@ -33,3 +38,14 @@ async def tube_states(db: Database, tube_schema: str, stream_schema: str) -> dic
         if known is not None and one.reason not in known:  # several daemons report the same
             known.append(one.reason)
     return {name: " Also: ".join(found) for name, found in reasons.items() if found}
+
+
+async def _read_only(db: Database) -> list[str]:
+    """A sentence where this session may not write: a daemon of this user may not either, nor report its troubles."""
+    if await db.fetch_value("SELECT current_setting('transaction_read_only')") == "off":
+        return []
+    return [
+        f'user "{db.target.user}" may only read here (a standby, or default_transaction_read_only is on for this user, '
+        "database or server): a daemon that connects like this refuses every request about tubes and cannot report "
+        "its troubles here"
+    ]

@@ -196,6 +196,8 @@ class Database:
                     self._idle.append(connection)
                 else:
                     connection.terminate()
+                if connection.is_read_only:
+                    self._drop_idle()
         finally:
             self._places.release()
 
@@ -212,6 +214,12 @@ class Database:
                 f"all {self._size} connections to Postgres at {self.target} stayed busy for {self._wait_timeout:g} s: "
                 "raise the size of the pool, or look for what holds them."
             )
+
+    def _drop_idle(self) -> None:
+        """Have new sessions made: the idle ones began under the same settings as one that is of no use."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.terminate()
 
     def _pop_idle(self) -> Connection | None:
         while self._idle:

@@ -138,6 +138,7 @@ class Connection:
         self.backend: Backend | None = None  # known in pools that were opened with `identify`
         self._savepoints = 0
         self._dirty = False  # a statement was cancelled: ask the server before trusting the connection again
+        self.is_read_only = False  # a statement was refused for that; settings of roles hold for new sessions only
 
     @property
     def is_closed(self) -> bool:
@@ -271,7 +272,7 @@ class Connection:
 
     async def settle(self, *, reset: bool) -> bool:
         """Make the connection fit for its next holder, shielded and bounded; False when it had to be thrown away."""
-        if self.is_closed:
+        if self.is_closed or self.is_read_only:
             return False
         if not (reset or self._dirty or self._in_transaction()):
             return True
@@ -343,6 +344,7 @@ class Connection:
         except self._settings.driver_errors as error:
             if isinstance(error, AttributeError) and not self.is_closed:
                 raise  # a defect, and not the driver stumbling over a connection that was lost in mid-call
+            self.is_read_only |= failures.is_read_only(error)
             lost = self._is_lost(error)
             raise failures.while_running(error, self._settings.target, connection_lost=lost) from error
         except BaseException:

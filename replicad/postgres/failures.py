@@ -176,12 +176,18 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
     if state == _READ_ONLY:
         return errors.DatabaseRefused(
             f'Postgres at {target} lets user "{target.user}" only read ({_text(error)}): it is a standby, or '
-            "default_transaction_read_only is on for this user, database or server; set it off for this user.",
+            "default_transaction_read_only is on for this user, database or server; set it off for this user. "
+            "Sessions that are open keep the old setting: the daemon replaces its own, others have to connect again.",
             sqlstate=state,
         )
     if state is not None and (state in _REFUSED_CODES or state.startswith(_REFUSED_CLASSES)):
         return errors.DatabaseRefused(f"Postgres at {target} refused: {_text(error)}", sqlstate=state)
     return errors.DatabaseError(f"Postgres at {target} reports an error: {_text(error)}", sqlstate=state)
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether a statement was refused because the session may only read, which it may do for as long as it lasts."""
+    return sqlstate_of(error) == _READ_ONLY
 
 
 def may_be_of_a_row(state: str | None) -> bool:

@@ -21,6 +21,7 @@ from replicad.protocol.words import (
     integers,
     read_options,
     seconds,
+    small,
     split_tail,
     split_words,
 )
@@ -66,10 +67,7 @@ class Pods(Command):
 
         def count(what: str) -> Callable[[str], int]:
             def read(text: str) -> int:
-                value = integer(cls.NAME, what, text)
-                if value < 0:
-                    raise bad(cls.NAME, f"{what} must not be negative")
-                return value
+                return small(cls.NAME, what, text)
 
             return read
 
@@ -239,7 +237,7 @@ class Park(Command):
             integer(cls.NAME, "term", term),
             integer(cls.NAME, "seq", seq),
             () if ids == "*" else integers(cls.NAME, "id", ids),
-            integer(cls.NAME, "tries", tries),
+            small(cls.NAME, "tries", tries),
             error,
         )
 

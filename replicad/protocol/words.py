@@ -17,6 +17,7 @@ from replicad.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_WORD = 1024  # characters in a name of anything; far above any real one, far below a line
 MAX_INTEGER = (1 << 63) - 1  # ids are Postgres' bigint
+MAX_SMALL = 2**31 - 1  # likewise its integer
 MAX_NUMBER = 100  # characters of a number in JSON; Python refuses to read beyond 4,300 digits, Postgres beyond 131,072
 MAX_ERROR = 4096  # characters of an ERROR of ours; it can quote what a driver says, and that can quote a row
 
@@ -73,6 +74,14 @@ def integer(command: str, what: str, text: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,19}", text) or not -MAX_INTEGER - 1 <= int(text) <= MAX_INTEGER:
         raise bad(command, f"{what} must be a whole number of 64 bits, got {text[:40]!r}")
     return int(text)
+
+
+def small(command: str, what: str, text: str) -> int:
+    """A count that Postgres keeps in an integer: from 0 to 2147483647."""
+    value = integer(command, what, text)
+    if not 0 <= value <= MAX_SMALL:
+        raise bad(command, f"{what} must be a whole number from 0 to {MAX_SMALL}, got {value}")
+    return value
 
 
 def seconds(command: str, what: str, text: str) -> float:

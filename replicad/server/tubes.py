@@ -14,7 +14,7 @@ import structlog
 import trio
 
 from replicad.config import ServerSettings
-from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, TubeRefused, UnknownTube
+from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, DataLoss, TubeRefused, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.commands import (
@@ -44,6 +44,7 @@ from replicad.tubes.backfill import Backfiller
 from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
+from replicad.tubes.untouched import load_untouched
 
 LOOK_INTERVAL = 1.0  # seconds between two looks at all leases and all tubes; a time to live is some of them
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
@@ -75,6 +76,8 @@ class TubeService:
         schema = settings.database.tube_schema
         self.leases = LeaseBook(db, schema)
         self.tubes: dict[str, TubeInfo] = {}
+        self._db = db
+        self._schema = schema
         self._limits = settings.limits
         self._pods = PodBook(db, ack_db, bulk_db, schema)
         self._bulk = BulkBook(bulk_db, schema)
@@ -106,6 +109,7 @@ class TubeService:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_running, self._waiters.run, "service", "tube waiters", self._troubles)
             nursery.start_soon(self._repeat, "tubes", self._look_at_tubes)
+            nursery.start_soon(self._repeat, "triggers", self._look_at_triggers)
             nursery.start_soon(self._repeat, "leases", self._look_at_leases)
             nursery.start_soon(self._repeat, "backfills", partial(self._look_for_backfills, nursery))
 
@@ -156,6 +160,15 @@ class TubeService:
         self._refused.pop(name, None)
         self._troubles.end(TUBE, name, "position")
         self._waiters.forget(name)
+
+    async def _look_at_triggers(self) -> None:
+        """Report attached tables whose writes do not reach their tube; its pods are served all the same."""
+        found = await load_untouched(self._db, self._schema)
+        for name in self.tubes:
+            if name in found:
+                self._troubles.begin(TUBE, name, "triggers", found[name], code=DataLoss.code)
+            else:
+                self._troubles.end(TUBE, name, "triggers")
 
     async def _look_at_leases(self) -> None:
         views = await self.leases.look()

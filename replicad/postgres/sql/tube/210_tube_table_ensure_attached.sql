@@ -59,7 +59,7 @@ DECLARE
     present text[];
 BEGIN
     SELECT array_agg(format('%s|%s|%s', g.tgname, g.tgfoid, encode(g.tgargs, 'hex'))) INTO present
-        FROM pg_trigger g WHERE g.tgrelid = tbl;
+        FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgenabled IN ('O', 'A');  -- replacing a trigger enables it
     FOR wanted IN
         SELECT tube_trigger_name(tbl, tube, w.moment) AS name, w.*
         FROM (VALUES

@@ -1,0 +1,49 @@
+"""Attached tables whose writes no longer reach their tube: which, why, and what to do. Reads catalogs only.
+
+Triggers and tables can be dropped or disabled by hand. What is written from then on is lost to the tube, and nothing
+fails; the pods that are there can still be read.
+"""
+
+from __future__ import annotations
+
+from shlex import quote
+from typing import Any
+
+from replicad.postgres.bridge import Database, load_sql, quote_ident
+
+
+async def load_untouched(db: Database, schema: str) -> dict[str, str]:
+    """By tube, a text that names such tables and the remedy; tubes without any are left out."""
+    found: dict[str, list[str]] = {}
+    more: dict[str, int] = {}
+    for row in await db.fetch(load_sql("tube_untouched").format(schema=quote_ident(schema)), schema):
+        found.setdefault(row["tube"], []).append(_sentence(row))
+        more[row["tube"]] = row["tables"] - len(found[row["tube"]])
+    rest = {tube: f"; likewise {count:,} more tables" if count else "" for tube, count in more.items()}
+    return {tube: "; ".join(sentences) + rest[tube] for tube, sentences in found.items()}
+
+
+def _sentence(row: Any) -> str:
+    tube, shard = row["tube"], row["shard"]
+    if row["dropped"]:
+        names = " or ".join(row["perhaps"])
+        return (
+            f"a table that was attached to it was dropped ({names + ', ' if names else ''}oid {row['table_oid']}, "
+            f"shard {shard}); a new one of its name does not touch it. Attach the new one, {_attach(row, names)}, "
+            f"and backfill it, {_backfill(row)}; where there is none: replicad tubes detach {tube} {row['table_oid']}"
+        )
+    return (
+        f"what is written to table {row['name']} does not reach it: no enabled trigger of the tube for "
+        f"{', '.join(row['missing'])}. Attach the table again, {_attach(row, row['root'])}, and then backfill it, as "
+        f"touches since then are lost: {_backfill(row)}"
+    )
+
+
+def _attach(row: Any, table: str) -> str:
+    named = quote(table) if table and " or " not in table else "TABLE"
+    own = "".join(f" --{what} {quote(row[what])}" for what in ("predicate", "routing") if row[what] is not None)
+    return f"replicad tubes attach {row['tube']} {named} --shard {row['shard']}{own}"
+
+
+def _backfill(row: Any) -> str:
+    return f"replicad tubes backfill {row['tube']} --shards {'all' if row['routing'] is not None else row['shard']}"

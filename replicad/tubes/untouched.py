@@ -29,7 +29,7 @@ def _sentence(row: Any) -> str:
         names = " or ".join(row["perhaps"])
         return (
             f"a table that was attached to it was dropped ({names + ', ' if names else ''}oid {row['table_oid']}, "
-            f"shard {shard}); a new one of its name does not touch the tube. Attach the new one, {_attach(row, names)}, "
+            f"shard {shard}); a new one of its name does not touch it. Attach the new one, {_attach(row, names)}, "
             f"and backfill it, {_backfill(row)}; where there is none: replicad tubes detach {tube} {row['table_oid']}"
         )
     return (

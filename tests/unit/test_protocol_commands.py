@@ -339,6 +339,7 @@ texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)
 words = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters=" "), min_size=1, max_size=20)
 bigints = st.integers(-BIG - 1, BIG)
 naturals = st.integers(0, BIG)
+counts = st.integers(0, 2**31 - 1)
 cursors = st.builds(Cursor, naturals, naturals)
 parts = st.integers(1, 32768).flatmap(lambda n: st.builds(Part, st.integers(0, n - 1), st.just(n)))
 times = st.integers(0, 10**12).map(lambda micros: micros / 1e6)
@@ -375,14 +376,14 @@ SPECIAL: dict[type[Command], st.SearchStrategy[typing.Any]] = {
         .map(lambda numbers: tuple(numbers.items())),
     ),
     c.Pods: st.builds(
-        c.Pods, words, parts, bigints, after=cursors, limit=optional(naturals), ids=optional(naturals),
-        backfill=optional(naturals), wait=optional(times), plan=st.booleans(),
+        c.Pods, words, parts, bigints, after=cursors, limit=optional(counts), ids=optional(counts),
+        backfill=optional(counts), wait=optional(times), plan=st.booleans(),
     )
     | st.builds(c.Pods, words, parts, bigints, after=cursors, upto=cursors),
     c.Ack: st.builds(c.Ack, words, parts, bigints, seqs=st.lists(bigints, min_size=1, max_size=5).map(tuple))
     | st.builds(c.Ack, words, parts, bigints, upto=cursors, after=cursors),
     c.Park: st.builds(
-        c.Park, words, parts, bigints, bigints, st.lists(bigints, max_size=5).map(tuple), bigints, texts.filter(bool)
+        c.Park, words, parts, bigints, bigints, st.lists(bigints, max_size=5).map(tuple), counts, texts.filter(bool)
     ),
     c.Report: st.builds(
         c.Report, words, words, st.just("") | st.dictionaries(texts, naturals | texts, max_size=4).map(json.dumps)

@@ -97,7 +97,12 @@ def _follow(
                             if changed:
                                 say(f"replicad: {what} {', '.join(changed)}")
                     case Disconnected() | StreamStopped():
-                        say(f"replicad: {one_line(str(event.error))}; trying again in {event.retry_in:.1f} s")
+                        one = (
+                            f"stream {event.stream} stopped, the others go on: "
+                            if isinstance(event, StreamStopped)
+                            else ""
+                        )
+                        say(f"replicad: {one}{one_line(str(event.error))}; trying again in {event.retry_in:.1f} s")
         except KeyboardInterrupt:
             for name, reached in events.tokens().items():
                 if reached not in (None, *_WORDS):

@@ -67,7 +67,7 @@ class TakenUpto(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """A connection stands, and every stream is subscribed to."""
+    """A connection stands, and every stream is subscribed to, except those of which StreamStopped was reported."""
 
     server_name: str
 
@@ -80,10 +80,12 @@ class Disconnected(NamedTuple):
 
 
 class StreamStopped(NamedTuple):
-    """A stream that is followed beside others stops before a row that the server cannot send; the others go on.
+    """A stream that is followed beside others stops; the others go on, on the same connection.
 
-    `error` (RowUnreadable or RowTooLong) names the stream, the row's id and the remedy. It is asked for again, from
-    where it stopped, in about `retry_in` seconds. Where no other stream is left, Disconnected comes instead.
+    `error` says why. RowUnreadable and RowTooLong: before a row that the server cannot send; they have the row's id and
+    the remedy. Others, UnknownStream and StreamRefused for example: the server refuses the stream, which it accepted
+    before. The stream is asked for again, from where it stopped, in about `retry_in` seconds. Where no other stream is
+    left, Disconnected comes instead.
     """
 
     stream: str

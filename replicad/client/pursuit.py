@@ -13,7 +13,14 @@ from typing import TypedDict
 from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, StreamStopped, TakenUpto
 from replicad.client.follower import BatchLimits, Follower
-from replicad.client.refusals import concerns_one_request, is_notice, may_pass, refusal
+from replicad.client.refusals import (
+    concerns_one_request,
+    is_notice,
+    may_pass,
+    named_stream,
+    refusal,
+    refuses_stream,
+)
 from replicad.client.steps import Connect, Receive, Send, Sleep, Steps
 from replicad.client.stops import Stops
 from replicad.errors import (
@@ -44,9 +51,10 @@ class FollowOptions:
     `linear`: rows in strictly ascending order over all writers. `begin`: where streams begin that were not named, NOW
     or EARLIEST. `after_reset`: where a stream begins again whose
     token the server no longer takes, EARLIEST (nothing that still exists is lost, rows may come again) or NOW.
-    `patience`: how long to wait in all for a connection that was lost before the error is raised (None: for ever),
-    `first_patience` the same for the first one. `answer_timeout`: how long the server may take to accept a
-    subscription or to refuse it. `taken`: ask, on every connection and then every so many seconds, up to where ids of
+    `patience`: how long to wait in all for a connection that was lost, or for a stream that stopped, before the error
+    is raised (None: for ever), `first_patience` the same for the first connection.
+    `answer_timeout`: how long the server may take to accept a subscription or to refuse it.
+    `taken`: ask, on every connection and then every so many seconds, up to where ids of
     each stream have been given out; the answers are TakenUpto. (No sooner than something comes; a server says PING.)
     """
 
@@ -102,7 +110,7 @@ class Pursuit:
         self._connection: Connection
         self._asking: str | None = None  # the stream whose subscription is not answered yet
         self._refused: ReplicadError | None = None
-        self._stops = Stops()  # streams that stop before a row
+        self._stops = Stops()  # streams that stop while others go on
         self._begun = False  # there was a connection on which everything was accepted
         self._waited = 0.0
         self._gaps = 0
@@ -151,7 +159,8 @@ class Pursuit:
     def _ask_taken(self) -> Steps[None]:
         """Ask up to where ids have been given out, unless the answers of the last time are still to come."""
         if self._options.taken is not None and self._answers_due <= 0:
-            questions = tuple(Taken(stream) for stream in self.follower.streams())
+            streams = [stream for stream in self.follower.streams() if not self._stops.is_refused(stream)]
+            questions = tuple(Taken(stream) for stream in streams)
             self._asked_at, self._answers_due = self._now(), len(questions)
             yield Send(questions)
 
@@ -161,7 +170,9 @@ class Pursuit:
         if self._every:
             changed = yield from self._look()
         for stream in self.follower.streams():
-            if not self.follower.answered(stream) and self._stops.may_ask(stream, self._now()):
+            if self.follower.answered(stream):
+                self._stops.accepted(stream)
+            elif self._stops.may_ask(stream, self._now()):
                 yield from self._subscribe(stream)
         if changed is not None:
             yield changed
@@ -179,6 +190,7 @@ class Pursuit:
         gone = tuple(name for name in known if name not in self._names)
         for name in gone:
             self.follower.drop(name)
+            self._stops.forget(name)
         for name in added:
             begin = "NOW" if self._looked else self._options.begin
             self.follower.want(name, begin, linear=self._options.linear)
@@ -186,7 +198,7 @@ class Pursuit:
         return StreamsChanged(added, gone) if (added or gone) and not first else None
 
     def _subscribe(self, stream: str) -> Steps[None]:
-        """Ask for the stream until the server takes its token or its reset."""
+        """Ask for the stream until the server takes its token or its reset, or the stream stops and others go on."""
         while True:
             self._asking, self._refused = stream, None
             yield Send((Replicate(stream, self.follower.token(stream), self._options.linear),))
@@ -194,12 +206,43 @@ class Pursuit:
             while self._refused is None and not self.follower.answered(stream):
                 yield from self._take((yield Receive(within)))
                 within = None
-            if self._refused is None or isinstance(self._refused, RowUnreadable):
-                self._asking = None
-                if self._refused is None:
-                    self._accepted.add(stream)
-                return
-            yield self._reset_after(self._refused, stream)
+            refused: ReplicadError | None = self._refused
+            if refused is None:
+                self._accepted.add(stream)
+                self._stops.accepted(stream)
+            elif self._others_go_on(refused, stream):
+                self._answers_due = 0  # the refusal may have been the answer to a TAKEN
+                yield self._stop(stream, refused)
+            elif not self._stops.is_stopped(stream):
+                yield self._reset_after(refused, stream)
+                continue
+            self._asking = None
+            return
+
+    def _others_go_on(self, error: ReplicadError, stream: str) -> bool:
+        """Whether the refusal stops this stream alone. A stream that was never accepted is the caller's mistake."""
+        known = self._every or stream in self._accepted or isinstance(error, RowUnreadable)
+        others = (name for name in self.follower.streams() if name != stream)
+        return (
+            known
+            and refuses_stream(error)
+            and not self._stops.is_stopped(stream)  # before a row: `_take_stops` has dealt with it
+            and not all(self._stops.is_stopped(name) for name in others)
+        )
+
+    def _stop(self, stream: str, error: ReplicadError) -> StreamStopped:
+        """Begin a pause for a stream that is refused or stops before a row.
+
+        Raises:
+            ReplicadError: `error`, where no other stream goes on, or patience is at its end.
+        """
+        self.follower.suspend(stream)
+        delay = self._stops.stopped(stream, error, self._now())
+        if all(self._stops.is_stopped(name) for name in self.follower.streams()):
+            raise error
+        if self._options.patience is not None and self._stops.waited(stream) > self._options.patience:
+            raise error
+        return StreamStopped(stream, error, delay)
 
     def _take(self, block: bytes) -> Steps[None]:
         yield from self.follower.feed(block, self._understand)
@@ -222,14 +265,7 @@ class Pursuit:
     def _take_stops(self) -> Steps[None]:
         """Streams that have stopped are asked for again later; when none goes on, the connection serves nothing."""
         for error in self._stops.take():
-            stream = str(error.stream)
-            self.follower.suspend(stream)
-            delay = self._stops.stopped(error, self._now())
-            if all(self._stops.is_stopped(name) for name in self.follower.streams()):
-                raise error
-            if self._options.patience is not None and self._stops.waited(stream) > self._options.patience:
-                raise error
-            yield StreamStopped(stream, error, delay)
+            yield self._stop(str(error.stream), error)
 
     def _explained(self, error: LineTooLong) -> LineTooLong:
         """Which stream a line that is too long belongs to, and what to do."""
@@ -262,6 +298,9 @@ class Pursuit:
             if self._asking == error.stream:
                 self._refused = error
             return None
+        named = named_stream(error)
+        if named != self._asking and named in self.follower.streams():
+            self._asking = None  # another stream has ended; it is no answer to what we ask
         if self._asking is None or not concerns_one_request(error):
             raise error
         self._refused = error
@@ -285,9 +324,10 @@ class Pursuit:
         """How long to wait after an error; raises it where waiting does not help, or not any more."""
         if not self._may_pass(error):
             raise error
-        if isinstance(error, RowUnreadable) and self._stops.is_stopped(str(error.stream)):
+        stream = str(error.stream if isinstance(error, RowUnreadable) else self._asking)
+        if self._stops.is_stopped(stream):
             # Such a connection may be accepted each time, which would begin the pauses anew: it has pauses of its own.
-            delay, waited = self._stops.delay(str(error.stream)), self._stops.waited(str(error.stream))
+            delay, waited = self._stops.delay(stream), self._stops.waited(stream)
         else:
             delay = self._backoff.next_delay()
             self._waited += delay

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from replicad.errors import (
+    BadToken,
     ConnectionLost,
     DatabaseError,
     PresenceRefused,
@@ -15,12 +16,15 @@ from replicad.errors import (
     ServerStopping,
     StreamError,
     StreamWaits,
+    TokenAhead,
+    TokenExpired,
     TubeError,
     by_code,
 )
 from replicad.protocol.lines import LineTooLong
 
 _STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # how the server begins to say so
+_NAMES = re.compile(r"stream (\S+) ")  # how the server begins a sentence about a stream
 _STOPPING = "server stopping"  # the one ERROR without a code (seed 001)
 
 
@@ -53,6 +57,19 @@ def again(error: ReplicadError) -> ReplicadError:
 def concerns_one_request(error: ReplicadError) -> bool:
     """Whether the server refused a request and left the connection open, as far as its code tells."""
     return isinstance(error, StreamError | TubeError | DatabaseError | PresenceRefused | RelayRefused)
+
+
+def refuses_stream(error: ReplicadError) -> bool:
+    """Whether the server refused a stream for a reason of its own. A refusal of our token is another matter."""
+    return isinstance(error, StreamError | DatabaseError) and not isinstance(
+        error, BadToken | TokenAhead | TokenExpired
+    )
+
+
+def named_stream(error: ReplicadError) -> str | None:
+    """The stream that the sentence of an ERROR begins with; None where it begins otherwise."""
+    found = _NAMES.match(str(error))
+    return found[1] if found else None
 
 
 def may_pass(error: ReplicadError) -> bool:

@@ -1,14 +1,14 @@
-"""Streams that the server stops before a row that it cannot send: when to ask for each of them again.
+"""Streams that stop while others go on: before a row that cannot be sent, or because the server refuses them.
 
-Pure bookkeeping. A stream that stops before the same row again is asked for after a longer pause; one that got further
-begins with the shortest.
+Pure bookkeeping of when to ask for each of them again. A stream that stops before the same row again, or is refused
+again, is asked for after a longer pause; one that got further, or was accepted meanwhile, begins with the shortest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replicad.errors import RowUnreadable
+from replicad.errors import ReplicadError, RowUnreadable
 
 FIRST_PAUSE = 0.5  # seconds; the server itself tries the row again that often at first
 MAX_PAUSE = 10.0
@@ -16,9 +16,9 @@ MAX_PAUSE = 10.0
 
 @dataclass(slots=True)
 class _Stop:
-    row_id: int | None
+    row_id: int | None  # None: the server refused the stream
     pause: float
-    waited: float  # seconds before this row so far, the pause included
+    waited: float  # seconds for this row, or since it was accepted last, the pause included
     again_at: float  # on this connection
     stands: bool = True  # it has stopped on this connection
 
@@ -39,15 +39,29 @@ class Stops:
         noted, self._noted = self._noted, []
         return noted
 
-    def stopped(self, error: RowUnreadable, now: float) -> float:
+    def stopped(self, stream: str, error: ReplicadError, now: float) -> float:
         """Begin a pause for the stream; returns its length."""
-        name = str(error.stream)
+        row_id = error.row_id if isinstance(error, RowUnreadable) else None
         pause, waited = FIRST_PAUSE, 0.0
-        known = self._stops.get(name)
-        if known is not None and known.row_id == error.row_id:
+        known = self._stops.get(stream)
+        if known is not None and known.row_id == row_id:
             pause, waited = min(2 * known.pause, MAX_PAUSE), known.waited
-        self._stops[name] = _Stop(error.row_id, pause, waited + pause, now + pause)
+        self._stops[stream] = _Stop(row_id, pause, waited + pause, now + pause)
         return pause
+
+    def accepted(self, stream: str) -> None:
+        """The server has accepted the subscription. It may still stop before the same row: that pause is kept."""
+        stop = self._stops.get(stream)
+        if stop is None:
+            return
+        if stop.row_id is None:
+            del self._stops[stream]
+        else:
+            stop.stands = False
+
+    def forget(self, stream: str) -> None:
+        """The stream is followed no longer."""
+        self._stops.pop(stream, None)
 
     def new_connection(self) -> None:
         """Every stream is asked for on a new connection; the lengths of pauses are kept."""
@@ -58,6 +72,10 @@ class Stops:
     def is_stopped(self, stream: str) -> bool:
         """Whether the stream has stopped on this connection and was not asked for again."""
         return stream in self._stops and self._stops[stream].stands
+
+    def is_refused(self, stream: str) -> bool:
+        """Whether the stream has stopped on this connection because the server refused it."""
+        return self.is_stopped(stream) and self._stops[stream].row_id is None
 
     def may_ask(self, stream: str, now: float) -> bool:
         """Whether it may be asked for now; to be followed by doing so."""
@@ -77,5 +95,5 @@ class Stops:
         return self._stops[stream].pause
 
     def waited(self, stream: str) -> float:
-        """How long has been waited before the row at which the stream stops, in seconds, this pause included."""
+        """How long has been waited for the stream since it got further, in seconds, this pause included."""
         return self._stops[stream].waited

@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 import trio
 
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
 from replicad.errors import ConnectionLost, DatabaseError, RemoteError
 from replicad.protocol.commands import FederationAck, RemoteServerUp
@@ -22,7 +22,7 @@ NOW = "NOW"
 EARLIEST = "EARLIEST"
 ACK_RETRY = 1.0  # seconds; nobody waits for an ack
 
-Told = RowBatch | PositionMoved | Reset | Connected | Disconnected | RemoteServerUp
+Told = RowBatch | PositionMoved | Reset | Connected | Disconnected | StreamStopped | RemoteServerUp
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ def client_feed(
     @asynccontextmanager
     async def open_feed(tokens: Mapping[str, str]) -> AsyncIterator[Feed]:
         async with open_client(host, port, name=name, token=token, tls=tls) as client:
-            also = (PositionMoved, Connected, Disconnected, RemoteServerUp)
+            also = (PositionMoved, Connected, Disconnected, StreamStopped, RemoteServerUp)
             async with client.follow(tokens, linear=True, also=also) as follower, trio.open_nursery() as nursery:
                 feed = _ClientFeed(client, follower)
                 nursery.start_soon(feed.send_acks)

@@ -17,7 +17,7 @@ import structlog
 import trio
 
 from replicad.client.backoff import Backoff
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
 from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, StreamRefused
 from replicad.federation.engine import Engine
 from replicad.federation.feed import Feed, Told
@@ -153,6 +153,10 @@ class Intake:
                 self._acknowledge(feed)
             case Disconnected():
                 log.warning("daemon_lost", error=str(event.error), retry_in=round(event.retry_in, 3))
+            case StreamStopped():
+                log.warning(
+                    "stream_stopped", stream=event.stream, error=str(event.error), retry_in=round(event.retry_in, 3)
+                )
             case _:
                 pass
 

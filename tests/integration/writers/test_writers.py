@@ -65,11 +65,11 @@ async def test_a_writer_holds_back_its_own_position_and_a_stranger_that_of_all(f
             assert reading.per_writer == {"one": 0, "two": 4, "three": 4}
             assert reading.held_by is not None
             assert (reading.held_by.kind, reading.held_by.application_name) == (HolderKind.RESERVATION, "one")
-            assert await two.positions() == writers.Positions({"one": 0, "two": 4, "three": 4}, 0, 4)
+            assert await two.positions() == writers.Positions({"master": 4, "one": 0, "two": 4, "three": 4}, 0, 4)
             async with facts.transaction("somebody else") as stranger:
                 await stranger.execute("INSERT INTO facts VALUES (replicad.stream_next('facts'))")
                 await facts.spend(1)
-                assert (await two.positions()).per_writer == {"one": 0, "two": 4, "three": 4}
+                assert (await two.positions()).per_writer == {"master": 4, "one": 0, "two": 4, "three": 4}
                 assert (await facts.poll()).per_writer == {"one": 0, "two": 4, "three": 4}
         assert (await facts.poll()).per_writer == {"one": 6, "two": 6, "three": 6}
 

@@ -55,11 +55,13 @@ async def write(database: Database, first: int, last: int, rows: int = 1) -> Non
 def follow(kind: Any, port: int, token: str, wanted: int) -> tuple[Counter[str], str | None]:
     """Rows by writer until there are as many as wanted, and the token to go on from."""
     found: Counter[str] = Counter()
+    left = wanted
     with kind("127.0.0.1", port, name="a test") as client, client.follow({"facts": token}) as follower:
         for event in follower:
             assert isinstance(event, RowBatch), event
             found[event.instance] += len(event.rows)
-            if found.total() >= wanted:
+            left -= len(event.rows)
+            if left <= 0:
                 return found, follower.token("facts")
     raise AssertionError("unreachable")
 

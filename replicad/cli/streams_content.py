@@ -43,7 +43,7 @@ def skip(
     *, name: str, token: int | None, yes: bool, reason: str | None, undo: bool, as_list: bool, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Take the row with the id TOKEN out of the stream NAME: no reader is sent it from now on.
+    """Take the row with the id TOKEN out of the stream NAME: no reader is sent it once daemons know, in about a second.
 
     For a row that cannot be read, or is too long, and cannot be mended. The row stays in its table.
     """

@@ -62,7 +62,7 @@ BEGIN
     IF taken IS NOT NULL THEN
         RAISE EXCEPTION 'schema % holds objects that are not replicad''s and have names that its {part} part needs: %',
             folder, left(taken, 2000) USING ERRCODE = 'RI002',
-            HINT = 'rename them, or install replicad into another schema ({option} NAME); nothing was changed';
+            HINT = 'rename them, or install replicad into another schema ({option} NAME); nothing was changed in this schema';
     END IF;
 
     IF present IS NULL THEN

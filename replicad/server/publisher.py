@@ -148,6 +148,8 @@ class Publisher:
                 while True:
                     await trio.sleep(LOOK_INTERVAL)
                     await self._look_contained()
+                    for serving in list(self._servings.values()):
+                        serving.judge()  # also where the look has failed
                     await self._note_published()
         finally:
             self._nursery = None

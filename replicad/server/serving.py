@@ -27,6 +27,7 @@ from replicad.streams.registry import Published, Stream, differences
 
 KIND = "stream"  # of the troubles
 STALLS = ("copy", FOLLOW)  # the causes of troubles in which a feed sends nothing and tries again
+STALL_GRACE = 1.5  # seconds in which a look finds new names of the table, and a try may succeed
 WAITS = "position"  # the cause of a trouble that keeps a stream from moving and leaves its readers connected
 
 log = structlog.get_logger()
@@ -88,7 +89,12 @@ class Serving:
 
     def _failure(self) -> str | None:
         """Why the feed cannot go on now, though it tries again and again."""
-        failing = [one for one in self._means.troubles.of(KIND, self.name) if one.place.cause in STALLS]
+        lasting = trio.current_time() - STALL_GRACE
+        failing = [
+            one
+            for one in self._means.troubles.of(KIND, self.name)
+            if one.place.cause in STALLS and one.since <= lasting
+        ]
         return failing[0].reason if failing else None
 
     async def wait_settled(self) -> None:

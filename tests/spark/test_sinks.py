@@ -214,16 +214,17 @@ def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_ski
         assert go_on.wait(PATIENCE)
 
     def zombie() -> None:
-        results.append(sink.apply(SHAPE, Batch("q", 0), 0, slow()))
+        results["first"] = sink.apply(SHAPE, Batch("q", 0), 0, slow())
 
-    results: list[Any] = []
+    def successor() -> None:
+        results["second"] = other.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "x"}))
+
+    results: dict[str, Any] = {}
     thread = threading.Thread(target=zombie)
     thread.start()
     assert inside.wait(PATIENCE)
     other = PostgresSink(f"{url}&connect_timeout=9", sink.table)  # another text, hence another connection
-    second = threading.Thread(
-        target=lambda: results.append(other.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "x"})))
-    )
+    second = threading.Thread(target=successor)
     second.start()
     waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     while psql(url, waits) != "1":
@@ -231,7 +232,7 @@ def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_ski
     go_on.set()
     thread.join(PATIENCE)
     second.join(PATIENCE)
-    assert [done.repeated for done in results] == [False, True]
+    assert {who: done.repeated for who, done in results.items()} == {"first": False, "second": True}
     assert postgres_rows(url) == {(1, 1): "zombie"}
 
 

@@ -163,10 +163,6 @@ class Troubles:
         """The reasons of one thing's troubles in one text, None where it has none."""
         return " Also: ".join(trouble.reason for trouble in self.of(kind, name)) or None
 
-    async def wait_changed(self) -> None:
-        """Until a trouble begins, changes or ends."""
-        await self._changed.wait()
-
     def next_change(self) -> trio.Event:
         """An event that comes with the next change: for who looks first and waits afterwards."""
         return self._changed

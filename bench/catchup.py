@@ -9,7 +9,7 @@ import time
 
 from bench.report import Figure, Spread, rates
 from bench.system import MARK, STREAM, Daemon, Options, System, connect, system
-from replicad.postgres.rows import RowSource
+from replicad.streams.rows import RowSource
 
 ROWS = 2_000_000
 BUFFER = 256 * 1024

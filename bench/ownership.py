@@ -18,7 +18,7 @@ from bench.report import Figure, Spread, latency, rates
 from bench.system import Options, system
 from replicad.errors import NotOwner
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams.ownership import ShardedWriter, open_sharded_writer
+from replicad.sharding import ShardedWriter, open_sharded_writer
 
 TASKS = 4
 SECONDS = 3.0  # for each measurement of the rate

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import trio
 
-from replicad.federation.items import START, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
-from replicad.federation.store import Entry, Recording
-from replicad.federation.transport import Outcome
+from replicad.sender.items import START, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.store import Entry, Recording
+from replicad.sender.transport import Outcome
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Shelf:
 
 
 class MemoryStore:
-    """As `replicad.federation.store.Store`, with time by trio's clock."""
+    """As `replicad.sender.store.Store`, with time by trio's clock."""
 
     def __init__(self) -> None:
         self.shelves: defaultdict[str, Shelf] = defaultdict(Shelf)

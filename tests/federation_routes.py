@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from replicad.federation.routing import Fact
+from replicad.sender.routing import Fact
 
 
 def route(stream: str, token: int, row: Any) -> Fact | None:

@@ -25,8 +25,8 @@ from replicad.errors import DatabaseUnavailable, NotOwner
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import embedded_postgres
+from replicad.sharding import ShardedWriter, admin, open_sharded_writer
 from replicad.streams import registry
-from replicad.streams.ownership import ShardedWriter, admin, open_sharded_writer
 
 ROOMS = [f"!room{number}:example.org" for number in range(40)]
 TTL = 1.0  # seconds; the default is 10, and this shall not take long

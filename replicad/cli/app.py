@@ -7,14 +7,26 @@ from collections.abc import Sequence
 
 import click
 
-from replicad.cli.command import Session
-from replicad.cli.failures import report
+from replicad.terminal.command import Session
+from replicad.terminal.failures import report
 
-COMMANDS = (
-    "serve", "tail", "ping", "streams", "writers", "caches", "presence", "tubes", "top", "pipeline", "sender", "sql",
-    "demo", "version",
-)  # fmt: skip
-"""In the order of the help text; `replicad.cli.NAME` has the command as `command`."""
+COMMANDS = {
+    "serve": "cli.serve",
+    "tail": "client.cli.tail",
+    "ping": "client.cli.ping",
+    "streams": "streams.cli.streams",
+    "writers": "sharding.cli",
+    "caches": "caches.cli",
+    "presence": "presence.cli",
+    "tubes": "tubes.cli.tubes",
+    "top": "operations.top",
+    "pipeline": "spark.cli",
+    "sender": "sender.cli",
+    "sql": "cli.sql",
+    "demo": "cli.demo",
+    "version": "cli.version",
+}
+"""Every sub-command, in the order of the help text, and the module that has it as `command`."""
 
 EPILOG = """\b
 Start here:
@@ -35,7 +47,7 @@ class LazyGroup(click.Group):
         """The sub-command of that name, None where there is none."""
         if cmd_name not in COMMANDS:
             return None
-        found = importlib.import_module(f"replicad.cli.{cmd_name}").command
+        found = importlib.import_module(f"replicad.{COMMANDS[cmd_name]}").command
         assert isinstance(found, click.Command)
         return found
 

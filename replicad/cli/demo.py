@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from replicad.cli.command import ReplicadCommand, option
+from replicad.terminal.command import ReplicadCommand, option
 
 
 @click.command("demo", cls=ReplicadCommand, log_level="warning", short_help="See the whole of it at work on real data.")

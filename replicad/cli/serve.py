@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from replicad.cli.command import ReplicadCommand, option, settings_options
-from replicad.config import DatabaseSettings, ServerSettings, read_settings
-from replicad.limits import Limits
+from replicad.config.limits import Limits
+from replicad.config.settings import DatabaseSettings, ServerSettings, read_settings
+from replicad.terminal.command import ReplicadCommand, option, settings_options
 
 
 @click.command(
@@ -45,6 +45,6 @@ def command(config: Path | None, **options: Any) -> None:
     """
     settings = read_settings(ServerSettings, options, file=config)
 
-    from replicad.server.daemon import serve
+    from replicad.daemon.daemon import serve
 
     serve(settings)

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from replicad.cli.command import ReplicadGroup, option
 from replicad.errors import UsageError
+from replicad.postgres.schema_text import declarations
+from replicad.terminal.command import ReplicadGroup, option
 
 if TYPE_CHECKING:
-    from replicad.postgres.schema import Direction, Part
+    from replicad.postgres.schema_text import Direction
 
-PARTS: tuple[Part, ...] = ("stream", "tube", "federation", "cache", "ownership", "presence")
+PARTS = tuple(declarations())
 
-_parts = click.argument("parts", metavar="[PART...]", nargs=-1, type=click.Choice(PARTS))
+_parts = click.argument("parts", nargs=-1, type=click.Choice(PARTS))
 _schema = option(
     "--schema", metavar="SCHEMA", help="Schema to work in. Default: tube for tubes, replicad for the others."
 )
@@ -28,8 +29,8 @@ def command() -> None:
     """Print the SQL that replicad installs in a database, and its opposite, as scripts for psql.
 
     The daemon installs what it needs by itself; this is for those who read first, or whose daemon may not create
-    anything. PART is tube, stream, federation, cache, ownership or presence; without one it is all of them. Each part
-    is a transaction of its own, and both scripts may be run again and again.
+    anything. PART is one of those in the usage; without one it is all of them. Each part is a transaction of its
+    own, and both scripts may be run again and again.
     """
 
 
@@ -43,7 +44,7 @@ Examples:
 @_parts
 @_schema
 @_current
-def up(parts: tuple[Part, ...], schema: str | None, current_schema: bool) -> None:
+def up(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> None:
     """Print the script that installs, or upgrades without loss."""
     _print(parts or PARTS, schema, "up", current=current_schema)
 
@@ -57,7 +58,7 @@ Example:
 @_parts
 @_schema
 @_current
-def down(parts: tuple[Part, ...], schema: str | None, current_schema: bool) -> None:
+def down(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> None:
     """Print the script that removes everything again.
 
     Data of replicad's own goes as well: tubes with their pods, the marks of streams. Your tables stay.
@@ -65,7 +66,7 @@ def down(parts: tuple[Part, ...], schema: str | None, current_schema: bool) -> N
     _print(tuple(reversed(parts or PARTS)), schema, "down", current=current_schema)
 
 
-def _print(parts: tuple[Part, ...], schema: str | None, direction: Direction, *, current: bool) -> None:
+def _print(parts: tuple[str, ...], schema: str | None, direction: Direction, *, current: bool) -> None:
     from replicad.postgres.schema import DEFAULT_SCHEMAS, script
 
     if current and schema is not None:

@@ -7,7 +7,7 @@ from importlib import metadata
 
 import click
 
-from replicad.cli.command import ReplicadCommand
+from replicad.terminal.command import ReplicadCommand
 
 _PARTS = {
     "": ("replicad", "trio", "asyncpg"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from replicad.protocol.tokens import Vector
-from replicad.protocol.writer_set import WriterSet
+from replicad.streams.writer_set import WriterSet
 
 UNKNOWN = -(1 << 63) - 1  # below every bigint: a position that nobody has told yet
 LINEAR = "*"  # the instance in whose name POSITION speaks of all writers

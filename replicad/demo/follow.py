@@ -12,7 +12,7 @@ from typing import IO
 
 import trio
 
-from replicad.config import Address
+from replicad.config.settings import Address
 from replicad.demo.processes import clean_environment, running
 from replicad.errors import EnvironmentRefused
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import trio
 
-from replicad.config import Address, parse_address
+from replicad.config.settings import Address, parse_address
 from replicad.errors import EnvironmentRefused
 
 _START = 60.0  # seconds for a daemon to listen; installing the schema on a slow disk takes a few

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import trio
 
-from replicad.config import Address
+from replicad.config.settings import Address
 from replicad.demo import data
 from replicad.demo.check import Comparison, compare, read_downstream
 from replicad.demo.follow import TUBE, Following, following, write_config

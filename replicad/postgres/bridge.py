@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 _CLOSE = 2.0  # seconds for a polite goodbye to all connections
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
-_SQL = Path(__file__).parent / "sql" / "query"
+_PACKAGE = Path(__file__).parents[1]
 _IDENTITY = "SELECT pg_backend_pid(), backend_start FROM pg_stat_get_activity(pg_backend_pid())"
 _DRIVER_ERRORS = (
     asyncpg.PostgresError,
@@ -65,11 +65,11 @@ _SESSION = {
 
 
 # All of them are read now: a daemon that serves many clients may have no file descriptor left when it needs one.
-_QUERIES = {path.stem: path.read_text(encoding="utf-8") for path in _SQL.glob("*.sql")}
+_QUERIES = {path.stem: path.read_text(encoding="utf-8") for path in _PACKAGE.glob("*/sql/query/*.sql")}
 
 
 def load_sql(name: str) -> str:
-    """The text of `replicad/postgres/sql/query/<name>.sql`. Opens no file."""
+    """The text of `sql/query/<name>.sql` in any folder of the package; names are unique. Opens no file."""
     return _QUERIES[name]
 
 

@@ -1,14 +1,16 @@
 """What replicad keeps in the user's database: installing, upgrading and removing it, as scripts that psql can run.
 
-The parts are those of `VERSIONS`: `tube`, `stream`, and those that stand on streams and are at home in the same schema.
-This file knows which version is where and what is to be done about it; `schema_text` puts the SQL together. The files
-say what the SQL means:
+Each feature's folder has its part in `sql/`. This file knows which version is installed where and what has to be done
+about it; `schema_text` puts the SQL together. The files of a part:
 
-    sql/<part>/NNN_name.sql   run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing
-                              but plain SQL, names without a schema (the script sets search_path)
-    sql/<part>/upgrade/N.sql  run before them over an installation older than version N: changes tables, drops functions
-                              that are gone, or whose result or names of arguments changed; N is then in VERSIONS
-    sql/<part>/down.sql       one statement, run first when the part is removed: undoes what is outside of the schema
+    sql/part.toml       name, version, and where the part is at home
+    sql/NNN_name.sql    run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing but
+                        plain SQL, names without a schema (the script sets search_path)
+    sql/upgrade/N.sql   run before them over an installation older than version N: changes tables, drops functions that
+                        are gone, or whose result or names of arguments changed; N is then the version in part.toml
+    sql/down.sql        one statement, run first when the part is removed: undoes what is outside of the schema
+    sql/released.json   what each released version created
+    sql/query/NAME.sql  not installed: a query of the program, see `bridge.load_sql`
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.
 
@@ -51,24 +53,12 @@ __all__ = [
     "upgrade",
 ]
 
-VERSIONS: dict[Part, int] = {"tube": 2, "stream": 2, "federation": 1, "ownership": 1, "cache": 2, "presence": 1}
-SERVES: dict[Part, int] = dict.fromkeys(VERSIONS, 1)
+VERSIONS: dict[Part, int] = {part.name: part.version for part in schema_text.declarations().values()}
+SERVES: dict[Part, int] = {part.name: part.serves for part in schema_text.declarations().values()}
 """The oldest version of programs that can use the present version of the part; tests run such a program against it."""
 
-DEFAULT_SCHEMAS: dict[Part, str] = {
-    "tube": "tube",
-    "stream": "replicad",
-    "federation": "replicad",
-    "ownership": "replicad",
-    "cache": "replicad",
-    "presence": "replicad",
-}
+DEFAULT_SCHEMAS: dict[Part, str] = {part.name: part.schema for part in schema_text.declarations().values()}
 
-_INSTALLERS: dict[Part, str] = {
-    "cache": "replicad caches enable",
-    "ownership": "replicad writers enable STREAM",
-    "presence": "replicad presence enable",
-}
 _NO_RIGHT = "42501"
 _WAITED = frozenset({"55P03", "57014"})  # lock_timeout, statement_timeout
 
@@ -284,7 +274,7 @@ def _missing(part: Part, schema: str) -> SchemaMissing:
 
 def _remedy(part: Part, schema: str, verb: str) -> str:
     """What to run; `verb` is installs or upgrades."""
-    command = _INSTALLERS.get(part, "replicad serve") if verb == "installs" else "replicad serve"
+    command = schema_text.declarations()[part].installer if verb == "installs" else "replicad serve"
     start = "start" if command == "replicad serve" else "run"
     return f"{start} `{command}`, which {verb} it, or run what `{_script_words(part, schema)}` prints through psql"
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from replicad.postgres.literals import quote_ident, quote_literal
 
-Part = Literal["tube", "stream", "federation", "ownership", "cache", "presence"]
+Part = str  # the name of a part, one of `declarations`
 Direction = Literal["up", "down"]
 
-PARTS: tuple[Part, ...] = get_args(Part)
-SQL = Path(__file__).parent / "sql"
-RELEASED = "schema/released.json"  # what each released version created: part, version, kind, names
+PACKAGE = Path(__file__).parents[1]
+"""Every folder of the package may hold a part in `sql/`: see `Declaration`."""
 
 _KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}
 _CREATED = re.compile(
@@ -47,11 +47,45 @@ class Names:
         return Names(**{kind: tuple(sorted(set(mine[kind]) - set(theirs[kind]))) for kind in mine})
 
 
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What `sql/part.toml` in a feature's folder says of the part that the folder installs.
+
+    `version` and `serves`: see `schema`. `schema` is where the part is at home, `schema_option` the option of the
+    command line that names another place. `needs` are parts that have to be installed first, `installer` is the command
+    that installs this one.
+    """
+
+    name: Part
+    version: int
+    serves: int
+    schema: str
+    schema_option: str
+    needs: tuple[Part, ...]
+    installer: str
+
+
+@cache
+def declarations(root: Path = PACKAGE) -> Mapping[Part, Declaration]:
+    """Every part of the package by name; one that needs others stands behind them."""
+    found = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(root.glob("*/sql/part.toml"))]
+    made = [Declaration(**{**entry, "needs": tuple(entry["needs"])}) for entry in found]
+    return {part.name: part for part in sorted(made, key=lambda part: len(part.needs))}
+
+
 @cache
 def load(root: Path) -> Mapping[str, str]:
-    """The texts of all files below the folder of the SQL, by path: `tube/010_tube_registry.sql`."""
-    files = [*root.glob("*/*.sql"), *root.glob("*/upgrade/*.sql"), *root.glob(RELEASED)]
-    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(files)}
+    """The texts of all parts, by part and file: `tube/010_tube_registry.sql`, `tube/released.json`; and the templates
+    of the scripts, as `schema/up.sql`.
+    """
+    folders = {"schema": root / "postgres/sql"}
+    for path in root.glob("*/sql/part.toml"):
+        folders[tomllib.loads(path.read_text(encoding="utf-8"))["name"]] = path.parent
+    return {
+        f"{name}/{path.relative_to(folder).as_posix()}": path.read_text(encoding="utf-8")
+        for name, folder in sorted(folders.items())
+        for path in sorted([*folder.glob("*.sql"), *folder.glob("upgrade/*.sql"), *folder.glob("released.json")])
+    }
 
 
 def digest(part: Part) -> str:
@@ -75,10 +109,10 @@ def created(part: Part) -> Names:
 
 def released(part: Part) -> dict[int, Names]:
     """What each released version of the part created."""
-    text = load(SQL).get(RELEASED, "{}")
+    text = load(PACKAGE).get(f"{part}/released.json", "{}")
     return {
         int(version): Names(**{kind: tuple(found) for kind, found in names.items()})
-        for version, names in json.loads(text).get(part, {}).items()
+        for version, names in json.loads(text).items()
     }
 
 
@@ -90,7 +124,7 @@ def up(part: Part, schema: str | None, version: int, serves: int) -> str:
         "digest": digest(part),
         "steps": "\n".join(_step(number, text) for number, text in _steps(part)),
         "fresh": quote_literal(json.dumps(_fresh(part), sort_keys=True)),
-        "option": f"--{'tube' if part == 'tube' else 'stream'}-schema",
+        "option": declarations()[part].schema_option,
         "column": f"ALTER TABLE {part}_version ADD COLUMN IF NOT EXISTS serves integer;" if remembers else "",
         "serves": f"serves = {serves}, " if remembers else "",
     }
@@ -100,7 +134,7 @@ def up(part: Part, schema: str | None, version: int, serves: int) -> str:
 
 def down(part: Part, schema: str | None) -> str:
     """The statements that remove the part, to be run in one transaction."""
-    prelude = load(SQL).get(f"{part}/down.sql")
+    prelude = load(PACKAGE).get(f"{part}/down.sql")
     return _fill("down", _values(part, schema) | {"prelude": "" if prelude is None else _execute(prelude)})
 
 
@@ -125,12 +159,12 @@ def _fresh(part: Part) -> dict[str, dict[str, tuple[str, ...]]]:
 
 def _files(part: Part) -> list[tuple[str, str]]:
     pattern = re.compile(rf"{part}/([0-9][^/]*\.sql)")
-    return [(found[1], text) for path, text in load(SQL).items() if (found := pattern.fullmatch(path))]
+    return [(found[1], text) for path, text in load(PACKAGE).items() if (found := pattern.fullmatch(path))]
 
 
 def _steps(part: Part) -> list[tuple[int, str]]:
     pattern = re.compile(rf"{part}/upgrade/([0-9]+)\.sql")
-    return sorted((int(found[1]), text) for path, text in load(SQL).items() if (found := pattern.fullmatch(path)))
+    return sorted((int(found[1]), text) for path, text in load(PACKAGE).items() if (found := pattern.fullmatch(path)))
 
 
 def _step(version: int, text: str) -> str:
@@ -143,7 +177,7 @@ def _execute(text: str) -> str:
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    text = load(SQL)[f"schema/{template}.sql"]
+    text = load(PACKAGE)[f"schema/{template}.sql"]
     return re.sub(r"\{(\w+)\}", lambda found: values[found.group(1)], text)
 
 

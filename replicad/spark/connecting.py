@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from replicad.client.blocking import Endpoint
+from replicad.client.blocking_client import Endpoint
 from replicad.errors import ReplicadError, UsageError
 from replicad.spark.options import SourceOptions
 

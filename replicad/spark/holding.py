@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, CursorAhead, DatabaseUnavailable, LeaseHeld, LeaseLost, ReplicadError
 from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import Cursor

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from typing import Any
 
+from replicad.config.declaring import seconds, text_of, whole_number
 from replicad.errors import BadToken, UsageError
 from replicad.protocol.pods import ENCODINGS
 from replicad.protocol.tokens import Vector
-from replicad.settings import seconds, text_of, whole_number
 
 EARLIEST, LATEST = "earliest", "latest"
 AUTO = "auto"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replicad.config.declaring import seconds
 from replicad.errors import UsageError
-from replicad.settings import seconds
 from replicad.spark.options import SourceOptions, parse_options
 from replicad.spark.sinks.base import Sink
 from replicad.spark.sinks.bulk import BulkSink

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import structlog
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable
 from replicad.protocol.tokens import START
 from replicad.protocol.tubing import Part

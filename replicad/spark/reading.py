@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, DatabaseUnavailable, DataLoss, EncodingUnavailable
 from replicad.protocol.pods import ARROW, LINES
 from replicad.protocol.tokens import Cursor

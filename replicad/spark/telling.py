@@ -7,7 +7,7 @@ import time
 
 import structlog
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ReplicadError
 from replicad.spark.connecting import endpoint_of
 from replicad.spark.options import SourceOptions

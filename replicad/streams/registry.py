@@ -14,8 +14,8 @@ from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
-from replicad.postgres.rows import MAX_ROW, RowSource, wire_instance
 from replicad.streams.queries import SCHEMA, Queries, installed, statement
+from replicad.streams.rows import MAX_ROW, RowSource, wire_instance
 
 _BAD_NAME = frozenset({"42601", "42602", "0A000"})  # what Postgres says of a text that cannot name a relation
 

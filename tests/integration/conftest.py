@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.config import Address, ServerSettings
-from replicad.limits import Limits
+from replicad.config.limits import Limits
+from replicad.config.settings import Address, ServerSettings
+from replicad.daemon.daemon import Daemon, open_daemon
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon, open_daemon
 from tests.conftest import PATIENCE
 
 

@@ -8,10 +8,10 @@ import pytest
 import trio
 
 from replicad.cli import app
-from replicad.federation.feed import client_feed
+from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
+from replicad.sender.feed import client_feed
 from replicad.streams import acks, registry, trimming
 from tests.conftest import install, psql
 
@@ -22,7 +22,7 @@ HELLO = ("SERVER .*",)
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicad.server.acks.INTERVAL", 0.05)
+    monkeypatch.setattr("replicad.streams.serving.ack_service.INTERVAL", 0.05)
 
 
 async def known(database: Database, stream: str, **wanted: int | None) -> None:

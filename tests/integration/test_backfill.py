@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
 from tests.conftest import PATIENCE
 
 ROWS = 5000

@@ -18,18 +18,19 @@ import pytest
 import trio
 import trio.lowlevel
 
-from replicad.caches import blocking, trio_invalidator
+from replicad.caches import blocking_invalidator as blocking
+from replicad.caches import trio_invalidator
 from replicad.caches.guard import Guard, Ticket
 from replicad.caches.registry import Caches, CachesStatistics
 from replicad.caches.writing import invalidate, invalidate_many
 from replicad.client.backoff import Backoff
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.client.trio_client import open_client
+from replicad.daemon.daemon import Daemon
 from replicad.errors import StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.protocol.connection import Timing
-from replicad.server.daemon import Daemon
 from replicad.streams import trimming
 from tests.conftest import PATIENCE
 

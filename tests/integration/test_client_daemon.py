@@ -13,14 +13,14 @@ import pytest
 import trio
 
 from replicad.client.backoff import Backoff
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import RowBatch, StreamsChanged
 from replicad.client.pods import parse_pods
+from replicad.daemon.daemon import Daemon
 from replicad.errors import BadToken, CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 

@@ -18,6 +18,8 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.daemon.daemon import Daemon
+from replicad.daemon.session import Session
 from replicad.errors import (
     DatabaseError,
     DatabaseRefused,
@@ -29,11 +31,9 @@ from replicad.errors import (
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.notices import Notices
-from replicad.postgres.rows import RowSource
-from replicad.server.daemon import Daemon
-from replicad.server.session import Session
+from replicad.presence.book import PresenceBook
 from replicad.streams import acks, registry, troubles
-from replicad.streams.presence_book import PresenceBook
+from replicad.streams.rows import RowSource
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook
@@ -60,21 +60,21 @@ DEFECTS: Set[str] = CODES - frozenset(code_of(kind) for kind in DATABASE_ERRORS)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is looked at and tried again soon."""
     for module, names in {
-        "replicad.server.supervision": {"FIRST_PAUSE": 0.01, "MAX_PAUSE": 0.02, "STEADY": 0.2},
-        "replicad.server.poller": {"OUTAGE_PAUSE": 0.01, "OUTAGE_PAUSE_MAX": 0.02},
-        "replicad.server.publisher": {"LOOK_INTERVAL": 0.05},
-        "replicad.server.feed": {"RETRY_PAUSE": 0.01},
-        "replicad.server.lane": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
-        "replicad.server.tubes": {"LOOK_INTERVAL": 0.05},
+        "replicad.daemon.supervision": {"FIRST_PAUSE": 0.01, "MAX_PAUSE": 0.02, "STEADY": 0.2},
+        "replicad.daemon.poller": {"OUTAGE_PAUSE": 0.01, "OUTAGE_PAUSE_MAX": 0.02},
+        "replicad.streams.serving.publisher": {"LOOK_INTERVAL": 0.05},
+        "replicad.streams.serving.feed": {"RETRY_PAUSE": 0.01},
+        "replicad.streams.serving.lane": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
+        "replicad.tubes.serving.service": {"LOOK_INTERVAL": 0.05},
         "replicad.tubes.backfill": {"LOOK_INTERVAL": 0.05, "RETRY_PAUSE": 0.02},
-        "replicad.server.presence": {
+        "replicad.presence.service": {
             **{"LOOK_INTERVAL": 0.05, "IP_INTERVAL": 0.01, "SWEEP_INTERVAL": 0.05},
             **{"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
         },
-        "replicad.server.relay": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02, "PATIENCE": 0.05},
-        "replicad.server.acks": {"INTERVAL": 0.01},
-        "replicad.server.trouble_book": {"PAUSE": 0.01, "REFRESH": 0.05},
-        "replicad.server.listener": {"ACCEPT_PAUSE": 0.01, "ACCEPT_PAUSE_MAX": 0.02},
+        "replicad.daemon.relay": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02, "PATIENCE": 0.05},
+        "replicad.streams.serving.ack_service": {"INTERVAL": 0.01},
+        "replicad.streams.serving.trouble_book": {"PAUSE": 0.01, "REFRESH": 0.05},
+        "replicad.daemon.listener": {"ACCEPT_PAUSE": 0.01, "ACCEPT_PAUSE_MAX": 0.02},
     }.items():
         for name, value in names.items():
             monkeypatch.setattr(f"{module}.{name}", value, raising=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 
 from .conftest import Connect

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import trio
 
-from replicad.config import parse_address
+from replicad.config.settings import parse_address
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to

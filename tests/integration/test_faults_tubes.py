@@ -18,12 +18,12 @@ import pytest
 import trio
 
 from replicad.client.trio_client import open_client
+from replicad.client.worker import Batch, Worker, WorkerSettings
+from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.protocol.connection import Timing
-from replicad.server.daemon import Daemon
-from replicad.tubes.worker import Batch, Worker, WorkerSettings
 from tests.conftest import PATIENCE
 
 from .clients.proxy import FaultProxy

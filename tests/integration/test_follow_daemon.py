@@ -17,10 +17,10 @@ import trio
 from replicad.client.backoff import Backoff
 from replicad.client.events import RowBatch
 from replicad.client.trio_client import open_client
+from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 

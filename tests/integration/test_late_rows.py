@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import pytest
 import trio
 
+from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.server.late_rows import LateRows
-from replicad.server.troubles import Troubles
 from replicad.streams import registry
 from replicad.streams.registry import Stream
+from replicad.streams.serving.late_rows import LateRows
 
 PLAIN = "CREATE TABLE events (id bigserial PRIMARY KEY, body text)"
 PARTITIONED = (
@@ -81,7 +81,7 @@ async def test_a_late_row_whose_id_has_rows_already_is_found(database: Database)
 async def test_the_window_is_narrower_where_ids_have_many_rows(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.server.late_rows.MAX_ROWS", 100)
+    monkeypatch.setattr("replicad.streams.serving.late_rows.MAX_ROWS", 100)
     events = await watch(database, "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)")
     await database.execute("INSERT INTO events SELECT g / 30 FROM generate_series(30, 3029) AS g")
     assert await events.look(100) is None
@@ -167,8 +167,8 @@ async def test_a_locked_table_delays_a_look_by_little_and_hides_nothing(database
 async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.server.late_rows.INTERVAL", 0.05)
-    monkeypatch.setattr("replicad.server.late_rows.LASTS", 1.0)
+    monkeypatch.setattr("replicad.streams.serving.late_rows.INTERVAL", 0.05)
+    monkeypatch.setattr("replicad.streams.serving.late_rows.LASTS", 1.0)
     events = await watch(database, PLAIN)
     broken = Feed(replace(events.feed.stream, name="broken", table="public.gone"))
     events.late._feeds = {"broken": broken, "events": events.feed}

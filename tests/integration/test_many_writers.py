@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Reset, RowBatch
 from replicad.client.trio_client import open_client
+from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.server import roster
-from replicad.server.daemon import Daemon
 from replicad.streams import registry, stream_writers
+from replicad.streams.serving import roster
 
 from .clients.both import TrioInThread
 from .conftest import Connect, Netcat, netcat_to

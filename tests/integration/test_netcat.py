@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 
@@ -229,7 +229,7 @@ async def test_what_cannot_be_done_is_said_and_the_connection_stays(
 async def test_a_token_beyond_the_position_is_refused(
     events: Database, start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.server.subscriptions.AHEAD_PATIENCE", 0.1)
+    monkeypatch.setattr("replicad.streams.serving.subscriptions.AHEAD_PATIENCE", 0.1)
     async with start_daemon() as other, netcat_to(other) as nc:
         await nc.expect(*HELLO)
         await nc.send("REPLICATE events 99")
@@ -290,7 +290,7 @@ async def test_a_row_that_turns_up_below_the_position_is_an_alarm(
     events: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its id was taken in another transaction than its insert, which only a reservation covers."""
-    monkeypatch.setattr("replicad.server.late_rows.INTERVAL", 0.1)
+    monkeypatch.setattr("replicad.streams.serving.late_rows.INTERVAL", 0.1)
     early = await events.fetch_value("SELECT nextval('events_id_seq')")
     await insert(events, "2")
     feed = daemon.publisher.feeds["events"]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from replicad.config import Address, parse_address
+from replicad.config.settings import Address, parse_address
+from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
 from tests.conftest import install, psql
 from tests.schema import older
 

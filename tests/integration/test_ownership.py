@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from replicad.errors import DatabaseError, DatabaseUnavailable, InstanceTaken, NotOwner, SchemaMissing, StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Connection, Database, open_database
+from replicad.sharding import ShardedWriter, admin, open_sharded_writer, slot_of
 from replicad.streams import next_id, registry
-from replicad.streams.ownership import ShardedWriter, admin, open_sharded_writer, slot_of
 from replicad.streams.registry import Method
 from tests.conftest import PATIENCE, psql
 from tests.ownership_checker import ROWS, SABOTAGE, check_rows, write_row

@@ -16,7 +16,7 @@ from adbc_driver_postgresql import dbapi
 from replicad.cli import app
 from replicad.errors import NotOwner
 from replicad.postgres.literals import fill
-from replicad.streams.ownership import BlockingShardedWriter
+from replicad.sharding import BlockingShardedWriter
 from tests.conftest import PATIENCE, install, psql
 from tests.ownership_checker import OVERLAPS, ROWS, WRITE
 

@@ -15,15 +15,15 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.client.presence import open_presence
-from replicad.config import ServerSettings
+from replicad.config.settings import ServerSettings
+from replicad.daemon.daemon import Daemon, open_daemon
 from replicad.errors import NotAuthorised
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
+from replicad.presence.book import PresenceBook
+from replicad.presence.reporter import open_presence
 from replicad.protocol.states import CloseReason
-from replicad.server.daemon import Daemon, open_daemon
 from replicad.streams import registry
-from replicad.streams.presence_book import PresenceBook
 from tests.conftest import psql
 
 from .conftest import PATIENCE, Netcat, netcat_to
@@ -39,7 +39,7 @@ Start = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon in this process looks ten times as often; those that are processes of their own do not."""
-    monkeypatch.setattr("replicad.server.presence.LOOK_INTERVAL", 0.1)
+    monkeypatch.setattr("replicad.presence.service.LOOK_INTERVAL", 0.1)
 
 
 async def enable(database: Database, *daemons: Daemon, **seconds: float) -> PresenceBook:

@@ -12,8 +12,8 @@ from typing import Any
 
 import trio
 
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
 from tests.conftest import PATIENCE
 
 from .conftest import netcat_to

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import trio
 
-from replicad.config import parse_address
+from replicad.config.settings import parse_address
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry
 

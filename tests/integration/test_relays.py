@@ -14,11 +14,11 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.daemon.daemon import Daemon
+from replicad.daemon.relay import MAX_LINE, Relay, channel_of
+from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Command, RemoteServerUp
-from replicad.server.daemon import Daemon
-from replicad.server.relay import MAX_LINE, Relay, channel_of
-from replicad.server.troubles import Troubles
 from tests.conftest import psql
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
@@ -133,7 +133,7 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
 async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.server.relay.MAX_WAITING", 10_000)
+    monkeypatch.setattr("replicad.daemon.relay.MAX_WAITING", 10_000)
     relay = Relay(database, "replicad", lambda _: None, Troubles())
     for number in range(1000):
         relay.tell(RemoteServerUp(f"server{number:06}"))

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Connected, Disconnected, RowBatch, StreamStopped
 from replicad.client.trio_client import open_client
+from replicad.daemon.daemon import Daemon
 from replicad.errors import UnknownStream
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 
 ALSO = (StreamStopped, Connected, Disconnected)

@@ -11,10 +11,10 @@ import pytest
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.postgres.rows import CHUNK, Chunk, RowSource, wire_instance
 from replicad.protocol.commands import Rdata, parse
 from replicad.protocol.words import Side
 from replicad.streams import registry
+from replicad.streams.rows import CHUNK, Chunk, RowSource, wire_instance
 
 NASTY = [
     "plain",

@@ -12,9 +12,9 @@ import trio
 from replicad.errors import DatabaseError, ReplicadError, TableReplaced
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.rows import Chunk, RowSource
-from replicad.postgres.rows_probe import is_of_a_row
 from replicad.streams import registry
+from replicad.streams.rows import Chunk, RowSource
+from replicad.streams.rows_probe import is_of_a_row
 
 SWAPS = 150
 

@@ -12,13 +12,13 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.daemon.daemon import Daemon
 from replicad.errors import StreamRestarted, UnknownStream, UsageError
-from replicad.federation.feed import client_feed
-from replicad.federation.sender import Sender
-from replicad.federation.settings import Bounds, Delivery, Routing, SenderSettings
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
-from replicad.server.daemon import Daemon
+from replicad.sender.feed import client_feed
+from replicad.sender.sender import Sender
+from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 
@@ -182,7 +182,7 @@ async def test_the_daemon_is_told_only_what_postgres_has(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acks: list[int] = []
-    from replicad.federation import feed
+    from replicad.sender import feed
 
     def acknowledge(self: object, sender: str, stream: str, token: int) -> None:
         assert sender == "sender"
@@ -375,7 +375,7 @@ async def test_ids_that_went_back_are_delivered_under_their_new_meaning(
 async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.server.subscriptions.AHEAD_PATIENCE", 0.1)
+    monkeypatch.setattr("replicad.streams.serving.subscriptions.AHEAD_PATIENCE", 0.1)
     monkeypatch.setattr("replicad.client.pursuit.FIRST_REFUSALS", 1)
     async with start_sender():
         await write(facts, "facts", fact(1, "a"), fact(2, "a"))

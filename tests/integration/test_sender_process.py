@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 

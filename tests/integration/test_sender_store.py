@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from replicad.errors import DatabaseError, SenderRefused
-from replicad.federation.items import START, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
-from replicad.federation.store import Entry, Recording, Store, open_store
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
+from replicad.sender.items import START, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
+from replicad.sender.store import Entry, Recording, Store, open_store
 
 from ..federation_fakes import MemoryStore
 
@@ -263,7 +263,7 @@ async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store
 async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(
     real: Store, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.federation.store.PATIENCE", 0.2)
+    monkeypatch.setattr("replicad.sender.store.PATIENCE", 0.2)
     with pytest.raises(SenderRefused, match="named s1 is running"):
         async with open_store(database, SCHEMA, "s1", ["s1"], ["facts"]):
             pass
@@ -312,7 +312,7 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
 
 
 async def test_many_destinations_are_met_page_by_page(real: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicad.federation.store._STANDINGS", 7)
+    monkeypatch.setattr("replicad.sender.store._STANDINGS", 7)
     names = [f"{number}.example" for number in range(50)]
     await record(real, 1, (fact(1), names))
     mine = {name async for name, _ in real.standings(lambda name: name.startswith("4"))}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.federation import signing
-from replicad.federation.items import Order, make_transaction
-from replicad.federation.settings import Delivery
-from replicad.federation.transport import HttpTransport, Outcome, open_transport
+from replicad.sender import signing
+from replicad.sender.items import Order, make_transaction
+from replicad.sender.settings import Delivery
+from replicad.sender.transport import HttpTransport, Outcome, open_transport
 from tests.conftest import PATIENCE
 
 from ..federation_receiver import Receiver, Reply
@@ -128,7 +128,7 @@ async def test_a_reset_a_refused_connection_and_silence_are_failures_with_a_reas
 async def test_a_body_that_never_ends_or_crawls_costs_little_and_the_status_counts(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.federation.transport.ANSWER_TIME", 0.2)
+    monkeypatch.setattr("replicad.sender.transport.ANSWER_TIME", 0.2)
     async with open_transport(delivery(receiver, request_timeout=3600.0)) as transport:
         for reply in (Reply(body=b"x" * 65536, chunks=10_000), Reply(body=b"x", chunks=10_000, pause=0.05)):
             receiver.behave = lambda _, reply=reply: reply

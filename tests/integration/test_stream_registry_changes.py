@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.postgres.embedded import find_programs
-from replicad.server.daemon import Daemon
 from replicad.streams import registry
 
 from .conftest import Connect, Netcat

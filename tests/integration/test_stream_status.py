@@ -14,13 +14,13 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import trio
 
+from replicad.daemon.daemon import Daemon
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
-from replicad.server.daemon import Daemon
-from replicad.server.feed import Feed
 from replicad.streams import registry, status
+from replicad.streams.serving.feed import Feed
 from tests.conftest import PATIENCE, psql
 
 from .conftest import Connect

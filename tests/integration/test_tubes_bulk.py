@@ -14,13 +14,13 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from replicad.client.blocking import Answer, BlockingClient
+from replicad.client.blocking_client import Answer, BlockingClient
 from replicad.client.requests import PodBlock
+from replicad.daemon.daemon import Daemon
 from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import Cursor
-from replicad.server.daemon import Daemon
 from replicad.spark.arrow import PodReader, block_batch
 from tests.conftest import PATIENCE
 
@@ -120,7 +120,7 @@ def begin(client: BlockingClient, pods: int) -> tuple[Answer[PodBlock], int]:
 async def test_a_term_that_is_lost_on_the_way_is_noticed_by_the_next_statement(
     database: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.server.tubes.LOOK_INTERVAL", 60)  # the daemon itself has not noticed yet
+    monkeypatch.setattr("replicad.tubes.serving.service.LOOK_INTERVAL", 60)  # the daemon itself has not noticed yet
     async with start_daemon() as daemon:
         await fill(database, 10_000)
         with connect(daemon, "reader") as client:

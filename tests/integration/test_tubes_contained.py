@@ -12,9 +12,9 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.daemon.daemon import Daemon
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
-from replicad.server.daemon import Daemon
 from replicad.streams import troubles
 
 from .conftest import Connect, Netcat
@@ -132,7 +132,7 @@ async def test_a_broken_tube_says_why_everywhere_and_stops_nothing_of_the_other(
 ) -> None:
     from dataclasses import replace
 
-    from replicad.server.daemon import open_daemon
+    from replicad.daemon.daemon import open_daemon
 
     async with open_daemon(replace(settings), as_role) as daemon:
         async with await trio.open_tcp_stream("127.0.0.1", daemon.addresses[0].port) as stream:
@@ -241,7 +241,7 @@ STEPS = {
     "the look for backfills": ("replicad.tubes.backfill.Backfiller.run", "service"),
     "a tube's jobs": ("replicad.tubes.backfill.Backfiller._jobs", "tube"),
     "a backfill": ("replicad.tubes.backfill.Backfiller._backfill", "tube"),
-    "watching a tube": ("replicad.server.tubes.TubeService._follow", "tube"),
+    "watching a tube": ("replicad.tubes.serving.service.TubeService._follow", "tube"),
     "waking": ("replicad.tubes.pods.PodBook.shards_between", "tube"),
 }
 
@@ -252,7 +252,7 @@ async def test_what_a_step_raises_ends_that_step_only_and_is_reported_until_it_w
     tubes: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
 ) -> None:
     monkeypatch.setattr("replicad.tubes.backfill.RETRY_PAUSE", 0.5)
-    monkeypatch.setattr("replicad.server.tubes.LOOK_INTERVAL", 0.05)
+    monkeypatch.setattr("replicad.tubes.serving.service.LOOK_INTERVAL", 0.05)
     target, kind = STEPS[step]
     raised = 0
 
@@ -285,6 +285,6 @@ async def test_the_service_begins_again_after_a_failure_of_all_of_it(
         await nc.expect("SERVER .*")
         term = await claim(nc, "good")
         with monkeypatch.context() as patch:
-            patch.setattr("replicad.server.troubles.Troubles.contain", None)  # so that nothing contains anything
+            patch.setattr("replicad.daemon.troubles.Troubles.contain", None)  # so that nothing contains anything
             await until_true(lambda: daemon.troubles.why("service", "tubes"))
         await use(nc, tubes, term, 1001)

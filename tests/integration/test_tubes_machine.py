@@ -27,14 +27,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.client.pods import Pod
-from replicad.config import Address, ServerSettings
+from replicad.config.settings import Address, ServerSettings
+from replicad.daemon.daemon import open_daemon
 from replicad.errors import CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged
 from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
-from replicad.server.daemon import open_daemon
 from tests.conftest import PATIENCE
 
 TTL = 0.5  # seconds; short, so that a machine of some dozen steps sees take-overs

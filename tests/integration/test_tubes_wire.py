@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Part
-from replicad.server.daemon import Daemon
 from replicad.tubes.pods import PodBook
 from tests.conftest import PATIENCE
 

@@ -13,11 +13,11 @@ import trio
 
 from replicad.client.pods import Pod
 from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.worker import Batch, Worker, WorkerSettings
+from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.protocol.commands import Part
 from replicad.protocol.states import CloseReason
-from replicad.server.daemon import Daemon
-from replicad.tubes.worker import Batch, Worker, WorkerSettings
 from tests.conftest import PATIENCE
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]

@@ -52,9 +52,8 @@ def complaints(pins: Pins) -> list[str]:
         pin = pins.get(part, {}).get(str(version))
         if pin is not None and pin["released"] and pin | {"released": False} != present(part):
             found.append(
-                f"the SQL of the part {part} has changed, and version {version} of it is released: set VERSIONS"
-                f'["{part}"] to {version + 1} in replicad/postgres/schema.py, write '
-                f"sql/{part}/upgrade/{version + 1}.sql for what changes in tables, and run `python -m tests.schema.pin`"
+                f"the SQL of the part {part} has changed, and version {version} of it is released: set its "
+                f"version to {version + 1} in part.toml, write upgrade/{version + 1}.sql beside it for what changes in tables, and run `python -m tests.schema.pin`"
             )
         elif pin is None or pin | {"released": False} != present(part):
             found.append(
@@ -63,14 +62,14 @@ def complaints(pins: Pins) -> list[str]:
             )
         steps = schema_text.upgrade_digests(part)
         found += [
-            f"sql/{part}/upgrade/{older}.sql has changed, and version {older} of the part is released: undo it, and "
+            f"upgrade/{older}.sql of the part {part} has changed, and version {older} of it is released: undo it, and "
             "put what is to be changed into the next version"
             for older, known in ((int(number), known) for number, known in pins.get(part, {}).items())
             if older < version and known["released"] and steps.get(older) != known["step"]
         ]
         newest = max(steps, default=0)
         if newest > version:
-            found.append(f"sql/{part}/upgrade/{newest}.sql is there, and VERSIONS has {version} for the part {part}")
+            found.append(f"upgrade/{newest}.sql of the part {part} is there, and its part.toml has version {version}")
     return found
 
 

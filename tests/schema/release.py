@@ -3,7 +3,7 @@
     python -m tests.schema.release COMMIT NUMBER
 
 writes vNUMBER.sql beside this file from what that commit's `replicad sql up` installs, marks the versions of its parts
-as released in pins.json, and adds their names to replicad/postgres/sql/schema/released.json. Run it once for a release.
+as released in pins.json, and adds their names to sql/released.json of each part. Run it once for a release.
 """
 
 from __future__ import annotations
@@ -48,17 +48,22 @@ def main(commit: str, number: str) -> None:
             f"-- What commit {commit[:7]} installs; made by `python -m tests.schema.release {commit[:7]} {number}`.\n"
         )
         (FOLDER / f"v{number}.sql").write_text(head + dump(tree), encoding="utf-8")
-        names_file = schema_text.SQL / schema_text.RELEASED
-        names = json.loads(names_file.read_text(encoding="utf-8")) if names_file.exists() else {}
         pins = pin.read() if pin.PINS.exists() else {}
-        schema_text.SQL = tree / "replicad/postgres/sql"
-        for part in schema_text.PARTS:
+        package, schema_text.PACKAGE = schema_text.PACKAGE, tree / "replicad"
+        for part in schema_text.declarations():
             version = older.versions(tree)[part]
             step = schema_text.upgrade_digests(part).get(version)
             pins.setdefault(part, {})[str(version)] = pin.Pin(digest=schema_text.digest(part), step=step, released=True)
-            names.setdefault(part, {})[str(version)] = asdict(schema_text.created(part))
+            _add_names(package, part, version)
         pin.write(pins)
-        names_file.write_text(json.dumps(names, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _add_names(package: Path, part: str, version: int) -> None:
+    [folder] = [path.parent for path in package.glob("*/sql/part.toml") if f'name = "{part}"' in path.read_text()]
+    file = folder / "released.json"
+    names = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    names[str(version)] = asdict(schema_text.created(part))
+    file.write_text(json.dumps(names, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _program(name: str, *words: str, stdin: str | None = None) -> str:

@@ -11,7 +11,7 @@ import pytest
 from harness import QUERIES, Query
 from helpers import psql
 
-from replicad.config import parse_address
+from replicad.config.settings import parse_address
 from replicad.postgres.embedded import EmbeddedPostgres
 from tests.conftest import PATIENCE
 

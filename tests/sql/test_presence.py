@@ -11,8 +11,8 @@ import trio
 
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams.presence import Change
-from replicad.streams.presence_book import Beat, PresenceBook
+from replicad.presence.book import Beat, PresenceBook
+from replicad.presence.roster import Change
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ async def test_a_daemon_that_lives_is_not_buried_and_one_that_is_buried_writes_n
 async def test_to_tell_anew_looks_at_every_page_and_repeats_nothing_that_is_there(
     fresh: Database, book: PresenceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.streams.presence_book.BATCH", 7)
+    monkeypatch.setattr("replicad.presence.book.BATCH", 7)
     daemon = await book.enlist("one")
     users = [f"@{number:03}" for number in range(50)]
     assert await book.apply(daemon, [change(user, True) for user in users])
@@ -130,8 +130,8 @@ async def test_to_tell_anew_looks_at_every_page_and_repeats_nothing_that_is_ther
 async def test_addresses_keep_the_latest_of_a_place_and_go_when_they_are_old(
     fresh: Database, book: PresenceBook
 ) -> None:
+    from replicad.presence.user_ips import read
     from replicad.protocol.commands import UserIp
-    from replicad.streams.user_ips import read
 
     places = [read(UserIp("@a", f'["secret","10.0.0.{n}","agent",null,{ms}]')) for n, ms in ((1, 5), (2, 6))]
     older = read(UserIp("@a", '["old","10.0.0.1","agent",null,4]'))

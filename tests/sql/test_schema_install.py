@@ -11,11 +11,11 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.daemon.installing import install_all
 from replicad.errors import DatabaseRefused, ReplicadError, SchemaCollision, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema, schema_text
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.schema import Outcome, Part
-from replicad.server.installing import install_all
 from tests.conftest import psql
 from tests.schema import catalogue, older
 
@@ -93,7 +93,7 @@ async def test_an_upgrade_does_not_take_over_what_the_user_has_called_like_an_ob
 ) -> None:
     await schema.install(database, "tube")
     version = schema.VERSIONS["tube"]
-    texts = dict(schema_text.load(schema_text.SQL))
+    texts = dict(schema_text.load(schema_text.PACKAGE))
     texts["tube/099_new.sql"] = "CREATE TABLE IF NOT EXISTS tube_new (id int);"
     released = {version: schema_text.created("tube")}
     monkeypatch.setattr(schema_text, "load", lambda root: texts)
@@ -147,7 +147,7 @@ async def test_two_builds_of_one_version_do_not_replace_each_other_for_ever(
         texts = real | {"tube/100_tube_refuse.sql": real["tube/100_tube_refuse.sql"] + f"-- build {name}\n"}
         monkeypatch.setattr(schema_text, "load", lambda root: texts)
 
-    real = dict(schema_text.load(schema_text.SQL))
+    real = dict(schema_text.load(schema_text.PACKAGE))
     outcomes = []
     for name in "abcabcabc":
         build(name)

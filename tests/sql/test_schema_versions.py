@@ -92,12 +92,12 @@ def test_a_changed_file_of_a_released_version_is_refused_with_what_to_do(monkeyp
         for known in versions.values():
             known["released"] = True
     path = "tube/012_tube_lease.sql"
-    texts = dict(schema_text.load(schema_text.SQL))
+    texts = dict(schema_text.load(schema_text.PACKAGE))
     monkeypatch.setattr(schema_text, "load", lambda root: texts | {path: texts[path].replace("bigint", "integer", 1)})
     (complaint,) = pin.complaints(pins)
     version = schema.VERSIONS["tube"]
-    assert f'set VERSIONS["tube"] to {version + 1}' in complaint
-    assert f"sql/tube/upgrade/{version + 1}.sql" in complaint
+    assert f"set its version to {version + 1} in part.toml" in complaint
+    assert f"upgrade/{version + 1}.sql" in complaint
 
     step = "stream/upgrade/2.sql"
     monkeypatch.setitem(schema.VERSIONS, "stream", 3)

@@ -109,12 +109,12 @@ async def test_upgrading_makes_functions_triggers_and_indexes_anew_as_a_fresh_in
 async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_installation_is(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = tmp_path / "tube"
+    part = tmp_path / "tubes/sql"
     (part / "upgrade").mkdir(parents=True)
-    (tmp_path / "schema").mkdir()
-    for template in ("up", "up_end", "down"):
-        (tmp_path / f"schema/{template}.sql").symlink_to(schema_text.SQL / f"schema/{template}.sql")
-    monkeypatch.setattr(schema_text, "SQL", tmp_path)
+    (tmp_path / "postgres").mkdir()
+    (tmp_path / "postgres/sql").symlink_to(schema_text.PACKAGE / "postgres/sql")
+    (part / "part.toml").symlink_to(schema_text.PACKAGE / "tubes/sql/part.toml")
+    monkeypatch.setattr(schema_text, "PACKAGE", tmp_path)
     monkeypatch.setattr(schema_text, "load", schema_text.load.__wrapped__)
     monkeypatch.setitem(schema.VERSIONS, "tube", 1)
     (part / "010_thing.sql").write_text(

@@ -19,7 +19,7 @@ import trio
 
 from replicad.errors import DatabaseError, NotOwner
 from replicad.postgres.bridge import open_database
-from replicad.streams.ownership import ShardedWriter, holdings, open_sharded_writer
+from replicad.sharding import ShardedWriter, holdings, open_sharded_writer
 from tests.ownership_checker import write_row
 
 KEYS = [f"!room{number}:example.org" for number in range(60)]

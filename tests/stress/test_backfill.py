@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, DatabaseError, LeaseHeld, LeaseLost
 from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START

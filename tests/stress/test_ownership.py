@@ -22,8 +22,8 @@ import trio
 
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
+from replicad.sharding import admin
 from replicad.streams import registry
-from replicad.streams.ownership import admin
 from tests.conftest import PATIENCE
 from tests.ownership_checker import ROWS, check_rows
 

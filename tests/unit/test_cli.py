@@ -15,7 +15,8 @@ import click
 import pytest
 
 from replicad import errors
-from replicad.cli import app, failures
+from replicad.cli import app
+from replicad.terminal import failures
 from tests.conftest import PATIENCE
 
 

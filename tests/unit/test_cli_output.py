@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.cli.output import as_json_line, print_rows, table
-from replicad.cli.shards import MAX_SHARD, parse_shards, shard_of_schema
-from replicad.cli.tubes_content import _ranges, _read_ids
 from replicad.errors import UsageError
+from replicad.terminal.output import as_json_line, print_rows, table
+from replicad.tubes.cli.content import _ranges, _read_ids
+from replicad.tubes.cli.shards import MAX_SHARD, parse_shards, shard_of_schema
 
 values = st.one_of(
     st.none(), st.integers(-(10**18), 10**18), st.text(max_size=20), st.booleans(), st.floats(allow_nan=False)

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.config import (
+from replicad.config.declaring import seconds, settings_of, size, whole_number
+from replicad.config.limits import Limits
+from replicad.config.settings import (
     Address,
     ClientSettings,
     DatabaseSettings,
@@ -23,8 +25,6 @@ from replicad.config import (
     read_settings,
 )
 from replicad.errors import UsageError
-from replicad.limits import Limits
-from replicad.settings import seconds, settings_of, size, whole_number
 
 hosts = st.one_of(
     st.ip_addresses().map(str),

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicad.errors import LocalProtocolError
-from replicad.federation.backoff import Backoff
-from replicad.federation.destination import Destination, Phase, Terms
-from replicad.federation.items import Edu, Memory, Order, Page, Pdu, Standing, Transaction, Wanted
-from replicad.federation.store import Entry
+from replicad.sender.backoff import Backoff
+from replicad.sender.destination import Destination, Phase, Terms
+from replicad.sender.items import Edu, Memory, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.store import Entry
 
 from ..federation_fakes import Shelf
 

@@ -11,12 +11,12 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from replicad.federation.backoff import Backoff
-from replicad.federation.destination import Terms
-from replicad.federation.engine import Engine
-from replicad.federation.items import Edu, Order, Pdu, Transaction
-from replicad.federation.store import Recording
-from replicad.federation.transport import Outcome
+from replicad.sender.backoff import Backoff
+from replicad.sender.destination import Terms
+from replicad.sender.engine import Engine
+from replicad.sender.items import Edu, Order, Pdu, Transaction
+from replicad.sender.store import Recording
+from replicad.sender.transport import Outcome
 
 from ..federation_fakes import Answer, MemoryStore, ScriptedTransport
 

@@ -14,14 +14,14 @@ from trio.testing import wait_all_tasks_blocked
 
 from replicad.cli.app import run
 from replicad.errors import RouteFailed
-from replicad.federation.agenda import Agenda
-from replicad.federation.backoff import Backoff
-from replicad.federation.catchup import stand_in
-from replicad.federation.items import START, Order, Page, Pdu, make_transaction
-from replicad.federation.ledger import Ledger
-from replicad.federation.routing import Fact, FixedRouter, FunctionRouter, RowRouter, SourceRow, Update, body_text
-from replicad.federation.sharding import owner, ownership
-from replicad.federation.store import Entry
+from replicad.sender.agenda import Agenda
+from replicad.sender.backoff import Backoff
+from replicad.sender.catchup import stand_in
+from replicad.sender.items import START, Order, Page, Pdu, make_transaction
+from replicad.sender.ledger import Ledger
+from replicad.sender.routing import Fact, FixedRouter, FunctionRouter, RowRouter, SourceRow, Update, body_text
+from replicad.sender.sharding import owner, ownership
+from replicad.sender.store import Entry
 
 # --- when ---
 

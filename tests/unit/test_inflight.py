@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replicad.streams.inflight import Handover, InFlight, Reservation
+from replicad.streams.writing.inflight import Handover, InFlight, Reservation
 
 
 def test_the_position_follows_the_example_of_the_definition() -> None:

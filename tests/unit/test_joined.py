@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from replicad.server.joined import Joined
+from replicad.daemon.joined import Joined
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=20))

@@ -5,8 +5,8 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicad.daemon.journal import Channel, JournalLimits, Reader
 from replicad.errors import SlowReader
-from replicad.server.journal import Channel, JournalLimits, Reader
 
 
 def silent() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.daemon.journal import JournalLimits
+from replicad.daemon.troubles import Troubles
 from replicad.errors import (
     DatabaseError,
     DatabaseUnavailable,
@@ -15,10 +17,8 @@ from replicad.errors import (
     TableReplaced,
     UnknownStream,
 )
-from replicad.postgres.rows import Chunk
-from replicad.server.journal import JournalLimits
-from replicad.server.lane import Lane
-from replicad.server.troubles import Troubles
+from replicad.streams.rows import Chunk
+from replicad.streams.serving.lane import Lane
 
 
 class FakeCopier:

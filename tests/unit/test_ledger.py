@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.tubes.ledger import Ledger, Row, Touch
+from replicad.client.ledger import Ledger, Row, Touch
 
 PODS = st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(1, 8), max_size=5)), max_size=20)
 STEPS = st.lists(st.one_of(st.just("add"), st.integers(1, 4), st.just("done"), st.just("finished")), max_size=80)

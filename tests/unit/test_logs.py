@@ -12,8 +12,8 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.config import LogSettings
-from replicad.logs import configure_logs, mask_value
+from replicad.config.logs import configure_logs, mask_value
+from replicad.config.settings import LogSettings
 from replicad.masking import mask_secrets
 
 words = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import trio
 
-from replicad.server.outlet import MAX_PIECES, Outlet
+from replicad.daemon.outlet import MAX_PIECES, Outlet
 
 PIECES = [bytes([n % 251]) * (n * 37 % 3000 + 1) for n in range(3 * MAX_PIECES)]
 

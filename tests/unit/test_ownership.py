@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from replicad.streams.ownership.holdings import DRAIN, POSTPONE, TRUST, Holdings
-from replicad.streams.ownership.planning import Member, Slot, View, moves, plan, slot_of
+from replicad.sharding.holdings import DRAIN, POSTPONE, TRUST, Holdings
+from replicad.sharding.planning import Member, Slot, View, moves, plan, slot_of
 
 NAMES = "abcdefg"
 

@@ -12,18 +12,18 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
+from replicad.config.limits import Limits
+from replicad.daemon.pieces import write_in_pieces
+from replicad.daemon.poller import OUTAGE_PAUSE_MAX, Poller
+from replicad.daemon.relay import Relay
+from replicad.daemon.supervision import STEADY, keep_running
+from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
-from replicad.limits import Limits
 from replicad.postgres.horizon import Reading
 from replicad.protocol.commands import FederationAck, RemoteServerUp
-from replicad.server import acks as acks_module
-from replicad.server.acks import AckService
-from replicad.server.pieces import write_in_pieces
-from replicad.server.poller import OUTAGE_PAUSE_MAX, Poller
-from replicad.server.relay import Relay
-from replicad.server.supervision import STEADY, keep_running
-from replicad.server.troubles import Troubles
 from replicad.streams.acks import Ack
+from replicad.streams.serving import ack_service as acks_module
+from replicad.streams.serving.ack_service import AckService
 
 LIMITS = Limits(poll_min=0.05, poll_max=0.05)
 DEFECTS = [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), KeyError("x")]

@@ -10,13 +10,13 @@ import pytest
 import trio
 import trio.testing
 
-from replicad.config import ServerSettings
+from replicad.config.settings import ServerSettings
+from replicad.daemon.hub import Hub
+from replicad.daemon.journal import Channel, JournalLimits
+from replicad.daemon.session import Session
 from replicad.errors import UnknownStream
 from replicad.protocol.commands import Command, RemoteServerUp
 from replicad.protocol.states import CloseReason
-from replicad.server.hub import Hub
-from replicad.server.journal import Channel, JournalLimits
-from replicad.server.session import Session
 
 Start = Callable[..., "Bench"]
 

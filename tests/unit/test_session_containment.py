@@ -10,14 +10,14 @@ import trio
 import trio.testing
 from structlog.testing import capture_logs
 
-from replicad.config import ServerSettings
+from replicad.config.settings import ServerSettings
+from replicad.daemon.hub import Hub
+from replicad.daemon.session import MAX_POSTED, Session
+from replicad.daemon.troubles import QUIET, Troubles
 from replicad.errors import LocalProtocolError, TubeRefused
 from replicad.protocol.commands import Command, Release, RemoteServerUp
 from replicad.protocol.states import CloseReason
 from replicad.protocol.tubing import Part
-from replicad.server.hub import Hub
-from replicad.server.session import MAX_POSTED, Session
-from replicad.server.troubles import QUIET, Troubles
 
 Handler = Callable[[Session, Command], Awaitable[None]]
 UNSENDABLE = Release("a\rb", Part(0, 1), 1)

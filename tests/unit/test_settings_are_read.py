@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import replicad
-from replicad.settings import setting, settings_of, whole_number
+from replicad.config.declaring import setting, settings_of, whole_number
 
 PACKAGE = Path(replicad.__file__).parent
 CHECKS = ("__post_init__", "_check_trigger")  # methods that read values in order to refuse them
@@ -33,7 +33,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 def declares_settings(tree: ast.Module) -> bool:
     return any(
         isinstance(node, ast.ImportFrom)
-        and node.module == "replicad.settings"
+        and node.module == "replicad.config.declaring"
         and any(name.name == "setting" for name in node.names)
         for node in tree.body
     )

@@ -13,14 +13,13 @@ import pytest
 import replicad
 
 PACKAGE = Path(replicad.__file__).parent
-SQL = PACKAGE / "postgres" / "sql"
 PAGES = [PACKAGE.parent / "README.md", PACKAGE.parent / "protocol.md", *(PACKAGE.parent / "docs").glob("*.md")]
 LOADERS = ("load_sql", "statement", "Ask")  # functions whose first argument is the name of a query
 FUNCTION = re.compile(r"^CREATE\s+(?:OR\s+REPLACE\s+)?(?:FUNCTION|PROCEDURE)\s+(\w+)", re.MULTILINE)
 NO_CALL = re.compile(r"--[^\n]*|^COMMENT ON [^;]*;|^(?:GRANT|REVOKE) [^;]*;", re.MULTILINE)
 SPOKEN = {"tube_pods_sql", "tube_pods_delete", "tube_backfill_step3"}  # for users who speak SQL: their files say how
 
-NAMES = sorted(path.stem for path in (SQL / "query").glob("*.sql"))
+NAMES = sorted(path.stem for path in PACKAGE.glob("*/sql/query/*.sql"))
 
 
 @cache
@@ -63,14 +62,14 @@ def test_every_query_that_the_code_names_has_a_file() -> None:
 
 
 def test_every_function_of_the_schema_is_called_or_documented() -> None:
-    files = {path: path.read_text(encoding="utf-8") for path in sorted(SQL.rglob("*.sql"))}
+    files = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("sql/**/*.sql"))}
     used = "\n".join([*(NO_CALL.sub("", text) for text in files.values()), *texts()])
     words = Counter(re.findall(r"\w+", used))
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     idle = []
     for path, text in files.items():
         for name in FUNCTION.findall(text) if path.name[0].isdigit() else []:
-            short = name.removeprefix(f"{path.parent.name}_")  # the sender's store puts schema and prefix in
+            short = name.removeprefix("federation_")  # the sender's store puts schema and prefix in
             called = words[name] > 1 or f"{{}}{short}(" in used  # one word is its creation
             if not called and name not in SPOKEN and name not in pages:
                 idle.append(name)
@@ -79,5 +78,5 @@ def test_every_function_of_the_schema_is_called_or_documented() -> None:
 
 @pytest.mark.parametrize("name", sorted(SPOKEN))
 def test_a_function_that_only_users_call_says_so_in_its_file(name: str) -> None:
-    [file] = SQL.rglob(f"[0-9]*_{name}.sql")
+    [file] = PACKAGE.rglob(f"[0-9]*_{name}.sql")
     assert file.read_text(encoding="utf-8").startswith(f"-- {name}(")

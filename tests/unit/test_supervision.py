@@ -9,9 +9,9 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
+from replicad.daemon.supervision import MAX_PAUSE, STEADY, keep_running, keep_service
+from replicad.daemon.troubles import AWAY_GRACE, DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
-from replicad.server.supervision import MAX_PAUSE, STEADY, keep_running, keep_service
-from replicad.server.troubles import AWAY_GRACE, DATABASE, Troubles
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replicad.client.blocking import BlockingClient
+from replicad.client.blocking_client import BlockingClient
 from tests.conftest import PATIENCE
 
 from .both import TrioInThread

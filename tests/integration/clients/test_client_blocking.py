@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicad.client.blocking import BlockingClient, Endpoint
+from replicad.client.blocking_client import BlockingClient, Endpoint
 from replicad.client.events import Connected
 from replicad.client.pods import parse_pods
 from replicad.errors import ConnectionLost, LeaseLost, LocalProtocolError, UsageError
@@ -224,7 +224,7 @@ def test_an_authority_that_cannot_be_read_is_a_usage_error(tmp_path_factory: pyt
 def test_workers_need_neither_trio_nor_anything_else_that_is_installed() -> None:
     """Spark's Python workers import this and nothing more."""
     code = (
-        "import sys; before = set(sys.modules); import replicad.client.blocking; "
+        "import sys; before = set(sys.modules); import replicad.client.blocking_client; "
         "print([n for n in set(sys.modules) - before if n.split('.')[0] not in sys.stdlib_module_names | {'replicad'}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)

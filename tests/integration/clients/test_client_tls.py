@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicad.client.blocking import Endpoint
+from replicad.client.blocking_client import Endpoint
 from replicad.errors import ConnectionLost, ReplicadError
 from replicad.protocol.commands import Part
 from replicad.protocol.connection import Timing

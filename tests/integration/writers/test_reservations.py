@@ -9,7 +9,7 @@ import trio
 
 from replicad.errors import StreamRefused
 from replicad.postgres.bridge import Connection
-from replicad.streams.writers import open_writer
+from replicad.streams.writing.writer import open_writer
 from tests.conftest import PATIENCE
 
 from .conftest import Facts, until

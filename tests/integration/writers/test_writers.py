@@ -16,8 +16,10 @@ from adbc_driver_postgresql import dbapi
 
 from replicad.errors import StreamRefused, UnknownStream
 from replicad.postgres.horizon import HolderKind
-from replicad.streams import blocking, registry, writers
-from replicad.streams.writers import open_writer
+from replicad.streams import registry
+from replicad.streams.writing import blocking_writer as blocking
+from replicad.streams.writing import writer as writers
+from replicad.streams.writing.writer import open_writer
 
 from .conftest import KILL_ONE, Facts, until
 

@@ -1,0 +1,137 @@
+"""Caches of a program without async: a thread follows the stream. Needs threads and no trio."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from replicad.caches.following import (
+    ALSO,
+    RETRY_CAP,
+    RETRY_FIRST,
+    STREAM,
+    Following,
+    log,
+    wishes,
+)
+from replicad.caches.registry import MAX_STALENESS, Caches
+from replicad.client.backoff import Backoff
+from replicad.client.blocking_client import BlockingClient
+from replicad.client.blocking_follow import BlockingFollower
+from replicad.client.events import Connected
+from replicad.errors import ConnectionLost, ReplicadError
+
+_JOIN = 10.0  # seconds for the thread to end; it waits for nothing that closing its connection does not end
+
+
+class CacheInvalidator(Caches):
+    """Caches that a thread keeps from being stale. Made where caches are declared, at the top of a module, say."""
+
+    def __init__(
+        self,
+        *,
+        max_staleness: float = MAX_STALENESS,
+        tolerate: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """The arguments are those of `registry.Caches`."""
+        super().__init__(max_staleness=max_staleness, tolerate=tolerate, now=now)
+        self._is_live = threading.Event()
+
+    @contextmanager
+    def following(
+        self, client: BlockingClient, *, stream: str = STREAM, backoff: Backoff | None = None
+    ) -> Iterator[Self]:
+        """Follow the stream for the length of the block, in a thread; the caches are live soon after it begins.
+
+        Whatever happens there never comes out here: while the stream cannot be followed, functions are called as if
+        they were not cached, and `problem` says why. `backoff` is as for `BlockingClient.follow`.
+
+        Raises:
+            UsageError: they are followed already.
+        """
+        with self.follower():
+            thread = _Thread(self, client, stream, backoff)
+            thread.start()
+            try:
+                yield self
+            finally:
+                thread.close()
+
+    def wait_live(self, timeout: float) -> None:
+        """Wait until the caches are live. Raises ConnectionLost, with the reason, where they are not in `timeout` s."""
+        if not self._is_live.wait(timeout):
+            raise ConnectionLost(f"the caches are not live after {timeout:g} s: {self.problem}")
+
+    def stand(self, *, live: bool, problem: str | None = None) -> None:
+        """As in Caches; wakes who waits for it."""
+        super().stand(live=live, problem=problem)
+        if live:
+            self._is_live.set()
+        else:
+            self._is_live.clear()
+
+    def forked(self) -> None:
+        """As in Caches."""
+        self._is_live = threading.Event()
+        super().forked()
+
+
+class _Thread:
+    """Follows until closed, through everything."""
+
+    def __init__(self, caches: Caches, client: BlockingClient, stream: str, backoff: Backoff | None) -> None:
+        self._caches = caches
+        self._following = Following(caches, stream)
+        self._client = client
+        self._stream = stream
+        self._backoff = backoff
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._follower: BlockingFollower | None = None
+        self._thread = threading.Thread(target=self._run, name="replicad-caches", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; the caches are no longer live, and empty, when this returns."""
+        if os.getpid() != self._pid:
+            return  # in a forked child: thread and connection are the parent's
+        self._stop.set()
+        if self._follower is not None:
+            self._follower.close()
+        self._thread.join(_JOIN)
+        self._following.stop("following the stream has ended")
+
+    def _run(self) -> None:
+        pause = Backoff(RETRY_FIRST, RETRY_CAP)
+        while not self._stop.is_set():
+            why = "following the stream has ended"
+            try:
+                self._follow(pause)
+            except ReplicadError as error:
+                why = str(error)
+                log.warning("caches_not_followed", stream=self._stream, code=error.code, error=why)
+            except Exception as error:  # noqa: BLE001 - a storage's own, say; whatever it is, nothing stays live
+                why = repr(error)
+                log.exception("caches_not_followed", stream=self._stream, error=why)
+            finally:
+                self._following.stop(why)
+            self._stop.wait(pause.next_delay())
+
+    def _follow(self, pause: Backoff) -> None:
+        how = wishes(self._caches)
+        with self._client.follow({self._stream: "NOW"}, also=ALSO, backoff=self._backoff, **how) as follower:
+            self._follower = follower
+            if self._stop.is_set():  # before there was anything to close
+                return
+            for event in follower:
+                if isinstance(event, Connected):
+                    pause.reset()
+                self._following.take(event, follower)

@@ -1,0 +1,1 @@
+"""`replicad tail` and `replicad ping`: a client at the command line."""

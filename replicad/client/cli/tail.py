@@ -1,0 +1,118 @@
+"""`replicad tail`: prints the rows of streams as they come, and goes on where it was after any loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replicad.config.settings import ClientSettings, read_settings
+from replicad.errors import UsageError
+from replicad.terminal.command import ReplicadCommand, option, settings_options
+from replicad.terminal.failures import one_line, say
+
+if TYPE_CHECKING:
+    from replicad.client.blocking_client import BlockingClient
+    from replicad.client.events import RowBatch
+
+_WORDS = ("NOW", "EARLIEST")
+
+
+@click.command(
+    "tail",
+    cls=ReplicadCommand,
+    short_help="Print the rows of streams as they come.",
+    epilog="""\b
+Examples:
+  replicad tail
+  replicad tail events --from EARLIEST
+  replicad tail events --from 58~2.61 --json | jq .row""",
+)
+@click.argument("streams", metavar="[STREAM...]", nargs=-1)
+@option(
+    "--from",
+    "token",
+    metavar="TOKEN",
+    default="NOW",
+    show_default=True,
+    help="Where to begin: behind a token, NOW or EARLIEST.",
+)
+@option(
+    "--linear", is_flag=True, help="In ascending order over all writers, each row as soon as none can come before it."
+)
+@option("--count", metavar="N", type=click.IntRange(min=1), help="End after N rows.")
+@option("--json", "as_json", is_flag=True, help="Print an object per row: stream, instance, token, row.")
+@settings_options(ClientSettings, "Connection")
+def command(
+    *, streams: tuple[str, ...], token: str, linear: bool, count: int | None, as_json: bool, **options: Any
+) -> None:  # fmt: skip
+    """Print the rows of STREAMs as they come, one per line; without any STREAM, of all there are or will be.
+
+    A line is stream, writer, token and the row as JSON. It survives restarts of the daemon and lost connections
+    without missing a row; Ctrl-C ends it, and tells how to go on from there.
+    """
+    token = token.upper() if token.upper() in _WORDS else token
+    if len(streams) != 1 and token not in _WORDS:
+        raise UsageError(f"--from {token}: a token belongs to one stream; name it: replicad tail STREAM --from {token}")
+    settings = read_settings(ClientSettings, options)
+
+    from replicad.client.blocking_client import BlockingClient
+
+    with BlockingClient(
+        settings.server.host, settings.server.port, name="replicad tail", token=settings.token,
+        tls=settings.ssl_context(), keepalive=False,
+    ) as client:  # fmt: skip
+        _follow(client, streams, token, linear=linear, left=count, as_json=as_json)
+
+
+def _follow(
+    client: BlockingClient, names: Sequence[str], token: str, *, linear: bool, left: int | None, as_json: bool
+) -> None:
+    from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged, StreamStopped
+
+    wanted = dict.fromkeys(names, token) if names else None
+    begin = "NOW" if names else token
+    with client.follow(
+        wanted, linear, begin=begin, also=(Connected, Disconnected, StreamsChanged, StreamStopped)
+    ) as events:
+        try:
+            for event in events:
+                match event:
+                    case RowBatch():
+                        rows = event.rows[:left]
+                        click.echo("\n".join(render(event, rows, as_json=as_json)))
+                        left = None if left is None else left - len(rows)
+                        if left == 0:
+                            return
+                    case Reset():
+                        what = event.stream if event.instance is None else f"{event.stream} of {event.instance}"
+                        say(f"replicad: {what} was reset ({event.reason}); what was known of it no longer holds")
+                    case Connected():
+                        followed = ", ".join(sorted(events.tokens())) or "every stream; there is none yet"
+                        say(f"replicad: following {followed} at {event.server_name}")
+                    case StreamsChanged():
+                        for what, changed in (("now follows", event.added), ("no longer there:", event.gone)):
+                            if changed:
+                                say(f"replicad: {what} {', '.join(changed)}")
+                    case Disconnected() | StreamStopped():
+                        one = (
+                            f"stream {event.stream} stopped, the others go on: "
+                            if isinstance(event, StreamStopped)
+                            else ""
+                        )
+                        say(f"replicad: {one}{one_line(str(event.error))}; trying again in {event.retry_in:.1f} s")
+        except KeyboardInterrupt:
+            for name, reached in events.tokens().items():
+                if reached not in (None, *_WORDS):
+                    say(f"replicad: to go on: replicad tail {name} --from {reached}")
+            raise
+
+
+def render(batch: RowBatch, rows: Sequence[str], *, as_json: bool) -> list[str]:
+    """A line per row. The row's own JSON is passed on as it came."""
+    if not as_json:
+        return [f"{batch.stream} {batch.instance} {batch.token} {row}" for row in rows]
+    head = f'{{"stream":{json.dumps(batch.stream)},"instance":{json.dumps(batch.instance)},"token":{batch.token},"row":'
+    return [f"{head}{row}}}" for row in rows]

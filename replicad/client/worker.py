@@ -1,0 +1,362 @@
+"""A worker without Spark: a trio program that hands the touched ids of a tube to an async function of its user.
+
+It is a TCP client of the daemon, like any other. One task per partition claims the lease, reads pods ahead up to a
+bound, processes their ids in batches side by side, never an id twice at once, and acks each pod as soon as it is empty.
+
+What fails is tried again with growing pauses, in halves, until the ids that fail are alone; an id that fails for good
+is parked, but only while others succeed: when everything fails it is the downstream that is down, and everything waits.
+A worker that cannot renew its lease stops processing before the lease can be another's. After a backfill it collects
+garbage (garbage.py), where the user says what the downstream holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
+
+import structlog
+import trio
+
+from replicad.client.backoff import Backoff
+from replicad.client.garbage import FRUITLESS_STEPS, StaleIds, collect, start_of
+from replicad.client.ledger import Ledger, Touch
+from replicad.client.pods import Pod
+from replicad.client.refusals import may_pass
+from replicad.client.trio_client import TrioClient
+from replicad.errors import (
+    CursorAhead,
+    DownstreamError,
+    LeaseHeld,
+    LeaseLost,
+    PartitionsChanged,
+    ReplicadError,
+)
+from replicad.protocol.commands import Part
+from replicad.protocol.tokens import START
+
+Handle = Callable[["Batch"], Awaitable[None]]
+HandleControl = Callable[[Pod], Awaitable[None]]
+OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+
+RELEASE_TIMEOUT = 1.0  # seconds to say goodbye in
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Ids to process, each once, those that waited longest first."""
+
+    tube: str
+    touches: tuple[Touch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """The bounds of a worker, for each of its partitions. Times in seconds."""
+
+    batch_ids: int = 500  # ids in one call of the function
+    parallelism: int = 4  # calls at the same time
+    max_pods: int = 1000  # pods read and not acked
+    exclude_backfill: bool = False  # leave backfill pods where they are, for a downstream under pressure
+    lease_ttl: float = 30.0
+    poll: float = 20.0  # how long one request waits for pods
+    tries: int = 5  # of a single id before it is parked; 0: for ever
+    backoff_first: float = 0.5
+    backoff_cap: float = 60.0
+    garbage_ids: int = 1000  # stale ids that are asked for at once
+    garbage_settle: float = 1.0  # how long the downstream must name none; as long as a write may stay unseen there
+
+
+@dataclass(slots=True)
+class WorkerStatistics:
+    """Counted since the start."""
+
+    processed: int = 0
+    failed_calls: int = 0
+    parked: int = 0
+    garbage: int = 0
+    acked_pods: int = 0
+    leases_lost: int = 0
+
+
+class Worker:
+    """Processes the partitions of one tube until cancelled.
+
+    `open_client` makes a client; it is called for each partition and for each lease's renewals. `handle` processes a
+    batch and returns when the downstream has it; what it raises makes the batch come again. `control` is called with
+    control pods, your own and those of backfills, when they are read; what was read before may still be in progress.
+
+    `stale_ids(shard, before, limit)` makes garbage go after a backfill: it returns up to `limit` ids that the
+    downstream holds for the shard and wrote for a `Touch.seq` below `before`. They come to `handle` with op G.
+    """
+
+    def __init__(
+        self,
+        open_client: OpenClient,
+        tube: str,
+        handle: Handle,
+        *,
+        partitions: Collection[int] | None = None,
+        control: HandleControl | None = None,
+        stale_ids: StaleIds | None = None,
+        settings: WorkerSettings | None = None,
+    ) -> None:
+        """`partitions` None: all of them."""
+        self._open_client = open_client
+        self._tube = tube
+        self._handle = handle
+        self._only = None if partitions is None else frozenset(partitions)
+        self._control = control
+        self._stale_ids = stale_ids
+        self._settings = settings or WorkerSettings()
+        self.statistics = WorkerStatistics()
+
+    async def run(self) -> None:
+        """Work until cancelled.
+
+        Raises:
+            UnknownTube, NotAuthorised: what trying again cannot mend.
+        """
+        while True:
+            partitions = await self._ask_for_partitions()
+            mine = [n for n in range(partitions) if self._only is None or n in self._only]
+            async with trio.open_nursery() as nursery:
+                for number in mine:
+                    nursery.start_soon(self._keep_working, Part(number, partitions), nursery.cancel_scope)
+            log.info("partitions_changed", tube=self._tube, before=partitions)
+
+    async def _ask_for_partitions(self) -> int:
+        backoff = Backoff(first=0.2, cap=10.0)
+        while True:
+            try:
+                async with self._open_client() as client:
+                    return await client.tube(self._tube)
+            except ReplicadError as error:
+                if not may_pass(error):
+                    raise
+                log.info("tube_unknown_yet", tube=self._tube, code=error.code, error=str(error))
+            await trio.sleep(backoff.next_delay())
+
+    async def _keep_working(self, part: Part, all_parts: trio.CancelScope) -> None:
+        """Work on a partition, through lost leases and connections, until the number of partitions changes."""
+        backoff = Backoff(first=0.2, cap=10.0)
+        while True:
+            try:
+                async with self._open_client() as client:
+                    await _Partition(self, client, part).run(backoff)
+            except PartitionsChanged:
+                all_parts.cancel()
+                return
+            except ReplicadError as error:
+                if not isinstance(error, LeaseHeld | LeaseLost | CursorAhead) and not may_pass(error):
+                    raise
+                self.statistics.leases_lost += isinstance(error, LeaseLost)
+                log.info("partition_interrupted", tube=self._tube, part=str(part), code=error.code, error=str(error))
+            await trio.sleep(backoff.next_delay())
+
+
+class _Partition:
+    """One partition under one lease."""
+
+    def __init__(self, worker: Worker, client: TrioClient, part: Part) -> None:
+        self._worker = worker
+        self._settings = worker._settings
+        self._client = client
+        self._part = part
+        self._tube = worker._tube
+        self._ledger = Ledger()
+        self._cursor = START
+        self._term = 0
+        self._ended = trio.Event()  # a batch, since it was made
+        self._processed = trio.Event()  # some ids, since it was made
+        self._ends: deque[tuple[Pod, int]] = deque()  # of backfills, whose garbage is to be collected; held
+        self._successes = 0
+        self._lease = trio.CancelScope()
+        self._lost: ReplicadError | None = None
+
+    async def run(self, backoff: Backoff) -> None:
+        """Claim the lease and work until it is lost.
+
+        Raises:
+            ReplicadError: LeaseHeld, LeaseLost, PartitionsChanged, ConnectionLost and so on, as the daemon says.
+        """
+        settings = self._settings
+        asked = trio.current_time()
+        lease = await self._client.claim(self._tube, self._part, ttl=settings.lease_ttl, wait=settings.poll)
+        self._term = lease.term
+        backoff.reset()
+        self._lease.deadline = asked + settings.lease_ttl
+        failure: ReplicadError | None = None
+        with self._lease:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._renew)
+                try:
+                    await self._work(nursery)
+                except ReplicadError as error:  # not through the nursery, which would wrap it
+                    failure = error
+                    nursery.cancel_scope.cancel()
+                except trio.Cancelled:
+                    await self._release()
+                    raise
+        raise failure or self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
+
+    async def _release(self) -> None:
+        """Let another worker begin at once, unless a call of the user's function is cut short: it may still take
+        effect, and nobody else is to have its ids before the lease has run out."""
+        if self._ledger.busy or self._lease.cancel_called:
+            return
+        with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
+            async with self._worker._open_client() as client:  # the other connection may be in the middle of an answer
+                await client.release(self._tube, self._part, self._term)
+
+    async def _renew(self) -> None:
+        """Renew on a connection of its own: the other one may be waiting for pods."""
+        async with self._worker._open_client() as client:
+            while True:
+                await trio.sleep(self._settings.lease_ttl / 3)
+                asked = trio.current_time()
+                try:
+                    await client.renew(self._tube, self._part, self._term)
+                except ReplicadError as error:
+                    if may_pass(error):  # the deadline stands, and the next try may be in time
+                        log.info("renewal_failed", tube=self._tube, part=str(self._part), error=str(error))
+                        continue
+                    self._lost = error
+                    self._lease.cancel()
+                else:
+                    self._lease.deadline = asked + self._settings.lease_ttl
+
+    async def _work(self, nursery: trio.Nursery) -> None:
+        settings = self._settings
+        calls = trio.CapacityLimiter(settings.parallelism)
+        while True:
+            self._ended = trio.Event()
+            await self._ack()
+            if self._ends and self._ledger.oldest == self._ends[0][0].seq:
+                nursery.start_soon(self._collect, *self._ends.popleft())
+            came = 0
+            if self._ledger.pods < settings.max_pods:
+                came = await self._read()
+            while calls.available_tokens and (touches := self._ledger.take(settings.batch_ids)):
+                await calls.acquire_on_behalf_of(touches[0])
+                nursery.start_soon(self._process, touches, calls)
+            if not came and self._ledger.pods:
+                with trio.move_on_after(1.0):  # news are looked for between the ends of batches
+                    await self._ended.wait()
+
+    async def _read(self) -> int:
+        """Read ahead; waits for pods only while there is nothing else to do."""
+        settings = self._settings
+        found = await self._client.pods(
+            self._tube,
+            self._part,
+            self._term,
+            self._cursor,
+            limit=settings.max_pods - self._ledger.pods,
+            backfill=0 if settings.exclude_backfill else None,
+            wait=0.0 if self._ledger.pods else settings.poll,
+        )
+        self._cursor = found.end.cursor
+        for pod in found.pods:
+            if not pod.ids and self._worker._control is not None:
+                await self._worker._control(pod)
+            before = None if self._worker._stale_ids is None else start_of(pod)
+            self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=before is not None)
+            if before is not None:
+                self._ends.append((pod, before))
+        return len(found.pods)
+
+    async def _ack(self) -> None:
+        if finished := self._ledger.take_finished():
+            self._worker.statistics.acked_pods += await self._client.ack(self._tube, self._part, self._term, finished)
+
+    async def _collect(self, pod: Pod, before: int) -> None:
+        """Collect the garbage of a shard; everything that was read before the pod is done."""
+        assert self._worker._stale_ids is not None
+        say = log.bind(tube=self._tube, part=str(self._part), shard=pod.shard, seq=pod.seq)
+        try:
+            garbage = await collect(
+                self._worker._stale_ids,
+                self._ledger,
+                pod,
+                before,
+                step=self._settings.garbage_ids,
+                settle=self._settings.garbage_settle,
+                process=self._wait_processed,
+            )
+        except DownstreamError as error:
+            say.error("garbage_kept", error=str(error))
+            if await self._put_aside(pod.seq, [], FRUITLESS_STEPS, error):
+                self._ledger.forget(pod.seq)
+        else:
+            say.info("garbage_collected", ids=garbage)
+            self._worker.statistics.garbage += garbage
+            self._ledger.let_go(pod.seq)
+        self._ended.set()
+
+    async def _wait_processed(self) -> None:
+        self._ended.set()  # there is something to process
+        await self._processed.wait()
+
+    async def _process(self, touches: list[Touch], calls: trio.CapacityLimiter) -> None:
+        """Process ids until each is done or parked; what fails comes again in halves."""
+        todo: list[tuple[list[Touch], int, int]] = [(touches, 0, self._successes)]  # ids, tries, successes before
+        while todo:
+            batch, tries, before = todo.pop(0)
+            error = await self._call(batch)
+            if error is None:
+                self._successes += 1
+                self._worker.statistics.processed += len(batch)
+                self._finish(batch)
+                continue
+            await trio.sleep(self._pause(tries))
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                todo[:0] = [(batch[:middle], tries, before), (batch[middle:], tries, before)]
+            elif self._settings.tries and tries + 1 >= self._settings.tries and self._successes > before:
+                await self._park(batch[0], tries + 1, error)
+            else:
+                todo.append((batch, tries + 1, before))
+        calls.release_on_behalf_of(touches[0])
+        self._ended.set()
+
+    async def _call(self, touches: list[Touch]) -> Exception | None:
+        try:
+            await self._worker._handle(Batch(self._tube, tuple(touches)))
+        except Exception as error:  # noqa: BLE001 - whatever the user's function raises, the ids come again
+            self._worker.statistics.failed_calls += 1
+            log.warning("batch_failed", tube=self._tube, part=str(self._part), ids=len(touches), error=repr(error))
+            return error
+        return None
+
+    def _pause(self, tries: int) -> float:
+        return min(self._settings.backoff_cap, self._settings.backoff_first * math.pow(2, min(tries, 30)))
+
+    def _finish(self, touches: list[Touch]) -> None:
+        self._ledger.done(touches)
+        self._processed.set()
+        self._processed = trio.Event()
+        self._ended.set()
+
+    async def _put_aside(self, seq: int, ids: list[int], tries: int, error: Exception) -> bool:
+        """Park ids of a pod, or all of it; False where that ended the lease."""
+        said = " ".join(repr(error).split())
+        try:
+            await self._client.park(self._tube, self._part, self._term, seq, ids, tries=tries, error=said)
+        except ReplicadError as refused:  # not through the nursery, which would wrap it
+            self._lost = refused
+            self._lease.cancel()
+            return False
+        return True
+
+    async def _park(self, touch: Touch, tries: int, error: Exception) -> None:
+        for seq in touch.seqs:
+            if not await self._put_aside(seq, [touch.id], tries, error):
+                return
+        self._finish([touch])
+        self._worker.statistics.parked += 1
+        log.warning("id_parked", tube=self._tube, part=str(self._part), id=touch.id, tries=tries, error=repr(error))

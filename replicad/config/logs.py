@@ -1,0 +1,111 @@
+"""Sets logging up: events with fields to stderr, readable on a terminal, JSON lines elsewhere, secrets masked.
+
+Parts of the program call `structlog.get_logger()` and log events (`log.info("session_closed", peer=name)`); what
+becomes of them is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TextIO
+
+import structlog
+
+from replicad.config.settings import LogSettings
+from replicad.masking import MASK, mask_secrets
+
+_SECRET_FIELDS = frozenset({"password", "secret", "authorization", "auth_token"})
+_FIRST = ("timestamp", "level", "event")
+_DEPTH = 4  # fields are flat or nearly so; deeper values are rendered by repr() and masked as text
+
+
+class QuietStream:
+    """A logger that writes whole lines to a text stream and outlives its reader.
+
+    Whoever reads our stderr may go away (`replicad serve 2>&1 | head`); that must not end a session in the daemon.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, line: str) -> None:
+        """Write one line and flush; an error of the stream is dropped, there being no other place to report it."""
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass
+
+    debug = info = warning = error = critical = exception = msg = write
+
+
+def mask_value(value: Any, depth: int = _DEPTH) -> Any:
+    """The value with the secrets in its texts masked; numbers and None come back as they are, containers rebuilt."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return mask_secrets(value)
+    if depth and isinstance(value, Mapping):
+        return {str(key): mask_field(str(key), item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return [mask_value(item, depth - 1) for item in value]
+    return mask_secrets(str(value))
+
+
+def mask_field(name: str, value: Any, depth: int = _DEPTH) -> Any:
+    """Like `mask_value`, and nothing at all of a field whose name says that it is a secret."""
+    return MASK if name in _SECRET_FIELDS else mask_value(value, depth)
+
+
+def mask_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The structlog processor that lets no secret pass, and puts first what a reader looks for first."""
+    names = [*(name for name in _FIRST if name in event), *(name for name in event if name not in _FIRST)]
+    return {name: mask_field(name, event[name]) for name in names}
+
+
+class _FromLibraries(logging.Handler):
+    """Hands what libraries log through the standard module to structlog, so that stderr has one form."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = structlog.get_logger()
+        log.log(record.levelno, "library_message", library=record.name, message=record.getMessage())
+
+
+def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, colour: bool = True) -> None:
+    """Send all events of this process to `stream` (default: stderr) in the form and at the level of the settings.
+
+    `colour=False` forbids colours even on a terminal. Call it once, at the start. Libraries are heard from warnings on;
+    at level debug, entirely.
+    """
+    out = sys.stderr if stream is None else stream
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    terminal = out.isatty()
+    as_text = settings.log_format == "text" or (settings.log_format == "auto" and terminal)
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer(
+            colors=terminal and colour,
+            exception_formatter=structlog.dev.plain_traceback,  # prettier ones print local variables: secrets
+            sort_keys=False,
+            pad_event_to=0,
+        )
+        if as_text
+        else structlog.processors.JSONRenderer(ensure_ascii=False)
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if as_text else "iso", utc=not as_text),
+            structlog.processors.format_exc_info,
+            mask_event,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_: QuietStream(out),
+        cache_logger_on_first_use=True,
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [_FromLibraries()]
+    root.setLevel(level if level == logging.DEBUG else max(level, logging.WARNING))

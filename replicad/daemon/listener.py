@@ -1,0 +1,146 @@
+"""Accepts connections: room for them, TLS, and whatever `accept` may raise. What a session does is not known here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import structlog
+import trio
+
+from replicad.config.settings import Address
+from replicad.daemon.troubles import Troubles
+from replicad.errors import EnvironmentRefused
+
+BACKLOG = 4096  # a thousand workers that reconnect at once must not see a refusal
+TLS_TIMEOUT = 10.0  # seconds for a client to finish the handshake
+ACCEPT_PAUSE = 0.1  # seconds to wait when the process has run out of file descriptors; doubles up to ACCEPT_PAUSE_MAX
+ACCEPT_PAUSE_MAX = 1.0
+PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
+
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+log = structlog.get_logger()
+
+Serve = Callable[[trio.abc.Stream, str], Awaitable[object]]
+
+
+async def open_listeners(address: Address) -> list[trio.SocketListener]:
+    """Bind to an address.
+
+    Raises:
+        EnvironmentRefused: the port is in use, the address is not ours, or we may not bind to it.
+    """
+    try:
+        return await trio.open_tcp_listeners(address.port, host=address.host, backlog=BACKLOG)
+    except OSError as error:
+        why = {
+            errno.EADDRINUSE: "the port is in use; choose another with --listen, or stop the program that has it",
+            errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its own with --listen",
+            errno.EACCES: "ports below 1024 need privileges; choose a higher one with --listen",
+        }.get(error.errno or 0, error.strerror or str(error))
+        raise EnvironmentRefused(f"cannot listen on {address}: {why}") from error
+
+
+class Entrance:
+    """Where connections come in, by all listeners of one daemon: `serve(stream, peer)` runs for each, in `sessions`.
+
+    `room` is the most sockets of clients that there may be at once, those that are being turned away included; one more
+    is closed at once, without TLS with the words `full`. So that many clients cannot take the files that the daemon
+    needs for its work.
+    """
+
+    def __init__(
+        self,
+        serve: Serve,
+        sessions: trio.Nursery,
+        troubles: Troubles,
+        *,
+        room: int,
+        full: bytes,
+        refused: Callable[[], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`refused` is called for each connection that is closed for want of room."""
+        self._serve = serve
+        self._sessions = sessions
+        self._troubles = troubles
+        self._room = room
+        self._full = full
+        self._refused = refused
+        self._tls = tls
+        self._inside = 0
+
+    async def accept_forever(self, listener: trio.SocketListener) -> None:
+        """Accept until cancelled.
+
+        When `accept` fails, because file descriptors have run out or for any other reason, that is a trouble, and
+        accepting goes on after a pause; sessions that exist are not touched.
+        """
+        pause = ACCEPT_PAUSE
+        async with listener:
+            while True:
+                try:
+                    self._enter(await listener.accept())
+                except Exception as error:  # noqa: BLE001 - reported; without this task nobody could connect any more
+                    self._tell_failure(error)
+                    await trio.sleep(pause)
+                    pause = min(2 * pause, ACCEPT_PAUSE_MAX)
+                else:
+                    self._troubles.end(*PLACE)
+                    pause = ACCEPT_PAUSE
+
+    def _tell_failure(self, error: Exception) -> None:
+        if isinstance(error, OSError):
+            why = error.strerror or str(error)
+            remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _EXHAUSTED else ""
+            self._troubles.begin(*PLACE, f"no connection can be accepted: {why}{remedy}", code="accept_failed")
+        else:
+            self._troubles.fail(*PLACE, error)
+
+    def _enter(self, stream: trio.SocketStream) -> None:
+        if self._inside >= self._room:
+            self._refused()
+            if self._tls is None:
+                with suppress(OSError):
+                    os.write(stream.socket.fileno(), self._full)  # a new socket takes so little at once
+            stream.socket.close()
+            return
+        self._sessions.start_soon(self._serve_one, stream)
+        self._inside += 1
+
+    async def _serve_one(self, stream: trio.SocketStream) -> None:
+        """Whatever goes wrong here concerns this connection alone."""
+        try:
+            peer = _peer_of(stream)
+            with self._troubles.contain_and_record("session", peer, "serve"):
+                if self._tls is None:
+                    await self._serve(stream, peer)
+                elif (secured := await _shake_hands(stream, peer, self._tls)) is not None:
+                    await self._serve(secured, peer)
+        finally:
+            self._inside -= 1
+            stream.socket.close()
+
+
+async def _shake_hands(stream: trio.SocketStream, peer: str, tls: ssl.SSLContext) -> trio.abc.Stream | None:
+    secured = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
+    try:
+        with trio.fail_after(TLS_TIMEOUT):
+            await secured.do_handshake()
+    except (trio.BrokenResourceError, trio.TooSlowError, ssl.SSLError) as error:
+        cause = error.__cause__ or error
+        log.warning("tls_refused", peer=peer, error=str(cause) or type(cause).__name__)
+        await trio.aclose_forcefully(secured)
+        return None
+    return secured
+
+
+def _peer_of(stream: trio.SocketStream) -> str:
+    try:
+        host, port, *_ = stream.socket.getpeername()
+    except OSError:  # gone again already
+        return "unknown"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

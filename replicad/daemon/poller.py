@@ -1,0 +1,175 @@
+"""Asks Postgres how far it is safe to read: often while something moves, seldom while nothing does.
+
+What goes wrong when one reading is used is that stream's or tube's trouble: the other readings are passed on.
+
+One round of statements serves all streams and tubes. While Postgres is away it tries again with a growing pause, says
+so once, and tells again when it is back; whoever waits for positions just keeps waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+import trio
+
+from replicad.config.limits import Limits
+from replicad.daemon.troubles import DATABASE, Troubles
+from replicad.errors import DatabaseError, DatabaseUnavailable
+from replicad.postgres.horizon import Horizon, Reading, Source
+
+CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing moves
+OUTAGE_PAUSE = 0.1  # seconds before the second try; doubles up to OUTAGE_PAUSE_MAX
+OUTAGE_PAUSE_MAX = 5.0
+TUBE_PREFIX = "tube:"  # tubes are watched under names that begin with this word; no stream's name has a colon
+
+log = structlog.get_logger()
+
+OnReading = Callable[[str, Reading], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PollerStatistics:
+    """Counts since the start; `outage_s` is how long Postgres has been away now, 0 when it is there."""
+
+    polls: int
+    failures: int
+    outage_s: float
+    pause_s: float
+
+
+class Poller:
+    """Calls `on_reading(name, reading)` for every watched table after every poll."""
+
+    def __init__(
+        self,
+        horizon: Horizon,
+        limits: Limits,
+        troubles: Troubles,
+        recover: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`recover` is called while Postgres is away, before each new try (an embedded server can be started anew)."""
+        self._horizon = horizon
+        self._limits = limits
+        self._troubles = troubles
+        self._recover = recover
+        self._listeners: dict[str, OnReading] = {}
+        self._bell = trio.Event()
+        self._polls = 0
+        self._failures = 0
+        self._away_since: float | None = None
+        self._pause = limits.poll_min
+        self._alarmed: dict[str, tuple[str, ...]] = {}
+        self._last: Mapping[str, Reading] = {}
+
+    def watch(
+        self,
+        name: str,
+        source: Source,
+        on_reading: OnReading,
+        *,
+        published: int | None = None,
+        per_writer: Mapping[str, int] | None = None,
+        writers: Iterable[str] = (),
+    ) -> None:
+        """Begin to watch a table; the first reading comes with the next poll. Arguments as of `Horizon.watch`."""
+        self._horizon.watch(name, source, published=published, per_writer=per_writer, writers=writers)
+        self._listeners[name] = on_reading
+        self.ring()
+
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
+        """Have `look` called before anything is read from a new connection, as of `Horizon.before_polling`."""
+        self._horizon.before_polling(look)
+
+    def set_writers(self, name: str, writers: Iterable[str]) -> None:
+        """Name the writers of a stream that is watched."""
+        self._horizon.set_writers(name, writers)
+
+    def unwatch(self, name: str) -> None:
+        """Stop watching; unknown names are fine."""
+        self._listeners.pop(name, None)
+        self._alarmed.pop(name, None)
+        self._horizon.unwatch(name)
+
+    def ring(self) -> None:
+        """Poll now instead of at the end of the pause."""
+        self._bell.set()
+
+    def statistics(self) -> PollerStatistics:
+        """Counts, as one frozen value."""
+        away = 0.0 if self._away_since is None else trio.current_time() - self._away_since
+        return PollerStatistics(self._polls, self._failures, away, self._pause)
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            self._bell = trio.Event()
+            try:
+                moved = await self._poll()
+            except DatabaseError as error:
+                await self._outage(error)
+                continue
+            except Exception as error:  # noqa: BLE001 - a defect must not stop all streams and tubes for good
+                self._failures += 1
+                self._troubles.fail("service", "poller", "poll", error)
+                self._pause = min(max(2 * self._pause, OUTAGE_PAUSE), OUTAGE_PAUSE_MAX)
+                await trio.sleep(self._pause)
+                continue
+            limits = self._limits
+            self._pause = limits.poll_min if moved else min(self._pause * CALM_GROWTH, limits.poll_max)
+            with trio.move_on_after(self._pause):
+                await self._bell.wait()
+
+    async def _poll(self) -> bool:
+        """One round; True when a position moved or is held back."""
+        readings = await self._horizon.poll()
+        self._polls += 1
+        self._troubles.end("service", "poller", "poll")
+        if self._away_since is not None:
+            log.info("database_back", away_s=round(trio.current_time() - self._away_since, 1))
+            self._away_since = None
+            self._troubles.end(DATABASE, DATABASE, "poll")
+            self._troubles.end(DATABASE, DATABASE, "recover")
+        before, self._last = self._last, readings
+        if readings is before:
+            return False
+        moved = False
+        for name, reading in readings.items():
+            old = before.get(name)
+            moved = moved or old is None or old.last_value != reading.last_value or reading.held_by is not None
+            self._tell_alarms(name, reading.alarms)
+            listener = self._listeners.get(name)
+            if listener is not None:
+                with self._troubles.contain(*thing_of(name), "reading"):
+                    listener(name, reading)
+        return moved
+
+    def _tell_alarms(self, name: str, alarms: tuple[str, ...]) -> None:
+        """Each alarm once, and a word when all are over."""
+        known = self._alarmed.get(name, ())
+        for alarm in alarms:
+            if alarm not in known:
+                log.warning("position_alarm", watched=name, alarm=alarm)
+        if known and not alarms:
+            log.info("position_alarms_over", watched=name)
+        self._alarmed[name] = alarms
+
+    async def _outage(self, error: DatabaseError) -> None:
+        self._failures += 1
+        self._troubles.begin(DATABASE, DATABASE, "poll", str(error), code=error.code)
+        now = trio.current_time()
+        if self._away_since is None:
+            self._away_since = now
+            self._pause = OUTAGE_PAUSE
+            log.error("database_away", error=str(error), remedy="replicad keeps trying; clients stay connected")
+        await trio.sleep(self._pause)
+        self._pause = min(2 * self._pause, OUTAGE_PAUSE_MAX)
+        if self._recover is not None and isinstance(error, DatabaseUnavailable):
+            with self._troubles.contain(DATABASE, DATABASE, "recover"):  # the disk is full, say: it may find room later
+                await self._recover()
+
+
+def thing_of(watched: str) -> tuple[str, str]:
+    """Kind and name, as troubles are reported under, of what is watched under this name."""
+    return ("tube", watched.removeprefix(TUBE_PREFIX)) if watched.startswith(TUBE_PREFIX) else ("stream", watched)

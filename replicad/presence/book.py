@@ -1,0 +1,194 @@
+"""Presence as it stands in Postgres: settings, daemons and their beats, users, addresses. The rules live in SQL
+(sql/presence); this is their face in Python. Who syncs at this daemon is `presence`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import trio
+
+from replicad.beats import BeatWatch
+from replicad.errors import SchemaMissing
+from replicad.postgres import schema as schemas
+from replicad.postgres.bridge import Database, quote_ident
+from replicad.presence.roster import Change
+from replicad.presence.user_ips import Sighting
+
+LONGEST_GAP = 1.5  # seconds between two looks that count as watched, at most; a daemon looks every second
+BATCH = 1000  # users or addresses in one statement: some ten milliseconds of work
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The settings (seconds), and a text that changes when what was told may be gone."""
+
+    grace: float
+    lost_grace: float
+    ttl: float
+    ip_retention: float
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A daemon's last sign of life, and how long (seconds) this watcher has seen no other."""
+
+    daemon: UUID
+    beat: int
+    silent: float
+
+
+class PresenceBook:
+    """Reads and writes presence in one database. `now` is a monotonic clock, trio's by default."""
+
+    def __init__(self, db: Database, schema: str, now: Callable[[], float] = trio.current_time) -> None:
+        self._db = db
+        self._name = schema
+        self._schema = quote_ident(schema)
+        self._now = now
+        self._watch = BeatWatch[tuple[UUID, int]](LONGEST_GAP)
+
+    # --- whether, and how ---
+
+    async def enable(self, **seconds: float | None) -> bool:
+        """Install what is missing and have daemons make the stream; False where they did already.
+
+        The settings are `grace`, `lost_grace`, `ttl` and `ip_retention`; None leaves one as it is.
+
+        Raises:
+            StreamRefused: another table is the stream `presence`.
+        """
+        await schemas.install(self._db, "stream", self._name)
+        await schemas.install(self._db, "presence", self._name)
+        values = [
+            None if seconds.get(name) is None else timedelta(seconds=seconds[name] or 0)
+            for name in ("grace", "lost_grace", "ttl", "ip_retention")
+        ]
+        return bool(await self._db.fetch_value(f"SELECT {self._schema}.presence_enable($1, $2, $3, $4)", *values))
+
+    async def disable(self) -> bool:
+        """Remove the stream, its table and all else that presence keeps; False where there was nothing."""
+        return await schemas.uninstall(self._db, "presence", self._name)
+
+    async def is_installed(self) -> bool:
+        """Whether there is anything of presence in this database."""
+        return bool(
+            await self._db.fetch_value("SELECT to_regclass($1) IS NOT NULL", f"{self._schema}.presence_version")
+        )
+
+    async def look(self) -> Look | None:
+        """The settings; None while presence is not enabled."""
+        if not await self.is_installed():
+            return None
+        row = await self._db.fetch_row(f"SELECT * FROM {self._schema}.presence_look()")
+        return None if row is None else Look(*row)
+
+    async def upgrade(self) -> None:
+        """Bring what an older replicad installed up to date. Raises SchemaMissing and SchemaTooNew."""
+        await schemas.upgrade(self._db, "presence", self._name)
+
+    # --- daemons ---
+
+    async def enlist(self, name: str) -> UUID:
+        """A new id for this daemon; its beat is 1."""
+        daemon: UUID = await self._db.fetch_value(f"SELECT {self._schema}.presence_enlist($1)", name)
+        return daemon
+
+    async def beat(self, daemon: UUID, beat: int) -> int | None:
+        """A sign of life; returns the beat to give next time, None where the daemon has to enlist anew."""
+        beaten: int | None = await self._db.fetch_value(f"SELECT {self._schema}.presence_beat($1, $2)", daemon, beat)
+        return beaten
+
+    async def beats(self) -> list[Beat]:
+        """All daemons. Call it regularly: silence counts from the first look at a beat."""
+        rows = await self._db.fetch(f"SELECT id, beat FROM {self._schema}.presence_daemon")
+        silent = self._watch.observe(((row["id"], row["beat"]) for row in rows), self._now())
+        return [Beat(daemon, beat, seconds) for (daemon, beat), seconds in silent.items()]
+
+    async def bury(self, beat: Beat) -> int | None:
+        """Clear some users of a daemon that was silent for too long; 0 at the end, None where it was not to be."""
+        users: int | None = await self._db.fetch_value(
+            f"SELECT {self._schema}.presence_bury($1, $2, $3)", beat.daemon, beat.beat, BATCH
+        )
+        return users
+
+    # --- users ---
+
+    async def apply(self, daemon: UUID, changes: Sequence[Change]) -> bool:
+        """Write what this daemon sees of some users; False, and nothing written, where it has to enlist anew."""
+        ordered = sorted(changes, key=lambda change: change.user)
+        return bool(
+            await self._db.fetch_value(
+                f"SELECT {self._schema}.presence_apply($1, $2, $3, $4)",
+                daemon,
+                [change.user for change in ordered],
+                [change.online for change in ordered],
+                [change.last_sync for change in ordered],
+            )
+        )
+
+    async def retell(self) -> None:
+        """Tell anew of all users who are online and whose rows are gone."""
+        beyond: str | None = ""
+        while beyond is not None:
+            beyond = await self._db.fetch_value(f"SELECT {self._schema}.presence_retell($1, $2)", beyond, BATCH)
+
+    async def users(self, limit: int, *, offline: bool = False) -> list[dict[str, Any]]:
+        """The users who are online, by name, or whoever the stream still knows: the newest row of each."""
+        await self._require()
+        rows = await self._db.fetch(
+            f"""
+            SELECT DISTINCT ON (p.user_id) p.user_id AS user, p.state,
+                to_timestamp(p.last_user_sync_ts / 1000.0) AS last_sync,
+                to_timestamp(p.last_federation_update_ts / 1000.0) AS since,
+                (SELECT count(*) FROM {self._schema}.presence_seen s WHERE s.user_id = p.user_id) AS daemons
+            FROM {self._schema}.presence_stream p
+            WHERE $2 OR p.user_id IN (SELECT u.user_id FROM {self._schema}.presence_user u WHERE u.told IS NOT NULL)
+            ORDER BY p.user_id, p.id DESC LIMIT $1
+            """,
+            limit,
+            offline,
+        )
+        return [dict(row) for row in rows]
+
+    # --- addresses ---
+
+    async def write_ips(self, sightings: Sequence[Sighting]) -> bool:
+        """Keep from where users were seen; True."""
+        columns = [[getattr(s, name) for s in sightings] for name in Sighting.COLUMNS]
+        await self._db.execute(
+            f"SELECT {self._schema}.presence_user_ip_write($1, $2, $3, $4, $5, $6, $7)",
+            [sighting.key for sighting in sightings],
+            *columns,
+        )
+        return True
+
+    async def sweep_ips(self) -> int:
+        """Remove some addresses that are older than the settings say; 0 when there are none."""
+        swept: int = await self._db.fetch_value(f"SELECT {self._schema}.presence_user_ip_sweep($1)", BATCH)
+        return swept
+
+    async def ips(self, user: str | None, limit: int) -> list[dict[str, Any]]:
+        """From where a user, or anybody, was seen; the latest first."""
+        await self._require()
+        rows = await self._db.fetch(
+            f"""
+            SELECT i.user_id AS user, i.ip, i.device_id AS device, i.user_agent,
+                to_timestamp(i.last_seen / 1000.0) AS last_seen
+            FROM {self._schema}.presence_user_ip i
+            WHERE $1::text IS NULL OR i.user_id = $1 ORDER BY i.last_seen DESC LIMIT $2
+            """,
+            user,
+            limit,
+        )
+        return [dict(row) for row in rows]
+
+    async def _require(self) -> None:
+        if await self.look() is None:
+            raise SchemaMissing("presence is not enabled on this database; run: replicad presence enable")
+        await schemas.require(self._db, "presence", self._name)

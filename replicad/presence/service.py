@@ -1,0 +1,318 @@
+"""The daemon's side of presence: what workers say of their users goes, in batches, to where all daemons write it.
+
+Whether presence is wanted, and how, is looked up every second. While Postgres is away workers are listened to as
+before, and it is told when it is back. Several daemons watch each other's beats: the users of one that is silent for
+the time to live and a grace period more are cleared by whoever sees it first. A daemon that was taken for dead begins
+anew under another id and tells of all its users again. What a user's state is, is decided by SQL (sql/presence).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from uuid import UUID
+
+import structlog
+import trio
+
+from replicad.config.settings import ServerSettings
+from replicad.daemon.pieces import write_in_pieces
+from replicad.daemon.session import Session
+from replicad.daemon.supervision import keep_running
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
+from replicad.postgres.bridge import Database
+from replicad.presence.book import BATCH, Look, PresenceBook
+from replicad.presence.roster import Roster, RosterStatistics
+from replicad.presence.user_ips import Sightings, read
+from replicad.protocol.commands import ClearUserSync, UserIp, UserSync
+
+LOOK_INTERVAL = 1.0  # seconds between two looks at the settings and at the other daemons' beats
+BEATS = 3  # in a time to live: one may be late
+BURIALS = 10  # statements for the users of dead daemons at one look
+IP_INTERVAL = 1.0  # seconds in which addresses are gathered
+MAX_IPS = 50_000  # places that wait for Postgres, some 30 MB
+SWEEP_INTERVAL = 60.0  # seconds between two looks for addresses that are too old
+SWEEPS = 100  # statements at one look
+SERVICE = "presence"
+JOBS = ("users", "beats", "addresses", "sweeps")  # the tasks that run while presence is enabled
+RETRY_PAUSE = 0.2  # seconds before a statement that failed is tried again; doubles up to RETRY_PAUSE_MAX
+RETRY_PAUSE_MAX = 5.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceStatistics:
+    """A moment of it; None where presence is not enabled. `told` counts users written since the start."""
+
+    roster: RosterStatistics | None
+    ips_waiting: int
+    told: int
+
+
+class PresenceService:
+    """What the sessions of one daemon say of users. Nothing is made of it while presence is not enabled."""
+
+    def __init__(self, db: Database, settings: ServerSettings, troubles: Troubles) -> None:
+        self.book = PresenceBook(db, settings.database.stream_schema)
+        self._troubles = troubles
+        self._name = f"{settings.server_name} pid {os.getpid()}"
+        self._limit = settings.limits.presence_devices
+        self._roster: Roster | None = None  # None: not enabled
+        self._look: Look | None = None
+        self._checked: str | None = None  # fingerprint under which all that is told was found to be there
+        self._suspected: str | None = None  # one that was seen once
+        self._me: UUID | None = None  # None: not enlisted, or taken for dead
+        self._beat = 0
+        self._sightings = Sightings(MAX_IPS)
+        self._sessions: set[int] = set()  # those whose end matters
+        self._woken = trio.Event()
+        self._ips_came = trio.Event()
+        self._scope = trio.CancelScope()
+        self._told = 0
+        self._upgraded = False  # what is installed is of this version
+
+    # --- what workers say ---
+
+    def user_sync(self, session: Session, command: UserSync) -> None:
+        """A user has started or stopped syncing. Raises PresenceRefused."""
+        roster = self._roster
+        if roster is None:
+            return
+        instance, user, device = command.instance_id, command.user_id, command.device_id
+        if command.syncing:
+            if session.number not in self._sessions:
+                self._sessions.add(session.number)
+                session.at_end(lambda: self._lose(session.number))
+            roster.start(session.number, instance, user, device, command.last_sync_ms)
+        else:
+            roster.end(instance, user, device, trio.current_time(), command.last_sync_ms)
+        self._woken.set()
+
+    def clear(self, command: ClearUserSync, *, elsewhere: bool = False) -> None:
+        """An instance has no users any more.
+
+        Where it said so to another daemon, only those go that no connection here speaks for.
+        """
+        if self._roster is not None:
+            self._roster.clear(command.instance_id, only_leaving=elsewhere)
+            self._woken.set()
+
+    def user_ip(self, command: UserIp) -> None:
+        """A user was seen somewhere. Raises PresenceRefused."""
+        if self._roster is not None:
+            self._sightings.add(read(command))
+            self._ips_came.set()
+
+    def _lose(self, connection: int) -> None:
+        self._sessions.discard(connection)
+        if self._roster is not None:
+            self._roster.lose(connection, trio.current_time())
+            self._woken.set()
+
+    def statistics(self) -> PresenceStatistics:
+        """Counts, as one frozen value."""
+        roster = None if self._roster is None else self._roster.statistics()
+        return PresenceStatistics(roster, len(self._sightings), self._told)
+
+    # --- life ---
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep presence while it is enabled, until cancelled. Started once it was asked whether it is.
+
+        Safe to run again after a failure: what is kept in memory is kept.
+        """
+        async with trio.open_nursery() as nursery:
+            if self._roster is not None:
+                self._begin_serving(nursery)
+            with self._troubles.contain("service", SERVICE, "settings"):
+                await self._look_at_settings(nursery)
+            task_status.started()
+            while True:
+                await trio.sleep(LOOK_INTERVAL)
+                with self._troubles.contain("service", SERVICE, "settings"):
+                    await self._look_at_settings(nursery)
+                if self._look is None:
+                    continue
+                with self._troubles.contain("service", SERVICE, "rows"):
+                    await self._look_at_rows(self._look)
+                with self._troubles.contain("service", SERVICE, "daemons"):
+                    await self._look_at_daemons(self._look)
+
+    async def _look_at_settings(self, nursery: trio.Nursery) -> None:
+        if self._roster is None and not await self._is_usable():
+            return
+        look = await self.book.look()
+        if look is None:
+            if self._roster is not None:
+                self._stop()
+        elif self._roster is not None:
+            self._roster.configure(look.grace, look.lost_grace, trio.current_time())
+            self._look = look
+        else:
+            self._roster = Roster(self._limit, look.grace, look.lost_grace)
+            self._look = look
+            self._begin_serving(nursery)
+            log.info("presence_enabled", grace=look.grace, lost_grace=look.lost_grace, ttl=look.ttl)
+
+    def _begin_serving(self, nursery: trio.Nursery) -> None:
+        self._scope = trio.CancelScope()
+        nursery.start_soon(self._serve, self._scope)
+
+    async def _is_usable(self) -> bool:
+        """Whether what is installed, if anything, is of this version; an older one is upgraded."""
+        if not await self.book.is_installed():
+            self._upgraded = False
+        elif not self._upgraded:
+            self._upgraded = await self._upgrade()
+        return self._upgraded
+
+    async def _upgrade(self) -> bool:
+        try:
+            await self.book.upgrade()
+        except (SchemaMissing, SchemaTooNew) as error:
+            self._troubles.fail("service", SERVICE, "schema", error)
+            return False
+        self._troubles.end("service", SERVICE, "schema")
+        return True
+
+    def _stop(self) -> None:
+        self._scope.cancel()
+        self._roster = self._look = self._me = self._checked = self._suspected = None
+        self._sightings.clear()
+        for name in (SERVICE, *(f"{SERVICE}: {job}" for job in JOBS)):
+            self._troubles.forget("service", name)
+        log.info("presence_disabled")
+
+    async def _serve(self, scope: trio.CancelScope) -> None:
+        with scope:
+            async with trio.open_nursery() as nursery:
+                jobs = (self._write_forever, self._beat_forever, self._write_ips_forever, self._sweep_forever)
+                for name, job in zip(JOBS, jobs, strict=True):
+                    nursery.start_soon(keep_running, job, "service", f"{SERVICE}: {name}", self._troubles)
+
+    # --- users ---
+
+    async def _write_forever(self) -> None:
+        pause = RETRY_PAUSE
+        while True:
+            roster = await self._wait_for_changes()
+            try:
+                await self._write(roster)
+            except DatabaseError as error:
+                self._troubles.fail("service", SERVICE, "users", error)
+                await trio.sleep(pause)
+                pause = min(2 * pause, RETRY_PAUSE_MAX)
+            else:
+                self._troubles.end("service", SERVICE, "users")
+                pause = RETRY_PAUSE
+
+    async def _wait_for_changes(self) -> Roster:
+        while True:
+            roster = self._roster
+            assert roster is not None  # else our scope is cancelled
+            self._woken = trio.Event()
+            roster.expire(trio.current_time())
+            if roster.has_changes:
+                return roster
+            with trio.move_on_at(roster.next_deadline()):
+                await self._woken.wait()
+
+    async def _write(self, roster: Roster) -> None:
+        me = self._me
+        if me is None:
+            self._me, self._beat = await self.book.enlist(self._name), 1
+            return
+        changes = roster.take(BATCH)
+        heard = await write_in_pieces(changes, partial(self.book.apply, me), self._refused)
+        if self._me != me:
+            return  # begun anew meanwhile
+        if heard:
+            roster.confirm(changes)
+            self._told += len(changes)
+        else:
+            self._begin_anew(roster)
+
+    def _refused(self, error: DatabaseError) -> None:
+        """One user or address that Postgres cannot hold: it must not keep the others from being written."""
+        self._troubles.record("service", SERVICE, "not_kept", error)
+
+    def _begin_anew(self, roster: Roster) -> None:
+        log.warning("presence_begins_anew", reason="this daemon was taken for dead, or the database was set back")
+        self._me = None
+        roster.tell_anew()
+        self._woken.set()
+
+    async def _beat_forever(self) -> None:
+        beaten_at = trio.current_time()
+        while True:
+            assert self._look is not None
+            due = beaten_at + self._look.ttl / BEATS
+            await trio.sleep(min(max(due - trio.current_time(), 0), LOOK_INTERVAL))  # the settings may change meanwhile
+            me, roster = self._me, self._roster
+            if me is None or roster is None or trio.current_time() < due:
+                continue
+            beaten_at = trio.current_time()
+            with self._troubles.contain("service", SERVICE, "beat"):
+                beat = await self.book.beat(me, self._beat)
+                if self._me != me:
+                    continue
+                if beat is None:
+                    self._begin_anew(roster)
+                else:
+                    self._beat = beat
+
+    # --- what all daemons look after ---
+
+    async def _look_at_daemons(self, look: Look) -> None:
+        """Clear the users of daemons that are dead. Where it takes long, another look goes on with it."""
+        for beat in await self.book.beats():
+            if beat.daemon == self._me or beat.silent < look.ttl + look.lost_grace:
+                continue
+            cleared = 0
+            for _ in range(BURIALS):
+                users = await self.book.bury(beat)
+                if not users:
+                    break
+                cleared += users
+            log.warning("presence_daemon_dead", daemon=str(beat.daemon), silent=round(beat.silent, 1), users=cleared)
+
+    async def _look_at_rows(self, look: Look) -> None:
+        """Tell anew of users whose rows were trimmed, or went with a reset: one look later, when all know of that."""
+        if look.fingerprint == self._checked:
+            return
+        if look.fingerprint == self._suspected:
+            await self.book.retell()
+            self._checked = look.fingerprint
+        self._suspected = look.fingerprint
+
+    # --- addresses ---
+
+    async def _write_ips_forever(self) -> None:
+        pause = RETRY_PAUSE
+        while True:
+            while not len(self._sightings):
+                self._ips_came = trio.Event()
+                await self._ips_came.wait()
+            await trio.sleep(IP_INTERVAL)
+            try:
+                while sightings := self._sightings.take(BATCH):
+                    await write_in_pieces(sightings, self.book.write_ips, self._refused)
+                    self._sightings.written(sightings)
+            except DatabaseError as error:
+                self._troubles.fail("service", SERVICE, "addresses", error)
+                await trio.sleep(pause)
+                pause = min(2 * pause, RETRY_PAUSE_MAX)
+            else:
+                self._troubles.end("service", SERVICE, "addresses")
+                pause = RETRY_PAUSE
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            with self._troubles.contain("service", SERVICE, "sweep"):
+                for _ in range(SWEEPS):
+                    if await self.book.sweep_ips() < BATCH:
+                        break
+            await trio.sleep(SWEEP_INTERVAL)

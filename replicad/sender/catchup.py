@@ -1,0 +1,57 @@
+"""Catch-up's courtesy: in the place of the last fact that a destination missed in a room, the room's latest facts.
+
+So a destination that comes back is sent the ends of every room by whoever sends first, and not the same middle by
+everybody (seed 003). Whether it may have them, and whether we know enough of the room to tell, only the application
+knows: it names the rooms where the courtesy is in place, and what to send. All others get what was meant for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from replicad.errors import RouteFailed
+from replicad.postgres.bridge import Database
+from replicad.sender.items import Page, Pdu
+
+
+class Latest(Protocol):
+    """The application's knowledge of its rooms."""
+
+    async def latest(self, destination: str, rooms: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """The latest facts (JSON text, oldest first) of those of the rooms in which they may be sent to a destination.
+
+        Rooms are left out where it may not have them, or where nobody can tell (rooms of partial state).
+        """
+
+
+class SqlLatest:
+    """A user's query of `$1` destination and `$2` rooms (text[]) that returns `room` and `pdu` (json)."""
+
+    def __init__(self, db: Database, sql: str) -> None:
+        self._db = db
+        self._sql = sql
+
+    async def latest(self, destination: str, rooms: Sequence[str]) -> Mapping[str, Sequence[str]]:
+        """See Latest. Raises RouteFailed where the query returns something else."""
+        found: dict[str, list[str]] = {}
+        for row in await self._db.fetch(self._sql, destination, list(rooms)):
+            if not isinstance(row["pdu"], str):
+                raise RouteFailed(f"--latest-sql returned {type(row['pdu']).__name__} as pdu of room {row['room']!r}")
+            found.setdefault(row["room"], []).append(row["pdu"])
+        return found
+
+
+async def stand_in(page: Page, destination: str, source: Latest, most: int) -> Page:
+    """The page with the latest facts of its rooms in it where there are any, the last `most` of a room at most."""
+    rooms = list(dict.fromkeys(pdu.room for pdu in page.pdus if pdu.room is not None))
+    found = await source.latest(destination, rooms) if rooms else {}
+    pdus: list[Pdu] = []
+    for pdu in page.pdus:
+        bodies = found.get(pdu.room) if pdu.room is not None else None
+        if bodies:
+            pdus.extend(Pdu(pdu.order, pdu.room, body, substituted=True) for body in bodies[-most:])
+        else:
+            pdus.append(pdu)
+    return replace(page, pdus=tuple(pdus))

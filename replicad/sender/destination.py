@@ -1,0 +1,353 @@
+"""One destination as a state machine: what waits for it, what it is sent next, and when. No I/O, no clock, no chance.
+
+The store (Postgres) has every fact and every update that may not be dropped, until the destination took it; what is in
+memory here is a copy of its beginning. So a queue that would grow too long is not lengthened: `behind` is set and the
+rest is read from the store when the queue is empty. A failure gives all of the copy up at once: a dead destination
+takes no memory, however long it is dead. Above an hour of back-off (`Terms.catch_up_after`) it is `catching_up`: of the
+facts of a room only the latest is left, and updates that may be dropped are (seed 003).
+
+One transaction at a time. It is written down before it is sent, so that it is repeated as it was: after a failure,
+after a kill, and also first in catch-up. The caller does what `wants` says, then `begin`, sends, and says how it ended.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+
+from replicad.errors import LocalProtocolError
+from replicad.sender.backoff import Backoff
+from replicad.sender.items import (
+    MAX_EDUS,
+    MAX_PDUS,
+    Edu,
+    Memory,
+    Page,
+    Pdu,
+    Standing,
+    Transaction,
+    Wanted,
+    make_transaction,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The bounds of a destination: counts, bytes and seconds."""
+
+    pdus: int = MAX_PDUS  # in a transaction
+    edus: int = MAX_EDUS  # in a transaction
+    transaction_bytes: int = 4 << 20  # bodies in a transaction; one that is larger goes alone
+    queue_pdus: int = 500  # held in memory; ten transactions, so that a busy destination seldom reads from the store
+    queue_edus: int = 200  # held in memory; two transactions
+    catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over (seed 003)
+    supersede: bool = True  # False: catch-up delivers every fact, not only the latest of a room
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class Phase(enum.Enum):
+    """What is under way."""
+
+    RESTING = "resting"
+    LOADING = "loading"
+    SENDING = "sending"
+
+
+class Destination:
+    """See the module. Times are seconds of one monotonic clock."""
+
+    __slots__ = (
+        "_durable",
+        "_edus",
+        "_held",
+        "_memory",
+        "_missed_edus",
+        "_missed_pdus",
+        "_pdus",
+        "_stale",
+        "_terms",
+        "_unread",
+        "_woken",
+        "behind",
+        "catching_up",
+        "dropped",
+        "edus_behind",
+        "failures",
+        "name",
+        "newest",
+        "phase",
+        "proven",
+        "retry_at",
+        "serial",
+        "success",
+        "transaction",
+        "written",
+    )
+
+    def __init__(self, name: str, terms: Terms, memory: Memory, now: float, standing: Standing | None = None) -> None:
+        known = standing or Standing()
+        self.name = name
+        self.success = known.success  # the destination has everything up to here
+        self.serial = known.serial
+        self.failures = known.failures  # in a row
+        self.retry_at = None if known.retry_in is None else now + known.retry_in
+        self.proven = known.failures == 0 and known.serial > 0  # its last answer was a good one
+        self.catching_up = known.catching_up and known.outstanding  # else it is done with that
+        self.behind = known.outstanding  # the store has facts beyond the queue
+        self.edus_behind = known.outstanding  # the store has updates beyond the queue
+        self.phase = Phase.RESTING
+        self.transaction: Transaction | None = None  # to be sent, or being sent
+        self.written = False  # the store has it
+        self.dropped = 0  # droppable updates that were dropped
+        self._terms = terms
+        self._memory = memory
+        self.newest = known.success  # the highest fact that the store was given for it
+        self._unread = known.outstanding  # the store may have a transaction to repeat
+        self._stale = self.catching_up  # the store has to collapse what it has
+        self._missed_pdus = False  # something came while the store was being read
+        self._missed_edus = False
+        self._woken = False
+        self._pdus: deque[Pdu] = deque()
+        self._durable: deque[Edu] = deque()
+        self._edus: dict[object, Edu] = {}  # droppable ones, by key; those without a key by themselves
+        self._held: list[Pdu | Edu] = []  # what the transaction was made of
+
+    # --- what comes in ---
+
+    def enqueue(self, pdu: Pdu) -> bool:
+        """Take note of a fact that the store has just been given; False where the destination has had it already."""
+        if pdu.order <= self.newest:
+            return False
+        self.newest = pdu.order
+        failing = self.retry_at is not None
+        if self.behind:
+            self._missed_pdus = True
+        elif failing or len(self._pdus) >= self._terms.queue_pdus or self._memory.full:
+            self.behind = True
+        else:
+            self._memory.hold(pdu)
+            self._pdus.append(pdu)
+        return True
+
+    def expect_edus(self) -> None:
+        """Take note that the store was given updates for it."""
+        self.edus_behind = self._missed_edus = True
+
+    def enqueue_edu(self, edu: Edu) -> None:
+        """Queue an update that may be dropped. One with the same key takes the other's place in the queue."""
+        key: object = edu if edu.key is None else edu.key
+        old = self._edus.get(key)
+        if old is not None:
+            self._memory.let_go(old)
+        elif self.catching_up or self._memory.full:
+            self.dropped += 1
+            return
+        elif len(self._edus) >= self._terms.queue_edus:
+            self._memory.let_go(self._edus.pop(next(iter(self._edus))))
+            self.dropped += 1
+        self._memory.hold(edu)
+        self._edus[key] = edu
+
+    # --- when ---
+
+    @property
+    def has_work(self) -> bool:
+        """True when there is something to send, or something in the store to look at."""
+        return bool(
+            self.transaction
+            or self._pdus
+            or self._edus
+            or self._durable
+            or self.behind
+            or self.edus_behind
+            or self._unread
+        )
+
+    def due(self, now: float) -> float | None:
+        """When to visit it: `now`, or the end of its back-off; None while it is being visited or has nothing to do."""
+        if self.phase is not Phase.RESTING or not self.has_work:
+            return None
+        return now if self.retry_at is None else max(now, self.retry_at)
+
+    def wake(self, now: float) -> None:
+        """The destination is said to be up: its back-off ends now, and the next one begins from the smallest."""
+        self._woken = self.phase is not Phase.RESTING
+        self.failures = 0
+        if self.retry_at is not None:
+            self.retry_at = now
+
+    # --- the store is read ---
+
+    @property
+    def wants(self) -> Wanted | None:
+        """What has to be read from the store before `begin`; None when nothing has."""
+        if self.transaction is not None:
+            return None
+        pdus = self.behind and not self._pdus
+        edus = self.edus_behind and not self._durable
+        if not (pdus or edus or self._unread):
+            return None
+        collapse = pdus and self._stale and self._terms.supersede
+        return Wanted(pdus, edus, self._unread, collapse)
+
+    def load(self) -> Wanted:
+        """The store is about to be read; hand what it has to `loaded`."""
+        wanted = self.wants
+        self._require(Phase.RESTING)
+        if wanted is None:
+            raise LocalProtocolError(f"{self.name} has nothing to load")
+        self.phase = Phase.LOADING
+        self._missed_pdus = self._missed_edus = False
+        return wanted
+
+    def loaded(self, page: Page, wanted: Wanted) -> None:
+        """The store was read, at a time after `load` was called."""
+        self._require(Phase.LOADING)
+        self.phase = Phase.RESTING
+        self._unread = False
+        if wanted.collapse:
+            self._stale = False
+        if page.transaction is not None:
+            self.transaction, self.written = page.transaction, True
+            self.serial = max(self.serial, page.transaction.serial)
+            return
+        if wanted.pdus:
+            self.behind = page.more_pdus or self._missed_pdus
+            for pdu in page.pdus:
+                self._memory.hold(pdu)
+                self._pdus.append(pdu)
+                self.newest = max(self.newest, pdu.order)
+        if wanted.edus:
+            self.edus_behind = page.more_edus or self._missed_edus
+            for edu in page.edus:
+                self._memory.hold(edu)
+                self._durable.append(edu)
+        self._settle_catch_up()
+
+    # --- one transaction ---
+
+    def begin(self, ts: int) -> bool:
+        """Have `transaction` be the one to send; False where there is nothing to send. Back-off is not looked at.
+
+        Where it is not `written`, the caller writes it down and sets that before sending. `ts`: ms since 1970.
+        """
+        self._require(Phase.RESTING)
+        if self.transaction is None:
+            self.transaction, self.written = self._make(ts), False
+        if self.transaction is None:
+            return False
+        self.phase = Phase.SENDING
+        self.retry_at = None
+        self._woken = False
+        return True
+
+    def succeeded(self) -> Transaction:
+        """The destination took the transaction; returns it."""
+        done = self._finish()
+        self.success = max(self.success, done.upto)
+        self.failures = 0
+        self.proven = True
+        self._settle_catch_up()
+        return done
+
+    def failed(self, now: float, chance: float, *, at_least: float = 0.0, refused: bool = False) -> Transaction | None:
+        """It did not, or nobody knows. Memory is given back; the store is read again when the back-off ends.
+
+        `chance` is from 0 to 1, `at_least` the pause in seconds that the destination asked for. `refused`: it will
+        never take this transaction; once the back-off is in catch-up's range it is given up, and returned. None else.
+        """
+        lost = self._finish()
+        self.failures = 1 if self._woken else self.failures + 1
+        self.retry_at = now + self._terms.backoff.pause(self.failures, chance, at_least)
+        self.proven = False
+        self._release(self._pdus)
+        self._release(self._durable)
+        self.behind = self.edus_behind = self._unread = True
+        if self._terms.backoff.interval(self.failures) > self._terms.catch_up_after:
+            self.catching_up = True
+            self.dropped += len(self._edus)
+            self._release(list(self._edus.values()))
+            self._edus.clear()
+        self._stale = self.catching_up
+        if not (refused and self.catching_up):
+            return None
+        self.success = max(self.success, lost.upto)
+        return lost
+
+    # --- inside ---
+
+    def _require(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            raise LocalProtocolError(f"{self.name} is {self.phase.value}, not {phase.value}")
+
+    def _finish(self) -> Transaction:
+        self._require(Phase.SENDING)
+        assert self.transaction is not None
+        self.phase = Phase.RESTING
+        done, self.transaction = self.transaction, None
+        self._release(self._held)
+        return done
+
+    def _settle_catch_up(self) -> None:
+        """Catch-up ends when the store has nothing more that is not in the queue (seed 003)."""
+        if self.catching_up and not (self.behind or self._pdus or self._unread or self.transaction):
+            self.catching_up = False
+
+    def _release(self, items: list[Pdu | Edu] | deque[Pdu] | deque[Edu]) -> None:
+        for item in items:
+            self._memory.let_go(item)
+        items.clear()
+
+    def _make(self, ts: int) -> Transaction | None:
+        room = self._terms.transaction_bytes
+        pdus, room = self._take_pdus(room)
+        edus = self._take_edus(room)
+        if not pdus and not edus:
+            return None
+        self._held = [*pdus, *edus]
+        self.serial += 1
+        return make_transaction(
+            self.name,
+            serial=self.serial,
+            ts=ts,
+            upto=pdus[-1].order if pdus else self.success,
+            pdus=[pdu.body for pdu in pdus],
+            edus=[edu.body for edu in edus],
+            edu_numbers=[edu.number for edu in edus if edu.number is not None],
+            substituted=any(pdu.substituted for pdu in pdus),
+        )
+
+    def _take_pdus(self, room: int) -> tuple[list[Pdu], int]:
+        """The oldest facts that fit; those that stand in for one fact are not parted."""
+        taken: list[Pdu] = []
+        while self._pdus:
+            group = [self._pdus[0]]
+            for pdu in islice(self._pdus, 1, None):
+                if pdu.order != group[0].order:
+                    break
+                group.append(pdu)
+            size = sum(len(pdu.body) for pdu in group)
+            if taken and (len(taken) + len(group) > self._terms.pdus or size > room):
+                break
+            for pdu in group:
+                taken.append(pdu)
+                self._pdus.popleft()
+            room -= size
+        return taken, room
+
+    def _take_edus(self, room: int) -> list[Edu]:
+        """The oldest updates that fit, those that must not be lost first."""
+        taken: list[Edu] = []
+        while len(taken) < self._terms.edus and (self._durable or self._edus):
+            edu = self._durable[0] if self._durable else next(iter(self._edus.values()))
+            if len(edu.body) > room and (taken or room < self._terms.transaction_bytes):
+                break
+            room -= len(edu.body)
+            taken.append(edu)
+            if self._durable:
+                self._durable.popleft()
+            else:
+                self._edus.pop(next(iter(self._edus)))
+        return taken

@@ -1,0 +1,354 @@
+"""Delivers what destinations wait for: a bounded pool of workers, fed with whoever is due. No intake, no SQL, no HTTP.
+
+No task belongs to a destination; ten thousand idle ones cost their places in a table. Who answered last time is served
+by one set of workers, who did not (or is new) by another, so that however many are dead, and however long each takes to
+time out, the living wait only for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import random
+from typing import Protocol
+
+import structlog
+import trio
+
+from replicad.errors import ReplicadError
+from replicad.sender.agenda import Agenda
+from replicad.sender.catchup import Latest, stand_in
+from replicad.sender.destination import Destination, Terms
+from replicad.sender.items import Edu, Memory, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.ledger import Ledger
+from replicad.sender.store import Entry
+from replicad.sender.transport import Outcome, Transport
+
+TURN = 4  # transactions in a row for one destination while others wait
+_PAGES = 4  # transactions that are read from the store at once, unless it is for catch-up
+
+log = structlog.get_logger()
+
+
+class Stored(Protocol):
+    """What the engine needs of the store."""
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """Write down how destinations stand."""
+
+    async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
+        """What a destination has yet to take."""
+
+    async def collapse(self, names: Sequence[str]) -> int:
+        """Leave only the latest fact of each room to these destinations."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A moment of the engine. The last four count since it was made; `memory` in bytes."""
+
+    destinations: int
+    waiting: int
+    in_flight: int
+    backing_off: int
+    catching_up: int
+    memory: int
+    transactions: int
+    facts: int
+    failures: int
+    dropped_updates: int
+
+
+class _Lane:
+    """Destinations that are due, in order; workers wait for them."""
+
+    def __init__(self) -> None:
+        self._due: deque[Destination] = deque()
+        self._names: set[str] = set()
+        self._idle = trio.lowlevel.ParkingLot()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def __contains__(self, destination: Destination) -> bool:
+        return destination.name in self._names
+
+    def put(self, destination: Destination) -> None:
+        if destination.name not in self._names:
+            self._names.add(destination.name)
+            self._due.append(destination)
+            self._idle.unpark()
+
+    async def take(self) -> Destination | None:
+        """The next one; waits for it. None after `close`."""
+        while not self._due and not self._closed:
+            await self._idle.park()
+        if self._closed:
+            return None
+        destination = self._due.popleft()
+        self._names.discard(destination.name)
+        return destination
+
+    def close(self) -> None:
+        self._closed = True
+        self._idle.unpark_all()
+
+
+class Engine:
+    """See the module. Everything is called from one trio thread; `run` does the work."""
+
+    def __init__(
+        self,
+        store: Stored,
+        transport: Transport,
+        terms: Terms,
+        *,
+        memory: int,
+        workers: int,
+        probers: int,
+        latest: Latest | None = None,
+        now: Callable[[], float] = trio.current_time,
+        now_ms: Callable[[], int],
+        chance: Callable[[], float] = random,
+    ) -> None:
+        """`memory` bounds the bodies in all queues (bytes); `now` is monotonic (seconds), `now_ms` the wall clock."""
+        self.ledger = Ledger(store)
+        self._store = store
+        self._transport = transport
+        self._terms = terms
+        self._memory = Memory(memory)
+        self._latest = latest
+        self._now = now
+        self._now_ms = now_ms
+        self._chance = chance
+        self._destinations: dict[str, Destination] = {}
+        self._proven, self._probing = _Lane(), _Lane()
+        self._workers = ((self._proven, workers), (self._probing, probers))
+        self._agenda = Agenda()
+        self._sooner = trio.Event()
+        self._in_flight = 0
+        self._closed = False
+        self._counts: Counter[str] = Counter()
+
+    # --- what comes in ---
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._destinations
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._destinations)
+
+    def meet(self, name: str, standing: Standing) -> None:
+        """A destination that the store knows; what is outstanding is delivered."""
+        made = Destination(name, self._terms, self._memory, self._now(), standing)
+        self._destinations[name] = made
+        self._arrange(made)
+
+    def has_had(self, name: str, pdu: Pdu) -> bool:
+        """Whether a fact was already recorded for, or taken by, a destination."""
+        known = self._destinations.get(name)
+        return known is not None and pdu.order <= known.newest
+
+    def accept(self, pdu: Pdu, names: Iterable[str]) -> None:
+        """Deliver a fact, which the store has, to destinations."""
+        for name in names:
+            destination = self._known(name)
+            if destination.enqueue(pdu):
+                self._arrange(destination)
+
+    def accept_edu(self, edu: Edu, names: Iterable[str]) -> None:
+        """Deliver an update that may be dropped."""
+        for name in names:
+            destination = self._known(name)
+            destination.enqueue_edu(edu)
+            self._arrange(destination)
+
+    def expect_edus(self, names: Iterable[str]) -> None:
+        """Deliver updates that the store was given."""
+        for name in names:
+            destination = self._known(name)
+            destination.expect_edus()
+            self._arrange(destination)
+
+    def wake(self, name: str) -> None:
+        """A destination is said to be up again: its back-off ends."""
+        destination = self._destinations.get(name)
+        if destination is not None:
+            destination.wake(self._now())
+            self._arrange(destination)
+
+    # --- work ---
+
+    async def run(self) -> None:
+        """Deliver until `close`; raises what the store raises."""
+        async with trio.open_nursery() as services:
+            services.start_soon(self.ledger.run)
+            services.start_soon(self._watch_clock)
+            async with trio.open_nursery() as workers:
+                for lane, count in self._workers:
+                    for _ in range(count):
+                        workers.start_soon(self._work, lane)
+            await self.ledger.drain()
+            services.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Begin nothing new: `run` returns when what is under way has ended and is written down."""
+        self._closed = True
+        self._proven.close()
+        self._probing.close()
+
+    async def collapse(self) -> None:
+        """Let the store forget what destinations in catch-up no longer need; once in a while is enough."""
+        if self._terms.supersede:
+            names = [name for name, known in self._destinations.items() if known.catching_up]
+            if names:
+                await self._store.collapse(names)
+
+    def statistics(self) -> EngineStatistics:
+        """A frozen copy of the counters; takes time in proportion to the destinations."""
+        known = self._destinations.values()
+        return EngineStatistics(
+            destinations=len(known),
+            waiting=len(self._proven) + len(self._probing),
+            in_flight=self._in_flight,
+            backing_off=sum(destination.retry_at is not None for destination in known),
+            catching_up=sum(destination.catching_up for destination in known),
+            memory=self._memory.held,
+            transactions=self._counts["transactions"],
+            facts=self._counts["facts"],
+            failures=self._counts["failures"],
+            dropped_updates=sum(destination.dropped for destination in known),
+        )
+
+    def _known(self, name: str) -> Destination:
+        found = self._destinations.get(name)
+        if found is None:
+            found = self._destinations[name] = Destination(name, self._terms, self._memory, self._now())
+        return found
+
+    def _arrange(self, destination: Destination) -> None:
+        """Have it visited when it is due."""
+        if destination in self._proven or destination in self._probing:
+            return
+        now = self._now()
+        due = destination.due(now)
+        if due is None:
+            return
+        if due > now:
+            self._agenda.put(destination.name, due)
+            if due == self._agenda.next_time():
+                self._sooner.set()
+        else:
+            self._agenda.drop(destination.name)
+            (self._proven if destination.proven else self._probing).put(destination)
+
+    async def _watch_clock(self) -> None:
+        while True:
+            for name in self._agenda.pop_due(self._now()):
+                self._arrange(self._destinations[name])
+            due = self._agenda.next_time()
+            self._sooner = trio.Event()
+            with trio.CancelScope() as scope:
+                if due is not None:
+                    scope.deadline = trio.current_time() + max(0.0, due - self._now())
+                await self._sooner.wait()
+
+    async def _work(self, lane: _Lane) -> None:
+        while (destination := await lane.take()) is not None:
+            for _ in range(TURN):
+                if not await self._visit(destination) or self._closed:
+                    break
+            self._arrange(destination)
+
+    async def _visit(self, destination: Destination) -> bool:
+        """Send it one transaction; True where it took it and another visit may be worth it at once."""
+        while destination.wants is not None:
+            await self._load(destination)
+        if not destination.begin(self._now_ms()):
+            return False
+        transaction = destination.transaction
+        assert transaction is not None
+        if not destination.written:
+            await self.ledger.write(self._entry(destination))
+            destination.written = True
+        self._in_flight += 1
+        try:
+            outcome = await self._transport.send(destination.name, transaction)
+        finally:
+            self._in_flight -= 1
+        if outcome.delivered:
+            self._counts["transactions"] += 1
+            self._counts["facts"] += len(transaction.pdus)
+            destination.succeeded()
+            self.ledger.post(self._entry(destination, done=transaction))
+        else:
+            self._fail(destination, transaction, outcome)
+        return outcome.delivered
+
+    def _fail(self, destination: Destination, transaction: Transaction, outcome: Outcome) -> None:
+        self._counts["failures"] += 1
+        was_catching_up = destination.catching_up
+        now = self._now()
+        given_up = destination.failed(now, self._chance(), at_least=outcome.retry_after, refused=outcome.refused)
+        kept = None if given_up else transaction
+        self.ledger.post(self._entry(destination, done=given_up, kept=kept, error=outcome.reason))
+        assert destination.retry_at is not None
+        fields = {
+            "destination": destination.name,
+            "transaction": transaction.id,
+            "reason": outcome.reason,
+            "failures": destination.failures,
+            "retry_in": round(destination.retry_at - now, 3),
+        }
+        if given_up:
+            log.error("transaction_given_up", facts=len(transaction.pdus), updates=len(transaction.edus), **fields)
+        elif destination.catching_up and not was_catching_up:
+            log.warning("catch_up_begins", **fields)
+        elif destination.failures == 1:
+            log.info("delivery_failed", **fields)
+        else:
+            log.debug("delivery_failed", **fields)
+
+    async def _load(self, destination: Destination) -> None:
+        catching_up = destination.catching_up
+        wanted = destination.load()
+        await self.ledger.settle(destination.name)
+        terms = self._terms
+        pages = 1 if catching_up else _PAGES
+        page = await self._store.page(
+            destination.name,
+            wanted,
+            pdus=pages * terms.pdus,
+            pdu_bytes=pages * terms.transaction_bytes,
+            edus=terms.edus,
+        )
+        if catching_up and terms.supersede and self._latest is not None and page.pdus:
+            try:
+                page = await stand_in(page, destination.name, self._latest, terms.pdus)
+            except ReplicadError as error:  # a courtesy: without it the destination gets what was meant for it
+                log.warning("latest_facts_unknown", destination=destination.name, error=str(error))
+        destination.loaded(page, wanted)
+
+    def _entry(
+        self,
+        destination: Destination,
+        *,
+        done: Transaction | None = None,
+        kept: Transaction | None = None,
+        error: str | None = None,
+    ) -> Entry:
+        """How it stands. `kept` is a transaction to be repeated that the destination no longer has in memory."""
+        retry_at = destination.retry_at
+        return Entry(
+            name=destination.name,
+            success=destination.success,
+            serial=destination.serial,
+            transaction=destination.transaction or kept,
+            failures=destination.failures,
+            retry_in=None if retry_at is None else max(0.0, retry_at - self._now()),
+            catching_up=destination.catching_up,
+            error=error,
+            done_edus=done.edu_numbers if done is not None else (),
+        )

@@ -1,0 +1,308 @@
+"""From the feed into Postgres, and only then into the queues and back to the daemon as FEDERATION_ACK.
+
+Rows are taken as they come, routed, and recorded for every destination concerned, as many as there are in one
+transaction. What is delivered when is the engine's business. A row that cannot be routed stops the intake there, or
+is skipped, as the settings say; deliveries go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import structlog
+import trio
+
+from replicad.client.backoff import Backoff
+from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
+from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, StreamRefused
+from replicad.protocol.commands import RemoteServerUp
+from replicad.sender.engine import Engine
+from replicad.sender.feed import Feed, Told
+from replicad.sender.items import Edu, Order, Pdu
+from replicad.sender.routing import Router, SourceRow, Update, body_text
+from replicad.sender.store import Recording, Store
+
+AHEAD = 256  # events that are read ahead of being recorded; beyond it the daemon's socket is left to fill up
+ROWS = 1000  # routed and recorded together: enough to make a commit's cost small beside theirs
+PAIRS = 50_000  # facts times destinations, likewise; a single fact may go beyond it
+STRANGE_NAMES = 1000  # names that are logged before we fall silent
+IDLE_TOKEN = 1.0  # seconds after which a position without rows is written down too
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class Restart(Exception):
+    """What was followed is not what it was: begin again from what Postgres says."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeStatistics:
+    """Counts since the session began."""
+
+    rows: int
+    skipped: int
+    refused_names: int
+
+
+class Intake:
+    """See the module. `mine` says which destinations this sender serves, `accepts` which names can be one's at all."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        engine: Engine,
+        router: Router,
+        facts: str,
+        sender: str,
+        mine: Callable[[str], bool],
+        accepts: Callable[[str], bool],
+        skip_bad_rows: bool = False,
+        connected: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`connected` is called whenever the feed has a connection."""
+        self._store = store
+        self._engine = engine
+        self._router = router
+        self._facts = facts
+        self._sender = sender
+        self._mine = mine
+        self._accepts = accepts
+        self._skip_bad_rows = skip_bad_rows
+        self._connected = connected
+        self._recorded: dict[str, int | None] = {}
+        self._told: dict[str, int] = {}  # positions without rows that are not written down yet
+        self._moves: MutableMapping[str, str] = {}  # streams whose first position is where to go on
+        self._acknowledged: dict[str, int] = {}
+        self._strange: set[str] = set()  # names that were logged because they can be no destination's
+        self._rows = self._skipped = self._refused_names = 0
+
+    def statistics(self) -> IntakeStatistics:
+        """A frozen copy of the counters."""
+        return IntakeStatistics(self._rows, self._skipped, self._refused_names)
+
+    async def run(
+        self, feed: Feed, recorded: Mapping[str, int | None], moves: MutableMapping[str, str] | None = None
+    ) -> None:
+        """Take in until cancelled. `recorded`: up to which token each stream is, None where nothing was recorded yet.
+
+        Streams in `moves` go on where their first position is, whatever was recorded, and are then removed from it.
+
+        Raises:
+            Restart: a stream was reset or went back; the store is in order again.
+            ReplicadError: from the feed or from Postgres.
+        """
+        self._recorded = dict(recorded)
+        self._moves = moves if moves is not None else {}
+        write, read = trio.open_memory_channel[Told](AHEAD)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._pump, feed, write)
+            while True:
+                events: list[Told] = []
+                with trio.move_on_after(IDLE_TOKEN if self._told else math.inf):
+                    events.append(await read.receive())
+                if not events:
+                    await self._write_positions(feed)
+                while events and len(events) < ROWS:
+                    try:
+                        events.append(read.receive_nowait())
+                    except trio.WouldBlock:
+                        break
+                await self._take(feed, events)
+
+    async def _pump(self, feed: Feed, write: trio.MemorySendChannel[Told]) -> None:
+        async for event in feed.follow():
+            if isinstance(event, RemoteServerUp):
+                self._engine.wake(event.server_name)  # at once, whatever the rows wait for
+            else:
+                await write.send(event)
+
+    async def _take(self, feed: Feed, events: Sequence[Told]) -> None:
+        """Work events off in their order, rows of one stream that follow each other together."""
+        batches: list[RowBatch] = []
+        for event in events:
+            if batches and not (isinstance(event, RowBatch) and event.stream == batches[0].stream):
+                await self._take_rows(feed, batches)
+                batches = []
+            if isinstance(event, RowBatch):
+                batches.append(event)
+            else:
+                await self._take_other(feed, event)
+        if batches:
+            await self._take_rows(feed, batches)
+
+    async def _take_other(self, feed: Feed, event: Told) -> None:
+        match event:
+            case PositionMoved():
+                await self._position(event)
+            case Reset():
+                if event.token is not None:
+                    await self._rewind(event.stream, event.token)
+                log.warning("stream_reset", stream=event.stream, reason=event.reason)
+                raise Restart
+            case Connected():
+                log.info("daemon_connected", server=event.server_name)
+                self._connected()
+                self._acknowledged.clear()
+                self._acknowledge(feed)
+            case Disconnected():
+                log.warning("daemon_lost", error=str(event.error), retry_in=round(event.retry_in, 3))
+            case StreamStopped():
+                log.warning(
+                    "stream_stopped", stream=event.stream, error=str(event.error), retry_in=round(event.retry_in, 3)
+                )
+            case _:
+                pass
+
+    async def _position(self, event: PositionMoved) -> None:
+        known = self._recorded.get(event.stream)
+        moving = self._moves.pop(event.stream, None) is not None
+        if known is not None and not moving:
+            self._told[event.stream] = event.token
+            return
+        if known is None:
+            await self._store.begin(event.stream, event.token)
+        elif event.token >= known:
+            await self._store.record(event.stream, event.token, Recording())
+        else:
+            await self._rewind(event.stream, event.token)
+            raise Restart
+        self._recorded[event.stream] = event.token
+
+    async def _rewind(self, stream: str, token: int) -> None:
+        names = list(self._engine) if stream == self._facts else []
+        forgotten = await self._store.rewind(stream, token, names)
+        log.warning("stream_rewound", stream=stream, position=token, facts_forgotten=forgotten)
+
+    async def _take_rows(self, feed: Feed, batches: Sequence[RowBatch]) -> None:
+        stream, upto = batches[0].stream, batches[-1].token
+        if batches[0].token <= 0:
+            raise StreamRefused(f"stream {stream} has ids that are not above 0, such as {batches[0].token}")
+        rows = [SourceRow(batch.token, part, text) for batch in batches for part, text in enumerate(batch.rows)]
+        if stream == self._facts:
+            await self._route(rows, upto, self._route_facts, self._record_facts)
+        else:
+            route = partial(self._route_updates, stream)
+            await self._route(rows, upto, route, partial(self._record_updates, stream))
+        self._rows += len(rows)
+        self._recorded[stream] = upto
+        self._told.pop(stream, None)
+        self._acknowledge(feed)
+
+    async def _write_positions(self, feed: Feed) -> None:
+        for stream, token in self._told.items():
+            if token > (self._recorded.get(stream) or 0):
+                await self._store.record(stream, token, Recording())
+                self._recorded[stream] = token
+        self._told.clear()
+        self._acknowledge(feed)
+
+    def _acknowledge(self, feed: Feed) -> None:
+        """Say up to where all is recorded; said again after a loss of the connection."""
+        for stream, token in self._recorded.items():
+            if token is not None and token != self._acknowledged.get(stream):
+                feed.acknowledge(self._sender, stream, token)
+                self._acknowledged[stream] = token
+
+    # --- routing ---
+
+    async def _route(
+        self,
+        rows: Sequence[SourceRow],
+        upto: int,
+        route: Callable[[Sequence[SourceRow]], Awaitable[T]],
+        record: Callable[[int, T], Awaitable[None]],
+    ) -> None:
+        """Route rows and record them, and with that the stream up to `upto`. A bad row holds up none before it."""
+        backoff = Backoff(first=1.0, cap=60.0)
+        while True:
+            pause = backoff.next_delay()
+            try:
+                routed = await route(rows)
+                break
+            except RouteFailed as error:
+                if len(rows) > 1:
+                    half = len(rows) // 2  # tokens ascend: all below the half's last one are done when the half is
+                    await self._route(rows[:half], rows[half - 1].token - 1, route, record)
+                    await self._route(rows[half:], upto, route, record)
+                    return
+                if self._skip_bad_rows:
+                    log.warning("row_skipped", token=rows[0].token, error=str(error))
+                    self._skipped += 1
+                    routed = await route([])
+                    break
+                log.warning("row_not_routed", token=rows[0].token, error=str(error), retry_in=round(pause, 3))
+            except DatabaseUnavailable:
+                raise
+            except DatabaseError as error:
+                log.warning("routing_failed", token=rows[0].token, error=str(error), retry_in=round(pause, 3))
+            await trio.sleep(pause)
+        await record(upto, routed)
+
+    async def _route_facts(self, rows: Sequence[SourceRow]) -> list[tuple[Pdu, Sequence[str]]]:
+        found = await self._router.facts(rows)
+        return [
+            (Pdu(Order(row.token, row.part), fact.room, body_text(row, fact.body)), fact.destinations)
+            for row, fact in zip(rows, found, strict=True)
+            if fact is not None
+        ]
+
+    async def _route_updates(self, stream: str, rows: Sequence[SourceRow]) -> list[tuple[Update, str]]:
+        found = await self._router.updates(stream, rows)
+        return [
+            (update, body_text(row, update.body)) for row, update in zip(rows, found, strict=True) if update is not None
+        ]
+
+    # --- recording ---
+
+    async def _record_facts(self, upto: int, routed: Sequence[tuple[Pdu, Sequence[str]]]) -> None:
+        taken: list[tuple[Pdu, list[str]]] = []
+        recording = Recording()
+        for pdu, destinations in routed:
+            if len(recording.names) + len(destinations) > PAIRS and recording.names:
+                await self._flush(pdu.order.token - 1, recording, taken)
+                taken, recording = [], Recording()
+            names = [name for name in self._wanted(destinations) if not self._engine.has_had(name, pdu)]
+            if names:
+                recording.add(pdu, names)
+                recording.newcomers.extend(name for name in names if name not in self._engine)
+                taken.append((pdu, names))
+        await self._flush(upto, recording, taken)
+
+    async def _flush(self, upto: int, recording: Recording, taken: Sequence[tuple[Pdu, list[str]]]) -> None:
+        await self._store.record(self._facts, upto, recording)
+        for pdu, names in taken:
+            self._engine.accept(pdu, names)
+
+    async def _record_updates(self, stream: str, upto: int, routed: Sequence[tuple[Update, str]]) -> None:
+        kept: list[tuple[str, Edu]] = []
+        dropping: list[tuple[Edu, list[str]]] = []
+        for update, body in routed:
+            names = self._wanted(update.destinations)
+            edu = Edu(body, update.key)
+            if update.droppable:
+                dropping.append((edu, names))
+            else:
+                kept.extend((name, edu) for name in names)
+        await self._store.record_edus(stream, upto, kept)
+        self._engine.expect_edus(dict.fromkeys(name for name, _ in kept))
+        for edu, names in dropping:
+            self._engine.accept_edu(edu, names)
+
+    def _wanted(self, destinations: Iterable[str]) -> list[str]:
+        return [name for name in destinations if name in self._engine or (self._mine(name) and self._can_be(name))]
+
+    def _can_be(self, name: str) -> bool:
+        if self._accepts(name):
+            return True
+        self._refused_names += 1
+        if name not in self._strange and len(self._strange) < STRANGE_NAMES:
+            self._strange.add(name)
+            log.warning("destination_refused", destination=name[:200])
+        return False

@@ -1,0 +1,242 @@
+"""The sender put together: Postgres, the daemon's feed, the engine, and a new beginning whenever one of them is lost.
+
+A session lasts as long as its connection to Postgres. After one, memory is worth nothing: the next begins with what
+the store says. Where several senders share the destinations, each has its own by name (`sharding`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import structlog
+import trio
+
+from replicad.client.backoff import Backoff
+from replicad.errors import (
+    FederationError,
+    NotAuthorised,
+    ReplicadError,
+    SchemaTooNew,
+    StreamError,
+    StreamRestarted,
+    TokenAhead,
+    TokenExpired,
+    UsageError,
+    WrongServer,
+)
+from replicad.postgres import schema as schemas
+from replicad.postgres.bridge import Database, open_database
+from replicad.sender.catchup import SqlLatest
+from replicad.sender.engine import Engine, EngineStatistics
+from replicad.sender.feed import EARLIEST, NOW, OpenFeed
+from replicad.sender.intake import Intake, IntakeStatistics, Restart
+from replicad.sender.routing import FixedRouter, FunctionRouter, Router, SqlRouter, check_query, load_function
+from replicad.sender.settings import Routing, SenderSettings
+from replicad.sender.sharding import ownership
+from replicad.sender.store import Store, open_store
+from replicad.sender.transport import open_transport
+
+CONNECTIONS = 6  # one keeps the name and writes, the others read for destinations that catch up
+NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
+STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
+_FATAL = (UsageError, NotAuthorised, WrongServer, SchemaTooNew, StreamError, FederationError)
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStatistics:
+    """A moment of a sender; None where it has no session."""
+
+    engine: EngineStatistics | None
+    intake: IntakeStatistics | None
+
+
+class Sender:
+    """A sender on the database at `url`, its tables in `schema`. `run` once.
+
+    `moves` are streams that go on elsewhere than where they were recorded up to: a token, NOW or EARLIEST. What lies
+    behind the new place is delivered, even if it was before.
+    """
+
+    def __init__(
+        self,
+        settings: SenderSettings,
+        *,
+        url: str,
+        schema: str,
+        open_feed: OpenFeed,
+        moves: Mapping[str, str] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._url = url
+        self._schema = schema
+        self._open_feed = open_feed
+        self._moves = dict(moves or {})
+        self._mine = lru_cache(NAMES_CACHED)(ownership(settings.sender_name, settings.senders))
+        self._engine: Engine | None = None
+        self._intake: Intake | None = None
+        self._task_status: trio.TaskStatus[None] | None = None
+        self._scope = trio.CancelScope()
+        self.stopping = False
+        unknown = self._moves.keys() - set(settings.streams)
+        if unknown:
+            raise UsageError(f"--from names {', '.join(sorted(unknown))}, which is none of the streams that are sent")
+
+    def statistics(self) -> SenderStatistics:
+        """Frozen copies of the counters of the present session."""
+        return SenderStatistics(
+            self._engine.statistics() if self._engine is not None else None,
+            self._intake.statistics() if self._intake is not None else None,
+        )
+
+    def stop(self) -> None:
+        """Take nothing more in, let what is under way end within the grace of the settings; `run` then returns."""
+        self.stopping = True
+        self._scope.cancel()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Deliver until `stop` or cancelled; started as soon as the daemon has been reached.
+
+        Raises:
+            ReplicadError: it could not start, or trying again does not help.
+        """
+        self._task_status = task_status
+        backoff = Backoff(first=0.5, cap=30.0)
+        while not self.stopping:
+            began = trio.current_time()
+            try:
+                await self._session()
+            except (ReplicadError, Restart, BaseExceptionGroup) as error:
+                self._engine = self._intake = None
+                causes = self._causes(error)
+                if trio.current_time() - began > STABLE:
+                    backoff.reset()
+                pause = backoff.next_delay()
+                log.warning("session_ended", error="; ".join(causes) or "reset", retry_in=round(pause, 3))
+                with self._until_stop():
+                    await trio.sleep(pause)
+
+    def _causes(self, error: BaseException) -> list[str]:
+        """What ended a session, in words; raises what should end the sender."""
+        leaves = list(_leaves(error))
+        if not all(isinstance(leaf, ReplicadError | Restart) for leaf in leaves):
+            raise error
+        causes = [leaf for leaf in leaves if isinstance(leaf, ReplicadError)]
+        for cause in causes:
+            if isinstance(cause, TokenAhead | TokenExpired):
+                raise StreamRestarted(
+                    f"{cause}. Start the sender once with --from to say where to go on: a token, now or earliest"
+                ) from cause
+            if isinstance(cause, _FATAL) or self._task_status is not None:
+                raise cause
+        return [str(cause) for cause in causes]
+
+    async def _session(self) -> None:
+        settings = self._settings
+        async with (
+            open_database(
+                self._url, size=CONNECTIONS, application_name=f"replicad sender {settings.sender_name}"
+            ) as db,
+            open_transport(settings.delivery) as transport,
+        ):
+            present = await schemas.require(db, "federation", self._schema)  # the daemon installs it
+            remark = schemas.remark(present, "federation", self._schema)
+            if remark is not None:
+                log.warning("schema_other", part="federation", schema=self._schema, reason=remark)
+            async with open_store(db, self._schema, settings.sender_name, settings.senders, settings.streams) as store:
+                bounds, delivery = settings.bounds, settings.delivery
+                router, latest = await _open_routing(db, settings.routing, settings.facts)
+                engine = Engine(
+                    store,
+                    transport,
+                    bounds.terms(),
+                    memory=bounds.memory,
+                    workers=delivery.concurrency,
+                    probers=delivery.probes,
+                    latest=latest,
+                    now_ms=lambda: time.time_ns() // 1_000_000,
+                )
+                async for name, standing in store.standings(self._mine):
+                    engine.meet(name, standing)
+                intake = Intake(
+                    store=store,
+                    engine=engine,
+                    router=router,
+                    facts=settings.facts,
+                    sender=settings.sender_name,
+                    mine=self._mine,
+                    accepts=transport.accepts,
+                    skip_bad_rows=settings.routing.bad_row == "skip",
+                    connected=self._connected,
+                )
+                self._engine, self._intake = engine, intake
+                await self._work(store, engine, intake)
+
+    async def _work(self, store: Store, engine: Engine, intake: Intake) -> None:
+        recorded = await store.tokens()
+        tokens = {
+            stream: self._moves.get(stream) or _token(recorded[stream], self._settings.start)
+            for stream in self._settings.streams
+        }
+        async with self._open_feed(tokens) as feed, trio.open_nursery() as services:
+            services.start_soon(self._keep_house, store, engine)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.run)
+                with self._until_stop():
+                    await intake.run(feed, recorded, self._moves)
+                engine.close()
+                nursery.cancel_scope.deadline = trio.current_time() + self._settings.sender_grace
+            services.cancel_scope.cancel()
+
+    async def _keep_house(self, store: Store, engine: Engine) -> None:
+        while True:
+            await trio.sleep(self._settings.bounds.sweep_interval)
+            await engine.collapse()
+            removed = await store.sweep(self._settings.facts)
+            log.info("sender_statistics", removed_facts=removed, **asdict(engine.statistics()))
+
+    def _connected(self) -> None:
+        if self._task_status is not None:
+            self._task_status.started()
+            self._task_status = None
+
+    @contextmanager
+    def _until_stop(self) -> Iterator[None]:
+        with trio.CancelScope() as self._scope:
+            if self.stopping:
+                self._scope.cancel()
+            yield
+
+
+async def _open_routing(db: Database, routing: Routing, facts: str) -> tuple[Router, SqlLatest | None]:
+    """What the settings say about routing, checked. Raises UsageError."""
+    latest = None
+    if routing.latest_sql is not None:
+        await check_query(db, "--latest-sql", routing.latest_sql, "room::text, pdu::text", "", [])
+        latest = SqlLatest(db, routing.latest_sql)
+    if routing.route is not None:
+        return FunctionRouter(load_function(routing.route), facts), latest
+    if routing.destinations:
+        return FixedRouter(routing.destinations), latest
+    router = SqlRouter(db, routing.route_sql, routing.update_route_sql)
+    await router.check()
+    return router, latest
+
+
+def _token(recorded: int | None, start: str) -> str:
+    if recorded is not None:
+        return str(recorded)
+    return EARLIEST if start == "earliest" else NOW
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,286 @@
+"""What can be set about a sender: defaults, ranges, reasons. Where the daemon and Postgres are is said elsewhere."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicad.config.declaring import check_ranges, path, plain, seconds, setting, size, text_of, whole_number
+from replicad.errors import UsageError
+from replicad.sender.backoff import Backoff
+from replicad.sender.destination import Terms
+from replicad.sender.items import MAX_EDUS, MAX_PDUS
+
+MATRIX = "matrix"
+WEBHOOK = "webhook"
+URLS = {MATRIX: "https://{destination}/_matrix/federation/v1/send/{transaction}", WEBHOOK: "{destination}"}
+
+_DAY = 86400.0
+_NAME = r"[!-+\--~]{1,200}"  # printable ASCII without the comma; it stands on a line of the protocol
+_MODULE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(re.split(r"[,\s]+", text.strip(", \t\r\n")))
+    if not all(re.fullmatch(r"[!-+\--~]{1,1024}", name) for name in names):
+        raise ValueError("give names separated by commas or blanks")
+    return names
+
+
+def _sql(text: str) -> str:
+    if not text.strip():
+        raise ValueError("give a query")
+    return text
+
+
+def _count(default: int, text: str, low: int, high: int) -> int:
+    return setting(default, text, "N", whole_number, minimum=low, maximum=high)
+
+
+def _time(default: float, text: str, low: float, high: float = 30 * _DAY) -> float:
+    return setting(default, text, "SECONDS", seconds, minimum=low, maximum=high, unit="seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where rows go. At most one of `destinations`, `route` and the queries; without any, rows say it themselves."""
+
+    destinations: tuple[str, ...] = setting((), "Every row goes to these destinations.", "NAMES", _names)
+    route: str | None = setting(
+        None,
+        "Function of (stream, token, row) that returns a Fact, an Update or None.",
+        "MODULE:NAME",
+        text_of(_MODULE, "give a module and a function in it, such as app.federation:route"),
+    )
+    route_sql: str | None = setting(
+        None,
+        "Query that routes facts: $1 bigint[] tokens, $2 jsonb[] rows; returns n, destinations, room, pdu.",
+        "SQL",
+        _sql,
+    )
+    update_route_sql: str | None = setting(
+        None,
+        "Query that routes updates: $1 bigint[] tokens, $2 jsonb[] rows; returns n, destinations, edu, key, droppable.",
+        "SQL",
+        _sql,
+    )
+    latest_sql: str | None = setting(
+        None,
+        "Query for catch-up: $1 text destination, $2 text[] rooms; returns room, pdu: a room's latest facts, where the "
+        "destination may have them. Without it, the latest fact that was meant for the destination.",
+        "SQL",
+        _sql,
+    )
+    bad_row: str = setting(
+        "stop",
+        "What to do with a row that cannot be routed: stop there until somebody helps, or skip it and log that.",
+        "stop|skip",
+        text_of("stop|skip", "give stop or skip"),
+    )
+
+    def __post_init__(self) -> None:
+        given = {
+            "--destinations": self.destinations,
+            "--route": self.route,
+            "--route-sql": self.route_sql or self.update_route_sql,
+        }
+        said = [name for name, value in given.items() if value]
+        if len(said) > 1:
+            raise UsageError(f"{' and '.join(said)} are given; give one of them")
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How requests look, and what destinations are allowed."""
+
+    form: str = setting(
+        MATRIX,
+        "matrix: PUT in the form of Matrix federation. webhook: POST of JSON, the destination being a URL.",
+        f"{MATRIX}|{WEBHOOK}",
+        text_of(f"{MATRIX}|{WEBHOOK}", f"give {MATRIX} or {WEBHOOK}"),
+    )
+    url: str = setting(
+        "",
+        "Where to send, with {destination} and {transaction} in it. Default: as the form says.",
+        "TEMPLATE",
+        text_of(r"[!-~]{1,1024}", "give a URL without blanks"),
+    )
+    origin: str = setting(
+        "", "Name of this server in the matrix form; it is never sent anything.", "NAME", text_of(_NAME, "give a name")
+    )
+    sign: str = setting(
+        "none",
+        "hmac signs every request with the secret, bearer sends it as a bearer token.",
+        "none|hmac|bearer",
+        text_of("none|hmac|bearer", "give none, hmac or bearer"),
+    )
+    federation_secret: str | None = setting(
+        None,
+        "Secret to sign with.",
+        "SECRET",
+        text_of(r"[!-~]{8,1024}", "give 8 to 1024 printable characters without blanks"),
+        secret=True,
+    )
+    destination_ca: Path | None = setting(
+        None, "Certificate authorities (PEM) to trust in destinations. Default: the system's.", "FILE", path
+    )
+    destination_timeout: float = _time(  # a dead host answers nothing; a live one answers in tenths
+        10.0, "A connection to a destination must be made within this time.", 0.01
+    )
+    request_timeout: float = _time(  # a transaction of 50 facts can be a minute's work for a small server
+        60.0, "A destination must have answered a request within this time.", 0.01
+    )
+    concurrency: int = _count(  # each may have a connection open
+        128, "Requests at the same time to destinations that answered last time.", 1, 10_000
+    )
+    probes: int = _count(  # what is dead costs a time-out each, and must not cost the others anything
+        64, "Requests at the same time, besides, to destinations that did not, or are new.", 1, 10_000
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if not self.url:
+            object.__setattr__(self, "url", URLS[self.form])
+        unknown = set(re.findall(r"{([^{}]*)}", self.url)) - {"destination", "transaction"}
+        if unknown or "{destination}" not in self.url:
+            raise UsageError(
+                f"--url {self.url} needs {{destination}}, may have {{transaction}}, and nothing else in braces"
+            )
+        if not re.match(r"https?://|{destination}", self.url):
+            raise UsageError(f"--url {self.url} begins with neither http:// nor https://")
+        if self.form == MATRIX and not self.origin:
+            raise UsageError(
+                "--form matrix needs --origin, the name of this server; for plain webhooks: --form webhook"
+            )
+        if (self.sign == "none") != (self.federation_secret is None):
+            raise UsageError(
+                "--sign hmac and bearer need a secret, and a secret needs one of them: federation_secret in the "
+                "file, or REPLICAD_FEDERATION_SECRET"
+            )
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """What connections to destinations trust.
+
+        Raises:
+            UsageError: the file cannot be read or holds no certificate.
+        """
+        try:
+            return ssl.create_default_context(cafile=self.destination_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(f"--destination-ca {self.destination_ca} cannot be used: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of queues, transactions and back-off."""
+
+    pdus: int = _count(MAX_PDUS, "Facts in a transaction.", 1, MAX_PDUS)
+    edus: int = _count(MAX_EDUS, "Updates in a transaction.", 1, MAX_EDUS)
+    transaction_bytes: int = setting(
+        4 << 20,
+        "Facts and updates in a transaction, unless one alone is larger.",
+        "BYTES",
+        size,
+        minimum=1024,
+        maximum=1 << 30,
+        unit="bytes",
+    )
+    queue: int = _count(  # ten transactions: a busy destination seldom needs Postgres
+        500, "Facts of one destination in memory; what is beyond is read from Postgres.", 1, 1_000_000
+    )
+    update_queue: int = _count(  # two transactions
+        200, "Droppable updates of one destination in memory; beyond it the oldest are dropped.", 1, 1_000_000
+    )
+    memory: int = setting(
+        256 << 20,
+        "Facts and updates in memory, of all destinations together.",
+        "BYTES",
+        size,
+        minimum=1 << 20,
+        maximum=1 << 40,
+        unit="bytes",
+    )
+    retry_first: float = _time(
+        5.0, "Pause after the first failure of a destination; each is twice the one before.", 0.01
+    )
+    retry_max: float = _time(  # four looks a day at somebody who may be gone for good
+        6 * 3600.0, "The longest pause.", 0.01
+    )
+    catch_up_after: float = _time(
+        3600.0, "A destination whose pause is longer than this is caught up with: see --catch-up.", 0.0
+    )
+    catch_up: str = setting(
+        "latest",
+        "What is still delivered of a room after that: its latest facts only, or every one.",
+        "latest|every",
+        text_of("latest|every", "give latest or every"),
+    )
+    sweep_interval: float = _time(60.0, "What was delivered to all is removed from Postgres this often.", 0.1, _DAY)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.retry_first > self.retry_max:
+            raise UsageError(
+                f"--retry-first {plain(self.retry_first)} is above --retry-max {plain(self.retry_max)}; lower the one "
+                "or raise the other"
+            )
+
+    def terms(self) -> Terms:
+        """The bounds of one destination."""
+        return Terms(
+            pdus=self.pdus,
+            edus=self.edus,
+            transaction_bytes=self.transaction_bytes,
+            queue_pdus=self.queue,
+            queue_edus=self.update_queue,
+            catch_up_after=self.catch_up_after,
+            supersede=self.catch_up == "latest",
+            backoff=Backoff(self.retry_first, self.retry_max),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSettings:
+    """All of a sender but where the daemon and Postgres are. `senders` empty: this one is alone.
+
+    Raises:
+        UsageError: something is missing, out of range, or contradicts something else.
+    """
+
+    facts: str = setting("", "Stream of facts to deliver.", "STREAM", text_of(_NAME, "give the name of a stream"))
+    updates: tuple[str, ...] = setting((), "Streams of updates to deliver.", "STREAMS", _names)
+    sender_name: str = setting("sender", "Name of this sender.", "NAME", text_of(_NAME, "give a name without blanks"))
+    senders: tuple[str, ...] = setting(
+        (), "All senders, this one too; they share the destinations. Default: this one alone.", "NAMES", _names
+    )
+    start: str = setting(
+        "now",
+        "Where to begin with a stream of which nothing was recorded yet.",
+        "now|earliest",
+        text_of("now|earliest", "give now or earliest"),
+    )
+    sender_grace: float = _time(5.0, "On SIGTERM or SIGINT requests under way get this time to end.", 0.0, 600)
+    routing: Routing = Routing()
+    delivery: Delivery = Delivery(form=WEBHOOK)  # a default that needs no --origin; reading settings makes its own
+    bounds: Bounds = Bounds()
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if not self.facts and not self.updates:
+            raise UsageError("--facts names no stream: there is nothing to deliver; `replicad streams list` shows them")
+        if not self.senders:
+            object.__setattr__(self, "senders", (self.sender_name,))
+        if self.sender_name not in self.senders:
+            raise UsageError(
+                f"--senders {','.join(self.senders)} does not name this sender, {self.sender_name}; see --sender-name"
+            )
+        streams = self.streams
+        if len(set(self.senders)) < len(self.senders) or len(set(streams)) < len(streams):
+            raise UsageError("--senders, or --facts and --updates together, name something twice")
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """All streams that are followed."""
+        return (*((self.facts,) if self.facts else ()), *self.updates)

@@ -1,0 +1,243 @@
+"""What Postgres keeps of a sender: what each destination has, what it has yet to take, and what it is being sent.
+
+After a crash this is the truth. Every write goes through one connection, which also holds the lock on the sender's
+name: where it breaks, nothing more can be written, and whoever holds the lock next reads what is there. Knows no HTTP
+and decides nothing. The SQL stands in postgres/sql/federation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from replicad.errors import SenderRefused
+from replicad.postgres.bridge import Connection, Database, Row, load_sql, quote_ident
+from replicad.sender.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted, make_transaction
+
+PATIENCE = 10.0  # seconds for a predecessor's connection to end: Postgres may notice a killed process late
+LOOK = 0.1  # seconds between two tries meanwhile
+_STANDINGS = 2000  # destinations read at once when a sender starts
+_COLLAPSE = 200  # destinations whose facts are collapsed by one statement
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a destination stands, in the place of what was written before. `done_edus`: stored updates that it took."""
+
+    name: str
+    success: Order
+    serial: int
+    transaction: Transaction | None = None
+    failures: int = 0
+    retry_in: float | None = None
+    catching_up: bool = False
+    error: str | None = None
+    done_edus: tuple[int, ...] = ()
+
+    def columns(self) -> dict[str, Any]:
+        """The entry as federation_write() takes it."""
+        columns: dict[str, Any] = {
+            "name": self.name,
+            "token": self.success.token,
+            "part": self.success.part,
+            "serial": self.serial,
+            "failures": self.failures,
+            "retry_in": self.retry_in,
+            "catching_up": self.catching_up,
+            "last_error": self.error,
+            "done_edus": self.done_edus,
+        }
+        made = self.transaction
+        if made is not None:
+            columns.update(
+                txn_id=made.id,
+                txn_ts=made.ts,
+                txn_token=made.upto.token,
+                txn_part=made.upto.part,
+                txn_edus=made.edus,
+                txn_edu_ids=made.edu_numbers,
+                txn_pdus=made.pdus if made.substituted else None,
+            )
+        return columns
+
+
+@dataclass(slots=True)
+class Recording:
+    """Facts with their destinations, to be recorded in one go. `newcomers`: destinations that may have no row yet."""
+
+    pdus: list[Pdu] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    newcomers: list[str] = field(default_factory=list)
+
+    def add(self, pdu: Pdu, destinations: Sequence[str]) -> None:
+        """One fact more."""
+        self.pdus.append(pdu)
+        self.numbers.extend([len(self.pdus)] * len(destinations))
+        self.names.extend(destinations)
+
+
+class Store:
+    """The tables of one sender. Made by `open_store`; its methods raise DatabaseError and what is below it."""
+
+    def __init__(self, db: Database, keeper: Connection, schema: str, sender: str) -> None:
+        self._db = db
+        self._keeper = keeper
+        self._writing = trio.Lock()
+        self._prefix = f"{quote_ident(schema)}.federation_"
+        self._sender = sender
+
+    async def tokens(self) -> dict[str, int | None]:
+        """Up to which token each stream was recorded; None where nothing was yet."""
+        rows = await self._db.fetch(f"SELECT stream, token FROM {self._prefix}sender WHERE name = $1", self._sender)
+        return {row["stream"]: row["token"] for row in rows}
+
+    async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
+        """Every destination that was ever written to and is `mine`, by name."""
+        after: str | None = None
+        while True:
+            rows = await self._db.fetch(f"SELECT * FROM {self._prefix}standing($1, $2)", after, _STANDINGS)
+            for row in rows:
+                if mine(row["name"]):
+                    yield row["name"], _standing(row)
+            if len(rows) < _STANDINGS:
+                return
+            after = rows[-1]["name"]
+
+    async def begin(self, stream: str, token: int) -> None:
+        """Note where all senders begin with a stream of which nothing was recorded yet."""
+        await self._write("SELECT {}begin($1, $2)", stream, token)
+
+    async def record(self, stream: str, upto: int, recording: Recording) -> None:
+        """Record facts for their destinations, and with that the stream up to a token. All of it or nothing."""
+        pdus = recording.pdus
+        await self._write(
+            "SELECT {}record($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+            self._sender,
+            stream,
+            upto,
+            [pdu.order.token for pdu in pdus],
+            [pdu.order.part for pdu in pdus],
+            [pdu.room for pdu in pdus],
+            [pdu.body for pdu in pdus],
+            recording.numbers,
+            recording.names,
+            recording.newcomers,
+        )
+
+    async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> None:
+        """Record updates that may not be dropped, each for a destination, and with that the stream up to a token."""
+        await self._write(
+            "SELECT {}record_edus($1, $2, $3, $4, $5, $6)",
+            self._sender,
+            stream,
+            upto,
+            [name for name, _ in edus],
+            [edu.key for _, edu in edus],
+            [edu.body for _, edu in edus],
+        )
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        """Write down how destinations stand; what they have taken is removed. All of it or nothing."""
+        await self._write("SELECT {}write($1)", json.dumps([entry.columns() for entry in entries]))
+
+    async def collapse(self, names: Sequence[str]) -> int:
+        """Leave only the latest fact of each room to these destinations; returns how many are no longer wanted."""
+        gone = 0
+        for start in range(0, len(names), _COLLAPSE):
+            gone += await self._write("SELECT {}collapse($1)", list(names[start : start + _COLLAPSE]))
+        return gone
+
+    async def sweep(self, stream: str) -> int:
+        """Remove facts that nobody has yet to take; returns how many."""
+        removed: int = await self._write("SELECT {}sweep($1)", stream)
+        return removed
+
+    async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
+        """Go on behind `token` for these destinations; returns how many outstanding facts were forgotten."""
+        forgotten: int = await self._write("SELECT {}rewind($1, $2, $3, $4)", self._sender, stream, token, list(names))
+        return forgotten
+
+    async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
+        """What it has yet to take: a transaction to repeat, or the oldest facts and updates, at most so many."""
+        if wanted.collapse:
+            await self.collapse([name])
+        if wanted.transaction:
+            row = await self._db.fetch_row(f"SELECT * FROM {self._prefix}transaction($1)", name)
+            if row is not None:
+                return Page(transaction=_transaction(name, row))
+        facts: list[Row] = []
+        updates: list[Row] = []
+        if wanted.pdus:
+            facts = await self._db.fetch(f"SELECT * FROM {self._prefix}facts($1, $2, $3)", name, pdus, pdu_bytes)
+        if wanted.edus:
+            updates = await self._db.fetch(f"SELECT * FROM {self._prefix}edus($1, $2)", name, edus)
+        return Page(
+            pdus=tuple(Pdu(Order(row["token"], row["part"]), row["room"], row["body"]) for row in facts),
+            edus=tuple(Edu(row["body"], number=row["id"]) for row in updates[:edus]),
+            more_pdus=bool(facts) and facts[-1]["more"],
+            more_edus=len(updates) > edus,
+        )
+
+    async def _write(self, sql: str, *args: object) -> Any:
+        async with self._writing:
+            return await self._keeper.fetch_value(sql.format(self._prefix), *args)
+
+
+@asynccontextmanager
+async def open_store(
+    db: Database, schema: str, sender: str, senders: Sequence[str], streams: Sequence[str]
+) -> AsyncIterator[Store]:
+    """The store of `sender`, one of `senders`, held until the block ends: no other process runs under that name.
+
+    Raises:
+        SenderRefused: one does, or the senders that run do not agree on who they are.
+    """
+    async with db.connection() as keeper:
+        await keeper.execute(load_sql("federation_keepalive"))
+        refused = None
+        with trio.move_on_after(PATIENCE):
+            while True:
+                refused = await keeper.fetch_value(
+                    f"SELECT {quote_ident(schema)}.federation_enlist($1, $2, $3)",
+                    sender,
+                    sorted(senders),
+                    list(streams),
+                )
+                if refused is None:
+                    break
+                await trio.sleep(LOOK)
+        if refused is not None:
+            raise SenderRefused(
+                f"{refused}; stop it first, or give this one a name of its own (--sender-name, --senders)"
+            )
+        yield Store(db, keeper, schema, sender)
+
+
+def _standing(row: Row) -> Standing:
+    return Standing(
+        success=Order(row["token"], row["part"]),
+        serial=row["serial"],
+        failures=row["failures"],
+        retry_in=None if row["retry_in"] is None else max(0.0, row["retry_in"]),
+        catching_up=row["catching_up"],
+        outstanding=row["outstanding"],
+    )
+
+
+def _transaction(name: str, row: Mapping[str, Any]) -> Transaction:
+    return make_transaction(
+        name,
+        serial=row["serial"],
+        ts=row["ts"],
+        upto=Order(row["token"], row["part"]),
+        pdus=row["pdus"],
+        edus=row["edus"],
+        edu_numbers=row["edu_ids"],
+        substituted=row["substituted"],
+    )

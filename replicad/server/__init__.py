@@ -1,1 +1,0 @@
-"""The daemon: what it publishes, and whom it serves."""

@@ -1,0 +1,222 @@
+"""A writer that shares a stream's keys with others, for programs without async, on any DB-API connections to Postgres.
+
+A thread keeps the writer's share on a connection of its own; writes are made on connections of the caller's. What it
+all means is said in writer.py, and decided in keeper.py and holdings.py. Errors of the driver come through as they
+are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import structlog
+
+from replicad.postgres.literals import fill
+from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
+from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
+from replicad.sharding.planning import Slot
+from replicad.streams.queries import SCHEMA, statement
+from replicad.streams.rows import wire_instance
+from replicad.streams.writing.blocking_writer import DbApi
+
+log = structlog.get_logger(__name__)
+
+_NOT_OWNER: Final = "RS010"
+_RETRY: Final = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
+_GRACE: Final = 2.0  # seconds beyond LEAVE, for the last statements
+
+
+class BlockingShardedWriter:
+    """One of the writers that share a stream, for any number of threads. A context manager.
+
+    `connect` makes a connection; the keeper's own ones are made by it and closed. The other arguments are those of
+    `open_sharded_writer`. Entering waits until the writer has joined, and raises what `connect` raises, StreamRefused
+    or the driver's error where the stream's keys are not shared, and InstanceTaken.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], DbApi],
+        stream: str,
+        instance: str,
+        *,
+        address: str | None = None,
+        ttl: float = TTL,
+        schema: str = SCHEMA,
+    ) -> None:
+        self.stream = stream
+        self.instance = wire_instance(instance)
+        self._connect = connect
+        self._schema = schema
+        self._holdings = Holdings(stream, self.instance, ttl)
+        self._keeper = Keeper(self._holdings, address, ttl, time.monotonic)
+        self._turn = threading.Condition()  # guards holdings and keeper; notified whenever a wait may be over
+        self._called = threading.Event()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._keep, name=f"replicad writer {self.instance}", daemon=True)
+
+    def __enter__(self) -> BlockingShardedWriter:
+        self._thread.start()
+        with self._turn:
+            self._turn.wait_for(lambda: self._holdings.term is not None or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextmanager
+    def owning(self, connection: DbApi, key: str, *, wait: float = 0.0) -> Iterator[None]:
+        """The block is a transaction of the connection, in which this writer owns the key.
+
+        Committed at the end, rolled back on any exception. The connection must be between two transactions, and not in
+        autocommit mode; it is the caller's for other things before and afterwards, and one thread's at a time.
+
+        Raises:
+            NotOwner: the key is another writer's, which the error names, or still nobody's when the wait was over.
+        """
+        slot = self._begin(connection, key, time.monotonic() + wait)
+        try:
+            try:
+                yield
+            except BaseException:
+                with suppress(Exception):  # drivers differ in what they raise for a connection that is gone
+                    _roll_back(connection)
+                raise
+            connection.commit()
+            with self._turn:
+                self._holdings.counts["writes"] += 1
+        finally:
+            self._end(slot)
+
+    def owner(self, key: str) -> Owner | None:
+        """Whose the key was at the last look, a fraction of a second ago; None for nobody's. Asks nobody."""
+        with self._turn:
+            return self._holdings.owner(key)
+
+    def owns(self, key: str) -> bool:
+        """Whether this writer would try to write the key now. Asks nobody; `owning` is what makes sure."""
+        with self._turn:
+            return not self._closed and self._holdings.is_ready(key, time.monotonic())
+
+    def term(self, key: str) -> int | None:
+        """The term under which this writer has the key, or None; it stays while a transaction owns the key."""
+        with self._turn:
+            return self._holdings.term_of(key)
+
+    def statistics(self) -> WriterStatistics:
+        """Counts, as one frozen value."""
+        with self._turn:
+            return self._holdings.statistics()
+
+    def close(self) -> None:
+        """Give everything back, within a bound. Safe to repeat."""
+        with self._turn:
+            self._closed = True
+            self._keeper.leave()
+            self._turn.notify_all()
+        self._called.set()
+        if self._thread.ident is not None:
+            self._thread.join(LEAVE + _GRACE)
+
+    def _begin(self, connection: DbApi, key: str, deadline: float) -> Slot:
+        while True:
+            with self._turn:
+                slot = None
+                while slot is None:
+                    remaining = deadline - time.monotonic()
+                    slot = None if self._closed else self._holdings.begin(key, time.monotonic())
+                    if slot is not None:
+                        break
+                    if self._keeper.has_left or remaining <= 0 or not self._holdings.is_moving(key):
+                        raise self._holdings.refusal(key)
+                    self._turn.wait(remaining)
+            passed = False
+            try:
+                passed = self._pass_fence(connection, key, slot)
+            finally:
+                if not passed:
+                    self._end(slot)
+            if passed:
+                return slot
+
+    def _pass_fence(self, connection: DbApi, key: str, slot: Slot) -> bool:
+        try:
+            _run(connection, self._schema, Ask("ownership_owns", (self.stream, key, self.instance, slot.term)))
+        except Exception as error:
+            with suppress(Exception):  # as above
+                _roll_back(connection)
+            if _code(error) != _NOT_OWNER:
+                raise
+            with self._turn:
+                self._holdings.doubt(slot)
+            self._called.set()
+            return False
+        return True
+
+    def _end(self, slot: Slot) -> None:
+        with self._turn:
+            drained = self._holdings.end(slot)
+        if drained:
+            self._called.set()
+
+    def _keep(self) -> None:
+        """The thread: rounds of the keeper until it has left, on a new connection whenever one fails."""
+        while not (self._keeper.has_left or self._failure or (self._closed and self._holdings.term is None)):
+            connection: DbApi | None = None
+            try:
+                connection = self._connect()
+                while not self._keeper.has_left:
+                    self._round(connection)
+                    self._called.wait(self._keeper.pause)
+                    self._called.clear()
+            except Exception as error:  # noqa: BLE001 - drivers differ; raised by __enter__, or tried again
+                with self._turn:
+                    if not self._holdings.counts["joined"]:
+                        self._failure = error
+                    self._turn.notify_all()
+                log.warning("writer_cannot_keep_its_share", writer=self.instance, error=str(error))
+                self._called.wait(_RETRY)
+            finally:
+                if connection is not None:
+                    with suppress(Exception):  # as above
+                        connection.close()
+
+    def _round(self, connection: DbApi) -> None:
+        asks = self._keeper.round()
+        rows: Any = None
+        with suppress(StopIteration):
+            while True:
+                with self._turn:
+                    ask = asks.send(rows)
+                rows = _run(connection, self._schema, ask)
+                connection.commit()
+        with self._turn:
+            self._turn.notify_all()
+
+
+def _run(connection: DbApi, schema: str, ask: Ask) -> Any:
+    """Constants instead of parameters: drivers disagree on how parameters are written."""
+    cursor = connection.cursor()
+    try:
+        cursor.execute(fill(statement(ask.query, schema), ask.args))
+        return cursor.fetchall()
+    finally:
+        cursor.close()
+
+
+def _roll_back(connection: Any) -> None:
+    connection.rollback()
+
+
+def _code(error: BaseException) -> str | None:
+    """The SQLSTATE, where the driver puts it: an attribute, or `C` in a dict, as the protocol calls it."""
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    fields = error.args[0] if error.args and isinstance(error.args[0], dict) else {}
+    return state or fields.get("C")

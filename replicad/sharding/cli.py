@@ -1,0 +1,154 @@
+"""`replicad writers`: let writers of a stream share its keys, and see who has what. How it works: streams/ownership."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replicad.config.settings import DatabaseSettings
+from replicad.terminal.command import ReplicadGroup, option, settings_options
+from replicad.terminal.database import on_database
+from replicad.terminal.output import JSON_HELP, as_json_line, print_rows, table
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Database
+    from replicad.sharding.admin import MemberStatus, SharingStatus, Stuck
+
+_MOST_SLOTS = 4096
+_SHOWN = 8  # slots that a line names
+
+_stream = click.argument("stream")
+_database_options = settings_options(DatabaseSettings, "Database")
+_json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
+
+
+@click.group("writers", cls=ReplicadGroup, short_help="Share a stream's keys among its writers.")
+def command() -> None:
+    """Share a stream's keys among its writers, which may come, go and die at any time.
+
+    \b
+      replicad writers enable events
+      replicad writers list
+      replicad writers show events
+    """
+
+
+@command.command("enable")
+@_stream
+@option(
+    "--slots",
+    type=click.IntRange(1, _MOST_SLOTS),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Into how many slots keys are hashed, for good. 256 share evenly among dozens of writers.",
+)
+@_database_options
+def enable(stream: str, slots: int, **options: Any) -> None:
+    """Let the writers of STREAM share its keys; each then writes what it owns, and nobody else does."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> bool:
+        from replicad.sharding import admin
+
+        return await admin.enable(db, stream, slots, schema=settings.stream_schema)
+
+    made = on_database(options, work, part="stream")
+    click.echo(f"stream {stream}: its writers share {slots} slots" + ("" if made else " already"))
+
+
+@command.command("disable")
+@_stream
+@_database_options
+def disable(stream: str, **options: Any) -> None:
+    """End the sharing of STREAM. Writers that still take part are refused from now on, so stop them first."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> None:
+        from replicad.sharding import admin
+
+        await admin.disable(db, stream, schema=settings.stream_schema)
+
+    on_database(options, work, part="stream")
+    click.echo(f"stream {stream}: its writers share nothing any more")
+
+
+@command.command("list")
+@_json_option
+@_database_options
+def list_shared(as_json: bool, **options: Any) -> None:
+    """List the streams whose writers share the keys, and how evenly they do."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> list[SharingStatus]:
+        from replicad.sharding import admin
+
+        return await admin.list_shared(db, schema=settings.stream_schema)
+
+    found = on_database(options, work, part="stream")
+    rows = [_line(status) for status in found]
+    nothing = "no stream's keys are shared; share one's: replicad writers enable STREAM"
+    print_rows(["stream", "slots", "writers", "unowned", "smallest", "largest", "stuck"], rows, as_json=as_json,
+        nothing=nothing)  # fmt: skip
+
+
+@command.command("show")
+@_stream
+@_json_option
+@_database_options
+def show(stream: str, as_json: bool, **options: Any) -> None:
+    """Show the writers that share STREAM, what each has, and what keeps slots from moving."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> SharingStatus:
+        from replicad.sharding import admin
+
+        return await admin.show(db, stream, schema=settings.stream_schema)
+
+    found = on_database(options, work, part="stream")
+    members = [_member(member, found.slots) for member in found.members]
+    if as_json:
+        stuck = [_stuck(stuck) | {"slots": list(stuck.slots)} for stuck in found.stuck]
+        click.echo(as_json_line(_line(found) | {"writers": members, "stuck": stuck}))
+        return
+    click.echo(f"stream {stream}: {found.slots} slots, {found.unowned} of them nobody's")
+    if members:
+        click.echo(table(["writer", "slots", "share", "silent_s", "ttl_s", "leaving", "address"], members))
+    else:
+        click.echo("no writers")
+    if found.stuck:
+        click.echo("\nslots that do not move")
+        click.echo(table(["slots", "owner", "held_by", "age_s"], map(_stuck, found.stuck)))
+
+
+def _line(status: SharingStatus) -> dict[str, Any]:
+    shares = [member.slots for member in status.members if not member.leaving]
+    return {
+        "stream": status.stream,
+        "slots": status.slots,
+        "writers": len(status.members),
+        "unowned": status.unowned,
+        "smallest": min(shares, default=None),
+        "largest": max(shares, default=None),
+        "stuck": sum(len(stuck.slots) for stuck in status.stuck),
+    }
+
+
+def _member(member: MemberStatus, slots: int) -> dict[str, Any]:
+    return {
+        "writer": member.instance,
+        "slots": member.slots,
+        "share": f"{member.slots / slots:.1%}",
+        "silent_s": round(member.silent, 3),
+        "ttl_s": member.ttl,
+        "leaving": member.leaving,
+        "address": member.address,
+    }
+
+
+def _stuck(stuck: Stuck) -> dict[str, Any]:
+    """Who holds the slots: `pid 4711 (app)`, or why nobody does."""
+    who = "nobody; no writer has taken them yet"
+    if stuck.pid is not None:
+        who = f"pid {stuck.pid}" + (f" ({stuck.application_name})" if stuck.application_name else "")
+    elif stuck.held:
+        who = "a prepared transaction"
+    some = ",".join(map(str, stuck.slots[:_SHOWN])) + (",..." if len(stuck.slots) > _SHOWN else "")
+    return {"slots": some, "owner": stuck.owner, "held_by": who, "age_s": stuck.age}

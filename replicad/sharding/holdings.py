@@ -1,0 +1,206 @@
+"""What one writer may believe to own, and what it has in flight. Pure: times of one monotonic clock are handed in.
+
+A belief only spares questions: what makes a write safe is the fence inside of its transaction (sql/ownership). It ends
+before others may take over, and a slot that is to be given away is lent to no more writes, until those in flight
+are through.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from replicad.errors import NotOwner
+from replicad.sharding.planning import Plan, Slot, View, moves, plan, slot_of
+
+TRUST: Final = 0.9  # of the time to live: the others, whose clocks may run faster, wait for the whole of it
+DRAIN: Final = 5.0  # seconds that new writes wait for those in flight, so that a slot can be given away
+POSTPONE: Final = 5.0  # seconds until the next attempt, during which they are let in
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A writer that others can be sent to; `address` is what it said of itself, if anything."""
+
+    instance: str
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatistics:
+    """A moment of a writer that shares a stream. The last six count since it was opened.
+
+    `postponed`: slots that it should give away, and into which somebody writes for longer than DRAIN. `refused`: writes
+    that the fence stopped after the slot had gone. `joined` is above 1 where it was taken for dead.
+    """
+
+    owned: int
+    members: int
+    in_flight: int
+    draining: int
+    postponed: int
+    joined: int
+    taken: int
+    given: int
+    expelled: int
+    writes: int
+    refused: int
+
+
+class Holdings:
+    """The beliefs of one writer. `term` is that of its membership, None while it is no member."""
+
+    def __init__(self, stream: str, instance: str, ttl: float) -> None:
+        self.stream = stream
+        self.instance = instance
+        self.view = View()
+        self.term: int | None = None
+        self.counts: Counter[str] = Counter()
+        self._ttl = ttl
+        self._trusted_until = float("-inf")
+        self._moves: dict[int, str] = {}
+        self._in_flight: Counter[int] = Counter()
+        self._draining: dict[int, float] = {}  # since when
+        self._postponed: dict[int, float] = {}  # until when
+        self._doubted: dict[int, int] = {}  # the term that the fence refused
+
+    def saw(self, view: View) -> None:
+        """Take a view. Where it says that this writer is no member any more, nothing is believed."""
+        if view.version != self.view.version or view.slots is not self.view.slots:
+            self._moves = moves(view)
+        self.view = view
+        member = view.members.get(self.instance)
+        if self.term is not None and (member is None or member.term != self.term):
+            self.lost()
+
+    def joined(self, term: int, sent_at: float) -> None:
+        """A member since the statement that was sent at that time. What was seen before may be of another world."""
+        self.view = View()
+        self._moves = {}
+        self._doubted = {}
+        self.term = term
+        self.counts["joined"] += 1
+        self.alive(sent_at)
+
+    def alive(self, sent_at: float) -> None:
+        """A sign of life has arrived, which was sent at that time: until when the others leave us alone."""
+        self._trusted_until = sent_at + self._ttl * TRUST
+
+    def lost(self) -> None:
+        """No member any more."""
+        self.term = None
+        self._trusted_until = float("-inf")
+        self._draining.clear()
+        self._postponed.clear()
+
+    def moved(self, slots: Iterable[Slot], why: str) -> None:
+        """Slots that this writer has just taken or given (`why`), with their new terms."""
+        moved = list(slots)
+        self.counts[why] += len(moved)
+        self.saw(View(self.view.members, self.view.replaced(moved), self.view.version))
+        for slot in moved:
+            self._draining.pop(slot.number, None)
+            self._postponed.pop(slot.number, None)
+
+    def begin(self, key: str, now: float) -> Slot | None:
+        """A write of the key begins, under the term of the slot; None where there is none to be had now."""
+        slot = self._slot(key)
+        if slot is None or not self._owned(slot, now) or slot.number in self._draining:
+            return None
+        self._in_flight[slot.number] += 1
+        return slot
+
+    def end(self, slot: Slot) -> bool:
+        """A write is over; true where the slot can be given away now."""
+        self._in_flight[slot.number] -= 1
+        if self._in_flight[slot.number]:
+            return False
+        del self._in_flight[slot.number]
+        return slot.number in self._draining
+
+    def doubt(self, slot: Slot) -> None:
+        """The fence has refused a write under this slot's term: it is not ours, whatever the view still says."""
+        self.counts["refused"] += 1
+        self._doubted[slot.number] = slot.term
+
+    def is_ready(self, key: str, now: float) -> bool:
+        """Whether a write of the key can begin."""
+        slot = self._slot(key)
+        return slot is not None and self._owned(slot, now) and slot.number not in self._draining
+
+    def is_moving(self, key: str) -> bool:
+        """Whether it may soon be another's, or ours: worth waiting for. Otherwise the owner is the place to go to."""
+        slot = self._slot(key)
+        holder = None if slot is None else self.view.holder(slot)
+        if slot is None or holder is None or holder.instance == self.instance:
+            return True
+        return self._moves.get(slot.number) == self.instance
+
+    def owner(self, key: str) -> Owner | None:
+        """Whose the key was at the last look, None for nobody's."""
+        slot = self._slot(key)
+        holder = None if slot is None else self.view.holder(slot)
+        return None if holder is None else Owner(holder.instance, holder.address)
+
+    def term_of(self, key: str) -> int | None:
+        """The term under which this writer has the key's slot, by what it knows; None where it has not."""
+        slot = self._slot(key)
+        return slot.term if slot is not None and self._is_ours(slot) else None
+
+    def refusal(self, key: str) -> NotOwner:
+        """The error of a write that belongs to another writer, or to none at this moment."""
+        owner = self.owner(key)
+        if owner is None or owner.instance == self.instance:
+            whose = "changes hands at this moment: try again, or wait for it with wait="
+        else:
+            where = f" at {owner.address}" if owner.address else ""
+            whose = f"belongs to writer {owner.instance}{where}: send it there"
+        error = NotOwner(f"key {key[:100]!r} of stream {self.stream} {whose}.", key=key)
+        if owner is not None and owner.instance != self.instance:
+            error.owner, error.address = owner.instance, owner.address
+        return error
+
+    def plan(self) -> Plan:
+        """What this writer has to take and to give, by what it knows."""
+        return plan(self.view, self.instance, self._moves)
+
+    def drained(self, now: float) -> list[tuple[Slot, str]]:
+        """Of the slots to be given away, those without a write in flight, and their receivers.
+
+        No write begins any more in the others either, for DRAIN seconds, after which they are left alone for a while.
+        """
+        self._postponed = {number: until for number, until in self._postponed.items() if until > now}
+        give = [(slot, receiver) for slot, receiver in self.plan().give if slot.number not in self._postponed]
+        self._draining = {slot.number: self._draining.get(slot.number, now) for slot, _ in give}
+        for number, since in list(self._draining.items()):
+            if now - since > DRAIN:
+                del self._draining[number]
+                self._postponed[number] = now + POSTPONE
+        return [pair for pair in give if pair[0].number in self._draining and not self._in_flight[pair[0].number]]
+
+    def statistics(self) -> WriterStatistics:
+        """Counts, as one frozen value."""
+        return WriterStatistics(
+            owned=sum(map(self._is_ours, self.view.slots)),
+            members=len(self.view.members),
+            in_flight=self._in_flight.total(),
+            draining=len(self._draining),
+            postponed=len(self._postponed),
+            joined=self.counts["joined"],
+            taken=self.counts["taken"],
+            given=self.counts["given"],
+            expelled=self.counts["expelled"],
+            writes=self.counts["writes"],
+            refused=self.counts["refused"],
+        )
+
+    def _slot(self, key: str) -> Slot | None:
+        return self.view.slots[slot_of(key, len(self.view.slots))] if self.view.slots else None
+
+    def _is_ours(self, slot: Slot) -> bool:
+        return slot.owner == self.instance and self.term is not None and slot.term > self.term
+
+    def _owned(self, slot: Slot, now: float) -> bool:
+        return self._is_ours(slot) and now < self._trusted_until and self._doubted.get(slot.number) != slot.term

@@ -1,0 +1,193 @@
+"""What a writer does again and again to keep its share: look, show signs of life, expel the dead, take, give, leave.
+
+The logic of it, once for trio and once for threads: a generator yields questions to Postgres, a driver of a few lines
+puts them and sends the rows back. Any question may fail and end the round; the next one looks anew and finds out what
+came of it. It opens nothing and sleeps for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, NamedTuple
+
+import structlog
+
+from replicad.beats import BeatWatch
+from replicad.errors import InstanceTaken
+from replicad.sharding.holdings import Holdings
+from replicad.sharding.planning import Member, Slot, View
+
+log = structlog.get_logger(__name__)
+
+TTL: Final = 10.0  # seconds without a sign of life, after which a writer's slots are taken over
+LOOK: Final = 0.25  # seconds between two looks, or a quarter of a short time to live; a look is one cheap query
+LONGEST_GAP: Final = 1.0  # seconds between two looks that count as watched, at most
+BEATS: Final = 4  # signs of life in a time to live
+PATIENCE: Final = 0.25  # seconds, per look, to wait for writes of somebody who has lost the slot that we take
+_SIGNS: Final = 2  # new beats that prove a namesake alive; the last of a dead one may come late
+LEAVE: Final = 5.0  # seconds to give everything back; what is left then is found by the others
+
+
+class Ask(NamedTuple):
+    """Run the query of that name (sql/query) in a transaction of its own; the answer is its rows."""
+
+    query: str
+    args: tuple[object, ...]
+
+
+Asks = Generator[Ask, Sequence[Sequence[Any]], None]
+
+
+class Keeper:
+    """The keeper of one writer. `ttl` in seconds; `now` is a monotonic clock."""
+
+    def __init__(self, holdings: Holdings, address: str | None, ttl: float, now: Callable[[], float]) -> None:
+        self.pause = min(LOOK, ttl / BEATS)
+        self.has_left = False
+        self._holdings = holdings
+        self._who = (holdings.stream, holdings.instance)
+        self._address = address
+        self._ttl = ttl
+        self._now = now
+        self._watch = BeatWatch[int](LONGEST_GAP)
+        self._beat_due = now()
+        self._namesake: set[int] = set()  # beats of another process that has our name
+        self._leave_by: float | None = None
+        self._retired = False
+        self._contested: dict[int, float] = {}  # slots that are nobody's and into which somebody writes: since when
+
+    def leave(self) -> None:
+        """From the next round on: give everything back, and be done."""
+        self._leave_by = self._now() + LEAVE
+
+    def round(self) -> Asks:
+        """One look, and what follows from it.
+
+        Raises:
+            InstanceTaken: another process has the name and is alive.
+        """
+        dead = yield from self._look()
+        holdings = self._holdings
+        if holdings.term is None:
+            if self._leave_by is None:
+                yield from self._join(dead)
+            self.has_left = self._leave_by is not None
+            return
+        if self._now() >= self._beat_due:
+            yield from self._beat()
+        others = [beat for beat in dead if beat != self._own_beat()]
+        if others:
+            names = [str(name) for (name,) in (yield Ask("ownership_expel", (self._who[0], others)))]
+            holdings.counts["expelled"] += len(names)
+            log.info("writers_expelled", stream=self._who[0], by=self._who[1], writers=names)
+            yield from self._look()
+        if self._leave_by is None:
+            yield from self._take()
+        elif not self._retired:
+            yield Ask("ownership_retire", (*self._who, holdings.term))
+            self._retired = True
+            yield from self._look()
+        yield from self._give()
+        if self._leave_by is not None and (not holdings.plan().give or self._now() > self._leave_by):
+            yield from self._end()
+
+    def _look(self) -> Generator[Ask, Sequence[Sequence[Any]], list[int]]:
+        """Take what is new; returns the beats of those that are dead."""
+        view = self._holdings.view
+        ((text,),) = yield Ask("ownership_look", (self._who[0], view.version))
+        found = json.loads(text)
+        if found["version"] < view.version:  # installed anew, or restored from a backup: nothing that we know holds
+            view = View()
+            ((text,),) = yield Ask("ownership_look", (self._who[0], 0))
+            found = json.loads(text)
+        members = _members(found)
+        changed = _slots(found)
+        if found["slots"] == len(view.slots):
+            slots = view.replaced(changed)
+        else:  # the first look, or shared anew in another number of slots: all of them are in it
+            slots = tuple(sorted(changed, key=lambda slot: slot.number))
+        was_member = self._holdings.term is not None
+        self._holdings.saw(View({member.instance: member for member in members}, slots, found["version"]))
+        if was_member and self._holdings.term is None:
+            log.warning("writer_expelled", stream=self._who[0], writer=self._who[1])
+        silent = self._watch.observe((member.beat for member in members), self._now())
+        return [member.beat for member in members if silent[member.beat] >= member.ttl]
+
+    def _join(self, dead: list[int]) -> Asks:
+        """Join, unless another process has our name: then wait until it is dead, or has shown that it is not."""
+        namesake = self._holdings.view.members.get(self._who[1])
+        expired = [beat for beat in dead if namesake is not None and namesake.beat == beat]
+        if namesake is not None and not expired:
+            self._namesake.add(namesake.beat)
+            if len(self._namesake) > _SIGNS and not namesake.leaving:
+                self._namesake.clear()
+                raise InstanceTaken(
+                    f"another process shares stream {self._who[0]} under the name {self._who[1]} and is alive: "
+                    "give every process a name of its own."
+                )
+            return
+        sent = self._now()
+        ((term, _),) = yield Ask("ownership_join", (*self._who, self._ttl, self._address, expired))
+        self._beat_due = sent + self._ttl / BEATS
+        self._namesake.clear()
+        self._retired = False
+        self._holdings.joined(term, sent)
+        log.info("writer_joined", stream=self._who[0], writer=self._who[1], term=term)
+        yield from self._look()
+        yield from self._take()
+
+    def _beat(self) -> Asks:
+        sent = self._now()
+        yield Ask("ownership_beat", (*self._who, self._holdings.term))
+        self._holdings.alive(sent)
+        self._beat_due = sent + self._ttl / BEATS
+
+    def _take(self) -> Asks:
+        """Take what is nobody's and due to us. Where somebody still writes, wait a little, for one slot at a time."""
+        wanted = self._holdings.plan().take
+        if wanted:
+            yield from self._take_these(wanted, 0.0)
+            wanted = self._holdings.plan().take
+        self._contested = {slot.number: self._contested.get(slot.number, self._now()) for slot in wanted}
+        if wanted:
+            longest = min(wanted, key=lambda slot: self._contested[slot.number])
+            yield from self._take_these((longest,), min(PATIENCE, self._ttl / 8))
+
+    def _take_these(self, wanted: Sequence[Slot], patience: float) -> Asks:
+        numbers, terms = [slot.number for slot in wanted], [slot.term for slot in wanted]
+        rows = yield Ask("ownership_take", (*self._who, self._holdings.term, numbers, terms, patience))
+        self._holdings.moved((Slot(number, self._who[1], term) for number, term in rows), "taken")
+        if rows:
+            log.info("slots_taken", stream=self._who[0], writer=self._who[1], slots=len(rows))
+
+    def _give(self) -> Asks:
+        ready = self._holdings.drained(self._now())
+        if not ready:
+            return
+        numbers, terms = [slot.number for slot, _ in ready], [slot.term for slot, _ in ready]
+        receivers = {slot.number: receiver for slot, receiver in ready}
+        rows = yield Ask("ownership_give", (*self._who, numbers, terms, list(receivers.values())))
+        self._holdings.moved((Slot(number, receivers[number], term) for number, term in rows), "given")
+        if rows:
+            log.info("slots_given", stream=self._who[0], writer=self._who[1], slots=len(rows))
+
+    def _end(self) -> Asks:
+        yield Ask("ownership_leave", (*self._who, self._holdings.term))
+        self._holdings.lost()
+        self.has_left = True
+        log.info("writer_left", stream=self._who[0], writer=self._who[1])
+
+    def _own_beat(self) -> int | None:
+        mine = self._holdings.view.members.get(self._who[1])
+        return None if mine is None else mine.beat
+
+
+def _members(found: dict[str, Any]) -> list[Member]:
+    columns = ("instances", "member_terms", "beats", "ttls", "addresses", "leaving")
+    return [Member(*values) for values in zip(*(found[name] or () for name in columns), strict=True)]
+
+
+def _slots(found: dict[str, Any]) -> list[Slot]:
+    columns = ("changed", "owners", "terms")
+    return [Slot(*values) for values in zip(*(found[name] or () for name in columns), strict=True)]

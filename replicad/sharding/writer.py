@@ -1,0 +1,226 @@
+"""A writer that shares a stream's keys with others, for programs on trio.
+
+A task keeps the writer's share on a connection of its own, for as long as the writer is open; each write has a
+connection of the pool and one transaction, which begins with the fence (sql/ownership/141_writer_owns.sql). All that is
+decided meanwhile is decided in keeper.py and holdings.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import structlog
+import trio
+
+from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError
+from replicad.postgres.bridge import Connection, Database, Notices
+from replicad.postgres.literals import fill
+from replicad.sharding.admin import require_installed
+from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
+from replicad.sharding.keeper import LEAVE, TTL, Asks, Keeper
+from replicad.sharding.planning import Slot
+from replicad.streams.queries import SCHEMA, statement
+from replicad.streams.rows import wire_instance
+
+log = structlog.get_logger(__name__)
+
+_CHANNEL = "replicad_writers"  # sql/ownership/103_writer_find.sql
+_RETRY = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
+_GRACE = 2.0  # seconds beyond LEAVE, for the last statements
+
+
+class _Moved(Exception):
+    """The key has changed hands before the write began: look who has it now."""
+
+
+class ShardedWriter:
+    """One of the writers that share a stream. Made by `open_sharded_writer`; any number of tasks may use it at once."""
+
+    def __init__(
+        self, db: Database, stream: str, instance: str, *, address: str | None, ttl: float, schema: str
+    ) -> None:
+        self.stream = stream
+        self.instance = wire_instance(instance)
+        self._db = db
+        self._schema = schema
+        self._ttl = ttl
+        self._holdings = Holdings(stream, self.instance, ttl)
+        self._keeper = Keeper(self._holdings, address, ttl, trio.current_time)
+        self._changed = trio.Event()  # set, and replaced, whenever a wait may be over
+        self._called = trio.Event()  # set to make the keeper look at once
+        self._closed = False
+
+    @asynccontextmanager
+    async def owning(self, key: str, *, wait: float = 0.0) -> AsyncIterator[Connection]:
+        """A connection in a transaction of its own, in which this writer owns the key: no other writer's can overlap.
+
+        The transaction is committed at the end and rolled back on any exception; one that idles for longer than the
+        writer's time to live is ended by Postgres. `wait`: for how many seconds to wait where the key changes hands
+        at this moment. Two tasks of this writer may be in a block for one key at once.
+
+        Raises:
+            NotOwner: the key is another writer's, which the error names, or still nobody's when the wait was over.
+            DatabaseUnavailable: no connection, or it broke; whether a commit took place is unknown then.
+        """
+        deadline = trio.current_time() + wait
+        async with AsyncExitStack() as stack:
+            while True:
+                await self._wait_until_ready(key, deadline)
+                try:
+                    connection = await stack.enter_async_context(self._begun(key))
+                    break
+                except _Moved:
+                    continue
+            yield connection
+
+    def owner(self, key: str) -> Owner | None:
+        """Whose the key was at the last look, a fraction of a second ago; None for nobody's. Asks nobody."""
+        return self._holdings.owner(key)
+
+    def owns(self, key: str) -> bool:
+        """Whether this writer would try to write the key now. Asks nobody; `owning` is what makes sure."""
+        return not self._closed and self._holdings.is_ready(key, trio.current_time())
+
+    def term(self, key: str) -> int | None:
+        """The term under which this writer has the key, or None; it stays while a transaction owns the key."""
+        return self._holdings.term_of(key)
+
+    def statistics(self) -> WriterStatistics:
+        """Counts, as one frozen value."""
+        return self._holdings.statistics()
+
+    async def keep(self, task_status: trio.TaskStatus[None]) -> None:
+        """Keep this writer's share until it has left; started once it has joined. Errors before that are raised."""
+        with trio.CancelScope() as self._keeping:
+            started = False
+            while not self._keeper.has_left:
+                try:
+                    async with self._db.connection() as connection, connection.listen(_CHANNEL) as notices:
+                        while not self._keeper.has_left:
+                            await self._round(connection)
+                            if not started and self._holdings.term is not None:
+                                started = self._keeping.shield = True
+                                task_status.started()
+                            await self._wait_for_next_round(notices)
+                except ReplicadError as error:
+                    if not started:
+                        raise
+                    log.warning("writer_cannot_keep_its_share", writer=self.instance, error=str(error))
+                    await trio.sleep(_RETRY)
+
+    async def aclose(self) -> None:
+        """Give everything back, within a bound; what could not be given the others take over after the time to live."""
+        self._closed = True
+        self._keeper.leave()
+        with trio.move_on_after(LEAVE + _GRACE, shield=True):
+            while not self._keeper.has_left:
+                changed = self._changed
+                self._called.set()
+                await changed.wait()
+        self._keeping.cancel()
+
+    async def _wait_for_next_round(self, notices: Notices) -> None:
+        """Until it is due, or somebody calls, or Postgres tells of a change; that it tells is not relied on."""
+
+        async def hear() -> None:
+            with suppress(DatabaseUnavailable):  # the round will find out
+                while await notices.next(math.inf) != self.stream:
+                    pass
+            self._called.set()
+
+        with trio.move_on_after(self._keeper.pause):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hear)
+                await self._called.wait()
+                nursery.cancel_scope.cancel()
+        self._called = trio.Event()
+
+    async def _round(self, connection: Connection) -> None:
+        """One round of the keeper's, bounded: a Postgres that does not answer is left for a new connection."""
+        with trio.move_on_after(max(self._ttl, 1.0)) as patience:
+            await self._drive(self._keeper.round(), connection)
+        self._tell()
+        if patience.cancelled_caught:
+            raise DatabaseUnavailable(f"Postgres did not answer writer {self.instance} within its time to live.")
+
+    async def _drive(self, asks: Asks, connection: Connection) -> None:
+        try:
+            ask = next(asks)
+            while True:
+                ask = asks.send(await connection.fetch(statement(ask.query, self._schema), *ask.args))
+        except StopIteration:
+            pass
+
+    async def _wait_until_ready(self, key: str, deadline: float) -> None:
+        while self._closed or not self._holdings.is_ready(key, trio.current_time()):
+            changed = self._changed
+            if self._keeper.has_left or trio.current_time() >= deadline or not self._holdings.is_moving(key):
+                await trio.lowlevel.checkpoint()  # two sites that send a key to each other must let their keepers look
+                raise self._holdings.refusal(key)
+            with trio.move_on_at(deadline):
+                await changed.wait()
+
+    @asynccontextmanager
+    async def _begun(self, key: str) -> AsyncIterator[Connection]:
+        """The transaction of a write, behind its fence. Raises _Moved where the key has changed hands meanwhile."""
+        async with self._db.connection() as connection:  # may take long: nothing counts as in flight before
+            slot = self._holdings.begin(key, trio.current_time())
+            if slot is None:
+                raise _Moved
+            try:
+                async with AsyncExitStack() as transaction:
+                    await self._pass_fence(transaction, connection, key, slot)
+                    yield connection
+                self._holdings.counts["writes"] += 1
+            finally:
+                if self._holdings.end(slot):
+                    self._called.set()
+
+    async def _pass_fence(self, transaction: AsyncExitStack, connection: Connection, key: str, slot: Slot) -> None:
+        fence = fill(statement("ownership_owns", self._schema), (self.stream, key, self.instance, slot.term))
+        try:
+            await transaction.enter_async_context(connection.transaction(opening=fence))
+        except NotOwner as error:
+            self._holdings.doubt(slot)
+            self._called.set()
+            raise _Moved from error
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+@asynccontextmanager
+async def open_sharded_writer(
+    db: Database, stream: str, instance: str, *, address: str | None = None, ttl: float = TTL, schema: str = SCHEMA
+) -> AsyncIterator[ShardedWriter]:
+    """One of the writers that share a stream's keys, for as long as the block lasts.
+
+    It joins, gets its fair share of the keys from the others within moments, keeps it, and gives all of it back at the
+    end. One connection of `db` is held for that, and each write needs another. `instance` is the name of this writer
+    among all; a process that starts anew under the name of one that died waits for that one's time to live. `address`,
+    at most 500 characters, is told to the others: where the application sends what belongs to this writer. `ttl`
+    (seconds, 0.2 to 3600): after so long without a sign of life its keys are taken over; its own clock, and nobody
+    else's, says when it stops believing in them.
+
+    Raises:
+        UnknownStream, StreamRefused: there is no such stream, or its writers do not share its keys.
+        InstanceTaken: another process has that name and is alive.
+        SchemaMissing: what this needs is not installed in this database.
+    """
+    await require_installed(db, stream, schema)
+    writer = ShardedWriter(db, stream, instance, address=address, ttl=ttl, schema=schema)
+    failure: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        try:
+            await nursery.start(writer.keep)
+            try:
+                yield writer
+            finally:
+                await writer.aclose()
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised again below
+            failure = error  # carried around the nursery, which would wrap it in exception groups
+    if failure is not None:
+        raise failure

@@ -1,0 +1,111 @@
+"""`replicad pipeline run CONFIG`: a tube's changes to a downstream, by Spark; all the work is replicad.spark's."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from replicad.config.settings import DatabaseSettings, read_settings
+from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
+from replicad.terminal.output import as_json_line
+
+if TYPE_CHECKING:
+    from replicad.spark.reports import PipelineResult
+
+
+@click.group("pipeline", cls=ReplicadGroup, short_help="Keep a downstream in step with a tube, by Spark.")
+def command() -> None:
+    """Keep a downstream (Parquet files, a Postgres table, your own) in step with a tube, by Spark."""
+
+
+@command.command(
+    "run",
+    cls=ReplicadCommand,
+    log_level="info",
+    epilog="""\b
+Example of CONFIG:
+  [source]
+  tube = "cities"
+  port = 9009
+  [enrich]
+  database = "postgresql://user@host/app"
+  table = "shard_{shard:04d}.cities"
+  [downstream]
+  kind = "parquet"
+  folder = "cities"
+  [run]
+  checkpoint = "checkpoint"
+  trigger = "1s\"""",
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@option("--database", metavar="URL", help="Postgres that has the rows; goes before CONFIG. Also REPLICAD_DATABASE.")
+@option(
+    "--trigger", metavar="SECONDS", help="How often to look for changes, or available_now: end when there are none."
+)
+@option(
+    "--spark-log", metavar="FILE", type=click.Path(path_type=Path), help="Where Spark itself logs. Default: stderr."
+)
+@option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def run(config: Path, database: str | None, trigger: str | None, spark_log: Path | None, as_json: bool) -> None:
+    """Read a tube's touches, look the rows up, write them downstream, ack; for as long as it runs.
+
+    CONFIG is a TOML file, checked before Spark starts. With trigger = "available_now" it ends when all that was there
+    has been written; otherwise on SIGTERM or Ctrl-C, after the batch in hand. Each batch is logged with its counts.
+    """
+    url = read_settings(DatabaseSettings, {"database": database}).database
+
+    from replicad.spark.session import build_session, check_pyspark
+
+    check_pyspark()  # pyarrow, which the next two need, comes with the same extra
+    from replicad.spark import pipeline
+    from replicad.spark.pipeline_config import load_config
+
+    loaded = load_config(config, database=url, trigger=trigger)
+    with _stop_on_signals() as asked_to_stop:
+        session = build_session(f"replicad {loaded.name}", log_file=spark_log)
+        try:
+            result = pipeline.run(loaded, session, until=lambda _: asked_to_stop())
+        finally:
+            session.stop()
+    click.echo(as_json_line(asdict(result)) if as_json else summary(result))
+
+
+def summary(result: PipelineResult) -> str:
+    """What a run counted, in one sentence."""
+    text = (
+        f"{result.batches:,} batches in {result.seconds:,.1f} s: {result.pods:,} pods with {result.ids:,} ids, "
+        f"{result.rows_written:,} rows written, {result.rows_deleted:,} deleted"
+    )
+    return text + (f", {result.garbage:,} of them left over from before the backfill" if result.garbage else "")
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM and SIGINT end what is starting at once; after the first call of the function that this yields, they
+    make it return True. A second signal ends the program in any case.
+    """
+    gently = wanted = False
+
+    def handle(_number: int, _frame: object) -> None:
+        nonlocal wanted
+        if wanted or not gently:
+            raise KeyboardInterrupt
+        wanted = True
+
+    def asked_to_stop() -> bool:
+        nonlocal gently
+        gently = True
+        return wanted
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked_to_stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

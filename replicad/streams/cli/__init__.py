@@ -1,0 +1,1 @@
+"""`replicad streams`: registering streams, looking at them, and mending them."""

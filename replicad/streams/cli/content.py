@@ -1,0 +1,138 @@
+"""What rows of a stream may be: take single ones out, bound their length. Commands of `replicad streams`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replicad.config.settings import DatabaseSettings
+from replicad.errors import UsageError
+from replicad.terminal.command import ReplicadCommand, option, settings_options
+from replicad.terminal.database import on_database
+from replicad.terminal.output import JSON_HELP, print_rows
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Database
+    from replicad.streams.registry import Skipped
+
+MAX_ROW_HELP = "Longest line that the stream may send, in bytes; it stops before a longer row. Default: 64 MiB."
+
+_name = click.argument("name")
+_database_options = settings_options(DatabaseSettings, "Database")
+
+
+@click.command(
+    "skip",
+    cls=ReplicadCommand,
+    epilog="""\b
+Examples:
+  replicad streams skip events 120034 --yes --reason 'body is not UTF-8'
+  replicad streams skip events --list
+  replicad streams skip events 120034 --undo""",
+)
+@_name
+@click.argument("token", required=False, type=int)
+@option("--yes", is_flag=True, help="Do it; without it the command says what it would do.")
+@option("--reason", metavar="TEXT", help="Why. Default: what the daemons report of the row.")
+@option("--undo", is_flag=True, help="Take the row back into the stream, for readers that have not got there.")
+@option("--list", "as_list", is_flag=True, help="List what was skipped: by whom, when and why.")
+@option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@_database_options
+def skip(
+    *, name: str, token: int | None, yes: bool, reason: str | None, undo: bool, as_list: bool, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Take the row with the id TOKEN out of the stream NAME: no reader is sent it once daemons know, in about a second.
+
+    For a row that cannot be read, or is too long, and cannot be mended. The row stays in its table.
+    """
+    if as_list:
+        _list(name, as_json, options)
+    elif token is None:
+        raise UsageError("give the id of the row as TOKEN; `replicad streams show` says where the stream stops")
+    elif undo:
+        _undo(name, token, options)
+    elif not yes:
+        published = on_database(options, _position_of(name), part="stream")
+        raise UsageError(
+            f"rows with id {token} would be left out of stream {name} for good: no reader is sent them from now on. "
+            f"{_consequence(token, published)} To do it, add --yes"
+        )
+    else:
+        published = on_database(options, _skip(name, token, reason), part="stream")
+        click.echo(f"stream {name}: id {token} is skipped. {_consequence(token, published)}")
+
+
+@click.command("alter", cls=ReplicadCommand, epilog="\b\nExample:\n  replicad streams alter events --max-row 16777216")
+@_name
+@option("--max-row", type=int, required=True, metavar="BYTES", help=MAX_ROW_HELP)
+@_database_options
+def alter(name: str, max_row: int, **options: Any) -> None:
+    """Change the bound on the length of rows of the stream NAME; daemons take it over within a second."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> None:
+        from replicad.streams import registry
+
+        await registry.set_max_row(db, name, max_row, schema=settings.stream_schema)
+
+    on_database(options, work, part="stream")
+    click.echo(f"stream {name}: rows have at most {max_row} bytes")
+
+
+def _position_of(name: str) -> Any:
+    async def work(db: Database, settings: DatabaseSettings) -> int | None:
+        from replicad.streams import registry
+
+        await registry.load_stream(db, name, schema=settings.stream_schema)
+        found = (await registry.published(db, schema=settings.stream_schema)).get(name)
+        return None if found is None else found.position
+
+    return work
+
+
+def _skip(name: str, token: int, reason: str | None) -> Any:
+    async def work(db: Database, settings: DatabaseSettings) -> int | None:
+        from replicad.streams import registry, troubles
+
+        why = reason
+        if why is None:
+            known = await troubles.load(db, schema=settings.stream_schema)
+            about = (one for one in known if (one.kind, one.name) == ("stream", name) and f" id {token} " in one.reason)
+            why = next((one.reason for one in about), "")
+        return await registry.skip(db, name, token, why, schema=settings.stream_schema)
+
+    return work
+
+
+def _undo(name: str, token: int, options: dict[str, Any]) -> None:
+    async def work(db: Database, settings: DatabaseSettings) -> bool:
+        from replicad.streams import registry
+
+        return await registry.unskip(db, name, token, schema=settings.stream_schema)
+
+    if not on_database(options, work, part="stream"):
+        raise UsageError(
+            f"id {token} of stream {name} is not skipped; `replicad streams skip {name} --list` shows what is"
+        )
+    click.echo(f"stream {name}: id {token} belongs to it again; readers that are past it are not sent it")
+
+
+def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:
+    async def work(db: Database, settings: DatabaseSettings) -> list[Skipped]:
+        from replicad.streams import registry
+
+        return await registry.skips(db, name, schema=settings.stream_schema)
+
+    found = on_database(options, work, part="stream")
+    rows = [{"id": one.id, "by": one.by, "at": one.at, "reason": one.reason} for one in found]
+    print_rows(["id", "by", "at", "reason"], rows, as_json=as_json, nothing=f"nothing of stream {name} is skipped")
+
+
+def _consequence(token: int, published: int | None) -> str:
+    if published is not None and token <= published:
+        return f"The stream was published up to {published}: readers that are past {token} may have been sent the row."
+    return "The stream has not got there yet, so no reader was sent the row."
+
+
+CONTENT_COMMANDS: tuple[click.Command, ...] = (skip, alter)

@@ -1,0 +1,308 @@
+"""`replicad streams`: make tables streams, look at them, trim them. What can be a stream is for replicad.streams."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from replicad.config.declaring import seconds
+from replicad.config.settings import DatabaseSettings
+from replicad.errors import UsageError
+from replicad.streams.cli import writers as stream_writers
+from replicad.streams.cli.content import CONTENT_COMMANDS, MAX_ROW_HELP
+from replicad.terminal.command import ReplicadGroup, option, settings_options
+from replicad.terminal.database import on_database
+from replicad.terminal.failures import say
+from replicad.terminal.output import JSON_HELP, as_json_line, print_rows
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Database
+    from replicad.postgres.horizon import Holder
+    from replicad.streams.acks import SenderAck
+    from replicad.streams.status import Overview, StreamStatus
+
+_LONGEST_QUERY = 60  # characters of a holder's query in a table
+
+_name = click.argument("name")
+_database_options = settings_options(DatabaseSettings, "Database")
+_json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
+
+
+@click.group("streams", cls=ReplicadGroup, short_help="Make tables streams, watch and trim them.")
+def command() -> None:
+    """Make tables streams, watch and trim them. A stream is a table with an id that a sequence feeds.
+
+    \b
+      replicad streams add events --table public.events --id stream_ordering
+      replicad streams list
+      replicad tail events
+    """
+
+
+for content_command in CONTENT_COMMANDS:
+    command.add_command(content_command)
+
+
+@command.command(
+    "add",
+    epilog="""\b
+Examples:
+  replicad streams add events --table public.events --id stream_ordering
+  replicad streams add events --table public.events --id id --instance-column writer \\
+    --row 'json_build_array(t.event_id, t.room_id)'""",
+)
+@_name
+@option("--table", required=True, metavar="SCHEMA.TABLE", help="Table that holds the rows, named as in SQL.")
+@option("--id", "id_column", required=True, metavar="COLUMN", help="Bigint column that a sequence feeds.")
+@option("--instance-column", metavar="COLUMN", help="Column that names the writer of a row. Default: one writer.")
+@option(
+    "--row",
+    metavar="SQL",
+    help="Expression over the table, called t, that yields the row as JSON. Default: all columns.",
+)
+@option(
+    "--method",
+    type=click.Choice(["lock_watch", "reservation", "positions_table"]),
+    default="lock_watch",
+    show_default=True,
+    metavar="METHOD",
+    help="How positions are known. lock_watch asks nothing of the writers; reservation is for ids taken ahead of "
+    "their rows; positions_table reads what the writers publish.",
+)
+@option("--positions-table", metavar="SCHEMA.TABLE", help="With positions_table: where the writers publish.")
+@option("--sequence", metavar="SCHEMA.NAME", help="Sequence of the ids, where it does not belong to the column.")
+@option("--max-row", type=int, default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
+@_database_options
+def add(
+    *, name: str, table: str, id_column: str, instance_column: str | None, row: str | None, method: str,
+    positions_table: str | None, sequence: str | None, max_row: int, **options: Any,
+) -> None:  # fmt: skip
+    """Make a table the stream NAME, with no change to the application that writes it."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> tuple[str, tuple[str, ...], bool]:
+        from replicad.streams import registry
+
+        added = await registry.add(
+            db, name, table, id_column, instance_column=instance_column, row=row, method=method,
+            positions_table=positions_table, sequence=sequence, max_row=max_row, schema=settings.stream_schema,
+        )  # fmt: skip
+        daemon = await registry.daemon_connected(db, schema=settings.stream_schema)
+        return added.stream.name, added.notes, daemon
+
+    made, notes, daemon = on_database(options, work, part="stream")
+    if daemon:
+        click.echo(f"stream {made} registered; the daemons that are running serve it within 1 s")
+    else:
+        click.echo(f"stream {made} registered; no daemon is connected to this database: start `replicad serve`")
+    for note in notes:
+        click.echo(f"note: {note}")
+
+
+@command.command("list")
+@_json_option
+@_database_options
+def list_streams(as_json: bool, **options: Any) -> None:
+    """List the streams: what was published, what waits, who holds them back, and what is wrong.
+
+    The state is ok or a short code, and the problem says in words what is wrong and what to do. The position is what
+    the running daemons have published; lag is what is committed behind it.
+    """
+
+    async def work(db: Database, settings: DatabaseSettings) -> Overview:
+        from replicad.streams import status
+
+        return await status.overview(db, schema=settings.stream_schema)
+
+    found = on_database(options, work, part="stream")
+    rows = [_details(one) if as_json else _line(one) for one in found.streams]
+    columns = ["name", "state", "position", "lag_rows", "lag_s", "writers", "held_back_by"]
+    if any(row.get("problem") for row in rows):
+        columns.append("problem")
+    nothing = "there are no streams; make one: replicad streams add NAME --table SCHEMA.TABLE --id COLUMN"
+    print_rows(columns, rows, as_json=as_json, nothing=nothing)
+    for note in found.notes if rows else ():
+        say(f"note: {note}")
+
+
+@command.command("show")
+@_name
+@_json_option
+@_database_options
+def show(name: str, as_json: bool, **options: Any) -> None:
+    """Show all there is to know of the stream NAME."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> StreamStatus:
+        from replicad.streams import status
+
+        return await status.show(db, name, schema=settings.stream_schema)
+
+    details = _details(on_database(options, work, part="stream"))
+    if as_json:
+        click.echo(as_json_line(details))
+        return
+    for key, value in details.items():
+        if value not in (None, {}, []):
+            shown = "  ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+            click.echo(f"{key.replace('_', ' '):<16}{shown}")
+
+
+@command.command("remove")
+@_name
+@_database_options
+def remove(name: str, **options: Any) -> None:
+    """Make the stream NAME a mere table again; its rows stay."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> None:
+        from replicad.streams import registry
+
+        await registry.remove(db, name, schema=settings.stream_schema)
+
+    on_database(options, work, part="stream")
+    click.echo(f"stream {name} is a mere table again")
+
+
+@command.command(
+    "trim",
+    epilog="""\b
+Examples:
+  replicad streams trim events --older-than 168h
+  replicad streams trim events --before 120000
+  replicad streams trim events --acked""",
+)
+@_name
+@option("--before", metavar="TOKEN", help="Rows that a reader at this token no longer needs.")
+@option("--older-than", metavar="SECONDS", help="Rows that were published longer ago than this, as 90m or 168h.")
+@option("--acked", is_flag=True, help="Rows that every known sender has acknowledged; `streams acks` lists them.")
+@_database_options
+def trim(name: str, before: str | None, older_than: str | None, acked: bool, **options: Any) -> None:
+    """Delete the oldest rows of the stream NAME from its table, in small transactions.
+
+    A reader that comes with an older token afterwards is told so.
+    """
+    age = None if older_than is None else timedelta(seconds=_seconds("--older-than", older_than))
+    if sum((before is not None, age is not None, acked)) != 1:
+        raise UsageError("give --before, --older-than or --acked, one of them")
+
+    async def work(db: Database, settings: DatabaseSettings) -> tuple[int, int | None, list[SenderAck]]:
+        from replicad.streams import acks
+        from replicad.streams.trimming import trim as trim_stream
+
+        schema = settings.stream_schema
+        senders = await acks.load(db, name, schema=schema) if acked else []
+        done = await trim_stream(db, name, before=before, older_than=age, acked=acked, schema=schema)
+        return done.rows, done.upto, senders
+
+    rows, upto, senders = on_database(options, work, part="stream")
+    click.echo(f"{rows:,} rows removed" + ("" if upto is None else f"; the stream begins after {upto}"))
+    if acked:
+        click.echo(_held_back(name, senders))
+
+
+@command.command(
+    "acks",
+    epilog="""\b
+Examples:
+  replicad streams acks events
+  replicad streams acks events --forget sender3""",
+)
+@_name
+@option("--forget", metavar="INSTANCE", help="This sender will not come back: it holds `trim --acked` back no more.")
+@_json_option
+@_database_options
+def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> None:
+    """List the senders of the stream NAME, and up to which token each has acknowledged it by FEDERATION_ACK."""
+
+    async def work(db: Database, settings: DatabaseSettings) -> tuple[bool, list[SenderAck]]:
+        from replicad.streams import acks
+
+        schema = settings.stream_schema
+        forgotten = forget is not None and await acks.forget(db, name, forget, schema=schema)
+        return forgotten, await acks.load(db, name, schema=schema)
+
+    forgotten, senders = on_database(options, work, part="stream")
+    if forget is not None and not forgotten:
+        raise UsageError(f"--forget: {forget!r} has acknowledged nothing of {name}; the senders: {_names(senders)}")
+    rows = [{"instance": one.instance, "token": one.token, "acked_at": one.acked_at} for one in senders]
+    print_rows(["instance", "token", "acked_at"], rows, as_json=as_json, nothing=f"nobody has acknowledged {name}")
+
+
+command.add_command(stream_writers.command)
+
+
+def _held_back(name: str, senders: list[SenderAck]) -> str:
+    """Why no more was removed: the sender that is furthest behind."""
+    if not senders:
+        return f"nobody has acknowledged {name} yet"
+    last = senders[0]
+    if last.token is None:
+        return f"{last.instance} has acknowledged nothing, so nothing is removed"
+    return f"{last.instance} is the furthest behind: it has acknowledged {last.token:,}, at {last.acked_at:%F %T} UTC"
+
+
+def _names(senders: list[SenderAck]) -> str:
+    return ", ".join(sender.instance for sender in senders) or "none"
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: {text!r} does not fit; {error}") from None
+
+
+def _line(status: StreamStatus) -> dict[str, Any]:
+    return {
+        "name": status.stream.name,
+        "state": status.state,
+        "position": status.position,
+        "lag_rows": f"over {status.lag_rows:,}" if status.lag_is_capped else status.lag_rows,
+        "lag_s": status.lag_seconds,
+        "writers": len(status.stream.writers),
+        "held_back_by": None if status.held_by is None else _holder(status.held_by),
+        "problem": status.problem,
+    }
+
+
+def _holder(holder: Holder) -> str:
+    """Who it is, in a line: `pid 4711 (app) for 12.0 s: UPDATE ...`."""
+    who = f"prepared transaction {holder.gid}" if holder.gid is not None else f"pid {holder.pid}"
+    if holder.pid is None and holder.gid is None:
+        who = f"writer {holder.application_name}" if holder.application_name else "a session that has locked the table"
+    elif holder.application_name:
+        who += f" ({holder.application_name})"
+    age = "" if holder.age_s is None else f" for {holder.age_s:.1f} s"
+    query = " ".join((holder.query or "").split())
+    short = query if len(query) <= _LONGEST_QUERY else query[: _LONGEST_QUERY - 3] + "..."
+    return f"{who}{age}" + (f": {short}" if short else "")
+
+
+def _details(status: StreamStatus) -> dict[str, Any]:
+    stream, holder = status.stream, status.held_by
+    return {
+        "name": stream.name,
+        "table": stream.table,
+        "id_column": stream.id_column,
+        "instance_column": stream.instance_column,
+        "row": stream.row,
+        "method": str(stream.method),
+        "sequence": stream.sequence,
+        "positions_table": stream.positions_table,
+        "epoch": stream.epoch,
+        "created_at": stream.created_at.isoformat(),
+        "state": status.state,
+        "position": status.position,
+        "published_at": None if status.published_at is None else status.published_at.isoformat(),
+        "horizon": status.horizon,
+        "last_value": status.last_value,
+        "lag_rows": status.lag_rows,
+        "lag_s": round(status.lag_seconds, 3),
+        "trimmed_upto": stream.trimmed_upto,
+        "max_row": stream.max_row,
+        "skipped": list(stream.skipped),
+        "writers": dict(stream.writers),
+        "per_writer": dict(status.per_writer),
+        "held_back_by": None if holder is None else _holder(holder),
+        "problem": status.problem,
+    }

@@ -1,0 +1,92 @@
+"""FEDERATION_ACK: gathered here, written once a second. An ack that is lost with the daemon is said again later, by
+the next one of the same sender; until then rows are kept that need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import trio
+
+from replicad.daemon.pieces import write_in_pieces
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, StreamRefused, TokenAhead
+from replicad.postgres.bridge import Database
+from replicad.protocol.commands import FederationAck
+from replicad.streams import acks
+from replicad.streams.acks import Ack
+from replicad.streams.serving.publisher import Publisher
+
+INTERVAL = 1.0  # seconds in which acks are gathered
+MAX_WAITING = 10_000  # senders of streams whose acks wait for Postgres
+FEDERATION = "federation"  # the stream that an ack of Synapse's is about
+SERVICE = "acks"
+
+
+class AckService:
+    """The acks of all sessions."""
+
+    def __init__(self, db: Database, schema: str, publisher: Publisher, troubles: Troubles) -> None:
+        self._db = db
+        self._schema = schema
+        self._publisher = publisher
+        self._troubles = troubles
+        self._waiting: dict[tuple[str, str], Ack] = {}
+        self._came = trio.Event()
+
+    def note(self, command: FederationAck, following: Collection[str] | None) -> bool:
+        """Take an ack of a connection that follows these streams, or all (None); False where it can be of none.
+
+        It is about the stream that it names; else about the only one that is followed, or where all are, about the
+        one that is called `federation`.
+
+        Raises:
+            StreamRefused: the stream that it names is not served.
+            TokenAhead: the token lies beyond the stream's position.
+        """
+        name = command.stream
+        if name is None:
+            name = FEDERATION if following is None else next(iter(following), None) if len(following) == 1 else None
+        feed = self._publisher.feeds.get(name or "")
+        if feed is None:
+            if command.stream is not None:
+                raise StreamRefused(f"stream {command.stream[:80]} is not served, so nothing of it can be acknowledged")
+            return False
+        position = feed.reading.position
+        if position is None or command.token > position:
+            raise TokenAhead(
+                f"FEDERATION_ACK {command.token} lies beyond where {feed.name} stands, which is {position}"
+            )
+        key = (feed.name, command.instance)
+        known = self._waiting.get(key)
+        if known is None and len(self._waiting) >= MAX_WAITING:
+            raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; say it again later")
+        if known is None or known.resets != feed.stream.resets or known.token < command.token:
+            self._waiting[key] = Ack(feed.name, feed.stream.resets, command.instance, command.token)
+            self._came.set()
+        return True
+
+    async def run(self) -> None:
+        """Write what was acknowledged, until cancelled. What cannot be written now is tried again every INTERVAL."""
+        while True:
+            while not self._waiting:
+                self._came = trio.Event()
+                await self._came.wait()
+            await trio.sleep(INTERVAL)
+            with self._troubles.contain("service", SERVICE, "write"):
+                await self._write_waiting()
+
+    async def _write_waiting(self) -> None:
+        written = dict(self._waiting)
+        await write_in_pieces(list(written.values()), self._write, self._refused)
+        for key, ack in written.items():
+            if self._waiting.get(key) is ack:
+                del self._waiting[key]
+
+    async def _write(self, some: Sequence[Ack]) -> bool:
+        await acks.note(self._db, some, schema=self._schema)
+        return True
+
+    def _refused(self, error: DatabaseError) -> None:
+        """One ack that Postgres cannot hold: it must not keep the others from being written."""
+        self._troubles.record("service", SERVICE, "ack", error)

@@ -1,0 +1,333 @@
+"""One stream from Postgres to its journals: positions come in, finished lines go out, row by row nothing is touched.
+
+A stream has up to two orders, each a `Lane` with a journal of its own: per writer, and linear, which is made when it is
+first asked for. A feed tells its lanes how far the horizon is and which writers are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+
+import structlog
+import trio
+
+from replicad.daemon.journal import Channel, JournalLimits
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, ReplicadError, RowTooLong, RowUnreadable, StreamRefused
+from replicad.postgres.bridge import Database
+from replicad.postgres.horizon import Reading
+from replicad.protocol.tokens import Vector
+from replicad.streams import registry
+from replicad.streams.queries import Impatient, is_locked
+from replicad.streams.registry import Stream
+from replicad.streams.rows import Chunk
+from replicad.streams.rows_probe import is_of_a_row
+from replicad.streams.serving.lane import LINEAR, Copier, Lane, below
+from replicad.streams.serving.roster import Roster
+from replicad.streams.serving.told import LastTokens, Positions, position_lines
+from replicad.streams.writer_set import writers_lines
+
+RETRY_PAUSE = 0.2  # seconds before a position that could not be taken over is tried again
+FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
+
+Send = Callable[[bytes], Awaitable[None]]
+log = structlog.get_logger()
+
+
+class Feed:
+    """A stream that is served: its lanes, its writers' numbers, its epoch."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        db: Database,
+        catchup_db: Database,
+        reading: Reading,
+        *,
+        schema: str,
+        limits: JournalLimits,
+        troubles: Troubles,
+        writers_changed: Callable[[Mapping[str, int]], None],
+    ) -> None:
+        """`reading` has a position. `writers_changed` is told the numbers of the writers that are listed."""
+        self.stream = stream
+        self.name = stream.name
+        self._roster = Roster(stream, db, self._relist, troubles, schema=schema)
+        self._preambles: dict[bool, tuple[Positions, bytes]] = {}
+        self.reading = self._aimed = reading
+        self.late_rows = 0  # that turned up at or below a position that was told: each is a row that readers missed
+        self._db = db
+        self._catchup_db = catchup_db
+        self._schema = schema
+        self._limits = limits
+        self._troubles = troubles
+        self._looks = Impatient(db)  # what asks the stream's table must not wait long for whoever has it locked
+        self._writers_changed = writers_changed
+        self._source = registry.row_source(stream, schema=schema)
+        self._linear: Lane | None = None
+        self._main = self._lane(self._targets(reading), linear=False)
+        self._known_upto = _known(reading)  # the writers of rows that come behind are looked for first
+        self._heard = trio.Event()
+        self._reset = False
+        self._nursery: trio.Nursery | None = None
+
+    # --- for subscribers ---
+
+    @property
+    def epoch(self) -> str:
+        """Changes when ids mean other rows than before."""
+        return self.stream.epoch
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """The writers that are listed, and their numbers."""
+        return self._roster.numbers
+
+    @property
+    def channel(self) -> Channel:
+        """The journal of the order per writer."""
+        return self._main.channel
+
+    @property
+    def told_upto(self) -> int:
+        """All rows up to here were told to readers of the order per writer, whoever wrote them."""
+        return min(self.channel.seam.positions.values(), default=self._known_upto)
+
+    def linear_channel(self) -> Channel:
+        """The journal of the linear order, begun when it is first asked for."""
+        if self._linear is None:
+            assert self._nursery is not None
+            self._linear = self._lane({LINEAR: _known(self.reading)}, linear=True)
+            self._nursery.start_soon(self._linear.run)
+        return self._linear.channel
+
+    def number(self, name: str) -> int:
+        """The number of a writer that is listed, or was."""
+        return self._roster.every[name]
+
+    def writers_of(self, names: Iterable[str]) -> bytes:
+        """The lines of WRITERS that name a set: what vector tokens of this stream are made of."""
+        return writers_lines(self.name, self.epoch, {name: self._roster.every[name] for name in names})
+
+    def preamble(self, positions: Positions, *, extended: bool) -> bytes:
+        """What a subscription begins with: positions, and for subscribers by name the writers before them.
+
+        Kept for the last positions: after a restart of the daemon all clients come at about the same time.
+        """
+        known = self._preambles.get(extended)
+        if known is None or known[0] is not positions:
+            lines = position_lines(self.name, positions, positions, all_of_them=True)
+            if extended:
+                lines = self.writers_of(self.channel.seam.positions) + lines
+            known = self._preambles[extended] = (positions, lines)
+        return known[1]
+
+    async def know_writers(self, token: Vector) -> Set[int]:
+        """Take note of the writers that the token names and that are not listed; returns numbers that nobody has."""
+        return await self._roster.know_numbers(token.ahead.keys())
+
+    async def know_writers_between(self, after: int, upto: int) -> None:
+        """List the writers of rows in (after, upto]: a subscriber whose token would pass over them must not."""
+        if self.stream.instance_column is not None and not self._roster.crowded and after < upto:
+            await self._roster.welcome((await self._source.last_tokens(self._catchup_db, after, upto)).keys())
+
+    async def retained(self) -> int:
+        """The oldest token after which nothing was removed.
+
+        Raises:
+            StreamRefused: the stream was removed just now, or its table is locked.
+        """
+        try:
+            token = await self._source.earliest(self._looks)
+        except DatabaseError as error:
+            if not is_locked(error):
+                raise
+            raise StreamRefused(
+                f"table {self.stream.table} of stream {self.name} is locked by another session, so its rows cannot be "
+                "read; try again, or see with `replicad streams list` who it is"
+            ) from error
+        if token is None:
+            raise StreamRefused(f"stream {self.name} was removed")
+        return token
+
+    async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool, others_after: int) -> None:
+        """Send the rows of (after, upto], and where each writer then stands, for one client that catches up.
+
+        Writers that are not in `upto` stand at `others_after`.
+
+        Raises:
+            TokenExpired: rows of the range were trimmed.
+            RowUnreadable: a row cannot be read; everything before it was sent, and positions just below its id.
+        """
+        copier = Copier(self._source, linear=linear)
+        seen = LastTokens(self.name, after, one=copier.one_writer)
+        stopped: RowUnreadable | None = None
+
+        async def pass_on(chunk: Chunk) -> None:
+            await send(chunk.data)
+            seen.see(chunk)
+
+        try:
+            await copier.copy(self._catchup_db, after, upto, pass_on, others_after)
+        except (DatabaseError, RowTooLong) as error:
+            done = seen.done
+            reached = after if done is None else {name: max(at, min(done, upto[name])) for name, at in after.items()}
+            others = others_after if done is None else max(others_after, done)
+            stopped = await copier.blame(self._catchup_db, reached, upto, error, others)
+            if stopped is None and isinstance(error, RowTooLong):
+                raise DatabaseError(f"a row of {self.name} changed while it was read") from error
+            if stopped is None:
+                raise
+            upto = below(reached, upto, stopped)
+            await copier.copy(self._catchup_db, reached, upto, pass_on, others)
+        if lines := position_lines(self.name, {**after, **seen.tokens}, upto):
+            await send(lines)
+        if stopped is not None:
+            raise stopped
+
+    async def taken(self) -> int:
+        """Up to where ids have been given out by now."""
+        return await registry.taken(self._db, self.stream, schema=self._schema)
+
+    # --- for the publisher ---
+
+    def positions(self) -> tuple[int, dict[str, int]]:
+        """What was published: the linear position, and of the writers that are ahead of it each one's."""
+        told = self.channel.seam.positions
+        linear = min([_known(self.reading), *told.values()])
+        return linear, {name: at for name, at in told.items() if at > linear}
+
+    def on_registered(self, writers: Set[str]) -> None:
+        """The registry has these writers, those that are retired left out."""
+        if self._roster.on_registered(writers):
+            self._heard.set()
+
+    def on_reading(self, reading: Reading) -> None:
+        """The horizon has spoken."""
+        if reading.position is None or reading.refused is not None:
+            return
+        self._reset = self._reset or reading.reset
+        self.reading = reading
+        self._heard.set()
+
+    async def run(self) -> None:
+        """Serve the stream until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._main.run)
+            self._heard.set()
+            while True:
+                await self._heard.wait()
+                self._heard = trio.Event()
+                try:
+                    await self._follow()
+                except DatabaseError as error:
+                    self._troubles.fail("stream", self.name, FOLLOW, error)
+                    await trio.sleep(RETRY_PAUSE)
+                    self._heard.set()
+                else:
+                    self._troubles.end("stream", self.name, FOLLOW)
+
+    async def _follow(self) -> None:
+        """Go where the horizon is now."""
+        if self._reset:
+            await self._handle_reset()
+        else:
+            reading = self.reading  # a newer one may come meanwhile: nobody has looked for its writers yet
+            await self._roster.look()
+            await self._discover(reading)
+            self._aim(reading)
+
+    def renew(self, stream: Stream) -> None:
+        """Go on with other names of the same table, or other lines for the rows: from the next read on.
+
+        With another epoch (a failover) the tokens of before are void; whether ids have gone back the horizon will see.
+        """
+        told, self.stream = self.stream, stream
+        if told.epoch != stream.epoch:
+            self._main.tell(self.writers_of(self.channel.seam.positions), extended=True)
+        self._source = registry.row_source(stream, schema=self._schema)
+        for lane in (self._main, self._linear):
+            if lane is not None:
+                lane.renew(self._source)
+
+    def tell(self, line: bytes) -> None:
+        """Send a line that is no row to all readers, between two reads."""
+        for lane in (self._main, self._linear):
+            if lane is not None:
+                lane.tell(line)
+
+    def end(self, error: ReplicadError) -> None:
+        """Tell all readers that the stream is over."""
+        for lane in (self._main, self._linear):
+            if lane is not None:
+                lane.channel.cut(error, lane.channel.seam.positions)
+
+    def _aim(self, reading: Reading) -> None:
+        self._aimed = reading
+        self._main.aim(self._targets(reading))
+        if self._linear is not None:
+            self._linear.aim({LINEAR: _known(reading)})
+
+    async def _discover(self, reading: Reading) -> None:
+        """Writers that nobody knew: give them numbers before the first of their rows goes out."""
+        upto = _known(reading)
+        if self.stream.instance_column is None or upto <= self._known_upto:
+            return
+        if self._roster.crowded:
+            self._known_upto = upto
+            return
+        while self._known_upto < upto and self.channel.held is None:
+            try:
+                found = await self._source.last_tokens(self._looks, self._known_upto, upto)
+            except DatabaseError as error:
+                if not is_of_a_row(error):
+                    raise
+                if upto == self._known_upto + 1:
+                    return  # a writer's name that cannot be read: the lane stops before this row, and says which it is
+                upto = (self._known_upto + upto) // 2
+            else:
+                await self._roster.welcome(found.keys())
+                self._known_upto, upto = upto, _known(reading)
+
+    def _relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
+        """The list of writers has changed."""
+        self._writers_changed({} if self._roster.crowded else self.numbers)
+        self._main.aim(self._targets(self._aimed))
+        return self._main.relist(joining, leaving)
+
+    async def _handle_reset(self) -> None:
+        reading = self.reading
+        stream = await registry.announce_reset(self._db, self.stream, _known(reading), schema=self._schema)
+        self._source = registry.row_source(stream, schema=self._schema)
+        self.stream = stream
+        self._known_upto, self._aimed = _known(reading), reading
+        log.warning("stream_reset", stream=self.name, position=reading.position, epoch=self.epoch)
+        self._reset = False
+        self._main.renew(self._source)
+        self._main.reset(self._targets(reading))
+        if self._linear is not None:
+            self._linear.renew(self._source)
+            self._linear.reset({LINEAR: _known(reading)})
+
+    def _targets(self, reading: Reading) -> dict[str, int]:
+        position = _known(reading)
+        if self._roster.crowded:
+            return dict.fromkeys(self.numbers, position)
+        return {name: reading.per_writer.get(name, position) for name in self.numbers}
+
+    def _lane(self, positions: Positions, *, linear: bool) -> Lane:
+        return Lane(
+            self.name,
+            Copier(self._source, linear=linear),
+            self._db,
+            positions,
+            limits=self._limits,
+            troubles=self._troubles,
+            writers=self.writers_of,
+        )
+
+
+def _known(reading: Reading) -> int:
+    assert reading.position is not None
+    return reading.position

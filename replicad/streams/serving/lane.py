@@ -1,0 +1,347 @@
+"""One order of one stream: what lies between what readers were told and the horizon is copied into a journal.
+
+The order is either per writer (each writer's rows as soon as that writer's position allows) or linear (all rows in
+ascending order). A lane copies, tells positions that moved without rows, and seals the journal where both agree. No row
+is touched in Python. Which positions to aim at, and which writers are listed, is for `feed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Set
+
+import structlog
+import trio
+
+from replicad.daemon.journal import Channel, JournalLimits
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TokenExpired, UnknownStream
+from replicad.postgres.bridge import Database
+from replicad.streams.rows import Chunk, Range, RowSource
+from replicad.streams.rows_probe import find_unreadable, is_of_a_row, try_row, unreadable
+from replicad.streams.serving.told import LastTokens, Positions, position_lines, set_lines
+from replicad.streams.writer_set import WRITERS_ON_LINE
+
+LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together
+POSITION_INTERVAL = 0.1  # seconds between two words that a position moved without rows; rows are never held up
+RETRY_PAUSE = 0.2  # seconds before a copy that failed is tried again; doubles up to RETRY_PAUSE_MAX
+RETRY_PAUSE_MAX = 5.0
+UNKNOWN = -(1 << 63)  # below every position
+
+log = structlog.get_logger()
+
+
+def below(told: Positions, upto: Positions, error: RowUnreadable) -> dict[str, int]:
+    """How far each writer can be told when a stream stops before a row; none goes back."""
+    assert error.row_id is not None
+    return {name: max(at, min(upto.get(name, at), error.row_id - 1)) for name, at in told.items()}
+
+
+class Copier:
+    """Copies ranges of one stream in one order."""
+
+    def __init__(self, source: RowSource, *, linear: bool) -> None:
+        self.source = source
+        self.linear = linear
+        self.one_writer = linear or source.instance_column is None
+
+    async def copy(
+        self,
+        db: Database,
+        after: Positions,
+        upto: Positions,
+        send: Callable[[Chunk], Awaitable[None]],
+        others_after: int | None = None,
+    ) -> None:
+        """The rows of (after, upto] in chunks. Writers that are not listed stand at the minimum of those that are;
+        before, where `others_after` says so, at that. Raises what `RowSource.copy_range` raises.
+        """
+        if self.linear:
+            await self.source.copy_range(db, after[LINEAR], upto[LINEAR], send)
+            return
+        ranges, others = self._ranges(after, upto, others_after)
+        if any(low < high for low, high in (*ranges.values(), *([others] if others else ()))):
+            await self.source.copy_vector(db, ranges, send, others=others)
+
+    async def blame(
+        self, db: Database, after: Positions, upto: Positions, error: Exception, others_after: int | None = None
+    ) -> RowUnreadable | None:
+        """The row because of which copying (after, upto] raised `error`; None where it is no row's fault, or no longer.
+
+        Raises what `copy` raises, for reasons that are not of a row.
+        """
+        if not is_of_a_row(error):
+            return None
+        if isinstance(error, RowTooLong) and error.row_id is not None:
+            return unreadable(self.source, error.row_id, error)
+        if self.linear:
+            return await find_unreadable(self.source, db, (after[LINEAR], upto[LINEAR]))
+        ranges, others = self._ranges(after, upto, others_after)
+        return await find_unreadable(self.source, db, ranges, others)
+
+    def _ranges(
+        self, after: Positions, upto: Positions, others_after: int | None
+    ) -> tuple[dict[str, Range], Range | None]:
+        """A range for each writer that is listed, and the one of all others."""
+        ranges = {name: (after[name], at) for name, at in upto.items()}
+        if self.one_writer:
+            return {name: span for name, span in ranges.items() if span[0] < span[1]}, None
+        lowest = min(after.values(), default=None) if others_after is None else others_after
+        others = None if lowest is None else (lowest, max(lowest, min(upto.values(), default=lowest)))
+        return ranges, others
+
+
+class Lane:
+    """A journal and the task that fills it.
+
+    Where a row cannot be read, all rows before it go out, then the lane *holds*: its position stays just below the
+    row's id, readers that get there are told why, and the row is tried again with a pause that grows, until it can be
+    read.
+    """
+
+    def __init__(
+        self,
+        stream: str,
+        copier: Copier,
+        db: Database,
+        positions: Positions,
+        *,
+        limits: JournalLimits,
+        troubles: Troubles,
+        writers: Callable[[Iterable[str]], bytes],
+    ) -> None:
+        """`writers` makes the lines of WRITERS that name a set."""
+        self.channel = Channel(stream, positions, limits)
+        self._stream = stream
+        self._copier = copier
+        self._db = db
+        self._writers = writers
+        self._troubles = troubles
+        order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, each at its own time
+        self._copy_cause, self._row_cause = f"copy{order}", f"row{order}"
+        self._target = dict(positions)
+        self._heard = trio.Event()
+        self._resetting = False
+        self._joining: set[str] = set()
+        self._leaving: set[str] = set()
+        self._relisted = trio.Event()
+        self._left: dict[str, int] = {}  # writers that are listed no more, and what was told of them last
+        self._copied: Positions | None = None  # rows up to here went out, though readers may be told less
+        self._notices: list[tuple[bytes, bool]] = []
+        self._told_at = float("-inf")
+        self._held: RowUnreadable | None = None
+        self._try_again_at = 0.0
+        self._row_pause = RETRY_PAUSE
+
+    def aim(self, target: Positions) -> None:
+        """The horizon has moved; only the latest target counts."""
+        if target != self._target:
+            self._target = dict(target)
+            self._heard.set()
+
+    def reset(self, target: Positions) -> None:
+        """The ids went back to `target`, which is told as it is; what was under way is finished first."""
+        self._target = dict(target)
+        self._resetting = True
+        self._heard.set()
+
+    def relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
+        """List writers, from where those stand that are not listed, and others no more; the event comes when readers
+        were told of those that join. One that leaves does so when it is no longer behind all that stay.
+        """
+        self._joining = (self._joining - leaving) | joining
+        self._leaving = (self._leaving - joining) | leaving
+        self._heard.set()
+        return self._relisted
+
+    def tell(self, line: bytes, *, extended: bool = False) -> None:
+        """Send a line that is no row, when no row is on its way."""
+        self._notices.append((line, extended))
+        self._heard.set()
+
+    def renew(self, source: RowSource) -> None:
+        """Read by another statement from the next copy on; a row that could not be read is tried at once."""
+        self._copier.source = source
+        self._try_again_at, self._row_pause = 0.0, RETRY_PAUSE
+        self._heard.set()
+
+    async def run(self) -> None:
+        """Fill the journal until cancelled. Failures, whatever they are, are reported and tried again."""
+        pause = RETRY_PAUSE
+        while True:
+            try:
+                await self._wait_for_work()
+                await self._work()
+            except TokenExpired as error:
+                log.warning("stream_trimmed_unread", stream=self._stream, error=str(error))
+                self.channel.cut(error, self._target)
+            except UnknownStream:  # whoever looks at the registry, each second, sees it too, and ends us
+                await trio.sleep(RETRY_PAUSE)
+            except Exception as error:  # noqa: BLE001 - reported, with its traceback where it is a defect
+                self._troubles.fail("stream", self._stream, self._copy_cause, error)
+                if self.channel.seam.index != self.channel.head:  # half of something went out that nobody accounts for
+                    broken = DatabaseError(f"stream {self._stream} broke off; reconnect and resume")
+                    self.channel.cut(broken, self.channel.seam.positions)
+                await trio.sleep(pause)
+                pause = min(2 * pause, RETRY_PAUSE_MAX)
+            else:
+                pause = RETRY_PAUSE
+                self._troubles.end("stream", self._stream, self._copy_cause)
+
+    async def _wait_for_work(self) -> None:
+        """Until the target differs from what was told, and the time to say so has come."""
+        while not (self._notices or self._joining or self._resetting or self._may_leave()):
+            if self._held is None and not self._is_there():
+                return
+            if self._held is not None and trio.current_time() >= self._try_again_at:
+                return
+            self._heard = trio.Event()
+            with trio.move_on_at(float("inf") if self._held is None else self._try_again_at):
+                await self._heard.wait()
+
+    def _is_there(self) -> bool:
+        return self._goal() == self.channel.seam.positions
+
+    def _goal(self) -> dict[str, int]:
+        """The target of the writers that are listed. One that is about to leave follows the others."""
+        told, target = self.channel.seam.positions, self._target
+        if told.keys() == target.keys():
+            return target
+        lowest = min(target.values(), default=UNKNOWN)
+        return {name: target[name] if name in target else max(at, lowest) for name, at in told.items()}
+
+    def _may_leave(self) -> Set[str]:
+        """Which of those that are to leave can: from then on they stand where the lowest of the others stands."""
+        told = self.channel.seam.positions
+        if not self._leaving or self._joining:
+            return frozenset()
+        lowest = min((at for name, at in told.items() if name not in self._leaving), default=None)
+        return {name for name in self._leaving & told.keys() if lowest is not None and told[name] >= lowest}
+
+    async def _work(self) -> None:
+        while self._notices:
+            line, extended = self._notices.pop(0)
+            await self.channel.append(line, extended=extended)
+            self.channel.seal(self.channel.seam.positions)  # who joins later was not there
+        if self._resetting:
+            self._release()
+            await self._announce_reset()
+            return
+        if self._joining:
+            await self._announce_joining()
+        if leaving := self._may_leave():
+            await self._announce_leaving(leaving)
+        if self._held is not None and not await self._readable_by_now(self._held):
+            return
+        target = self._goal()
+        try:
+            await self._advance(target)
+        except (DatabaseError, RowTooLong) as error:
+            at_fault = await self._copier.blame(self._db, self.channel.seam.positions, target, error)
+            if at_fault is None:
+                raise
+            await self._advance(below(self.channel.seam.positions, target, at_fault), at_once=True)
+            self._hold(at_fault)
+
+    async def _readable_by_now(self, held: RowUnreadable) -> bool:
+        """Try the row that the lane stops at again, if it is time to; when it can be read, go on."""
+        if trio.current_time() < self._try_again_at:
+            return False
+        assert held.row_id is not None
+        still = await try_row(self._copier.source, self._db, held.row_id)
+        if still is not None:
+            self._hold(still)
+            return False
+        self._release()
+        return True
+
+    def _hold(self, error: RowUnreadable) -> None:
+        if self._held is None:
+            self._row_pause = RETRY_PAUSE
+        self._held = error
+        self._try_again_at = trio.current_time() + self._row_pause
+        self._row_pause = min(2 * self._row_pause, RETRY_PAUSE_MAX)
+        self._troubles.begin("stream", self._stream, self._row_cause, str(error), code=error.code)
+        self.channel.hold(error)
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held = None
+            self._troubles.end("stream", self._stream, self._row_cause)
+            self.channel.release()
+
+    async def _advance(self, target: Positions, *, at_once: bool = False) -> None:
+        """Copy what lies between what was told and the target; positions are told now and then, or `at_once`."""
+        told = dict(self.channel.seam.positions)
+        seen = LastTokens(self._stream, told, one=self._copier.one_writer)
+
+        async def append(chunk: Chunk) -> None:
+            await self.channel.append(chunk.data)
+            seen.see(chunk)
+
+        copied, self._copied = self._copied, None
+        try:
+            await self._copier.copy(self._db, copied or told, target, append)
+        except BaseException:
+            self._keep_what_went_out(told, target, seen)
+            raise
+        self._copied = target
+        told |= seen.tokens
+        now = trio.current_time()
+        if told != target and (at_once or now >= self._told_at + POSITION_INTERVAL):
+            await self.channel.append(position_lines(self._stream, told, target))
+            self._told_at = now
+            told = dict(target)
+        self.channel.seal(told)
+        if told != target:
+            self._heard = trio.Event()
+            with trio.move_on_at(self._told_at + POSITION_INTERVAL):
+                await self._heard.wait()
+
+    def _keep_what_went_out(self, told: dict[str, int], target: Positions, seen: LastTokens) -> None:
+        """A copy broke off: go on behind the last whole row that readers got, or cut them off where there is none."""
+        if seen.torn:
+            self.channel.cut(DatabaseError("Postgres broke off within a batch; reconnect and resume"), told)
+        elif seen.done is not None:
+            done = seen.done
+            self.channel.seal({name: max(at, min(done, target[name])) for name, at in told.items()})
+
+    async def _announce_joining(self) -> None:
+        """List the writers that join: the whole set where one line holds it, else the new ones, which add to it."""
+        told = self.channel.seam.positions
+        joining, names = self._joining, self._joining - told.keys()
+        relisted, self._relisted = self._relisted, trio.Event()
+        lowest = min((told or self._target).values(), default=0)
+        if names:
+            listed = {**told, **dict.fromkeys(names, lowest)}
+            whole = len(listed) <= WRITERS_ON_LINE
+            await self.channel.append(self._writers(listed if whole else names), extended=True)
+            before = {name: min(self._left.pop(name, lowest), lowest) for name in names}
+            lines = position_lines(self._stream, before, dict.fromkeys(names, lowest), all_of_them=True)
+            await self.channel.append(lines)
+            if self._copied is not None:
+                self._copied = {**self._copied, **dict.fromkeys(names, min(self._copied.values(), default=lowest))}
+            self._target = {**dict.fromkeys(names, lowest), **self._target}
+            self.channel.seal(listed)
+        self._joining = self._joining - joining
+        relisted.set()
+
+    async def _announce_leaving(self, leaving: Set[str]) -> None:
+        """List writers no more. The set is told whole, and a POSITION behind it says so."""
+        told = self.channel.seam.positions
+        listed = {name: at for name, at in told.items() if name not in leaving}
+        await self.channel.append(set_lines(self._stream, self._writers(listed), listed), extended=True)
+        self._left |= {name: told[name] for name in leaving}
+        if self._copied is not None:
+            self._copied = {name: at for name, at in self._copied.items() if name in listed}
+        self._leaving = self._leaving - leaving
+        self.channel.seal(listed)
+
+    async def _announce_reset(self) -> None:
+        told = self.channel.seam.positions
+        target = {name: self._target.get(name, min(self._target.values(), default=at)) for name, at in told.items()}
+        self._resetting = False
+        self._copied = None
+        if LINEAR not in told:
+            await self.channel.append(self._writers(told), extended=True)
+        await self.channel.append(position_lines(self._stream, told, target, all_of_them=True))
+        self.channel.seal(target)

@@ -1,0 +1,284 @@
+"""Which streams are served: finds them in the registry, has each served on its own, remembers what was published.
+
+Each step of its work stands by itself, and so does each stream: what fails is reported, and keeps no other from its
+turn. A look at the registry compares all that a feed was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import structlog
+import trio
+
+from replicad.config.settings import ServerSettings
+from replicad.daemon.joined import Joined
+from replicad.daemon.journal import JournalLimits
+from replicad.daemon.poller import Poller
+from replicad.daemon.supervision import keep_running
+from replicad.daemon.troubles import DATABASE, Place, Troubles
+from replicad.errors import (
+    DatabaseError,
+    DatabaseUnavailable,
+    SchemaMissing,
+    StreamRefused,
+    StreamWaits,
+    UnknownStream,
+)
+from replicad.postgres.bridge import Database
+from replicad.streams import registry
+from replicad.streams.queries import Impatient
+from replicad.streams.registry import EPOCH, RENEWABLE, Published, Stream, differences
+from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.late_rows import LateRows
+from replicad.streams.serving.served_stream import KIND, Means, OnFeed, Serving
+
+LOOK_INTERVAL = 1.0  # seconds between two looks at the registry, and between two notes of what was published
+LOOK_PAUSE = 0.1  # seconds between two looks at least, however many troubles begin
+FIRST_READING = 2.0  # seconds to wait for the first position of a stream; only an open transaction takes longer
+EPOCH_LOOKS = 3  # looks in a row at a reset, before a feed that has not seen it is begun anew
+
+REGISTRY = "registry"  # the cause of a trouble that stands in the registry; also the name of the service that looks
+
+log = structlog.get_logger()
+
+
+class Publisher:
+    """The feeds by stream name; `on_feed` of whoever follows all streams is called for each new one."""
+
+    def __init__(
+        self, db: Database, catchup_db: Database, settings: ServerSettings, poller: Poller, troubles: Troubles
+    ) -> None:
+        limits = settings.limits
+        self._schema = settings.database.stream_schema
+        self._means = Means(
+            db,
+            catchup_db,
+            poller,
+            troubles,
+            self._schema,
+            JournalLimits(limits.journal_bytes, limits.journal_chunks, limits.journal_seconds),
+        )
+        self.feeds: Mapping[str, Feed] = self._means.feeds
+        self._db = db
+        self._looks = Impatient(db)
+        self._troubles = troubles
+        self._servings: dict[str, Serving] = {}
+        self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
+        self._blind: str | None = None  # why the registry cannot be read
+        self._noted: dict[str, object] = {}
+        self._late_rows = LateRows(db, self.feeds, troubles)
+        self._look = Joined(self._look_once)
+        self._nursery: trio.Nursery | None = None
+        poller.before_polling(self._look_on_new_connection)
+
+    # --- for sessions ---
+
+    async def find(self, name: str) -> Feed:
+        """The feed of a stream, also of one that was added a moment ago: its first reading is waited for.
+
+        Raises:
+            UnknownStream: nothing of that name is registered.
+            StreamRefused: it is, but cannot be served (now); the message says why.
+        """
+        if name not in self._servings:
+            await self._look_for(name)
+        with trio.move_on_after(FIRST_READING):
+            while (serving := self._servings.get(name)) is not None and serving.feed is None:
+                if serving.obstacle is not None:
+                    break
+                await serving.wait_settled()
+        serving = self._servings.get(name)
+        if serving is not None:
+            why = self._why_waiting(serving)
+            if serving.feed is not None and why is None:
+                return serving.feed
+            raise StreamRefused(f"stream {name} cannot be served: {why or serving.why_not()}")
+        if name in self._faulty:
+            raise StreamRefused(f"stream {name} cannot be served: {self._faulty[name]}")
+        if self._blind is not None:
+            raise StreamRefused(f"stream {name[:80]!r} cannot be looked up: {self._blind}")
+        known = ", ".join(sorted(self._servings)) or "none yet; add one with `replicad streams add`"
+        raise UnknownStream(f"there is no stream {name[:80]!r}; the streams are: {known}")
+
+    def waiting(self) -> dict[str, StreamWaits]:
+        """What to tell who follows all streams: those that do not move or are not served, and why."""
+        reasons = {name: why for name, s in self._servings.items() if (why := self._why_waiting(s)) is not None}
+        return {
+            name: StreamWaits(f"stream {name} does not move: {why}")
+            for name, why in sorted({**self._faulty, **reasons}.items())
+        }
+
+    def follow(self, on_feed: OnFeed) -> None:
+        """Have `on_feed` called for every stream that is added from now on."""
+        self._means.followers.add(on_feed)
+
+    def unfollow(self, on_feed: OnFeed) -> None:
+        """Undo `follow`; safe to repeat."""
+        self._means.followers.discard(on_feed)
+
+    def _why_waiting(self, serving: Serving) -> str | None:
+        """Why a stream does not move: by itself, or because of what the server that we talk to is.
+
+        A mere outage is no such reason: what is in the journal can be read, and the rest follows.
+        """
+        if serving.obstacle is not None:
+            return serving.obstacle
+        whole = [t for t in self._troubles.of(DATABASE, DATABASE) if t.code != DatabaseUnavailable.code]
+        return whole[0].reason if whole else None
+
+    # --- life ---
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve the registered streams until cancelled; started once those that nobody holds back are there.
+
+        May be run again after it has failed: it begins with no stream.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                await self._look()
+                with trio.move_on_after(FIRST_READING):
+                    for serving in list(self._servings.values()):
+                        await serving.wait_settled()
+                task_status.started()
+                nursery.start_soon(self._look_when_trouble_begins)
+                nursery.start_soon(keep_running, self._late_rows.run, "service", "late_rows", self._troubles)
+                while True:
+                    await trio.sleep(LOOK_INTERVAL)
+                    await self._look_contained()
+                    for serving in list(self._servings.values()):
+                        serving.judge()  # also where the look has failed
+                    await self._note_published()
+        finally:
+            self._nursery = None
+            for serving in self._servings.values():
+                serving.stop("this server stops serving streams")
+            self._servings.clear()
+
+    async def _look_when_trouble_begins(self) -> None:
+        """What fails about a stream may be a change that the registry has: look at once, not at the next turn."""
+        known: set[Place] = set()
+        changed = self._troubles.next_change()
+        while True:
+            await changed.wait()
+            changed = self._troubles.next_change()  # before looking: none is missed
+            now = {trouble.place for trouble in self._troubles.current() if trouble.place.kind == KIND}
+            begun = {place for place in now - known if place.cause != REGISTRY}
+            for name in {place.name for place in known ^ now} & self._servings.keys():
+                self._servings[name].judge()
+            known = set(now)
+            if begun:
+                await self._look_contained()
+                await trio.sleep(LOOK_PAUSE)
+
+    # --- the registry ---
+
+    async def _look_contained(self) -> None:
+        with self._troubles.contain("service", REGISTRY, "look"):
+            await self._look()
+
+    async def _look_for(self, name: str) -> None:
+        """Look on behalf of a client; that it cannot be done now is the same answer for all."""
+        try:
+            await self._look()
+        except DatabaseError as error:
+            raise StreamRefused(f"stream {name[:80]!r} cannot be looked up now: {error}") from error
+
+    async def _look_on_new_connection(self) -> None:
+        """Before anything is learnt from a new connection: it may lead to another server, or to a restored database."""
+        if self._nursery is None:
+            return
+        try:
+            await self._look()
+        except DatabaseUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 - reported; tubes go on, streams do so after the next look
+            self._troubles.fail("service", REGISTRY, "look", error)
+            for name in list(self._servings):
+                self._end(name, f"Postgres was reached anew, and the registry of streams cannot be read: {error}")
+
+    async def _look_once(self) -> None:
+        """Compare the registry with what is served. Begin, renew and end what differs."""
+        try:
+            found = await registry.load_streams(self._looks, schema=self._schema)
+            published = await self._load_published(found)
+        except SchemaMissing as error:
+            self._blind = str(error)
+            for serving in self._servings.values():
+                serving.blind(self._blind)
+            raise
+        self._blind = None
+        for name, serving in list(self._servings.items()):
+            current = found.get(name)
+            if current is None:
+                self._end(name, "it was removed")
+            elif (why := _why_to_end(serving, current)) is not None:
+                self._end(name, why)
+            else:
+                serving.compare(current)
+        self._report_faults(found)
+        for name, stream in found.items():
+            if stream.fault is None and name not in self._servings and self._nursery is not None:
+                serving = self._servings[name] = Serving(self._means, stream, published.get(name))
+                serving.compare(stream)
+                self._nursery.start_soon(serving.run)
+
+    async def _load_published(self, found: dict[str, Stream]) -> Mapping[str, Published]:
+        """What was published of streams that are about to be served.
+
+        Nothing that was noted of another table or sequence is trusted: a dump was restored over this database. Such a
+        stream gets a new epoch, and is loaded into `found` anew.
+        """
+        if not any(self._is_new(stream) for stream in found.values()):
+            return {}
+        published = await registry.published(self._looks, schema=self._schema)
+        foreign = [name for name, noted in published.items() if noted.foreign and name in found]
+        for name in foreign:
+            log.warning("stream_restored", stream=name, reason="its table is another one now: old tokens are void")
+            await registry.begin_anew(self._db, found[name], schema=self._schema)
+        if foreign:
+            found |= await registry.load_streams(self._looks, schema=self._schema)
+        return {name: noted for name, noted in published.items() if not noted.foreign}
+
+    def _is_new(self, stream: Stream) -> bool:
+        serving = self._servings.get(stream.name)
+        return serving is None or _why_to_end(serving, stream) is not None
+
+    def _end(self, name: str, why: str) -> None:
+        self._servings.pop(name).stop(why)
+        self._noted.pop(name, None)
+
+    def _report_faults(self, found: Mapping[str, Stream]) -> None:
+        faults = {name: stream.fault for name, stream in found.items() if stream.fault is not None}
+        for name, fault in faults.items():
+            self._troubles.begin(KIND, name, REGISTRY, fault, code=StreamRefused.code)
+        for name in self._faulty.keys() - faults.keys():
+            self._troubles.end(KIND, name, REGISTRY)
+        self._faulty = faults
+
+    # --- what was published ---
+
+    async def _note_published(self) -> None:
+        """Keep what was published, for daemons that start later: they need not wait for transactions of today."""
+        for name, feed in list(self.feeds.items()):
+            position, per_writer = feed.positions()
+            noted = (feed, position, per_writer)
+            if self._noted.get(name) == noted:
+                continue
+            with self._troubles.contain(KIND, name, "note"):
+                stream = replace(feed.stream, writers=feed.numbers)
+                if await registry.publish(self._db, stream, position, per_writer, schema=self._schema):
+                    self._noted[name] = noted
+
+
+def _why_to_end(serving: Serving, found: Stream) -> str | None:
+    """Why a stream cannot go on as it is served; None where it can, perhaps under other names."""
+    if found.fault is not None:
+        return found.fault
+    if lasting := differences(serving.served, found) - RENEWABLE - EPOCH:
+        return f"it is another stream now, or has another table (changed: {', '.join(sorted(lasting))}); it begins anew"
+    if serving.looks_behind >= EPOCH_LOOKS and serving.served.resets != found.resets:
+        return "its ids may mean other rows now: another daemon has announced a reset; it begins anew"
+    return None

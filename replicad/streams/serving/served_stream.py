@@ -1,0 +1,291 @@
+"""One registered stream in this daemon, from the look at the registry that found it to the one that does not.
+
+First it is watched; when its first position is known a feed serves it. What fails ends the feed alone: its readers are
+told, the trouble is reported, and after a pause that grows the stream is watched and served anew. Which streams there
+are is the publisher's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import structlog
+import trio
+
+from replicad.daemon.journal import JournalLimits
+from replicad.daemon.poller import Poller
+from replicad.daemon.supervision import keep_running
+from replicad.daemon.troubles import Troubles, sole_cause
+from replicad.errors import ReplicadError, StreamRefused, StreamWaits
+from replicad.postgres.bridge import Database
+from replicad.postgres.horizon import Reading
+from replicad.protocol.commands import Error
+from replicad.streams import registry
+from replicad.streams.registry import Published, Stream, differences
+from replicad.streams.serving.feed import FOLLOW, Feed
+
+KIND = "stream"  # of the troubles
+STALLS = ("copy", FOLLOW)  # the causes of troubles in which a feed sends nothing and tries again
+STALL_GRACE = 1.5  # seconds in which a look finds new names of the table, and a try may succeed
+WAITS = "position"  # the cause of a trouble that keeps a stream from moving and leaves its readers connected
+
+log = structlog.get_logger()
+OnFeed = Callable[[Feed], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What serving any stream takes. `feeds` are the streams that are served now, by name; every Serving keeps its own
+    entry. `followers` are called with each new feed.
+    """
+
+    db: Database
+    catchup_db: Database
+    poller: Poller
+    troubles: Troubles
+    schema: str
+    limits: JournalLimits
+    feeds: dict[str, Feed] = field(default_factory=dict)
+    followers: set[OnFeed] = field(default_factory=set)
+
+
+class Serving:
+    """One stream. `run` is its task; the other methods never wait and never raise."""
+
+    def __init__(self, means: Means, stream: Stream, published: Published | None) -> None:
+        self.stream = stream  # as it was registered when serving it began, or was renewed; a feed may know better
+        self.name = stream.name
+        self.feed: Feed | None = None
+        self.reading: Reading | None = None  # the last one
+        self.looks_behind = 0  # looks in a row that found a reset which the feed has not seen
+        self._means = means
+        self._denied = stream.denied
+        self._blind: str | None = None  # why the registry cannot be read
+        self._published = None if published is None else (published.position, dict(published.per_writer))
+        self._told: str | None = None  # the obstacle that was reported last
+        self._went_back = False
+        self._watching = False
+        self._changed = trio.Event()
+        self._scope = trio.CancelScope()
+
+    # --- for whoever looks ---
+
+    @property
+    def served(self) -> Stream:
+        """The stream as it is served: a feed sees a reset, and changes the epoch, by itself."""
+        return self.stream if self.feed is None else self.feed.stream
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the stream does not move now, though nothing of it has ended; None while it can."""
+        if self._blind is not None:
+            return self._blind
+        if self._denied is not None:
+            return self._denied
+        if self.reading is not None and self.reading.refused is not None:
+            return str(self.reading.refused)
+        return self._failure()
+
+    def _failure(self) -> str | None:
+        """Why the feed cannot go on now, though it tries again and again."""
+        lasting = trio.current_time() - STALL_GRACE
+        failing = [
+            one
+            for one in self._means.troubles.of(KIND, self.name)
+            if one.place.cause in STALLS and one.since <= lasting
+        ]
+        return failing[0].reason if failing else None
+
+    async def wait_settled(self) -> None:
+        """Until it is served, or it is known why it is not."""
+        while self.feed is None and self.obstacle is None:
+            await self._changed.wait()
+
+    def why_not(self) -> str:
+        """Why the stream is not served yet."""
+        failed = self._means.troubles.why(KIND, self.name)
+        return self.obstacle or failed or _why(self.reading)
+
+    # --- for the publisher ---
+
+    async def run(self) -> None:
+        """Serve the stream until `stop`, or cancelled."""
+        with self._scope:
+            await keep_running(self._serve, KIND, self.name, self._means.troubles)
+
+    def stop(self, why: str) -> None:
+        """End it at once: readers are told, and nothing of it is left when this returns."""
+        had_feed = self.feed is not None
+        self._close(StreamRefused(f"stream {self.name} is no longer served: {why}"))
+        self._scope.cancel()
+        self._means.troubles.forget(KIND, self.name)
+        self._told = None
+        if had_feed:
+            log.warning("stream_dropped", stream=self.name, reason=why)
+
+    def compare(self, found: Stream) -> None:
+        """A look has found the same stream. Where it has other names or other lines for its rows, go on with these.
+
+        A reset that another daemon has announced is left to the feed, which will see it too.
+        """
+        served = self.served
+        self.looks_behind = self.looks_behind + 1 if served.resets != found.resets else 0
+        if self.looks_behind:
+            found = replace(found, resets=served.resets, epoch=served.epoch)
+        if changed := differences(served, found):
+            log.info("stream_renewed", stream=self.name, changed=sorted(changed))
+            self.stream = found
+            if self.feed is not None:
+                self.feed.renew(found)
+        if self.feed is not None:
+            self.feed.on_registered(found.writers.keys())
+        self._denied = found.denied
+        self._blind = None
+        self.judge()
+
+    def blind(self, why: str) -> None:
+        """The registry cannot be read, so it is not known whether there still is such a stream."""
+        self._blind = why
+        self.judge()
+
+    # --- inside ---
+
+    async def _serve(self) -> None:
+        """Watch, wait for the first position, then run a feed until it fails."""
+        failure: ReplicadError = StreamRefused(f"stream {self.name} is no longer served: this server stops serving it")
+        try:
+            self._watch()
+            reading = await self._first_position()
+            feed = self.feed = self._means.feeds[self.name] = self._make_feed(reading)
+            self._wake()
+            log.info("stream_served", stream=self.name, position=reading.position, writers=len(feed.numbers))
+            for on_feed in list(self._means.followers):
+                with self._means.troubles.contain("service", "subscriptions", "join"):
+                    on_feed(feed)
+            await feed.run()
+        except Exception as error:
+            failure = _end_of(self.name, error)
+            raise
+        except BaseExceptionGroup as group:
+            failed, _ = group.split(Exception)
+            if failed is not None:
+                failure = _end_of(self.name, failed)
+            raise
+        finally:
+            self._close(failure)
+
+    def _watch(self) -> None:
+        self.reading = None
+        self._went_back = False
+        position, per_writer = self._published or (None, None)
+        self._watching = True
+        self._means.poller.watch(
+            self.name,
+            registry.horizon_source(self.stream),
+            self._on_reading,
+            published=position,
+            per_writer=per_writer,
+            writers=_writers(self.stream, self.stream.writers),
+        )
+
+    async def _first_position(self) -> Reading:
+        while self.reading is None or self.reading.position is None or self.reading.refused is not None:
+            await self._changed.wait()
+        return self.reading
+
+    def _make_feed(self, reading: Reading) -> Feed:
+        means = self._means
+        feed = Feed(
+            self.stream,
+            means.db,
+            means.catchup_db,
+            reading,
+            schema=means.schema,
+            limits=means.limits,
+            troubles=means.troubles,
+            writers_changed=self._writers_changed,
+        )
+        if self._went_back:  # while no feed was there to void the tokens of before
+            feed.on_reading(replace(reading, reset=True))
+        return feed
+
+    def _writers_changed(self, numbers: Mapping[str, int]) -> None:
+        if self._watching:
+            self._means.poller.set_writers(self.name, _writers(self.stream, numbers))
+
+    def _on_reading(self, _: str, reading: Reading) -> None:
+        self.reading = reading
+        if self.feed is None:
+            self._went_back = self._went_back or reading.reset
+            self._wake()
+        else:
+            self.feed.on_reading(reading)
+        self.judge()
+
+    def judge(self) -> None:
+        """Report an obstacle when it begins, changes and is over, in the log and to those who follow the stream."""
+        obstacle = self.obstacle
+        if obstacle == self._told:
+            return
+        self._told = obstacle
+        self._wake()
+        if obstacle is None:
+            self._means.troubles.end(KIND, self.name, WAITS)
+            return
+        if obstacle == self._failure():  # which is reported already
+            self._means.troubles.end(KIND, self.name, WAITS)
+        else:
+            self._means.troubles.begin(KIND, self.name, WAITS, obstacle, code=StreamWaits.code)
+        if self.feed is not None:
+            self.feed.tell(waits_line(self.name, obstacle))
+
+    def _close(self, error: ReplicadError) -> None:
+        """Undo what `_serve` did; safe to repeat."""
+        if self._watching:
+            self._watching = False
+            self._means.poller.unwatch(self.name)
+        feed, self.feed = self.feed, None
+        if feed is not None:
+            self.stream = feed.stream
+            self._published = feed.positions()  # readers have had these: who comes back with them is not ahead
+            if self._means.feeds.get(self.name) is feed:
+                del self._means.feeds[self.name]
+            feed.end(error)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+def waits_line(name: str, obstacle: str) -> bytes:
+    """The line that tells readers of a stream that it moves no further for now."""
+    text = f"{StreamWaits.code}: stream {name} does not move: {obstacle}; the subscription stays and goes on afterwards"
+    return Error(" ".join(text.split())).render().encode() + b"\n"
+
+
+def _end_of(name: str, error: BaseException) -> ReplicadError:
+    cause = sole_cause(error)
+    if isinstance(cause, ReplicadError):
+        return StreamRefused(f"stream {name} is served anew: {cause} Reconnect and resume from your token.")
+    return StreamRefused(f"stream {name} is served anew after an internal error; reconnect and resume from your token")
+
+
+def _writers(stream: Stream, numbers: Mapping[str, int]) -> tuple[str, ...]:
+    """Who may be told apart by application_name: nobody where rows do not say whose they are."""
+    return () if stream.instance_column is None else tuple(numbers)
+
+
+def _why(reading: Reading | None) -> str:
+    """Why there is no first position."""
+    if reading is None:
+        return "it was added just now; try again"
+    holder = reading.held_by
+    if holder is None:
+        return "it has no position yet; try again"
+    who = f"prepared transaction {holder.gid!r}" if holder.gid else f"pid {holder.pid} ({holder.application_name})"
+    return (
+        f"it has no position yet: {who} began before this server did and may still write; it can be served when that "
+        "has ended"
+    )

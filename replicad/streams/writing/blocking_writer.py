@@ -1,0 +1,170 @@
+"""The writer library for programs without async, on any DB-API connection to Postgres (psycopg, pg8000, ADBC, ...).
+
+`BlockingWriter` has a connection of its own, `next_id` and `next_ids` work in a transaction of the caller's. What they
+mean, and why it is safe, is said in writers.py; Postgres does the work. Errors of the driver come through as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final, Protocol
+
+from replicad.errors import StreamRefused
+from replicad.postgres.literals import fill
+from replicad.streams.queries import SCHEMA, statement
+from replicad.streams.rows import MASTER, wire_instance
+from replicad.streams.writing.inflight import InFlight, Reservation
+from replicad.streams.writing.writer import MAX_IN_FLIGHT, Positions, parse_ids
+
+_TURN: Final = 60.0  # seconds to wait for the connection while other threads use it
+
+
+class DbApi(Protocol):
+    """What is needed of a DB-API connection."""
+
+    def cursor(self) -> Any: ...
+
+    def commit(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BlockingWriter:
+    """One writer of one stream, for any number of threads. It owns the connection and closes it.
+
+    The connection must be a session of its own: no pool that hands it round between transactions. When it breaks, the
+    ids in flight are no longer protected (the table refuses them) and every call raises the driver's error: make
+    a new writer.
+    """
+
+    def __init__(self, connection: DbApi, stream: str, instance: str = MASTER, *, schema: str = SCHEMA) -> None:
+        self.stream = stream
+        self.instance = wire_instance(instance)
+        self._connection = connection
+        self._schema = schema
+        self._turn = threading.Lock()
+        self._places = threading.BoundedSemaphore(MAX_IN_FLIGHT)
+        self._number = 0
+        self._ask("session_name", self.instance)
+        found = self.positions()
+        self._in_flight = InFlight(found.per_writer.get(self.instance, found.minimum))
+
+    def __enter__(self) -> BlockingWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextmanager
+    def get_next(self) -> Iterator[int]:
+        """Reserve the next id for the length of the block."""
+        with self.get_next_mult(1) as ids:
+            yield ids[0]
+
+    @contextmanager
+    def get_next_mult(self, n: int) -> Iterator[tuple[int, ...]]:
+        """Reserve n ids (1 to 10,000), ascending, for the length of the block.
+
+        Raises:
+            StreamRefused: the sequence went back, or the connection stays busy.
+        """
+        with self._places:
+            reservation = self._reserve(n)
+            try:
+                yield reservation.ids
+            finally:
+                self._complete(reservation)
+
+    def get_current_token(self) -> int:
+        """The largest id such that this writer has completed all of its own up to there. No question to Postgres."""
+        return self._in_flight.position
+
+    def get_minimum_and_maximum(self) -> tuple[int, int]:
+        """The current token, and the highest id that this writer has reserved, complete or not."""
+        return self._in_flight.position, self._in_flight.maximum
+
+    def positions(self) -> Positions:
+        """How far all writers of the stream have finished, from Postgres, now."""
+        with self._taken():
+            return Positions.of((row[0], row[1]) for row in self._ask("stream_positions", self.stream))
+
+    def close(self) -> None:
+        """Close the connection, which lets go of everything. Safe to repeat."""
+        with suppress(Exception):  # drivers differ in what they raise for a connection that is gone
+            self._connection.close()
+
+    def _reserve(self, n: int) -> Reservation:
+        with self._taken():
+            held = self._in_flight.held
+            try:
+                ((number, bound, ids),) = self._ask("stream_reserve", self.stream, n, held)
+                self._number = number
+                return self._in_flight.reserve(parse_ids(ids), bound)
+            except BaseException:
+                if held is None:  # the lock may have been taken, by a statement whose end we have not seen
+                    self.close()
+                raise
+
+    def _complete(self, reservation: Reservation) -> None:
+        """Closes the connection rather than keep a lock; the id is complete either way."""
+        with self._taken():
+            move = self._in_flight.complete(reservation)
+            if move is None:
+                return
+            released = False
+            with suppress(Exception):  # drivers differ in what they raise for a connection that is gone
+                ((released,),) = self._ask("stream_complete", self._number, move.release, move.take)
+            if not released:
+                self._in_flight.lost()
+                self.close()
+
+    def _ask(self, name: str, *args: object) -> Sequence[Any]:
+        """Run a statement in a transaction of its own; the locks are the session's and outlast it."""
+        rows = _run(self._connection, statement(name, self._schema), args)
+        self._connection.commit()
+        return rows
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=_TURN):
+            raise StreamRefused(f"the connection of writer {self.instance} has been busy for {_TURN:g} s.")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+def next_id(connection: DbApi, stream: str, *, schema: str = SCHEMA) -> int:
+    """Reserve the next id in the caller's transaction; it is complete when that ends, committed or rolled back.
+
+    Raises:
+        StreamRefused: the connection is in autocommit mode, where an id would be complete at once.
+    """
+    _must_have_transactions(connection)
+    ((found,),) = _run(connection, statement("stream_next", schema), (stream,))
+    return int(found)
+
+
+def next_ids(connection: DbApi, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
+    """As `next_id`, n ids at once (1 to 10,000), ascending."""
+    _must_have_transactions(connection)
+    ((found,),) = _run(connection, statement("stream_next_mult", schema), (stream, n))
+    return parse_ids(found)
+
+
+def _must_have_transactions(connection: object) -> None:
+    if getattr(connection, "autocommit", False) is True:  # not part of DB-API, but what psycopg and others call it
+        raise StreamRefused("an id is reserved for one transaction: turn autocommit off, take the id, insert, commit.")
+
+
+def _run(connection: DbApi, sql: str, args: Sequence[object]) -> Sequence[Any]:
+    """Constants instead of parameters: drivers disagree on how parameters are written."""
+    cursor = connection.cursor()
+    try:
+        cursor.execute(fill(sql, args))
+        rows: Sequence[Any] = cursor.fetchall()
+        return rows
+    finally:
+        cursor.close()

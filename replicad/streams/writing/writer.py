@@ -1,0 +1,248 @@
+"""The writer library: ids that are reserved before their rows are written, and completed afterwards, come what may.
+
+Three forms, for streams whose method is reservation:
+
+- `open_writer`: a writer with a connection of its own (trio). `async with writer.get_next() as stream_id` reserves an
+  id; its rows may be inserted on any connection inside the block; at the end it is complete, with a row or without.
+- `next_id` and `next_ids`: inside a transaction of the caller's, on asyncpg's connection or one that looks like it, in
+  any event loop. The id is complete when that transaction ends.
+- `blocking.py`: the same two for programs without async.
+
+Protection is an advisory lock of the session (sql/stream/150_stream_reserve.sql): a writer that dies lets go of it,
+and an id that outlived it is refused by the table itself. Nothing needs to be told when writers come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import trio
+
+from replicad.errors import DatabaseError, StreamRefused
+from replicad.postgres.bridge import Connection, Database
+from replicad.streams.queries import SCHEMA, installed, statement
+from replicad.streams.rows import MASTER, wire_instance
+from replicad.streams.writing.inflight import InFlight, Reservation
+
+MAX_IN_FLIGHT: Final = 1000  # reservations of one writer at once; more would say that completions are not reached
+COMPLETE_TIMEOUT: Final = 5.0  # seconds to let go of a lock; then the connection is cut, which does it too
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """How far each known writer of a stream has finished. Rows up to `minimum` are all there, whoever wrote them."""
+
+    per_writer: Mapping[str, int]
+    minimum: int
+    maximum: int
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str | None, int]]) -> Positions:
+        """From the rows of stream_positions(): a writer's name and position; the one without a name is the minimum."""
+        found = dict(rows)
+        minimum = found.pop(None)
+        per_writer = {name: at for name, at in found.items() if name is not None}
+        return cls(per_writer, minimum, max([minimum, *per_writer.values()]))
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatistics:
+    """A moment of a writer: ids in flight now; connections made, and reservations that lost theirs, since the start."""
+
+    in_flight: int
+    connected: int
+    lost: int
+
+
+class Writer:
+    """One writer of one stream. Made by `open_writer`; any number of tasks may use it at once."""
+
+    def __init__(self, db: Database, stream: str, instance: str, schema: str, max_in_flight: int) -> None:
+        self.stream = stream
+        self.instance = wire_instance(instance)
+        self._db = db
+        self._schema = schema
+        self._places = trio.Semaphore(max_in_flight, max_value=max_in_flight)
+        self._turn = trio.Lock()  # the connection does one thing at a time
+        self._pin = AsyncExitStack()
+        self._connection: Connection | None = None
+        self._number = 0
+        self._in_flight = InFlight(0)
+        self._connected = 0
+        self._lost = 0
+
+    @asynccontextmanager
+    async def get_next(self) -> AsyncIterator[int]:
+        """Reserve the next id for the length of the block.
+
+        Raises:
+            UnknownStream, StreamRefused: there is no such stream, or its ids cannot be reserved.
+            DatabaseUnavailable: no connection.
+        """
+        async with self.get_next_mult(1) as ids:
+            yield ids[0]
+
+    @asynccontextmanager
+    async def get_next_mult(self, n: int) -> AsyncIterator[tuple[int, ...]]:
+        """Reserve n ids (1 to 10,000), ascending, for the length of the block. Raises as `get_next`."""
+        async with self._places:
+            reservation = await self._reserve(n)
+            try:
+                yield reservation.ids
+            finally:
+                await self._complete(reservation)
+
+    def get_current_token(self) -> int:
+        """The largest id such that this writer has completed all of its own up to there. No question to Postgres."""
+        return self._in_flight.position
+
+    def get_minimum_and_maximum(self) -> tuple[int, int]:
+        """The current token, and the highest id that this writer has reserved, complete or not."""
+        return self._in_flight.position, self._in_flight.maximum
+
+    async def positions(self) -> Positions:
+        """How far all writers of the stream have finished, from Postgres, now."""
+        async with self._turn:
+            connection = await self._session()
+            with installed(self._schema):
+                rows = await connection.fetch(statement("stream_positions", self._schema), self.stream)
+        return Positions.of((row["writer"], row["position"]) for row in rows)
+
+    def statistics(self) -> WriterStatistics:
+        """Counts, as one frozen value."""
+        return WriterStatistics(len(self._in_flight), self._connected, self._lost)
+
+    async def start(self) -> None:
+        """Connect, and learn where the stream stands: what this writer finds complete is its first position."""
+        found = await self.positions()
+        self._in_flight = InFlight(found.per_writer.get(self.instance, found.minimum))
+
+    async def aclose(self) -> None:
+        """Give the connection back, and with it all locks."""
+        with trio.CancelScope(shield=True):
+            async with self._turn:
+                await self._leave()
+
+    async def _reserve(self, n: int) -> Reservation:
+        async with self._turn:
+            connection = await self._session()
+            held = self._in_flight.held
+            try:
+                with installed(self._schema):
+                    row = await connection.fetch_row(statement("stream_reserve", self._schema), self.stream, n, held)
+                assert row is not None
+                self._number = row["number"]
+                return self._in_flight.reserve(parse_ids(row["ids"]), row["bound"])
+            except ValueError as error:
+                await self._leave()
+                raise StreamRefused(f"stream {self.stream}: {error}; open the writer anew.") from error
+            except BaseException:
+                if held is None:  # the lock may have been taken, by a statement whose end we have not seen
+                    with trio.CancelScope(shield=True):
+                        await self._leave()
+                raise
+
+    async def _complete(self, reservation: Reservation) -> None:
+        """Shielded and bounded, and never fails: where the lock cannot be let go of, the whole connection is."""
+        with trio.move_on_after(COMPLETE_TIMEOUT, shield=True) as patience:
+            async with self._turn:
+                await self._let_go(reservation)
+        if patience.cancelled_caught and not reservation.completed:  # somebody else's statement hangs
+            if self._connection is not None:
+                self._connection.terminate()
+            self._lost += self._in_flight.lost()
+            self._in_flight.complete(reservation)
+
+    async def _let_go(self, reservation: Reservation) -> None:
+        move = self._in_flight.complete(reservation)
+        if move is None or self._connection is None or self._connection.is_closed:
+            return
+        held = False
+        try:
+            with suppress(DatabaseError):
+                held = await self._connection.fetch_value(
+                    statement("stream_complete", self._schema), self._number, move.release, move.take
+                )
+        finally:
+            if not held:
+                with trio.CancelScope(shield=True):
+                    await self._leave()
+
+    async def _session(self) -> Connection:
+        """The connection that holds the locks, a new one where it broke."""
+        if self._connection is not None and not self._connection.is_closed:
+            return self._connection
+        await self._leave()
+        connection = await self._pin.enter_async_context(self._db.connection())
+        self._connection = connection
+        self._connected += 1
+        await connection.fetch_value(statement("session_name", self._schema), self.instance)
+        return connection
+
+    async def _leave(self) -> None:
+        """Let go of the connection: reset or broken, it holds no locks afterwards."""
+        self._lost += self._in_flight.lost()
+        self._connection = None
+        await self._pin.aclose()
+        self._pin = AsyncExitStack()
+
+
+@asynccontextmanager
+async def open_writer(
+    db: Database, stream: str, instance: str = MASTER, *, schema: str = SCHEMA, max_in_flight: int = MAX_IN_FLIGHT
+) -> AsyncIterator[Writer]:
+    """A writer of a stream, with one connection out of `db` for as long as the block lasts.
+
+    `instance` is the name of this writer among others; its session in Postgres bears it, so that it holds back its own
+    position only. At the end everything is let go of; ids that are still in flight then cannot be inserted any more.
+
+    Raises:
+        UnknownStream, StreamRefused: there is no such stream, or its ids are not reserved.
+        SchemaMissing: streams are not installed in this database.
+    """
+    writer = Writer(db, stream, instance, schema, max_in_flight)
+    try:
+        await writer.start()
+        yield writer
+    finally:
+        await writer.aclose()
+
+
+class Asks(Protocol):
+    """A connection of asyncpg, or one that has its `fetchval`."""
+
+    def fetchval(self, query: str, *args: object) -> Awaitable[Any]: ...
+
+
+async def next_id(connection: Asks | Connection, stream: str, *, schema: str = SCHEMA) -> int:
+    """Reserve the next id in the caller's transaction; it is complete when that ends, committed or rolled back.
+
+    Takes a connection of asyncpg, or one of replicad's own. What Postgres refuses comes as that one's exception (with
+    SQLSTATE RS001, RS002), and a row whose id is no longer reserved as RS003.
+
+    Raises:
+        StreamRefused: the connection is not in a transaction, where an id would be complete at once.
+    """
+    return int(await _ask(connection, statement("stream_next", schema), stream))
+
+
+async def next_ids(connection: Asks | Connection, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
+    """As `next_id`, n ids at once (1 to 10,000), ascending."""
+    return parse_ids(await _ask(connection, statement("stream_next_mult", schema), stream, n))
+
+
+async def _ask(connection: Asks | Connection, sql: str, *args: object) -> Any:
+    if isinstance(connection, Connection):
+        return await connection.fetch_value(sql, *args)
+    in_transaction = getattr(connection, "is_in_transaction", None)
+    if in_transaction is not None and not in_transaction():
+        raise StreamRefused("an id is reserved for one transaction: begin it, take the id, insert, commit.")
+    return await connection.fetchval(sql, *args)
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """The ids in the text of a bigint[]: `{5,6}`; as text, every driver gives the same."""
+    return tuple(map(int, text.strip("{}").split(",")))

@@ -1,0 +1,137 @@
+"""What all commands share: options made from settings, help in sections, logs, `--debug`.
+
+A command's file declares `command` with `@click.command(cls=ReplicadCommand)` and imports what is slow to import inside
+of its function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from replicad.config.declaring import Setting, plain, settings_of
+from replicad.config.settings import LogSettings, colour_allowed, read_settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_COMMON = "Common options"
+
+
+@dataclass
+class Session:
+    """What one run of the command line knows; click's `obj`."""
+
+    debug: bool = False
+
+
+class SectionOption(click.Option):
+    """An option that stands under a heading of its own in the help text."""
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+option = functools.partial(click.option, cls=SectionOption)
+"""`click.option` for our commands; what is made without it (click's own `--help`) stands under the common options."""
+
+
+class ReplicadCommand(click.Command):
+    """A command with `--debug` and a help text in sections.
+
+    `log_level` is where its logs start unless the user says otherwise (`info` for what runs for long); None is for
+    commands that log nothing.
+    """
+
+    def __init__(self, *args: Any, log_level: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.log_level = log_level
+        if log_level is not None:
+            for made in settings_of(LogSettings):
+                default = log_level if made.name == "log_level" else made.default
+                self.params.append(SectionOption([made.option], section=_COMMON, **_option_of(made, default)))
+        self.params.append(_debug_option())
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Set logs up where the command has any, then run."""
+        if self.log_level is None:
+            return super().invoke(ctx)
+        chosen = {name: ctx.params.pop(name) for name in ("log_level", "log_format")}
+        logs = read_settings(LogSettings, chosen, defaults={"log_level": self.log_level})
+        from replicad.config.logs import configure_logs
+
+        configure_logs(logs, colour=colour_allowed())
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options section by section."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                section = param.section if isinstance(param, SectionOption) else _COMMON
+                sections.setdefault(section, []).append(record)
+        for section in sorted(sections, key=lambda name: name == _COMMON):
+            with formatter.section(section):
+                formatter.write_dl(sections[section])
+
+
+class ReplicadGroup(click.Group):
+    """A group whose commands are `ReplicadCommand`s."""
+
+    command_class = ReplicadCommand
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """The names in the order in which they were declared."""
+        return list(self.commands)
+
+
+def _option_of(made: Setting, default: object) -> dict[str, Any]:
+    """What click is told of a setting. Values stay text: `read_settings` parses them, whatever their source."""
+    text = made.help if default in (None, "", ()) else f"{made.help} [default: {_shown(default, made.unit)}]"
+    return {"metavar": made.placeholder, "help": text}
+
+
+def _shown(default: object, unit: str) -> str:
+    if isinstance(default, int) and unit == "bytes" and default % 1024 == 0:
+        return f"{default >> 20}MiB" if default % (1 << 20) == 0 else f"{default >> 10}KiB"
+    return plain(default) if isinstance(default, float) else str(default)
+
+
+def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    session = ctx.find_object(Session)
+    if value and session is not None:
+        session.debug = True
+
+
+def _debug_option() -> click.Option:
+    return SectionOption(
+        ["--debug"],
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=_set_debug,
+        help="Show the traceback where the command fails.",
+        section=_COMMON,
+    )
+
+
+def settings_options(kind: type, section: str = "Options", *, several: str | None = None) -> Callable[[F], F]:
+    """Give a command an option for every setting of `kind` itself; those of dataclasses inside it are left out.
+
+    The one called `several` may be given more than once; its value is a tuple.
+    """
+
+    def decorate(function: F) -> F:
+        for made in reversed([made for made in settings_of(kind, nested=False) if made.on_command_line]):
+            kept = _option_of(made, made.default)
+            if made.name == several:
+                kept |= {"multiple": True, "help": f"{kept['help']} Several times: the command runs on each."}
+            function = option(made.option, made.name, section=section, **kept)(function)
+        return function
+
+    return decorate

@@ -1,0 +1,88 @@
+"""Commands that work on Postgres itself: which database, and one trio run with a small pool on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from replicad.config.settings import DatabaseSettings, read_settings
+from replicad.terminal.failures import say
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Database
+    from replicad.postgres.schema import Installed, Part
+
+T = TypeVar("T")
+
+_POOL = 2  # one statement at a time, and one to look on meanwhile
+
+
+@contextmanager
+def database_url(settings: DatabaseSettings) -> Iterator[str]:
+    """The named database's URL, or that of the embedded one, which runs for the length of the block at least."""
+    if settings.database is not None:
+        yield settings.database
+        return
+    from replicad.postgres.embedded import embedded_postgres
+
+    with embedded_postgres(settings.data_folder) as url:
+        yield url
+
+
+def on_database(
+    options: Mapping[str, str | None],
+    work: Callable[[Database, DatabaseSettings], Awaitable[T]],
+    *,
+    part: Part,
+    install: bool = False,
+    statement_timeout: float | None = 60,
+) -> T:
+    """Run `work` on the database that the options (those of DatabaseSettings) name, and return its result.
+
+    `part` is what the work needs of our schema. It is only installed or upgraded for a command that does this by its
+    meaning (`install`: the `enable` commands). `statement_timeout`: seconds.
+
+    Raises:
+        SchemaMissing: the part is not installed, or its version is older than this program's.
+        SchemaTooNew: its version is newer and does not serve this program.
+    """
+    import trio
+
+    from replicad.postgres import schema
+    from replicad.postgres.bridge import open_database
+
+    settings = read_settings(DatabaseSettings, options)
+
+    async def run(url: str) -> T:
+        async with open_database(
+            url, size=_POOL, application_name="replicad command", statement_timeout=statement_timeout
+        ) as db:
+            name = settings.tube_schema if part == "tube" else settings.stream_schema
+            if install:
+                await install_part(db, part, name)
+            else:
+                _say_remark(await schema.require(db, part, name), part, name)
+            return await work(db, settings)
+
+    with database_url(settings) as url:
+        return trio.run(run, url)
+
+
+async def install_part(db: Database, part: Part, name: str) -> None:
+    """Install or upgrade the part in the schema of that name, and say so where something was done."""
+    from replicad.postgres import schema
+
+    outcome = await schema.install(db, part, name)
+    if outcome in (schema.Outcome.INSTALLED, schema.Outcome.UPGRADED):
+        say(f"replicad: schema {name} ({part}) {outcome.value}")
+    elif outcome is not schema.Outcome.UNCHANGED:
+        _say_remark(await schema.read_installed(db, part, name), part, name)
+
+
+def _say_remark(present: Installed | None, part: Part, name: str) -> None:
+    from replicad.postgres import schema
+
+    remark = schema.remark(present, part, name)
+    if remark is not None:
+        say(f"replicad: {remark}")

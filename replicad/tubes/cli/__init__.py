@@ -1,0 +1,1 @@
+"""`replicad tubes`: making tubes, attaching tables, filling and looking at them."""

@@ -1,0 +1,269 @@
+"""What is in tubes: touch, insert, backfill, stats, and what is parked. Commands of `replicad tubes`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from replicad.errors import UsageError
+from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
+from replicad.terminal.output import print_rows
+from replicad.tubes.cli.islands import Tubes, island_options, json_option, on_islands, with_island
+from replicad.tubes.cli.shards import MAX_SHARD, parse_shards
+
+_IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
+_PROGRESS_IDS = 100_000  # ids between two words about progress
+_OPERATIONS = click.Choice(["I", "U", "D", "T", "B"], case_sensitive=False)
+
+_tube = click.argument("tube")
+
+
+@click.command(
+    "touch",
+    cls=ReplicadCommand,
+    epilog="""\b
+Examples:
+  replicad tubes touch cities --shard 3 2988507 2643743
+  psql -qtAc 'SELECT id FROM stale' app | replicad tubes touch cities --shard 3 -""",
+)
+@_tube
+@click.argument("ids", metavar="ID...|-", nargs=-1)
+@option("--shard", metavar="N", type=int, required=True, help="Shard of the ids.")
+@option(
+    "--op",
+    metavar="I|U|D|T|B",
+    type=_OPERATIONS,
+    default="T",
+    show_default=True,
+    help="Operation; B comes after everything else.",
+)
+@option("--payload", metavar="JSON", help="For every pod; without ids it makes one control pod.")
+@island_options
+def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | None, **options: Any) -> None:
+    """Put ids into TUBE by hand.
+
+    - reads them from stdin, with blanks, commas or line ends between them.
+    """
+    _check_json(payload)
+    if not ids and payload is None:
+        raise UsageError("nothing to touch; give ids, - for those on stdin, or a --payload")
+    if len(options.get("database") or ()) > 1:
+        raise UsageError("--database is given several times; ids belong to one database")
+
+    async def work(tubes: Tubes) -> tuple[int, int]:
+        await tubes.value("tube_find", tube)
+        name = await tubes.value("tube_object_name", tube, "_touch")
+        pods = count = 0
+        for chunk in _chunks(_read_ids(ids)) if ids else [[]]:
+            pods += await tubes.value(name, shard, chunk, op.upper(), payload)
+            count += len(chunk)
+        return pods, count
+
+    ((_, (pods, count)),) = on_islands(options, work)
+    click.echo(f"{count:,} ids in {pods:,} pods")
+
+
+@click.command(
+    "insert",
+    cls=ReplicadCommand,
+    epilog="""\b
+Example:
+  replicad tubes insert cities --shard 3 \\
+    'SELECT id, row_number() OVER (ORDER BY id) FROM shard_0003.cities WHERE population = 0'""",
+)
+@_tube
+@click.argument("query")
+@option("--shard", metavar="N", type=int, required=True, help="Shard of the ids.")
+@option(
+    "--op",
+    metavar="I|U|D|T|B",
+    type=_OPERATIONS,
+    default="B",
+    show_default=True,
+    help="Operation; B comes after everything else.",
+)
+@island_options
+def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
+    """Put every id that QUERY returns into TUBE.
+
+    QUERY returns the columns id and row_number and is run in one transaction. How far it is goes to stderr.
+    """
+
+    async def work(tubes: Tubes) -> int:
+        expected = None  # nobody knows how many ids a query returns before it has
+        count = await tubes.value_with_progress(
+            "tube_pods_insert", tube, query, shard, op.upper(), expected, _PROGRESS_IDS
+        )
+        return int(count)
+
+    found = on_islands(options, work, statement_timeout=None)
+    for island, count in found:
+        click.echo(f"{count:,} ids" + (f" on {island}" if island else ""))
+
+
+@click.command("backfill", cls=ReplicadCommand)
+@_tube
+@option("--order-by", metavar="COLUMN", default="id", show_default=True, help="Order of the ids within a shard.")
+@option("--shards", metavar="N|N-M|all", default="all", show_default=True, help="Which shards.")
+@island_options
+def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
+    """Have every id of the attached tables touched once.
+
+    These touches come behind all others. The daemon makes them, shard after shard; one that is at it already is left
+    alone. `stats` shows how far it is.
+    """
+    ranges = parse_shards(shards)
+
+    async def work(tubes: Tubes) -> int:
+        counts = [
+            await tubes.value("tube_backfill_schedule", tube, order_by, part.first, min(part.last, MAX_SHARD))
+            for part in ranges
+        ]
+        return sum(counts)
+
+    for island, count in on_islands(options, work):
+        click.echo(f"{count:,} shards scheduled" + (f" on {island}" if island else ""))
+
+
+@click.command("stats", cls=ReplicadCommand)
+@click.argument("tube", required=False)
+@json_option
+@island_options
+def stats(tube: str | None, as_json: bool, **options: Any) -> None:
+    """Show what is in each partition of each tube.
+
+    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates. A tube whose table cannot be read has no
+    numbers, and its state says why.
+    """
+
+    async def work(tubes: Tubes) -> list[dict[str, Any]]:
+        states = await tubes.states()
+        return [{**dict(row), "state": states.get(row["tube"], "ok")} for row in await tubes.rows("tube_stats")]
+
+    rows = [row for row in with_island(on_islands(options, work)) if tube in (None, row["tube"])]
+    if as_json:
+        print_rows([], rows, as_json=True, nothing="")
+        return
+    now = datetime.now(UTC)
+    columns = [*(["island"] if rows and "island" in rows[0] else [])]
+    columns += [
+        "tube",
+        "partition",
+        "shards",
+        "pods",
+        "ids",
+        "age_s",
+        "backfill_pods",
+        "backfill_ids",
+        "control",
+        "state",
+    ]
+    print_rows(columns, [_stats_row(row, now) for row in rows], as_json=False, nothing="there is no such tube")
+
+
+def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
+    oldest = row["inc_min_ts"]
+    about = "~" if row["estimated"] else ""
+    return {
+        **{name: row[name] for name in ("island", "tube", "partition", "state") if name in row},
+        "shards": _ranges(row["shards"]),
+        "pods": f"{about}{row['inc_count']:,}" if about else row["inc_count"],
+        "ids": row["inc_ids"],
+        "age_s": None if oldest is None else max(0.0, (now - oldest).total_seconds()),
+        "backfill_pods": row["backfill_count"],
+        "backfill_ids": row["backfill_ids"],
+        "control": row["control_count"],
+    }
+
+
+def _ranges(shards: Sequence[int]) -> str:
+    """Sorted numbers in short: 1-3,7; every nth number as 1,5,9..."""
+    parts = []
+    for _, group in itertools.groupby(enumerate(shards), key=lambda pair: pair[1] - pair[0]):
+        run = [shard for _, shard in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ",".join(parts) if len(parts) <= 8 else f"{','.join(parts[:7])},... ({len(shards)})"
+
+
+@click.group("parked", cls=ReplicadGroup, short_help="List, replay or drop what failed too often.")
+def parked() -> None:
+    """List, replay or drop what failed too often: ids that a worker took out of the way, with their error."""
+
+
+@parked.command("list")
+@_tube
+@json_option
+@island_options
+def parked_list(tube: str, as_json: bool, **options: Any) -> None:
+    """List what is parked in TUBE: since when, how often it was tried, and why it failed."""
+    rows = with_island(on_islands(options, lambda tubes: tubes.rows("tube_parked_list", tube)))
+    columns = ["parked", "shard", "op", "ids", "tries", "parked_at", "error"]
+    print_rows(
+        [*(["island"] if rows and "island" in rows[0] else []), *columns],
+        rows,
+        as_json=as_json,
+        nothing=f"nothing is parked in {tube}",
+    )
+
+
+@parked.command("replay")
+@_tube
+@click.argument("numbers", metavar="[NUMBER...]", nargs=-1, type=int)
+@option("--all", "everything", is_flag=True, help="Everything that is parked.")
+@island_options
+def parked_replay(tube: str, numbers: tuple[int, ...], everything: bool, **options: Any) -> None:
+    """Put what is parked under these NUMBERs back into TUBE."""
+    _parked("tube_parked_replay", "put back", tube, numbers, everything=everything, options=options)
+
+
+@parked.command("drop")
+@_tube
+@click.argument("numbers", metavar="[NUMBER...]", nargs=-1, type=int)
+@option("--all", "everything", is_flag=True, help="Everything that is parked.")
+@island_options
+def parked_drop(tube: str, numbers: tuple[int, ...], everything: bool, **options: Any) -> None:
+    """Forget what is parked under these NUMBERs."""
+    _parked("tube_parked_drop", "dropped", tube, numbers, everything=everything, options=options)
+
+
+def _parked(
+    function: str, what: str, tube: str, numbers: tuple[int, ...], *, everything: bool, options: dict[str, Any]
+) -> None:
+    if bool(numbers) == everything:
+        raise UsageError("give the numbers that `replicad tubes parked list` shows, or --all")
+    if numbers and len(options.get("database") or ()) > 1:
+        raise UsageError("--database is given several times; numbers belong to one database")
+    chosen = None if everything else list(numbers)
+    for island, count in on_islands(options, lambda tubes: tubes.value(function, tube, chosen)):
+        click.echo(f"{count:,} {what}" + (f" on {island}" if island else ""))
+
+
+def _check_json(payload: str | None) -> None:
+    try:
+        json.loads(payload or "null")
+    except ValueError as error:
+        raise UsageError(f"--payload is not JSON: {error}") from None
+
+
+def _read_ids(words: Iterable[str]) -> Iterator[int]:
+    for word in words:
+        for text in sys.stdin if word == "-" else [word]:
+            for piece in text.replace(",", " ").split():
+                if not re.fullmatch(r"-?[0-9]{1,18}", piece):
+                    raise UsageError(f"{piece[:40]!r} is no id; ids are whole numbers")
+                yield int(piece)
+
+
+def _chunks(ids: Iterator[int]) -> Iterator[list[int]]:
+    while chunk := list(itertools.islice(ids, _IDS_PER_CALL)):
+        yield chunk
+
+
+CONTENT_COMMANDS: tuple[click.Command, ...] = (touch, insert, backfill, stats, parked)

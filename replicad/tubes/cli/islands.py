@@ -1,0 +1,111 @@
+"""Commands on tubes, on one database or on several ("islands"): the same work on each, and whose result is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from replicad.config.settings import DatabaseSettings
+from replicad.errors import TubeRefused, UsageError
+from replicad.terminal.command import option, settings_options
+from replicad.terminal.database import on_database
+from replicad.terminal.failures import say
+from replicad.terminal.output import JSON_HELP
+from replicad.tubes.cli.shards import ShardRange, shard_of_schema
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Database
+
+T = TypeVar("T")
+
+island_options = settings_options(DatabaseSettings, "Database", several="database")
+json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
+
+
+@dataclass(frozen=True, slots=True)
+class Tubes:
+    """The SQL functions of the tubes of one database."""
+
+    db: Database
+    schema: str
+    stream_schema: str
+
+    async def rows(self, function: str, *args: object) -> list[Any]:
+        """The rows that one of the functions returns."""
+        return await self.db.fetch(f"SELECT * FROM {self._call(function, args)}", *args)
+
+    async def value(self, function: str, *args: object) -> Any:
+        """The one value that one of the functions returns."""
+        return await self.db.fetch_value(f"SELECT {self._call(function, args)}", *args)
+
+    async def states(self) -> dict[str, str]:
+        """What is wrong with each tube; those that are ok are left out."""
+        from replicad.tubes.cli.states import tube_states
+
+        return await tube_states(self.db, self.schema, self.stream_schema)
+
+    async def value_with_progress(self, function: str, *args: object) -> Any:
+        """As `value`; what the function tells of its progress goes to stderr as it comes."""
+        async with self.db.connection() as connection:
+            with connection.remarks(say):
+                return await connection.fetch_value(f"SELECT {self._call(function, args)}", *args)
+
+    async def find_tables(self, names: Sequence[str], shards: Sequence[ShardRange] | None) -> list[str]:
+        """The tables that a command names: as they are, or (`shards`) those of that name in the shards' schemas.
+
+        Raises:
+            UsageError: a qualified name together with shards.
+            TubeRefused: none of the shards has the table.
+        """
+        from replicad.postgres.bridge import load_sql
+
+        if shards is None:
+            return list(names)
+        found = []
+        for name in names:
+            if "." in name:
+                raise UsageError(f"{name} names its schema, and --shards does so as well; give the table's name alone")
+            there = await self.db.fetch(load_sql("tables_of_shards"), name)
+            of_shards = [(row["tbl"], shard_of_schema(row["schema"])) for row in there]
+            wanted = [tbl for tbl, shard in of_shards if any(shard in r for r in shards if shard is not None)]
+            if not wanted:
+                raise TubeRefused(
+                    f"no schema of these shards has a table {name}; a shard's schema is one whose name ends in its "
+                    "number, such as shard_0001"
+                )
+            found += wanted
+        return found
+
+    def _call(self, function: str, args: Sequence[object]) -> str:
+        from replicad.postgres.bridge import quote_ident
+
+        marks = ", ".join(f"${number}" for number in range(1, len(args) + 1))
+        return f"{quote_ident(self.schema)}.{quote_ident(function)}({marks})"
+
+
+def on_islands(
+    options: Mapping[str, Any],
+    work: Callable[[Tubes], Awaitable[T]],
+    *,
+    statement_timeout: float | None = 60,
+) -> list[tuple[str | None, T]]:
+    """Run `work` on every database that was named, or on the usual one; pairs of its name and the result.
+
+    The name (host and database) is None where there is one database only. The first failure ends the command.
+    """
+    databases: Sequence[str] = options.get("database") or ()
+    found: list[tuple[str | None, T]] = []
+    for url in databases or (None,):
+
+        async def run(db: Database, settings: DatabaseSettings) -> tuple[str, T]:
+            return str(db.target), await work(Tubes(db, settings.tube_schema, settings.stream_schema))
+
+        name, result = on_database({**options, "database": url}, run, part="tube", statement_timeout=statement_timeout)
+        found.append((name if len(databases) > 1 else None, result))
+    return found
+
+
+def with_island(found: Sequence[tuple[str | None, Sequence[Mapping[str, Any]]]]) -> list[dict[str, Any]]:
+    """The rows of all islands together, each with its `island` where there are several."""
+    return [{**({} if name is None else {"island": name}), **dict(row.items())} for name, rows in found for row in rows]

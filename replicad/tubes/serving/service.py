@@ -1,0 +1,366 @@
+"""The daemon's side of tubes: leases, pods and acks over TCP, and workers that are woken when pods arrive.
+
+It hands out only pods at or below the tube's position, above which a pod with a lower seq can still turn up. All that
+must hold when two daemons or a zombie worker are at it at once is enforced by the SQL, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+import trio
+
+from replicad.config.settings import ServerSettings
+from replicad.daemon.poller import Poller
+from replicad.daemon.session import Session
+from replicad.daemon.supervision import keep_running
+from replicad.daemon.troubles import Troubles
+from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, DataLoss, TubeRefused, UnknownTube
+from replicad.postgres.bridge import Database
+from replicad.postgres.horizon import LockSource, Reading
+from replicad.protocol.commands import (
+    Ack,
+    Acked,
+    Claim,
+    Command,
+    CursorAt,
+    Lease,
+    Park,
+    Parked,
+    Part,
+    Pods,
+    Release,
+    Renew,
+    Report,
+    Tube,
+)
+from replicad.protocol.pods import ARROW
+from replicad.protocol.tokens import Cursor
+from replicad.tubes.backfill import Backfiller
+from replicad.tubes.bulk import BulkBook, Want
+from replicad.tubes.leases import LeaseBook
+from replicad.tubes.pods import PodBook, TubeInfo
+from replicad.tubes.serving.waiters import Waiters
+from replicad.tubes.untouched import load_untouched
+
+LOOK_INTERVAL = 1.0  # seconds between two looks at all leases and all tubes; a time to live is some of them
+MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
+DEFAULT_LIMIT = 1000
+RENEW_SHARE = 5  # a request renews its lease when this part of the time to live has passed
+WAIT_SHARE = 3  # likewise while it waits for pods: hundreds may wait, and each renewal is a write
+
+TUBE = "tube"  # the kind of troubles of one tube; what concerns them all is a trouble of this service
+
+log = structlog.get_logger()
+
+
+class TubeService:
+    """Answers the requests of all sessions about all tubes of one schema.
+
+    What is wrong with one tube is that tube's trouble and is answered to those who ask for that tube.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        ack_db: Database,
+        bulk_db: Database,
+        settings: ServerSettings,
+        poller: Poller,
+        *,
+        troubles: Troubles,
+    ) -> None:
+        schema = settings.database.tube_schema
+        self.leases = LeaseBook(db, schema)
+        self.tubes: dict[str, TubeInfo] = {}
+        self._db = db
+        self._schema = schema
+        self._limits = settings.limits
+        self._pods = PodBook(db, ack_db, bulk_db, schema)
+        self._bulk = BulkBook(bulk_db, schema)
+        self._backfiller = Backfiller(db, schema, troubles)
+        self._poller = poller
+        self._troubles = troubles
+        self._waiters = Waiters(self._pods, troubles)
+        self._watched: dict[str, LockSource] = {}
+        self._refused: dict[str, str] = {}  # tubes without a position, and why
+        self._looks = self._newest_look = 0
+        self._answers: Mapping[type[Command], Callable[[Session, Any], Awaitable[None]]] = {
+            Tube: self._tube,
+            Claim: self._claim,
+            Renew: self._renew,
+            Release: self._release,
+            Pods: self._read,
+            Ack: self._ack,
+            Park: self._park,
+            Report: self._report,
+        }
+        self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
+
+    # --- life ---
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Know the tubes, their positions and their leases, until cancelled. Started once the tubes are known."""
+        await self._look_at_tubes()
+        task_status.started()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_running, self._waiters.run, "service", "tube waiters", self._troubles)
+            nursery.start_soon(self._repeat, "tubes", self._look_at_tubes)
+            nursery.start_soon(self._repeat, "triggers", self._look_at_triggers)
+            nursery.start_soon(self._repeat, "leases", self._look_at_leases)
+            nursery.start_soon(self._repeat, "backfills", partial(self._look_for_backfills, nursery))
+
+    async def _repeat(self, cause: str, step: Callable[[], Awaitable[None]]) -> None:
+        """Do one step every second, each on its own: one that fails or waits keeps no other from its work."""
+        while True:
+            await trio.sleep(LOOK_INTERVAL)
+            with self._troubles.contain("service", "tubes", cause):
+                await step()
+
+    async def _look_at_tubes(self) -> None:
+        self._looks += 1
+        number = self._looks
+        found = {info.name: info for info in await self._pods.tubes()}
+        if number < self._newest_look:
+            return  # one that began later was faster
+        self._newest_look = number
+        before, self.tubes = self.tubes, found
+        for name in before.keys() - found.keys():
+            self._unwatch(name)
+        troubled = {trouble.place.name for trouble in self._troubles.current() if trouble.place.kind == TUBE}
+        for name in troubled - found.keys():
+            self._troubles.forget(TUBE, name)
+        for name, info in found.items():
+            with self._troubles.contain(TUBE, name, "look"):
+                self._follow(info, before.get(name))
+
+    def _follow(self, info: TubeInfo, before: TubeInfo | None) -> None:
+        """Watch the tube's table, which may be another one by now; tell what is wrong with it."""
+        wanted = None
+        if info.table_oid is not None and info.sequence_oid is not None:
+            wanted = LockSource(info.table_oid, info.sequence_oid, own_deletes=True)
+        if wanted != self._watched.get(info.name):
+            self._unwatch(info.name)
+            if wanted is not None:
+                self._poller.watch(f"tube:{info.name}", wanted, self._on_reading)
+                self._watched[info.name] = wanted
+        if info.fault is None:
+            self._troubles.end(TUBE, info.name, "table")
+        else:
+            self._troubles.begin(TUBE, info.name, "table", info.fault, code=TubeRefused.code)
+        if info.fault != (before.fault if before is not None else None):
+            self._waiters.wake(info.name)
+
+    def _unwatch(self, name: str) -> None:
+        self._poller.unwatch(f"tube:{name}")
+        self._watched.pop(name, None)
+        self._refused.pop(name, None)
+        self._troubles.end(TUBE, name, "position")
+        self._waiters.forget(name)
+
+    async def _look_at_triggers(self) -> None:
+        """Report attached tables whose writes do not reach their tube; its pods are served all the same."""
+        found = await load_untouched(self._db, self._schema)
+        for name in self.tubes:
+            if name in found:
+                self._troubles.begin(TUBE, name, "triggers", found[name], code=DataLoss.code)
+            else:
+                self._troubles.end(TUBE, name, "triggers")
+
+    async def _look_at_leases(self) -> None:
+        views = await self.leases.look()
+        alive = {(view.row.tube, view.row.term) for view in views}
+        self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
+
+    async def _look_for_backfills(self, nursery: trio.Nursery) -> None:
+        await self._backfiller.run([info for info in self.tubes.values() if info.fault is None], nursery)
+
+    def _on_reading(self, name: str, reading: Reading) -> None:
+        tube = name.removeprefix("tube:")
+        if reading.refused is None:
+            if self._refused.pop(tube, None) is not None:
+                self._troubles.end(TUBE, tube, "position")
+        elif self._refused.get(tube) != str(reading.refused):
+            self._refused[tube] = str(reading.refused)
+            self._troubles.begin(TUBE, tube, "position", str(reading.refused), code=TubeRefused.code)
+            self._waiters.wake(tube)
+        if reading.position is not None:
+            self._waiters.note_position(tube, reading.position)
+
+    # --- requests ---
+
+    async def answer(self, session: Session, command: Command) -> None:
+        """Answer one request of a session.
+
+        Raises:
+            TubeError, DatabaseError: it cannot be done; nothing was sent but perhaps a part of the pods.
+        """
+        try:
+            await self._answers[type(command)](session, command)
+        except DatabaseUnavailable:
+            raise
+        except DatabaseError as error:  # in words that help, where it is because of the tube's table
+            await self._look_at_tubes()
+            info = self.tubes.get(getattr(command, "tube", ""))
+            if info is None or info.fault is None:
+                raise
+            raise self._broken(info.name, info.fault) from error
+
+    @staticmethod
+    def _broken(tube: str, fault: str) -> TubeRefused:
+        return TubeRefused(f"tube {tube} cannot be served: {fault}")
+
+    async def _served(self, tube: str) -> TubeInfo:
+        """The tube. Raises UnknownTube, and TubeRefused with the reason where it cannot be served."""
+        info = await self._info(tube)
+        fault = info.fault or self._refused.get(tube)
+        if fault is not None:
+            raise self._broken(tube, fault)
+        return info
+
+    async def _refuse_broken(self, tube: str) -> None:
+        """As `_served`; a tube that is not known is left to the statement, which asks for the lease first."""
+        if tube in self.tubes:
+            await self._served(tube)
+
+    async def _info(self, tube: str) -> TubeInfo:
+        if tube not in self.tubes or self.tubes[tube].fault is not None:  # perhaps it was made or mended just now
+            await self._look_at_tubes()
+        found = self.tubes.get(tube)
+        if found is None:
+            known = ", ".join(sorted(self.tubes)) or "none yet; make one with `replicad tubes create`"
+            raise UnknownTube(f"there is no tube {tube[:80]!r}; the tubes are: {known}")
+        return found
+
+    async def _tube(self, session: Session, command: Tube) -> None:
+        await self._look_at_tubes()  # the number of partitions may have changed just now
+        info = await self._served(command.tube)
+        session.post(Tube(info.name, info.partitions))
+
+    async def _claim(self, session: Session, command: Claim) -> None:
+        await self._served(command.tube)
+        limits = self._limits
+        ttl = limits.lease_ttl if command.ttl is None else command.ttl
+        if not 0 < ttl <= limits.lease_ttl_max:
+            raise TubeRefused(
+                f"ttl={ttl:g} is out of range; this server gives leases of up to {limits.lease_ttl_max:g} s"
+            )
+        wait = self._bounded_wait(command.wait)
+        lease = await self.leases.claim(command.tube, command.part, command.holder or session.identity, ttl, wait)
+        self._renewed[lease.tube, lease.term] = (trio.current_time(), ttl)
+        session.log.info("lease_claimed", tube=lease.tube, part=str(lease.part), term=lease.term, ttl=ttl)
+        session.post(lease)
+
+    async def _renew(self, session: Session, command: Renew) -> None:
+        lease = await self.leases.renew(command.tube, command.part, command.term)
+        self._renewed[lease.tube, lease.term] = (trio.current_time(), lease.ttl)
+        session.post(lease)
+
+    async def _release(self, session: Session, command: Release) -> None:
+        released = await self.leases.release(command.tube, command.part, command.term)
+        self._renewed.pop((command.tube, command.term), None)
+        session.log.info("lease_released", tube=command.tube, part=str(command.part), was_held=released)
+        session.post(Release(command.tube, command.part, command.term))
+
+    async def _ack(self, session: Session, command: Ack) -> None:
+        await self._refuse_broken(command.tube)
+        await self._keep(command.tube, command.part, command.term)
+        if command.upto is None:
+            pods = await self._pods.ack(command.tube, command.part, command.term, command.seqs)
+        else:
+            await self._check(command.tube, command.upto)
+            pods = await self._pods.ack_upto(command.tube, command.part, command.term, command.after, command.upto)
+        session.post(Acked(command.tube, command.part, pods))
+
+    async def _park(self, session: Session, command: Park) -> None:
+        await self._refuse_broken(command.tube)
+        await self._keep(command.tube, command.part, command.term)
+        ids = await self._pods.park(
+            command.tube,
+            command.part,
+            command.term,
+            seq=command.seq,
+            ids=command.ids,
+            tries=command.tries,
+            error=command.error,
+        )
+        session.log.warning(
+            "parked", tube=command.tube, seq=command.seq, ids=ids, tries=command.tries, error=command.error
+        )
+        session.post(Parked(command.tube, command.part, ids))
+
+    async def _report(self, session: Session, command: Report) -> None:
+        await self._info(command.tube)
+        await self._pods.report(command.tube, command.reporter, command.counts or "{}")
+        session.post(Report(command.tube, command.reporter))
+
+    async def _read(self, session: Session, command: Pods) -> None:
+        info = await self._served(command.tube)
+        await self._keep(command.tube, command.part, command.term)
+        await self._check(command.tube, command.after)
+        if command.upto is not None:
+            await self._check(command.tube, command.upto)
+            upto, pods = command.upto, 0
+        else:
+            planned = await self._plan_or_wait(info, command)
+            upto, pods = planned.cursor, planned.pods
+        if not command.plan and upto != command.after:
+            pods = await self._send(session, command, upto)
+        session.post(CursorAt(command.tube, command.part, upto, pods))
+
+    async def _send(self, session: Session, command: Pods, upto: Cursor) -> int:
+        tube, part, term = command.tube, command.part, command.term
+        if command.encoding == ARROW:
+            want = Want(tube, part, term, command.after, upto, command.payload)
+            return await self._bulk.send(want, session.send, lambda: self._keep(tube, part, term))
+        return await self._pods.lines(tube, part, term, after=command.after, upto=upto, sink=session.send)
+
+    async def _plan_or_wait(self, info: TubeInfo, command: Pods) -> CursorAt:
+        deadline = trio.current_time() + self._bounded_wait(command.wait)
+        with self._waiters.waiting(info.name, command.part) as waiter:
+            while True:
+                waiter.event = trio.Event()
+                planned = await self._pods.plan(
+                    command.tube,
+                    command.part,
+                    command.term,
+                    command.after,
+                    await self._waiters.position(command.tube),
+                    limit=min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT),
+                    ids=command.ids,
+                    backfill=command.backfill,
+                )
+                if planned.pods or trio.current_time() >= deadline:
+                    return planned
+                while not waiter.event.is_set() and trio.current_time() < deadline:
+                    ttl = self._renewed.get((command.tube, command.term), (0.0, self._limits.lease_ttl))[1]
+                    with trio.move_on_at(min(deadline, trio.current_time() + ttl / WAIT_SHARE)):
+                        await waiter.event.wait()
+                    await self._keep(command.tube, command.part, command.term)
+                await self._served(command.tube)
+
+    # --- what requests share ---
+
+    def _bounded_wait(self, wait: float | None) -> float:
+        if wait is not None and wait > self._limits.wait_max:
+            raise TubeRefused(f"wait={wait:g} is too long; this server waits up to {self._limits.wait_max:g} s")
+        return wait or 0.0
+
+    async def _check(self, tube: str, cursor: Cursor) -> None:
+        """Refuse a cursor that lies where pods can still appear: reading behind it would skip them."""
+        position = await self._waiters.position(tube)
+        if max(cursor.regular, cursor.backfill) > position:
+            raise CursorAhead(
+                f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors that CURSOR gave"
+            )
+
+    async def _keep(self, tube: str, part: Part, term: int) -> None:
+        """Renew the lease that a request names when some of its time has passed; the statements do the fencing."""
+        known = self._renewed.get((tube, term))
+        now = trio.current_time()
+        if known is None or now >= known[0] + known[1] / RENEW_SHARE:
+            lease: Lease = await self.leases.renew(tube, part, term)
+            self._renewed[tube, term] = (now, lease.ttl)

@@ -26,6 +26,9 @@ from replicad.postgres.schema import DEFAULT_SCHEMAS, Part, script
 
 PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for what hangs, never for what is slow
 
+# For every JVM that a test starts: a test is too short for what the second compiler and a parallel collector give back.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 # A crash of the machine may eat the test data, a crash of Postgres may not: the pages are in the system's cache.
 FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
 
@@ -56,12 +59,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(16, 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give one process all tests of the shared Spark: each process would start a JVM of its own, and warm it up."""
+    if "spark" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("spark"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give one process all tests of the shared Spark, and let what takes long begin first: the rest fills the gaps."""
-    for item in items:
-        if "spark" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("spark"))
+    """Let what takes long begin first: the rest fills the gaps."""
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("spark", "stress")))
 
 
@@ -93,20 +98,41 @@ def postgres_folder() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture
-def database_url(postgres_url: str) -> Iterator[str]:
-    """URL of a fresh, empty database, dropped after the test whoever is still connected to it."""
-    name = f"test_{os.getpid()}_{next(_numbers)}"
+@pytest.fixture(scope="session")
+def served_template(postgres_url: str) -> Iterator[str]:
+    """Name of a database that looks as after the first start of `replicad serve`: a copy costs a fifth of a start."""
+    name = f"test_{os.getpid()}_served"
     psql(postgres_url, f"CREATE DATABASE {name}")
-    parts = urlsplit(postgres_url)
-    url = urlunsplit(parts._replace(path=f"/{name}"))
+    install(_named(postgres_url, name), "stream", "tube", "federation")
+    yield name
+    psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def database_url(request: pytest.FixtureRequest, postgres_url: str) -> Iterator[str]:
+    """URL of a fresh database with our schema and nothing else, dropped after the test whoever is still connected.
+
+    With the marker `bare_database`: an empty one, as a new user's is.
+    """
+    name = f"test_{os.getpid()}_{next(_numbers)}"
+    bare = request.node.get_closest_marker("bare_database")
+    psql(
+        postgres_url,
+        f"CREATE DATABASE {name} TEMPLATE {'template1' if bare else request.getfixturevalue('served_template')}",
+    )
+    url = _named(postgres_url, name)
     yield url
-    if psql(postgres_url, f"SELECT 1 FROM pg_prepared_xacts WHERE database = '{name}'"):
-        gids = psql(url, "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()")
-        for gid in gids.splitlines():
+    try:
+        psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+    except AssertionError:  # it holds prepared transactions
+        for gid in psql(url, "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()").splitlines():
             with suppress(AssertionError):  # whoever prepared it may be ending it just now
                 psql(url, f"ROLLBACK PREPARED '{gid}'")
-    psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+        psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def _named(url: str, database: str) -> str:
+    return urlunsplit(urlsplit(url)._replace(path=f"/{database}"))
 
 
 @pytest.fixture

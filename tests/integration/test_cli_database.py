@@ -211,6 +211,7 @@ def test_a_holder_of_a_position_is_named_in_the_list(run: Run, database_url: str
     assert run("streams", "list", "--json")[0]["held_back_by"] is None
 
 
+@pytest.mark.bare_database
 @pytest.mark.parametrize("where", [[], ["--schema", "elsewhere"]])
 def test_the_scripts_install_and_remove_without_a_trace_by_plain_psql(
     run_on_empty: Run, database_url: str, where: list[str], tmp_path: Path

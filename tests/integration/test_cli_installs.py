@@ -15,6 +15,8 @@ from replicad.cli import app
 from replicad.postgres import schema
 from tests.conftest import install, psql
 
+pytestmark = pytest.mark.bare_database
+
 EVENTS = "--table public.events --id id"
 
 # Every command, with arguments that are right. Those that need no database say nothing about one.

@@ -22,7 +22,7 @@ from tests.schema import older
 
 from .conftest import Netcat
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.bare_database, pytest.mark.postgres, pytest.mark.timeout(240)]
 
 PATIENCE = 60.0  # seconds; only a hang takes so long
 

@@ -325,6 +325,7 @@ def url_of(role: str, url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{role}@{parts.netloc.rpartition('@')[2]}"))
 
 
+@pytest.mark.bare_database
 async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_look_on(
     database: Database, database_url: str, plain_role: str, settings: Any
 ) -> None:
@@ -361,6 +362,7 @@ async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_lo
             await nc.until("POSITION denied .*")
 
 
+@pytest.mark.bare_database
 async def test_a_role_that_may_only_read_is_told_so_in_one_sentence(
     database: Database, database_url: str, plain_role: str, settings: Any
 ) -> None:

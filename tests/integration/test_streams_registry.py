@@ -321,6 +321,7 @@ async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
     assert await db.fetch_value("SELECT count(*) FROM facts") == 3
 
 
+@pytest.mark.bare_database
 async def test_upgrading_keeps_streams_and_renews_their_guards_and_removing_leaves_no_trace(db: Database) -> None:
     await db.execute("CREATE TABLE facts (id bigserial PRIMARY KEY)")
     stream = (await registry.add(db, "facts", "facts", "id", method=Method.RESERVATION)).stream

@@ -25,6 +25,8 @@ from tests.conftest import PATIENCE
 
 from .test_tube_install import catalogs
 
+pytestmark = pytest.mark.bare_database
+
 Rows = Callable[[], Awaitable[list[tuple[str, str, Any]]]]
 
 

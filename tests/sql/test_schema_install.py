@@ -19,6 +19,8 @@ from replicad.postgres.schema import Outcome, Part
 from tests.conftest import psql
 from tests.schema import catalogue, older
 
+pytestmark = pytest.mark.bare_database
+
 OBJECTS = (
     "SELECT (SELECT count(*) FROM pg_class) + (SELECT count(*) FROM pg_proc) + (SELECT count(*) FROM pg_type) "
     "+ (SELECT count(*) FROM pg_namespace)"

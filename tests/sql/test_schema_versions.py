@@ -16,6 +16,8 @@ from replicad.postgres.schema import Outcome, Part
 from tests.conftest import psql
 from tests.schema import catalogue, pin
 
+pytestmark = pytest.mark.bare_database
+
 RELEASES = sorted((Path(__file__).parents[1] / "schema").glob("v*.sql"))
 
 # Functions of a release that the present version lacks or declares otherwise, each with the reason why no program of

@@ -13,6 +13,8 @@ from replicad.postgres import schema, schema_text
 from replicad.postgres.bridge import Database
 from replicad.postgres.schema import Outcome, script
 
+pytestmark = pytest.mark.bare_database
+
 CATALOGS = """
     SELECT 'class ' || c.oid::regclass || ' ' || c.relkind::text || ' ' || coalesce(c.reloptions::text, '') AS line
         FROM pg_class c WHERE c.oid >= 16384 AND c.relnamespace <> 'pg_toast'::regnamespace

@@ -22,7 +22,8 @@ import trio
 from replicad.client.events import Connected, RowBatch
 from replicad.client.trio_client import TrioClient, open_client
 from replicad.postgres.embedded import embedded_postgres
-from replicad.protocol.commands import ClearUserSync, RemoteServerUp, UserIp, UserSync
+from replicad.presence.commands import ClearUserSync, UserIp, UserSync
+from replicad.protocol.commands import RemoteServerUp
 
 ANN = "@ann:example.org"
 

@@ -7,24 +7,16 @@ from collections.abc import Sequence
 
 import click
 
+from replicad.features import command_modules
 from replicad.terminal.command import Session
 from replicad.terminal.failures import report
 
 COMMANDS = {
-    "serve": "cli.serve",
-    "tail": "client.cli.tail",
-    "ping": "client.cli.ping",
-    "streams": "streams.cli.streams",
-    "writers": "sharding.cli",
-    "caches": "caches.cli",
-    "presence": "presence.cli",
-    "tubes": "tubes.cli.tubes",
-    "top": "operations.top",
-    "pipeline": "spark.cli",
-    "sender": "sender.cli",
-    "sql": "cli.sql",
-    "demo": "cli.demo",
-    "version": "cli.version",
+    "serve": "replicad.cli.serve",
+    **command_modules(),
+    "sql": "replicad.cli.sql",
+    "demo": "replicad.cli.demo",
+    "version": "replicad.cli.version",
 }
 """Every sub-command, in the order of the help text, and the module that has it as `command`."""
 
@@ -47,7 +39,7 @@ class LazyGroup(click.Group):
         """The sub-command of that name, None where there is none."""
         if cmd_name not in COMMANDS:
             return None
-        found = importlib.import_module(f"replicad.{COMMANDS[cmd_name]}").command
+        found = importlib.import_module(COMMANDS[cmd_name]).command
         assert isinstance(found, click.Command)
         return found
 

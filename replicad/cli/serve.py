@@ -46,5 +46,6 @@ def command(config: Path | None, **options: Any) -> None:
     settings = read_settings(ServerSettings, options, file=config)
 
     from replicad.daemon.daemon import serve
+    from replicad.features import served
 
-    serve(settings)
+    serve(settings, served())

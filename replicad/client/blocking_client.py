@@ -35,11 +35,15 @@ from replicad.client.requests import (
 from replicad.client.sockets import SocketLink, Target, open_link
 from replicad.client.steps import STEPS, Steps
 from replicad.errors import ConnectionLost, LocalProtocolError, ReplicadError, UsageError
-from replicad.protocol.commands import (
+from replicad.protocol.command import Command
+from replicad.protocol.connection import Timing
+from replicad.protocol.tokens import START, Cursor
+from replicad.streams.commands import Streams
+from replicad.tubes.commands import (
+    ARROW,
     Ack,
     Acked,
     Claim,
-    Command,
     CursorAt,
     Lease,
     Parked,
@@ -48,12 +52,8 @@ from replicad.protocol.commands import (
     Release,
     Renew,
     Report,
-    Streams,
     Tube,
 )
-from replicad.protocol.connection import Timing
-from replicad.protocol.pods import ARROW
-from replicad.protocol.tokens import START, Cursor
 
 T = TypeVar("T")
 

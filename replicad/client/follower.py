@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from replicad.client.events import Gap, PositionMoved, Reset, RowBatch
 from replicad.client.progress import LINEAR, UNKNOWN, Mark, StreamProgress
 from replicad.errors import RemoteProtocolError
-from replicad.protocol.commands import Command, Position, Rdata, Writers
-from replicad.protocol.replication import BATCH
+from replicad.protocol.command import Command
+from replicad.streams.commands import BATCH, Position, Rdata, Writers
 
 Understand = Callable[[bytes], Command | None]  # Connection.understand, or what wraps it
 

@@ -33,9 +33,11 @@ from replicad.errors import (
     TokenAhead,
     TokenExpired,
 )
-from replicad.protocol.commands import Command, Error, Replicate, Streams, Taken
+from replicad.protocol.command import Command
+from replicad.protocol.commands import Error
 from replicad.protocol.connection import Connection
 from replicad.protocol.lines import LineTooLong
+from replicad.streams.commands import Replicate, Streams, Taken
 
 FOREVER = float("inf")  # between two rows of a quiet stream nothing but PINGs comes
 REFUSALS = 8  # in a row of what was accepted before, some 20 s: a daemon may have just started, or be behind another

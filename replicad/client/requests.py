@@ -13,32 +13,28 @@ from typing import NamedTuple, TypedDict
 from replicad.client.refusals import refusal
 from replicad.client.steps import Receive, Send, Steps
 from replicad.errors import RemoteProtocolError, WrongServer
-from replicad.protocol.commands import (
+from replicad.protocol.command import Command
+from replicad.protocol.commands import Auth, Error, Name, Ping, Server
+from replicad.protocol.connection import Connection
+from replicad.protocol.tokens import Cursor
+from replicad.streams.commands import Streams
+from replicad.tubes.commands import (
+    MAX_BLOCK,
     Ack,
     Acked,
     Arrow,
-    Auth,
     Claim,
-    Command,
     CursorAt,
-    Error,
     Lease,
-    Name,
     Park,
     Parked,
     Part,
-    Ping,
     Pods,
     Release,
     Renew,
     Report,
-    Server,
-    Streams,
     Tube,
 )
-from replicad.protocol.connection import Connection
-from replicad.protocol.pods import MAX_BLOCK
-from replicad.protocol.tokens import Cursor
 
 # What answers each request, besides ERROR.
 ANSWERS: dict[type[Command], type[Command]] = {

@@ -22,9 +22,12 @@ from typing import Any, TypeVar
 from replicad.client.refusals import again, is_notice, refusal
 from replicad.client.requests import Introduction, greet
 from replicad.client.steps import Receive, Send, Steps
+from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import ConnectionLost, ReplicadError
-from replicad.protocol.commands import Command, Error, Ping, Side
+from replicad.protocol.command import Command
+from replicad.protocol.commands import Error, Ping
 from replicad.protocol.connection import Connection, Due, Timing
+from replicad.protocol.words import Side
 
 T = TypeVar("T")
 
@@ -112,7 +115,7 @@ class SocketLink:
     def __init__(self, sock: socket.socket, target: Target, clock: Callable[[], float]) -> None:
         self.target = target
         self.server_name = ""
-        self.connection = Connection(Side.CLIENT, now=clock(), timing=target.timing, max_line=MAX_ROW)
+        self.connection = Connection(Side.CLIENT, VOCABULARY, now=clock(), timing=target.timing, max_line=MAX_ROW)
         self._sock = sock
         self._clock = clock
         self._lock = threading.Lock()

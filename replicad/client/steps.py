@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, NamedTuple, TypeVar
 
-from replicad.protocol.commands import Command
+from replicad.protocol.command import Command
 
 T = TypeVar("T")
 

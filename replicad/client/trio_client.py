@@ -25,24 +25,11 @@ from replicad.client.sockets import Target
 from replicad.client.steps import STEPS, Connect, Sleep
 from replicad.client.trio_link import TrioLink, open_link
 from replicad.errors import LocalProtocolError, ReplicadError
-from replicad.protocol.commands import (
-    Ack,
-    Acked,
-    Claim,
-    Command,
-    CursorAt,
-    Lease,
-    Parked,
-    Part,
-    Pods,
-    Release,
-    Renew,
-    Report,
-    Streams,
-    Tube,
-)
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.tokens import START, Cursor
+from replicad.streams.commands import Streams
+from replicad.tubes.commands import Ack, Acked, Claim, CursorAt, Lease, Parked, Part, Pods, Release, Renew, Report, Tube
 
 T = TypeVar("T")
 

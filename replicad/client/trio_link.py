@@ -16,9 +16,12 @@ from replicad.client.refusals import again, is_notice, refusal
 from replicad.client.requests import greet
 from replicad.client.sockets import MAX_ROW, READ_BYTES, Target, reason
 from replicad.client.steps import Receive, Send, Steps
+from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import ConnectionLost, ReplicadError
-from replicad.protocol.commands import Command, Error, Ping, Side
+from replicad.protocol.command import Command
+from replicad.protocol.commands import Error, Ping
 from replicad.protocol.connection import Connection, Due
+from replicad.protocol.words import Side
 
 T = TypeVar("T")
 
@@ -89,7 +92,9 @@ class TrioLink:
     def __init__(self, stream: trio.abc.Stream, target: Target) -> None:
         self.target = target
         self.server_name = ""
-        self.connection = Connection(Side.CLIENT, now=trio.current_time(), timing=target.timing, max_line=MAX_ROW)
+        self.connection = Connection(
+            Side.CLIENT, VOCABULARY, now=trio.current_time(), timing=target.timing, max_line=MAX_ROW
+        )
         self._stream = stream
         self._sending = trio.Lock()
         self._into, self._blocks = trio.open_memory_channel[bytes](1)

@@ -34,8 +34,8 @@ from replicad.errors import (
     PartitionsChanged,
     ReplicadError,
 )
-from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START
+from replicad.tubes.commands import Part
 
 Handle = Callable[["Batch"], Awaitable[None]]
 HandleControl = Callable[[Pod], Awaitable[None]]

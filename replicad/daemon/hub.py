@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from replicad.daemon.troubles import Troubles
-from replicad.protocol.commands import Command
+from replicad.protocol.command import Command
 from replicad.protocol.states import CloseReason
 
 
@@ -71,7 +71,7 @@ class Hub:
             self._sessions.discard(session)
             self._closed[reason.value] += 1
 
-    def relay(self, command: Command, sender: Listening | None) -> None:
+    def relay(self, command: Command, sender: object | None) -> None:
         """Pass a command on to every session but the one that it came from.
 
         Raises:

@@ -1,38 +1,43 @@
-"""What a daemon installs and upgrades when it starts, and what it says of it."""
+"""What a daemon installs and upgrades in Postgres when it starts, and what it logs about it."""
 
 from __future__ import annotations
 
 import structlog
 
+from replicad.config.settings import DatabaseSettings
 from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.postgres.schema import Outcome, Part
-
-# What others use beside the daemon: the sender, caches, writers that share keys. The daemon serves without them.
-_OPTIONAL: tuple[Part, ...] = ("federation", "cache", "ownership", "presence")
-_ALWAYS: tuple[Part, ...] = ("federation",)  # of these; the others only where an `enable` command has installed them
+from replicad.postgres.schema_text import Declaration, declarations
 
 log = structlog.get_logger()
 
 
-async def install_all(db: Database, *, stream_schema: str, tube_schema: str) -> None:
-    """Install or upgrade streams, tubes and what senders need; upgrade the other parts where they are installed.
+async def install_all(db: Database, settings: DatabaseSettings) -> None:
+    """Install or upgrade every part as its declaration says.
 
     Raises:
-        DatabaseError: streams or tubes cannot be made usable. Where another part cannot be, that is logged; commands
-            and clients that need it get the reason.
+        DatabaseError: a part that the daemon cannot do without cannot be made usable. Where another part cannot be,
+            that is logged; commands and clients that need it get the reason.
     """
-    await _install(db, "stream", stream_schema)
-    await _install(db, "tube", tube_schema)
-    for part in _OPTIONAL:
+    for part in declarations().values():
+        name = _schema_of(part, settings)
+        if part.install == "always":
+            await _install(db, part.name, name)
+            continue
         try:
-            if part in _ALWAYS or await schema.read_installed(db, part, stream_schema) is not None:
-                await _install(db, part, stream_schema)
+            if part.install == "offered" or await schema.read_installed(db, part.name, name) is not None:
+                await _install(db, part.name, name)
         except DatabaseUnavailable:
             raise
         except DatabaseError as error:
-            log.warning("schema_unusable", part=part, schema=stream_schema, code=error.code, reason=str(error))
+            log.warning("schema_unusable", part=part.name, schema=name, code=error.code, reason=str(error))
+
+
+def _schema_of(part: Declaration, settings: DatabaseSettings) -> str:
+    name: str = getattr(settings, part.schema_option.removeprefix("--").replace("-", "_"))
+    return name
 
 
 async def _install(db: Database, part: Part, name: str) -> None:

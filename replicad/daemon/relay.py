@@ -17,6 +17,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 import trio
@@ -25,7 +26,7 @@ from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayGap, RelayRefused, RemoteProtocolError
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Command, parse
+from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.words import Side
 
 MAX_MESSAGE = 7_900  # bytes; NOTIFY takes less than 8,000
@@ -59,12 +60,13 @@ class RelayStatistics:
 
 
 class Relay:
-    """Tells other daemons, and hears what they tell. `heard` is called with each of their commands."""
+    """Sends commands to the other daemons, and calls who asked for them with the commands that those send."""
 
-    def __init__(self, db: Database, schema: str, heard: Callable[[Command], None], troubles: Troubles) -> None:
+    def __init__(self, db: Database, schema: str, vocabulary: Vocabulary, troubles: Troubles) -> None:
         self._db = db
         self._channel = channel_of(schema)
-        self._heard = heard
+        self._vocabulary = vocabulary
+        self._handlers: dict[type[Command], Callable[[Any], None]] = {}
         self._troubles = troubles
         self._me = uuid.uuid4().hex[:16]
         self._number = 0  # of the last message that was made
@@ -73,6 +75,10 @@ class Relay:
         self._told = trio.Event()
         self._numbers: OrderedDict[str, int] = OrderedDict()  # of the last message heard, by daemon
         self._sent = self._lines_heard = self._dropped = self._missed = self._refused = 0
+
+    def on(self, kind: type[Command], handler: Callable[[Any], None]) -> None:
+        """Have `handler` called with every command of that kind that another daemon sends."""
+        self._handlers[kind] = handler
 
     def tell(self, command: Command) -> None:
         """Have the connections of all other daemons told, soon; never waits.
@@ -184,7 +190,9 @@ class Relay:
             return
         for line in lines:
             try:
-                self._heard(parse(line, Side.CLIENT))
+                command = self._vocabulary.parse(line, Side.CLIENT)
+                if handler := self._handlers.get(type(command)):
+                    handler(command)
             except Exception as error:  # noqa: BLE001 - reported; the next line may be a good one
                 self._refuse(error)
             else:

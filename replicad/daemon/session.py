@@ -22,6 +22,7 @@ import trio
 from replicad.daemon.hub import Hub
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outlet import Outlet, Piece
+from replicad.daemon.service import HangUp
 from replicad.errors import (
     DatabaseError,
     LocalProtocolError,
@@ -32,10 +33,11 @@ from replicad.errors import (
     SlowReader,
     StreamError,
 )
-from replicad.protocol.commands import Auth, Command, Error, Name, Ping, Server, Side
+from replicad.protocol.command import Command, Vocabulary
+from replicad.protocol.commands import CORE, Auth, Error, Name, Ping, Server
 from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.states import CloseReason
-from replicad.protocol.words import sendable
+from replicad.protocol.words import Side, sendable
 
 if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
@@ -61,22 +63,20 @@ _numbers = count(1)
 log = structlog.get_logger()
 
 
-class HangUp(Exception):
-    """Ends a session from within. `text` goes to the peer as ERROR, if there is any."""
-
-    def __init__(self, reason: CloseReason, text: str = "") -> None:
-        super().__init__(reason, text)
-        self.reason = reason
-        self.text = text
-
-
-Handler = Callable[["Session", Command], Awaitable[None]]
+Handler = Callable[[Command], Awaitable[None]]
 
 
 class Session:
     """One client. `handle` is called with every command that is not the session's own business, one at a time."""
 
-    def __init__(self, stream: trio.abc.Stream, peer: str, settings: ServerSettings, hub: Hub) -> None:
+    def __init__(
+        self,
+        stream: trio.abc.Stream,
+        peer: str,
+        settings: ServerSettings,
+        hub: Hub,
+        vocabulary: Vocabulary = CORE,
+    ) -> None:
         limits = settings.limits
         self.number = next(_numbers)
         self.peer = peer
@@ -88,6 +88,7 @@ class Session:
         self._timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
         self._connection = Connection(
             Side.SERVER,
+            vocabulary,
             now=trio.current_time(),
             timing=self._timing,
             max_line=limits.max_line,
@@ -329,7 +330,7 @@ class Session:
                 self.log.warning("peer_error", error=command.text)
                 raise HangUp(CloseReason.PEER_ERROR)
             case _:
-                await handle(self, command)
+                await handle(command)
 
     def _check_token(self, token: str) -> None:
         wanted = self._settings.token

@@ -53,7 +53,8 @@ class Declaration:
 
     `version` and `serves`: see `schema`. `schema` is where the part is at home, `schema_option` the option of the
     command line that names another place. `needs` are parts that have to be installed first, `installer` is the command
-    that installs this one.
+    that installs this one. `install` says when a daemon does: "always", and it cannot start without the part;
+    "offered", where its role may; "enabled", never, it only upgrades what the command has installed.
     """
 
     name: Part
@@ -63,6 +64,7 @@ class Declaration:
     schema_option: str
     needs: tuple[Part, ...]
     installer: str
+    install: str
 
 
 @cache

@@ -23,7 +23,8 @@ from replicad.client.sockets import Target
 from replicad.client.steps import Receive
 from replicad.client.trio_link import TrioLink, open_link
 from replicad.errors import ReplicadError
-from replicad.protocol.commands import ClearUserSync, Error, UserSync
+from replicad.presence.commands import ClearUserSync, UserSync
+from replicad.protocol.commands import Error
 from replicad.protocol.connection import Timing
 
 BATCH = 500  # commands in one piece

@@ -9,6 +9,7 @@ anew under another id and tells of all its users again. What a user's state is, 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from uuid import UUID
@@ -18,15 +19,16 @@ import trio
 
 from replicad.config.settings import ServerSettings
 from replicad.daemon.pieces import write_in_pieces
-from replicad.daemon.session import Session
+from replicad.daemon.relay import Relay
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
 from replicad.postgres.bridge import Database
 from replicad.presence.book import BATCH, Look, PresenceBook
+from replicad.presence.commands import COMMANDS, ClearUserSync, UserIp, UserSync
 from replicad.presence.roster import Roster, RosterStatistics
 from replicad.presence.user_ips import Sightings, read
-from replicad.protocol.commands import ClearUserSync, UserIp, UserSync
 
 LOOK_INTERVAL = 1.0  # seconds between two looks at the settings and at the other daemons' beats
 BEATS = 3  # in a time to live: one may be late
@@ -55,7 +57,7 @@ class PresenceStatistics:
 class PresenceService:
     """What the sessions of one daemon say of users. Nothing is made of it while presence is not enabled."""
 
-    def __init__(self, db: Database, settings: ServerSettings, troubles: Troubles) -> None:
+    def __init__(self, db: Database, settings: ServerSettings, troubles: Troubles, relay: Relay) -> None:
         self.book = PresenceBook(db, settings.database.stream_schema)
         self._troubles = troubles
         self._name = f"{settings.server_name} pid {os.getpid()}"
@@ -73,10 +75,37 @@ class PresenceService:
         self._scope = trio.CancelScope()
         self._told = 0
         self._upgraded = False  # what is installed is of this version
+        self._relay = relay
+        relay.on(ClearUserSync, partial(self.clear, elsewhere=True))
+
+    # --- `Service` ---
+
+    def jobs(self) -> Sequence[Job]:
+        """`Service.jobs`."""
+        return [Job(SERVICE, self.run, announces=True)]
+
+    def answers(self, peer: Peer) -> Answers:
+        """`Service.answers`."""
+
+        async def user_sync(command: UserSync) -> None:
+            self.user_sync(peer, command)
+
+        async def clear(command: ClearUserSync) -> None:
+            self.clear(command)
+            self._relay.tell(command)
+
+        async def user_ip(command: UserIp) -> None:
+            self.user_ip(command)
+
+        return Answers(at_once={UserSync: user_sync, ClearUserSync: clear, UserIp: user_ip})
+
+    def summary(self) -> Mapping[str, object]:
+        """`Service.summary`."""
+        return {}
 
     # --- what workers say ---
 
-    def user_sync(self, session: Session, command: UserSync) -> None:
+    def user_sync(self, session: Peer, command: UserSync) -> None:
         """A user has started or stopped syncing. Raises PresenceRefused."""
         roster = self._roster
         if roster is None:
@@ -316,3 +345,10 @@ class PresenceService:
                     if await self.book.sweep_ips() < BATCH:
                         break
             await trio.sleep(SWEEP_INTERVAL)
+
+
+def _open(host: Host) -> PresenceService:
+    return PresenceService(host.pools.short, host.settings, host.troubles, host.relay)
+
+
+FEATURE = Feature("presence", COMMANDS, _open)

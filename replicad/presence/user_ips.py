@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from replicad.errors import PresenceRefused
+from replicad.presence.commands import UserIp
 from replicad.presence.roster import MAX_NAME
-from replicad.protocol.commands import UserIp
 
 MAX_IP = 64  # characters; an IPv6 address with a zone has fewer
 MAX_AGENT = 512  # characters of a user agent that are kept

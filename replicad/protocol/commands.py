@@ -1,62 +1,70 @@
-"""The list of commands, and the way from a line to one of them.
+"""The commands of every connection, whatever it is used for, in the order of the protocol's page.
 
-Each command is a frozen dataclass that parses and renders its own line; which side may send it stands on it too.
-Whether it is allowed *now* is the business of `states`; what it means, of the server and the clients.
+What streams, tubes and other features say stands in `commands.py` of their folders.
 """
 
 from __future__ import annotations
 
-from replicad.errors import RemoteProtocolError
-from replicad.protocol.extensions import Auth, Doorbell, Streams, Taken, Writers
-from replicad.protocol.pods import Ack, Acked, Arrow, CursorAt, Park, Parked, Pods
-from replicad.protocol.replication import (
-    ClearUserSync,
-    Error,
-    FederationAck,
-    LockReleased,
-    Name,
-    Ping,
-    Position,
-    Rdata,
-    RemoteServerUp,
-    Replicate,
-    Server,
-    UserIp,
-    UserSync,
-)
-from replicad.protocol.tubing import Claim, Lease, Part, Release, Renew, Report, Tube
-from replicad.protocol.words import Command, Side, refuse_controls
+from replicad.protocol.command import Command, Vocabulary, command
+from replicad.protocol.fields import Kind, json_array_of, text, word
+from replicad.protocol.words import MAX_WORD, Side
 
 __all__ = [
-    "COMMANDS", "Ack", "Acked", "Arrow", "Auth", "Claim", "ClearUserSync", "Command", "CursorAt", "Doorbell", "Error",
-    "FederationAck", "Lease", "LockReleased", "Name", "Park", "Parked", "Part", "Ping", "Pods", "Position",
-    "Rdata", "Release", "RemoteServerUp", "Renew", "Replicate", "Report", "Server", "Side", "Streams", "Taken", "Tube",
-    "UserIp", "UserSync", "Writers", "parse",
+    "CORE", "Auth", "Command", "Error", "LockReleased", "Name", "Ping", "RemoteServerUp", "Server", "Side",
+    "Vocabulary",
 ]  # fmt: skip
 
-COMMANDS: dict[str, type[Command]] = {
-    kind.NAME: kind
-    for kind in (
-        Server, Rdata, Position, Error, Ping, Name, Replicate, UserSync, ClearUserSync, FederationAck,
-        RemoteServerUp, UserIp, LockReleased,
-        Auth, Streams, Writers, Taken, Doorbell,
-        Tube, Claim, Renew, Release, Lease, Pods, Arrow, CursorAt, Ack, Acked, Park, Parked, Report,
-    )
-}  # fmt: skip
+
+@command("SERVER", Side.SERVER)
+class Server(Command):
+    """SERVER: who is talking; the first line of every connection."""
+
+    server_name: str = word("server_name")
 
 
-def parse(line: str, sender: Side) -> Command:
-    """Turn one line (without its end) into a command, as sent by `sender`.
+@command("PING", Side.BOTH)
+class Ping(Command):
+    """PING: the sender is alive. The text is the sender's wall-clock time in ms, as in Synapse; nothing uses it."""
 
-    Raises:
-        RemoteProtocolError: a control character, unknown command, not that side's command, or wrong arguments.
-    """
-    refuse_controls(line, sender)
-    name, _, rest = line.partition(" ")
-    kind = COMMANDS.get(name)
-    if kind is None:
-        known = ", ".join(n for n, k in COMMANDS.items() if k.SENDER & sender)
-        raise RemoteProtocolError(f"unknown command {name[:40]!r}; there are {known}")
-    if not kind.SENDER & sender:
-        raise RemoteProtocolError(f"{name} is not a {'client' if sender is Side.CLIENT else 'server'}'s command")
-    return kind.parse(rest)
+    text: str = text("text", empty=True, default="")
+
+
+@command("NAME", Side.CLIENT)
+class Name(Command):
+    """NAME: what the client wants to be called in logs and lists."""
+
+    text: str = text("text", Kind("name", longest=MAX_WORD))
+
+
+@command("AUTH", Side.CLIENT)
+class Auth(Command):
+    """AUTH: the shared secret of a daemon that asks for one; the client's first line."""
+
+    token: str = word("token")
+
+    def __repr__(self) -> str:  # a secret must never reach a log
+        return "Auth(token=...)"
+
+
+@command("ERROR", Side.BOTH)
+class Error(Command):
+    """ERROR: `code: text` from replicad, free text from others. The text may be anything, even nothing."""
+
+    text: str = text("text", empty=True)
+
+
+@command("REMOTE_SERVER_UP", Side.BOTH, verb="relay")
+class RemoteServerUp(Command):
+    """REMOTE_SERVER_UP: a remote server may be back; passed on to every other connection of every daemon."""
+
+    server_name: str = word("server_name")
+
+
+@command("LOCK_RELEASED", Side.BOTH, verb="relay")
+class LockReleased(Command):
+    """LOCK_RELEASED: `data` is a JSON array; passed on to every other connection of every daemon."""
+
+    data: str = text("[instance_name, lock_name, lock_key]", json_array_of(3))
+
+
+CORE = Vocabulary((Server, Ping, Name, Auth, Error, RemoteServerUp, LockReleased))

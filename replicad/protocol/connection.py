@@ -11,13 +11,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
-from replicad.protocol.commands import Command, Ping, Side, parse
+from replicad.protocol.commands import CORE, Command, Ping, Side, Vocabulary
 from replicad.protocol.lines import MAX_LINE, LineTooLong, MixedBuffer
 from replicad.protocol.states import State, after
 from replicad.protocol.words import refuse_controls
 
-PING_INTERVAL = 5.0  # seconds; at least one command is sent in each (seed 001, keep alives)
-PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING (seed 001)
+PING_INTERVAL = 5.0  # seconds; at least one command is sent in each
+PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING
 LINE_TIMEOUT = 30.0  # seconds in which a line that has begun must end; long enough for a slow typist
 
 
@@ -47,14 +47,16 @@ class Connection:
     def __init__(
         self,
         side: Side,
+        vocabulary: Vocabulary = CORE,
         *,
         now: float,
         timing: Timing | None = None,
         max_line: int = MAX_LINE,
         wants_auth: bool = False,
     ) -> None:
-        """`side` is ours. `wants_auth`: as a server, allow nothing before AUTH."""
+        """`side` is ours, `vocabulary` what both may say. `wants_auth`: as a server, allow nothing before AUTH."""
         self.side = side
+        self._vocabulary = vocabulary
         if side is Side.CLIENT:
             self.state = State.AWAIT_SERVER
         else:
@@ -154,7 +156,7 @@ class Connection:
         if not line or line.isspace():
             return None
         try:
-            command = parse(self._decode(line), self._peer)
+            command = self._vocabulary.parse(self._decode(line), self._peer)
             self.state = after(self.state, command)
         except Exception:
             self._fail()
@@ -239,7 +241,7 @@ class Connection:
         return deadline
 
     def due(self, now: float) -> Due | None:
-        """What is due at `now`. A hang-up wins over a PING; time-outs start with the peer's first PING (seed 001)."""
+        """What is due at `now`. A hang-up wins over a PING; time-outs start with the peer's first PING."""
         if self._peer_pings and now >= self._last_received + self._timing.peer_timeout:
             return Due.PEER_SILENT
         if self._line_began is not None and now >= self._line_began + self._timing.line_timeout:

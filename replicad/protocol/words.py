@@ -1,7 +1,4 @@
-"""What the commands are made of: the base class, and the words, numbers and options on a line.
-
-Strict on purpose: what a command does not know it refuses, with the form that it wants. Knows no command by name.
-"""
+"""Words, numbers and JSON on a line, read strictly: every function refuses what it does not know, in one sentence."""
 
 from __future__ import annotations
 
@@ -9,11 +6,9 @@ import enum
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from replicad.errors import LocalProtocolError, RemoteProtocolError
+from replicad.errors import RemoteProtocolError
 
 MAX_WORD = 1024  # characters in a name of anything; far above any real one, far below a line
 MAX_INTEGER = (1 << 63) - 1  # ids are Postgres' bigint
@@ -22,9 +17,9 @@ MAX_NUMBER = 100  # characters of a number in JSON; Python refuses to read beyon
 MAX_ERROR = 4096  # characters of an ERROR of ours; it can quote what a driver says, and that can quote a row
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # C0, DEL and C1
-_BREAKS = re.compile(r"[\x00\n\r]")  # what no line may hold, whoever sends it
+BREAKS = re.compile(r"[\x00\n\r]")  # what no line may hold, whoever sends it
 _UNSENDABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-_SURROGATES = re.compile(r"[\ud800-\udfff]")  # halves of characters, which UTF-8 cannot write
+SURROGATES = re.compile(r"[\ud800-\udfff]")  # halves of characters, which UTF-8 cannot write
 _UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")  # JSON can write them as escapes; UTF-8 and Postgres cannot hold them
 
 
@@ -52,7 +47,7 @@ def refuse_controls(line: str, sender: Side) -> None:
     """
     if line.isprintable():  # the usual case, at a tenth of the cost of the search
         return
-    found = (_CONTROLS if sender is Side.CLIENT else _BREAKS).search(line)
+    found = (_CONTROLS if sender is Side.CLIENT else BREAKS).search(line)
     if found is not None:
         code = f"{ord(found.group()):04X}"
         raise RemoteProtocolError(
@@ -91,26 +86,6 @@ def seconds(command: str, what: str, text: str) -> float:
     return float(text)
 
 
-def split_words(command: str, rest: str, usage: str, least: int, most: int) -> list[str]:
-    """Split into between `least` and `most` words; no word may be empty or absurdly long."""
-    words = rest.split(" ") if rest else []
-    if not least <= len(words) <= most or any(not word or len(word) > MAX_WORD for word in words):
-        raise bad(command, f"the form is `{command} {usage}`".rstrip())
-    return words
-
-
-def split_tail(command: str, rest: str, usage: str, words: int, *, unlimited: int = -1) -> list[str]:
-    """`words` words and then free text, which may hold blanks and must not be empty.
-
-    The word at index `unlimited` is a list, which may be as long as the line.
-    """
-    parts = rest.split(" ", words)
-    too_long = any(len(part) > MAX_WORD and at != unlimited for at, part in enumerate(parts[:words]))
-    if len(parts) != words + 1 or not all(parts) or too_long:
-        raise bad(command, f"the form is `{command} {usage}`")
-    return parts
-
-
 def integers(command: str, what: str, text: str) -> tuple[int, ...]:
     """One or more bigints with commas between them."""
     return tuple(integer(command, what, part) for part in text.split(","))
@@ -121,17 +96,6 @@ def flag(command: str, what: str, text: str) -> bool:
     if text != "1":
         raise bad(command, f"{what} can only be 1, got {text[:40]!r}")
     return True
-
-
-def read_options(command: str, words: list[str], known: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
-    """`key=value` words; unknown and repeated keys are refused with the list of those that exist."""
-    found: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or key not in known or key in found:
-            raise bad(command, f"unknown or repeated option {word[:80]!r}; there are {'=, '.join(known)}=")
-        found[key] = known[key](value)
-    return found
 
 
 def json_array(command: str, text: str, size: int) -> list[Any]:
@@ -197,51 +161,3 @@ def _unstorable_string(value: Any) -> str | None:
 def decimal(value: float) -> str:
     """Seconds as `seconds` reads them, without needless zeros."""
     return f"{value:f}".rstrip("0").rstrip(".")
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What all commands have: a NAME, the side that may send it, `parse` and `render`."""
-
-    NAME: ClassVar[str]
-    SENDER: ClassVar[Side]
-    USAGE: ClassVar[str] = ""
-
-    @classmethod
-    def parse(cls, rest: str) -> Self:
-        """Build the command from what follows its name on the line.
-
-        Raises:
-            RemoteProtocolError: the arguments are not of this command's form.
-        """
-        split_words(cls.NAME, rest, cls.USAGE, 0, 0)
-        return cls()
-
-    def arguments(self) -> str:
-        """What follows the name on the line, empty where nothing does."""
-        return ""
-
-    def render(self) -> str:
-        """The line without its end, such that `parse` makes an equal command of it on the other side.
-
-        Raises:
-            LocalProtocolError: an argument would break the line, or be read as something else.
-        """
-        arguments = self.arguments()
-        line = f"{self.NAME} {arguments}" if arguments else self.NAME
-        if not line.isprintable() and _BREAKS.search(line):
-            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would contain a line end or a NUL")
-        if not line.isascii() and _SURROGATES.search(line):
-            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would contain half a character")
-        try:
-            understood = self._same_as(self.parse(arguments))
-        except RemoteProtocolError as error:
-            raise LocalProtocolError(f"{self.NAME} cannot be sent: {error}") from None
-        if not understood:  # a blank in a name, say, that makes two words of it
-            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would be read as something else")
-        return line
-
-    def _same_as(self, other: Self) -> bool:
-        """Equal as far as the wire can tell: seconds only to the microsecond."""
-        pairs = ((getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self))
-        return all(a == b or (isinstance(b, float) and decimal(a) == decimal(b)) for a, b in pairs)

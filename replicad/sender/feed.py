@@ -16,7 +16,8 @@ import trio
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
 from replicad.errors import ConnectionLost, DatabaseError, RemoteError
-from replicad.protocol.commands import FederationAck, RemoteServerUp
+from replicad.protocol.commands import RemoteServerUp
+from replicad.streams.commands import FederationAck
 
 NOW = "NOW"
 EARLIEST = "EARLIEST"

@@ -6,10 +6,17 @@ without async; admin.py is for the command line. The rules are kept in Postgres 
 is written.
 """
 
-from replicad.sharding.blocking_writer import BlockingShardedWriter
-from replicad.sharding.holdings import Owner, WriterStatistics
-from replicad.sharding.planning import slot_of
-from replicad.sharding.writer import ShardedWriter, open_sharded_writer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicad.exports import exported
+
+if TYPE_CHECKING:
+    from replicad.sharding.blocking_writer import BlockingShardedWriter
+    from replicad.sharding.holdings import Owner, WriterStatistics
+    from replicad.sharding.planning import slot_of
+    from replicad.sharding.writer import ShardedWriter, open_sharded_writer
 
 __all__ = [
     "BlockingShardedWriter",
@@ -19,3 +26,15 @@ __all__ = [
     "open_sharded_writer",
     "slot_of",
 ]
+
+__getattr__ = exported(
+    __name__,
+    {
+        "BlockingShardedWriter": "blocking_writer",
+        "Owner": "holdings",
+        "WriterStatistics": "holdings",
+        "slot_of": "planning",
+        "ShardedWriter": "writer",
+        "open_sharded_writer": "writer",
+    },
+)

@@ -19,7 +19,7 @@ import pyarrow.json as pj
 from replicad.client.requests import PodBlock
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import Part
+from replicad.tubes.commands import Part
 
 TARGET_BYTES = 1 << 20  # of lines in one RecordBatch: large enough for parsing to outweigh the call, small in memory
 _MAX_BYTES = (1 << 31) - 1  # what one block of pyarrow.json may have

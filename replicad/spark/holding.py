@@ -19,11 +19,10 @@ from typing import Self, TypeVar
 
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, CursorAhead, DatabaseUnavailable, LeaseHeld, LeaseLost, ReplicadError
-from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import Part
 from replicad.spark.connecting import Retries, endpoint_of
 from replicad.spark.options import SourceOptions
+from replicad.tubes.commands import CursorAt, Part
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import START, Cursor, Vector
-from replicad.protocol.tubing import Part
+from replicad.tubes.commands import Part
 
 VERSION = 1  # of the JSON form; another one is refused instead of guessed at
 

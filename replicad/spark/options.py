@@ -15,8 +15,8 @@ from typing import Any
 
 from replicad.config.declaring import seconds, text_of, whole_number
 from replicad.errors import BadToken, UsageError
-from replicad.protocol.pods import ENCODINGS
 from replicad.protocol.tokens import Vector
+from replicad.tubes.commands import ENCODINGS
 
 EARLIEST, LATEST = "earliest", "latest"
 AUTO = "auto"

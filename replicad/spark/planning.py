@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import Part
 from replicad.spark.offsets import Place, TubeOffset
+from replicad.tubes.commands import CursorAt, Part
 
 MOST_PODS = 100_000  # what we ask for at once where there is no limit; a daemon may give fewer
 _ROUNDS = 3  # in which what some partitions leave of the budget is offered to the others; each costs them a round trip

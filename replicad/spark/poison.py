@@ -19,7 +19,6 @@ import structlog
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable
 from replicad.protocol.tokens import START
-from replicad.protocol.tubing import Part
 from replicad.spark.arrow import PodReader
 from replicad.spark.connecting import endpoint_of
 from replicad.spark.enrich import Enricher
@@ -27,6 +26,7 @@ from replicad.spark.holding import TubeHold
 from replicad.spark.options import SourceOptions
 from replicad.spark.planning import MOST_PODS
 from replicad.spark.touches import chunks_by_shard, collect
+from replicad.tubes.commands import Part
 
 MARK = "replicad.parked"  # file in the checkpoint: a batch that may be replayed has lost pods to parking
 _ERROR_CHARACTERS = 500  # of an error that are kept with what is parked

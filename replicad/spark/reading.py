@@ -14,12 +14,12 @@ from pyspark.sql.datasource import InputPartition
 
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, DatabaseUnavailable, DataLoss, EncodingUnavailable
-from replicad.protocol.pods import ARROW, LINES
 from replicad.protocol.tokens import Cursor
 from replicad.spark.arrow import PodReader, block_batch, last_cursor
 from replicad.spark.connecting import Retries, endpoint_of
 from replicad.spark.offsets import Range
 from replicad.spark.options import AUTO, SourceOptions
+from replicad.tubes.commands import ARROW, LINES
 
 log = logging.getLogger("replicad.spark")
 

@@ -23,14 +23,13 @@ from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Inp
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from replicad.errors import CursorAhead, PartitionsChanged, ReplicadError
-from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import START, Cursor
-from replicad.protocol.tubing import Part
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.offsets import TubeOffset
 from replicad.spark.options import SourceOptions
 from replicad.spark.planning import Budget, Target, plan_all, plan_batch
 from replicad.spark.reading import TubePartition, read_range
+from replicad.tubes.commands import CursorAt, Part
 
 LAG_INTERVAL = 5.0  # seconds between two looks at how much is waiting; each costs a count in Postgres
 REPARTITION_PATIENCE = 10.0  # seconds for which a daemon may not know yet that the number of partitions changed

@@ -6,8 +6,9 @@ that clients of the daemon, which share this folder's commands, need neither Pos
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from replicad.exports import exported
 
 if TYPE_CHECKING:
     from replicad.streams.writing.blocking_writer import BlockingWriter
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["BlockingWriter", "Positions", "Writer", "next_id", "next_ids", "open_writer"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "blocking_writer" if name == "BlockingWriter" else "writer"
-    return getattr(importlib.import_module(f"replicad.streams.writing.{module}"), name)
+__getattr__ = exported(
+    __name__,
+    {
+        "BlockingWriter": "writing.blocking_writer",
+        **dict.fromkeys(("Positions", "Writer", "next_id", "next_ids", "open_writer"), "writing.writer"),
+    },
+)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import trio
 
 from replicad.postgres.bridge import Database, quote_ident
-from replicad.protocol.commands import Part
 from replicad.protocol.tokens import Cursor
 from replicad.tubes import columns
 from replicad.tubes.columns import Columns
+from replicad.tubes.commands import Part
 
 ROWS = 16  # of the statement at most: see tube_columns_sql
 ROW_BYTES = 60 << 10  # that we aim at: beyond 64 kB Postgres is slower; a block then has some 640 kB

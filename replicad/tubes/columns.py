@@ -13,8 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 from replicad.errors import EncodingUnavailable, TubeRefused
-from replicad.protocol.commands import Arrow, Part
-from replicad.protocol.pods import MAX_BLOCK
+from replicad.tubes.commands import MAX_BLOCK, Arrow, Part
 
 if TYPE_CHECKING:
     import numpy as np

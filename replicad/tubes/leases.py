@@ -15,7 +15,7 @@ import trio
 from replicad.beats import BeatWatch
 from replicad.errors import LeaseHeld, LeaseLost
 from replicad.postgres.bridge import Database, quote_ident
-from replicad.protocol.commands import Lease, Part
+from replicad.tubes.commands import Lease, Part
 
 RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
 LONGEST_GAP = 1.5  # seconds between two looks that count as watched, at most; a daemon looks every second

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicad.postgres.bridge import Database, Sink, load_sql, quote_ident
-from replicad.protocol.commands import CursorAt, Part
 from replicad.protocol.tokens import Cursor
+from replicad.tubes.commands import CursorAt, Part
 
 
 @dataclass(frozen=True, slots=True)

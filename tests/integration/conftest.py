@@ -13,9 +13,9 @@ import trio
 
 from replicad.config.limits import Limits
 from replicad.config.settings import Address, ServerSettings
-from replicad.daemon.daemon import Daemon, open_daemon
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon, open_daemon
 
 
 class Netcat:

@@ -8,12 +8,12 @@ import pytest
 import trio
 
 from replicad.cli import app
-from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.sender.feed import client_feed
 from replicad.streams import acks, registry, trimming
 from tests.conftest import install, psql
+from tests.daemons import Daemon
 
 from .conftest import PATIENCE, Connect
 

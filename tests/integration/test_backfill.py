@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 ROWS = 5000
 PUT_IN = "payload ->> 'type' IS DISTINCT FROM 'backfill_schedule'"  # all but what asked for the backfill

@@ -26,13 +26,13 @@ from replicad.caches.writing import invalidate, invalidate_many
 from replicad.client.backoff import Backoff
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.trio_client import open_client
-from replicad.daemon.daemon import Daemon
 from replicad.errors import StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.protocol.connection import Timing
 from replicad.streams import trimming
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .clients.proxy import FaultProxy
 from .conftest import Connect

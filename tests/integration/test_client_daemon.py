@@ -16,13 +16,13 @@ from replicad.client.backoff import Backoff
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import RowBatch, StreamsChanged
 from replicad.client.pods import parse_pods
-from replicad.daemon.daemon import Daemon
 from replicad.errors import BadToken, CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged, UnknownTube
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
 from replicad.streams import registry
+from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .clients.both import TrioInThread
 from .clients.proxy import FaultProxy

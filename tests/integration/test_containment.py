@@ -18,7 +18,6 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.daemon import Daemon
 from replicad.daemon.session import Session
 from replicad.errors import (
     DatabaseError,
@@ -37,6 +36,7 @@ from replicad.streams.rows import RowSource
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook
+from tests.daemons import Daemon
 
 from .conftest import Netcat, netcat_to
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
+from tests.daemons import Daemon
 
 from .conftest import Connect
 

@@ -18,10 +18,10 @@ import pytest
 import trio
 
 from replicad.config.settings import parse_address
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 from replicad.streams import registry
+from tests.daemons import Daemon
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
 

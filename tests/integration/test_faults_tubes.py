@@ -19,12 +19,12 @@ import trio
 
 from replicad.client.trio_client import open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
-from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.protocol.connection import Timing
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .clients.proxy import FaultProxy
 from .conftest import Connect

@@ -17,12 +17,12 @@ import trio
 from replicad.client.backoff import Backoff
 from replicad.client.events import RowBatch
 from replicad.client.trio_client import open_client
-from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
 from replicad.streams import registry
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .clients.proxy import FaultProxy
 from .conftest import Connect, netcat_to

@@ -14,11 +14,11 @@ import trio
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Reset, RowBatch
 from replicad.client.trio_client import open_client
-from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, stream_writers
 from replicad.streams.serving import roster
+from tests.daemons import Daemon
 
 from .clients.both import TrioInThread
 from .conftest import Connect, Netcat, netcat_to

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.streams import registry
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .conftest import Connect, Netcat, netcat_to
 

@@ -14,10 +14,10 @@ import pytest
 import trio
 
 from replicad.config.settings import Address, parse_address
-from replicad.daemon.daemon import Daemon
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from tests.conftest import install, psql
+from tests.daemons import Daemon
 from tests.schema import older
 
 from .conftest import Netcat

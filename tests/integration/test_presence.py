@@ -16,7 +16,6 @@ import trio
 from structlog.testing import capture_logs
 
 from replicad.config.settings import ServerSettings
-from replicad.daemon.daemon import Daemon, open_daemon
 from replicad.errors import NotAuthorised
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
@@ -25,6 +24,7 @@ from replicad.presence.reporter import open_presence
 from replicad.protocol.states import CloseReason
 from replicad.streams import registry
 from tests.conftest import psql
+from tests.daemons import Daemon, open_daemon
 
 from .conftest import PATIENCE, Netcat, netcat_to
 from .test_faults_daemon import connect, serving

@@ -12,9 +12,9 @@ from typing import Any
 
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .conftest import netcat_to
 from .test_faults_daemon import ServeProcess, serving

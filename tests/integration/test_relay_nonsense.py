@@ -5,11 +5,11 @@ from __future__ import annotations
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.daemon import Daemon
 from replicad.daemon.relay import Relay, channel_of
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Command
+from replicad.protocol.command import Command
+from tests.daemons import Daemon
 
 from .conftest import Connect
 

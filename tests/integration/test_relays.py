@@ -14,12 +14,13 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.daemon import Daemon
 from replicad.daemon.relay import MAX_LINE, Relay, channel_of
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Command, RemoteServerUp
+from replicad.protocol.command import Command
+from replicad.protocol.commands import RemoteServerUp
 from tests.conftest import psql
+from tests.daemons import Daemon
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
 from .test_faults_daemon import connect, serving

@@ -14,10 +14,10 @@ import trio
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Connected, Disconnected, RowBatch, StreamStopped
 from replicad.client.trio_client import open_client
-from replicad.daemon.daemon import Daemon
 from replicad.errors import UnknownStream
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
+from tests.daemons import Daemon
 
 ALSO = (StreamStopped, Connected, Disconnected)
 WANTED = {"other": None, "calm": None}

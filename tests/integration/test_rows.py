@@ -11,10 +11,11 @@ import pytest
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Rdata, parse
 from replicad.protocol.words import Side
 from replicad.streams import registry
+from replicad.streams.commands import Rdata
 from replicad.streams.rows import CHUNK, Chunk, RowSource, wire_instance
+from tests.vocabulary import parse
 
 NASTY = [
     "plain",

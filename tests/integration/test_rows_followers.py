@@ -12,11 +12,11 @@ from replicad.client import sockets, trio_link
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Connected, Disconnected, RowBatch, StreamStopped
 from replicad.client.trio_client import open_client
-from replicad.daemon.daemon import Daemon
 from replicad.errors import RowTooLong, RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.protocol.lines import LineTooLong
 from replicad.streams import registry
+from tests.daemons import Daemon
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.errors import RowTooLong, RowUnreadable
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
@@ -22,6 +21,7 @@ from replicad.streams.rows import RowSource
 from replicad.streams.rows_probe import find_unreadable
 from replicad.streams.troubles import load
 from tests.conftest import psql
+from tests.daemons import Daemon
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -222,7 +222,7 @@ async def test_a_bound_has_to_be_one_that_clients_take(database: Database, daemo
 
 @pytest.mark.parametrize("column", ["word", "writer"])
 async def test_a_row_that_is_not_utf_8_is_named(postgres_url: str, settings: Any, column: str) -> None:
-    from replicad.daemon.daemon import open_daemon
+    from tests.daemons import open_daemon
 
     name = f"bytes_{column}_{os.getpid()}"
     psql(postgres_url, f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")

@@ -12,7 +12,6 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.daemon import Daemon
 from replicad.errors import StreamRestarted, UnknownStream, UsageError
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
@@ -21,6 +20,7 @@ from replicad.sender.sender import Sender
 from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
 from replicad.streams import registry
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from ..federation_receiver import Receiver, Reply
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from ..federation_receiver import Receiver, Reply, Request
 

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, StreamRefused, UnknownStream
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, status
 from replicad.streams.serving.feed import Feed
 from tests.conftest import psql
+from tests.daemons import Daemon
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -329,7 +329,7 @@ def url_of(role: str, url: str) -> str:
 async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_look_on(
     database: Database, database_url: str, plain_role: str, settings: Any
 ) -> None:
-    from replicad.daemon.daemon import open_daemon
+    from tests.daemons import open_daemon
 
     async with open_daemon(settings, url_of(plain_role, database_url)) as daemon:
         await registry.add(database, "denied", "denied", "id")
@@ -366,7 +366,7 @@ async def test_a_stream_that_the_role_may_not_read_is_reported_from_the_first_lo
 async def test_a_role_that_may_only_read_is_told_so_in_one_sentence(
     database: Database, database_url: str, plain_role: str, settings: Any
 ) -> None:
-    from replicad.daemon.daemon import open_daemon
+    from tests.daemons import open_daemon
 
     psql(database_url, f"ALTER ROLE {plain_role} SET default_transaction_read_only = on")
     with pytest.raises(DatabaseRefused, match="default_transaction_read_only") as refused:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
 from replicad.postgres.embedded import find_programs
 from replicad.streams import registry
+from tests.daemons import Daemon
 
 from .conftest import Connect, Netcat
 

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
@@ -22,6 +21,7 @@ from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 from replicad.streams import registry, status
 from replicad.streams.serving.feed import Feed
 from tests.conftest import PATIENCE, psql
+from tests.daemons import Daemon
 
 from .conftest import Connect
 

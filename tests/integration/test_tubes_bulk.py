@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from replicad.client.blocking_client import Answer, BlockingClient
 from replicad.client.requests import PodBlock
-from replicad.daemon.daemon import Daemon
 from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Part
 from replicad.protocol.tokens import Cursor
 from replicad.spark.arrow import PodReader, block_batch
+from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .conftest import Connect
 

@@ -12,10 +12,10 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.daemon import Daemon
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
 from replicad.streams import troubles
+from tests.daemons import Daemon
 
 from .conftest import Connect, Netcat
 
@@ -132,7 +132,7 @@ async def test_a_broken_tube_says_why_everywhere_and_stops_nothing_of_the_other(
 ) -> None:
     from dataclasses import replace
 
-    from replicad.daemon.daemon import open_daemon
+    from tests.daemons import open_daemon
 
     async with open_daemon(replace(settings), as_role) as daemon:
         async with await trio.open_tcp_stream("127.0.0.1", daemon.addresses[0].port) as stream:

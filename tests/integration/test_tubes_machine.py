@@ -30,12 +30,12 @@ from hypothesis.stateful import (
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.pods import Pod
 from replicad.config.settings import Address, ServerSettings
-from replicad.daemon.daemon import open_daemon
 from replicad.errors import CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged
 from replicad.postgres.bridge import Connection, Database, open_database
-from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START, Cursor
+from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
+from tests.daemons import open_daemon
 
 TTL = 0.5  # seconds; short, so that a machine of some dozen steps sees take-overs
 SURE = 0.8 * TTL  # a request renews only when a fifth of the time to live has passed since the last renewal

@@ -10,8 +10,8 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
+from tests.daemons import Daemon
 
 from .conftest import Connect, netcat_to
 from .test_tubes_contained import as_role, claim, cli, read, tubes, until, until_true
@@ -108,7 +108,7 @@ async def test_a_user_that_may_only_read_is_told_by_the_list_and_served_again_wi
     as_role: str,
     settings: Any,
 ) -> None:
-    from replicad.daemon.daemon import open_daemon
+    from tests.daemons import open_daemon
 
     async with open_daemon(settings, as_role) as daemon:
         setting = "ALTER ROLE tube_daemon {} default_transaction_read_only"

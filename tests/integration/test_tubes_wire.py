@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Part
+from replicad.tubes.commands import Part
 from replicad.tubes.pods import PodBook
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 from .conftest import Connect, Netcat, netcat_to
 

@@ -14,11 +14,11 @@ import trio
 from replicad.client.pods import Pod
 from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker, WorkerSettings
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Part
 from replicad.protocol.states import CloseReason
+from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
+from tests.daemons import Daemon
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
 QUICK = WorkerSettings(batch_ids=5, parallelism=3, max_pods=20, poll=1.0, lease_ttl=2.0, tries=3, backoff_first=0.01)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import (
     BadToken,
     CursorAhead,
@@ -34,36 +35,30 @@ from replicad.errors import (
     UnknownStream,
     UnknownTube,
 )
-from replicad.protocol.commands import (
+from replicad.protocol.command import Command
+from replicad.protocol.commands import Auth, Error, Ping, Server
+from replicad.protocol.connection import Connection
+from replicad.protocol.tokens import Cursor, Vector
+from replicad.protocol.words import Side
+from replicad.spark.arrow import schema
+from replicad.streams.commands import Position, Rdata, Replicate, Writers
+from replicad.tubes.commands import (
+    ARROW,
     Ack,
     Acked,
     Arrow,
-    Auth,
     Claim,
-    Command,
     CursorAt,
-    Error,
     Lease,
     Park,
     Parked,
     Part,
-    Ping,
     Pods,
-    Position,
-    Rdata,
     Release,
     Renew,
-    Replicate,
     Report,
-    Server,
-    Side,
     Tube,
-    Writers,
 )
-from replicad.protocol.connection import Connection
-from replicad.protocol.pods import ARROW
-from replicad.protocol.tokens import Cursor, Vector
-from replicad.spark.arrow import schema
 
 STAMP = "2026-01-01T00:00:00.000000+00:00"
 BLOCK_PODS = 100  # in a block of Arrow
@@ -215,7 +210,7 @@ class FakeDaemon:
             threading.Thread(target=self._serve, args=(one,), daemon=True).start()
 
     def _serve(self, one: socket.socket) -> None:
-        core = Connection(Side.SERVER, now=time.monotonic(), wants_auth=self.token is not None)
+        core = Connection(Side.SERVER, VOCABULARY, now=time.monotonic(), wants_auth=self.token is not None)
 
         sending = threading.Lock()
 

@@ -130,8 +130,8 @@ async def test_to_tell_anew_looks_at_every_page_and_repeats_nothing_that_is_ther
 async def test_addresses_keep_the_latest_of_a_place_and_go_when_they_are_old(
     fresh: Database, book: PresenceBook
 ) -> None:
+    from replicad.presence.commands import UserIp
     from replicad.presence.user_ips import read
-    from replicad.protocol.commands import UserIp
 
     places = [read(UserIp("@a", f'["secret","10.0.0.{n}","agent",null,{ms}]')) for n, ms in ((1, 5), (2, 6))]
     older = read(UserIp("@a", '["old","10.0.0.1","agent",null,4]'))

@@ -11,7 +11,9 @@ import trio
 
 from replicad.errors import CursorAhead, DatabaseError, LeaseLost, PartitionsChanged, TubeRefused, UnknownTube
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import Rdata, Side, parse
+from replicad.protocol.words import Side
+from replicad.streams.commands import Rdata
+from tests.vocabulary import parse
 
 Explain = Callable[[str], Awaitable[str]]
 

@@ -16,8 +16,8 @@ import pytest
 
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, DatabaseError, LeaseHeld, LeaseLost
-from replicad.protocol.commands import Part
 from replicad.protocol.tokens import START
+from replicad.tubes.commands import Part
 
 from ..conftest import psql
 from ..integration.test_faults_daemon import ServeProcess

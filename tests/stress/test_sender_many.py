@@ -17,8 +17,8 @@ import psutil
 import pytest
 import trio
 
-from replicad.daemon.daemon import Daemon
 from replicad.postgres.bridge import Database
+from tests.daemons import Daemon
 
 from ..federation_receiver import Receiver, Reply, Request
 from ..integration.conftest import *  # noqa: F403 - its fixtures: a daemon of the test's own

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from replicad.client.requests import PodBlock, ask_for_blocks
 from replicad.client.steps import Receive, Send
 from replicad.errors import EncodingUnavailable, LeaseLost, RemoteProtocolError, TubeRefused
-from replicad.protocol import commands as c
-from replicad.protocol.commands import Part, Side
 from replicad.protocol.connection import Connection, Timing
 from replicad.protocol.lines import LineTooLong, MixedBuffer
-from replicad.protocol.pods import MAX_BLOCK
 from replicad.protocol.tokens import Cursor
+from replicad.protocol.words import Side
 from replicad.spark import arrow
 from replicad.tubes import columns
 from replicad.tubes.columns import Columns
+from replicad.tubes.commands import MAX_BLOCK, Part
+from tests import vocabulary as c
+from tests.vocabulary import EVERY
 
 PART = Part(0, 2)
 REQUEST = c.Pods("t", PART, 7, upto=Cursor(9, 0), encoding="arrow")
@@ -76,7 +77,7 @@ def test_a_line_that_announces_is_as_bounded_as_any_other() -> None:
 
 
 def test_each_piece_of_a_block_is_a_sign_of_life_and_no_unfinished_line() -> None:
-    connection = Connection(Side.CLIENT, now=0, timing=Timing(5, 15, 30))
+    connection = Connection(Side.CLIENT, EVERY, now=0, timing=Timing(5, 15, 30))
     connection.receive_data(b"SERVER here\nPING 1\n", 0)
     assert connection.next_command() == c.Server("here")
     connection.next_command()
@@ -94,7 +95,7 @@ def test_each_piece_of_a_block_is_a_sign_of_life_and_no_unfinished_line() -> Non
 
 def ask(*said: bytes, cuts: list[int] | None = None) -> tuple[list[PodBlock], Any, Connection]:
     """What is handed over, and the result, once the server has said all that."""
-    connection = Connection(Side.CLIENT, now=0)
+    connection = Connection(Side.CLIENT, EVERY, now=0)
     connection.understand(b"SERVER here")
     pieces = cut(b"".join(said), cuts or [])
     blocks: list[PodBlock] = []

@@ -27,10 +27,13 @@ from replicad.errors import (
     WrongServer,
     by_code,
 )
-from replicad.protocol import commands as c
-from replicad.protocol.commands import COMMANDS, Command, Part, Side
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor
+from replicad.protocol.words import Side
+from replicad.tubes.commands import Part
+from tests import vocabulary as c
+from tests.vocabulary import COMMANDS, EVERY
 
 HALF = Part(0, 2)
 LEASE = "LEASE t 0/2 7 30\n"
@@ -40,7 +43,7 @@ class Conversation:
     """Performs the steps of a generator: what was sent, and with which clocks it waited."""
 
     def __init__(self, *, greeted: bool = True) -> None:
-        self.connection = Connection(Side.CLIENT, now=0)
+        self.connection = Connection(Side.CLIENT, EVERY, now=0)
         if greeted:
             self.connection.understand(b"SERVER here")
         self.sent: list[Command] = []

@@ -10,6 +10,7 @@ from replicad.errors import BadToken, RemoteProtocolError
 from replicad.protocol.commands import Ping, RemoteServerUp
 from replicad.protocol.connection import Connection
 from replicad.protocol.words import Side
+from tests.vocabulary import EVERY
 
 EPOCH = "a1b2c3d4"
 OPENING = f"WRITERS events {EPOCH} w1=1 w2=2\nPOSITION events w1 5 5\nPOSITION events w2 7 7\n"
@@ -27,7 +28,7 @@ class Reader:
 
     def reconnect(self) -> None:
         self.follower.new_connection()
-        self.connection = Connection(Side.CLIENT, now=0)
+        self.connection = Connection(Side.CLIENT, EVERY, now=0)
         self.connection.understand(b"SERVER here")
 
     def read(self, text: str) -> list[object]:

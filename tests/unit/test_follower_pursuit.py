@@ -24,6 +24,7 @@ from replicad.errors import (
 from replicad.protocol.commands import RemoteServerUp
 from replicad.protocol.connection import Connection
 from replicad.protocol.words import Side
+from tests.vocabulary import EVERY
 
 EPOCH = "a1b2c3d4"
 LOST = ConnectionLost("cut")
@@ -62,7 +63,7 @@ class Drive:
             elif isinstance(step, Connect | Receive):
                 if isinstance(step, Connect) and not (waiting and isinstance(waiting[0], Exception)):
                     self.connects += 1
-                    self.connection = Connection(Side.CLIENT, now=0)
+                    self.connection = Connection(Side.CLIENT, EVERY, now=0)
                     self.connection.understand(b"SERVER here")
                     answer = (self.connection, "here")
                 elif not waiting:

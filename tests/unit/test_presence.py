@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicad.errors import PresenceRefused
+from replicad.presence.commands import UserIp
 from replicad.presence.roster import Roster
 from replicad.presence.user_ips import MAX_AGENT, Sightings, read
-from replicad.protocol.commands import UserIp
 
 users = st.sampled_from(["@a", "@b", "@c"])
 instances = st.sampled_from(["w1", "w2"])

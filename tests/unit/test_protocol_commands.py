@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
-from replicad.protocol import commands as c
-from replicad.protocol.commands import COMMANDS, Command, Part, Side, parse
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor
+from replicad.protocol.words import Side
+from replicad.tubes.commands import Part
+from tests import vocabulary as c
+from tests.vocabulary import COMMANDS, EVERY, parse
 
 S, C = Side.SERVER, Side.CLIENT
 BIG = (1 << 63) - 1
@@ -146,8 +149,8 @@ CASES = [
 def receiver(sender: Side) -> Connection:
     """The end of an open connection that `sender` talks to."""
     if sender is C:
-        return Connection(Side.SERVER, now=0)
-    connection = Connection(Side.CLIENT, now=0)
+        return Connection(Side.SERVER, EVERY, now=0)
+    connection = Connection(Side.CLIENT, EVERY, now=0)
     connection.receive_data(b"SERVER here\n", 0)
     assert connection.next_command() == c.Server("here")
     return connection
@@ -187,7 +190,7 @@ def test_a_line_is_understood_whole_byte_by_byte_and_with_more_behind_it(case: C
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_command_is_sent_as_the_line_that_it_came_from(case: Case) -> None:
     assert case.command.render() == (case.canonical or case.line)
-    sender = Connection(case.sender, now=0)
+    sender = Connection(case.sender, EVERY, now=0)
     assert sender.send(case.command, 0) == (case.canonical or case.line).encode() + b"\n"
 
 
@@ -199,7 +202,7 @@ def test_only_the_sides_that_may_send_a_command_can(case: Case) -> None:
     with pytest.raises(RemoteProtocolError, match=f"{case.command.NAME} is not a .* command"):
         parse(case.line, other)
     with pytest.raises(LocalProtocolError, match="not for this side"):
-        Connection(other, now=0).send(case.command, 0)
+        Connection(other, EVERY, now=0).send(case.command, 0)
 
 
 # --- seed 001, its examples ---

@@ -10,17 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.errors import LocalProtocolError, NotAuthorised, RemoteProtocolError
-from replicad.protocol.commands import COMMANDS, Auth, Command, Error, Name, Ping, Position, Rdata, Replicate, Server
+from replicad.protocol.command import Command
+from replicad.protocol.commands import Auth, Error, Name, Ping, Server
 from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.lines import LineTooLong
 from replicad.protocol.states import TRANSITIONS, State
 from replicad.protocol.words import Side
+from replicad.streams.commands import Position, Rdata, Replicate
+from tests.vocabulary import EVERY
 
 TIMING = Timing(ping_interval=5, peer_timeout=15, line_timeout=30)
 
 
 def client(now: float = 0, *, open_: bool = True, max_line: int = 1000) -> Connection:
-    connection = Connection(Side.CLIENT, now=now, timing=TIMING, max_line=max_line)
+    connection = Connection(Side.CLIENT, EVERY, now=now, timing=TIMING, max_line=max_line)
     if open_:
         connection.receive_data(b"SERVER here\n", now)
         assert connection.next_command() == Server("here")
@@ -28,7 +31,7 @@ def client(now: float = 0, *, open_: bool = True, max_line: int = 1000) -> Conne
 
 
 def server(now: float = 0, *, wants_auth: bool = False, max_line: int = 1000) -> Connection:
-    return Connection(Side.SERVER, now=now, timing=TIMING, max_line=max_line, wants_auth=wants_auth)
+    return Connection(Side.SERVER, EVERY, now=now, timing=TIMING, max_line=max_line, wants_auth=wants_auth)
 
 
 # --- two ends in memory ---
@@ -96,7 +99,7 @@ def test_two_ends_joined_in_memory_understand_each_other_on_any_schedule(
 
 
 def test_every_command_of_either_side_has_its_place_in_the_open_state() -> None:
-    assert set(TRANSITIONS[State.OPEN]) == set(COMMANDS.values())
+    assert State.OPEN not in TRANSITIONS
     assert TRANSITIONS[State.CLOSED] == {}
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.errors import DatabaseError
-from replicad.protocol.commands import parse
 from replicad.protocol.words import Side
 from replicad.streams.rows import CHUNK, Chunk, LineCutter, RowSource, wire_instance
+from tests.vocabulary import parse
 
 rows = st.builds(
     lambda stream, instance, token, size: f"RDATA {stream} {instance} {token} ".encode() + b"x" * size + b"\n",

@@ -20,8 +20,9 @@ from replicad.daemon.supervision import STEADY, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
 from replicad.postgres.horizon import Reading
-from replicad.protocol.commands import FederationAck, RemoteServerUp
+from replicad.protocol.commands import RemoteServerUp
 from replicad.streams.acks import Ack
+from replicad.streams.commands import FederationAck
 from replicad.streams.serving import ack_service as acks_module
 from replicad.streams.serving.ack_service import AckService
 

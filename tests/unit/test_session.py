@@ -15,8 +15,10 @@ from replicad.daemon.hub import Hub
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.session import Session
 from replicad.errors import UnknownStream
-from replicad.protocol.commands import Command, RemoteServerUp
+from replicad.protocol.command import Command
+from replicad.protocol.commands import RemoteServerUp
 from replicad.protocol.states import CloseReason
+from tests.vocabulary import EVERY
 
 Start = Callable[..., "Bench"]
 
@@ -53,13 +55,13 @@ class Bench:
             ours, theirs = trio.testing.memory_stream_pair()
         self.hub = Hub(10)
         self.peer = Peer(theirs)
-        self.session = Session(ours, "memory", settings, self.hub)
+        self.session = Session(ours, "memory", settings, self.hub, EVERY)
         self.hub.admit(self.session)
         self.commands: list[Command] = []
         self.reason: CloseReason | None = None
 
     async def run(self, handle: Callable[..., Any] | None = None) -> None:
-        async def note(_: Session, command: Command) -> None:
+        async def note(command: Command) -> None:
             self.commands.append(command)
 
         self.reason = await self.session.run(handle or note)
@@ -178,7 +180,7 @@ async def test_a_refused_request_leaves_the_connection_open(start: Start, autoju
 
 
 async def test_a_defect_of_ours_ends_one_session_with_a_word(start: Start, autojump_clock: object) -> None:
-    async def fail(_: Session, command: Command) -> None:
+    async def fail(command: Command) -> None:
         raise ZeroDivisionError
 
     bench = start(fail)

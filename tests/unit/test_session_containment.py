@@ -15,15 +15,17 @@ from replicad.daemon.hub import Hub
 from replicad.daemon.session import MAX_POSTED, Session
 from replicad.daemon.troubles import QUIET, Troubles
 from replicad.errors import LocalProtocolError, TubeRefused
-from replicad.protocol.commands import Command, Release, RemoteServerUp
+from replicad.protocol.command import Command
+from replicad.protocol.commands import RemoteServerUp
 from replicad.protocol.states import CloseReason
-from replicad.protocol.tubing import Part
+from replicad.tubes.commands import Part, Release
+from tests.vocabulary import EVERY
 
 Handler = Callable[[Session, Command], Awaitable[None]]
 UNSENDABLE = Release("a\rb", Part(0, 1), 1)
 
 
-async def ignore(_: Session, command: Command) -> None:
+async def ignore(command: Command) -> None:
     pass
 
 
@@ -37,7 +39,7 @@ class Bench:
 
     def open(self, handle: Handler = ignore) -> tuple[Session, trio.abc.Stream]:
         ours, theirs = trio.testing.memory_stream_pair()
-        session = Session(ours, "memory", ServerSettings(server_name="example.com"), self.hub)
+        session = Session(ours, "memory", ServerSettings(server_name="example.com"), self.hub, EVERY)
         assert self.hub.admit(session)
 
         async def run() -> None:
@@ -74,8 +76,8 @@ async def test_an_answer_that_cannot_be_rendered_ends_its_session_with_a_word(
 
 
 async def test_what_cannot_be_relayed_concerns_its_sender_alone(bench: Bench, autojump_clock: object) -> None:
-    async def relay(session: Session, command: Command) -> None:
-        bench.hub.relay(UNSENDABLE, session)
+    async def relay(command: Command) -> None:
+        bench.hub.relay(UNSENDABLE, None)
 
     _, sender = bench.open(relay)
     _, other = bench.open()
@@ -111,7 +113,7 @@ async def test_a_callback_at_the_end_that_raises_keeps_no_other_from_being_calle
 async def test_a_handler_that_raises_ends_its_own_session(
     bench: Bench, error: Exception, autojump_clock: object
 ) -> None:
-    async def fail(_: Session, command: Command) -> None:
+    async def fail(command: Command) -> None:
         raise error
 
     _, peer = bench.open(fail)
@@ -128,9 +130,9 @@ async def test_a_handler_that_raises_ends_its_own_session(
 async def test_a_failure_at_the_moment_of_a_cancellation_ends_nothing_else(autojump_clock: object) -> None:
     """A task of the session that raises while it is cancelled must not raise out of `run`."""
     ours, peer = trio.testing.memory_stream_pair()
-    session = Session(ours, "memory", ServerSettings(server_name="example.com"), Hub(1))
+    session = Session(ours, "memory", ServerSettings(server_name="example.com"), Hub(1), EVERY)
 
-    async def fail_when_cancelled(_: Session, command: Command) -> None:
+    async def fail_when_cancelled(command: Command) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.sleep_forever)
             try:

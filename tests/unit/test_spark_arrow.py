@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.tokens import START, Cursor
-from replicad.protocol.tubing import Part
 from replicad.spark import arrow
 from replicad.spark.arrow import PodReader, last_cursor
+from replicad.tubes.commands import Part
 
 PART = Part(1, 2)
 big = st.integers(-(1 << 63), (1 << 63) - 1)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from replicad.errors import UsageError
 from replicad.protocol.tokens import START, Cursor, Vector
-from replicad.protocol.tubing import Part
 from replicad.spark.offsets import Place, Range, StreamOffset, TubeOffset
+from replicad.tubes.commands import Part
 
 numbers = st.integers(0, (1 << 63) - 1)
 places = st.builds(Place, st.builds(Cursor, numbers, numbers), numbers)

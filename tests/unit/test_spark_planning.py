@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.protocol.pods import CursorAt
 from replicad.protocol.tokens import Cursor
-from replicad.protocol.tubing import Part
 from replicad.spark.offsets import TubeOffset
 from replicad.spark.planning import Budget, Target, plan_all, plan_batch, shares
+from replicad.tubes.commands import CursorAt, Part
 
 
 @dataclass

@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from replicad.client.follower import Follower
 from replicad.client.progress import StreamProgress
-from replicad.protocol.commands import Command, Position, Replicate, Side, Writers, parse
+from replicad.protocol.command import Command
 from replicad.protocol.tokens import MAX_TOKEN, Vector
+from replicad.protocol.words import Side
+from replicad.streams.commands import Position, Replicate, Writers
 from replicad.streams.rows import Chunk
 from replicad.streams.serving.told import LastTokens, position_lines, set_lines
 from replicad.streams.writer_set import WRITERS_ON_LINE, WriterSet, writers_lines
+from tests.vocabulary import parse
 
 EPOCH = "7c1fd2a90b31"
 names = st.text(st.characters(codec="utf-8", exclude_characters=" \r\n\0", min_codepoint=33), min_size=1, max_size=8)

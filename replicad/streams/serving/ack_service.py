@@ -12,9 +12,9 @@ from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, StreamRefused, TokenAhead
 from replicad.postgres.bridge import Database
-from replicad.protocol.commands import FederationAck
 from replicad.streams import acks
 from replicad.streams.acks import Ack
+from replicad.streams.commands import FederationAck
 from replicad.streams.serving.publisher import Publisher
 
 INTERVAL = 1.0  # seconds in which acks are gathered

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import trio
 
 from replicad.daemon.journal import Channel, Reader
-from replicad.daemon.session import HangUp, Session
+from replicad.daemon.service import HangUp, Peer
 from replicad.errors import (
     BadToken,
     DatabaseError,
@@ -27,9 +27,10 @@ from replicad.errors import (
     TokenAhead,
     TokenExpired,
 )
-from replicad.protocol.commands import Ping, Replicate, Taken
+from replicad.protocol.commands import Ping
 from replicad.protocol.states import CloseReason
 from replicad.protocol.tokens import Vector
+from replicad.streams.commands import Replicate, Taken
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.lane import LINEAR, below
 from replicad.streams.serving.publisher import Publisher
@@ -58,7 +59,7 @@ STOPPED_PAUSE = 10.0  # seconds before plain REPLICATE tries again to read old r
 class Subscriptions:
     """The streams that one session follows."""
 
-    def __init__(self, session: Session, publisher: Publisher) -> None:
+    def __init__(self, session: Peer, publisher: Publisher) -> None:
         self._session = session
         self._publisher = publisher
         self._all = False
@@ -71,13 +72,14 @@ class Subscriptions:
         """The streams that are followed by name, or None where it is all of them."""
         return None if self._all else frozenset(self._streams)
 
-    async def answer(self, command: Replicate | Taken) -> None:
-        """Serve a REPLICATE or answer a TAKEN. Raises what `replicate` raises."""
-        if isinstance(command, Replicate):
-            await self.replicate(command)
-        else:
-            feed = await self._publisher.find(command.stream)
-            self._session.post(Taken(command.stream, await feed.taken()))
+    async def taken(self, command: Taken) -> None:
+        """Answer a TAKEN.
+
+        Raises:
+            StreamError: there is no such stream, or it cannot be served.
+        """
+        feed = await self._publisher.find(command.stream)
+        self._session.post(Taken(command.stream, await feed.taken()))
 
     async def replicate(self, command: Replicate) -> None:
         """Serve one REPLICATE; what cannot be done is answered by ERROR and leaves the connection as it was.

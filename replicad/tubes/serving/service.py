@@ -6,7 +6,7 @@ must hold when two daemons or a zombie worker are at it at once is enforced by t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,22 @@ import trio
 
 from replicad.config.settings import ServerSettings
 from replicad.daemon.poller import Poller
-from replicad.daemon.session import Session
+from replicad.daemon.service import Answer, Answers, Feature, Host, Job, Peer
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, DataLoss, TubeRefused, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import LockSource, Reading
-from replicad.protocol.commands import (
+from replicad.protocol.command import Command
+from replicad.protocol.tokens import Cursor
+from replicad.tubes.backfill import Backfiller
+from replicad.tubes.bulk import BulkBook, Want
+from replicad.tubes.commands import (
+    ARROW,
+    COMMANDS,
     Ack,
     Acked,
     Claim,
-    Command,
     CursorAt,
     Lease,
     Park,
@@ -37,10 +42,6 @@ from replicad.protocol.commands import (
     Report,
     Tube,
 )
-from replicad.protocol.pods import ARROW
-from replicad.protocol.tokens import Cursor
-from replicad.tubes.backfill import Backfiller
-from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
 from replicad.tubes.serving.waiters import Waiters
@@ -88,7 +89,17 @@ class TubeService:
         self._watched: dict[str, LockSource] = {}
         self._refused: dict[str, str] = {}  # tubes without a position, and why
         self._looks = self._newest_look = 0
-        self._answers: Mapping[type[Command], Callable[[Session, Any], Awaitable[None]]] = {
+        self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
+
+    # --- `Service` ---
+
+    def jobs(self) -> Sequence[Job]:
+        """`Service.jobs`."""
+        return [Job("tubes", self.run, announces=True)]
+
+    def answers(self, peer: Peer) -> Answers:
+        """`Service.answers`."""
+        work: Mapping[type[Command], Callable[[Peer, Any], Awaitable[None]]] = {
             Tube: self._tube,
             Claim: self._claim,
             Renew: self._renew,
@@ -98,7 +109,11 @@ class TubeService:
             Park: self._park,
             Report: self._report,
         }
-        self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
+        return Answers(in_turn={kind: partial(self._answer, partial(each, peer)) for kind, each in work.items()})
+
+    def summary(self) -> Mapping[str, object]:
+        """`Service.summary`."""
+        return {"tubes": sorted(self.tubes)}
 
     # --- life ---
 
@@ -192,19 +207,19 @@ class TubeService:
 
     # --- requests ---
 
-    async def answer(self, session: Session, command: Command) -> None:
-        """Answer one request of a session.
+    async def _answer(self, work: Answer, command: Any) -> None:
+        """Answer one request of a client.
 
         Raises:
             TubeError, DatabaseError: it cannot be done; nothing was sent but perhaps a part of the pods.
         """
         try:
-            await self._answers[type(command)](session, command)
+            await work(command)
         except DatabaseUnavailable:
             raise
         except DatabaseError as error:  # in words that help, where it is because of the tube's table
             await self._look_at_tubes()
-            info = self.tubes.get(getattr(command, "tube", ""))
+            info = self.tubes.get(command.tube)
             if info is None or info.fault is None:
                 raise
             raise self._broken(info.name, info.fault) from error
@@ -235,12 +250,12 @@ class TubeService:
             raise UnknownTube(f"there is no tube {tube[:80]!r}; the tubes are: {known}")
         return found
 
-    async def _tube(self, session: Session, command: Tube) -> None:
+    async def _tube(self, session: Peer, command: Tube) -> None:
         await self._look_at_tubes()  # the number of partitions may have changed just now
         info = await self._served(command.tube)
         session.post(Tube(info.name, info.partitions))
 
-    async def _claim(self, session: Session, command: Claim) -> None:
+    async def _claim(self, session: Peer, command: Claim) -> None:
         await self._served(command.tube)
         limits = self._limits
         ttl = limits.lease_ttl if command.ttl is None else command.ttl
@@ -254,18 +269,18 @@ class TubeService:
         session.log.info("lease_claimed", tube=lease.tube, part=str(lease.part), term=lease.term, ttl=ttl)
         session.post(lease)
 
-    async def _renew(self, session: Session, command: Renew) -> None:
+    async def _renew(self, session: Peer, command: Renew) -> None:
         lease = await self.leases.renew(command.tube, command.part, command.term)
         self._renewed[lease.tube, lease.term] = (trio.current_time(), lease.ttl)
         session.post(lease)
 
-    async def _release(self, session: Session, command: Release) -> None:
+    async def _release(self, session: Peer, command: Release) -> None:
         released = await self.leases.release(command.tube, command.part, command.term)
         self._renewed.pop((command.tube, command.term), None)
         session.log.info("lease_released", tube=command.tube, part=str(command.part), was_held=released)
         session.post(Release(command.tube, command.part, command.term))
 
-    async def _ack(self, session: Session, command: Ack) -> None:
+    async def _ack(self, session: Peer, command: Ack) -> None:
         await self._refuse_broken(command.tube)
         await self._keep(command.tube, command.part, command.term)
         if command.upto is None:
@@ -275,7 +290,7 @@ class TubeService:
             pods = await self._pods.ack_upto(command.tube, command.part, command.term, command.after, command.upto)
         session.post(Acked(command.tube, command.part, pods))
 
-    async def _park(self, session: Session, command: Park) -> None:
+    async def _park(self, session: Peer, command: Park) -> None:
         await self._refuse_broken(command.tube)
         await self._keep(command.tube, command.part, command.term)
         ids = await self._pods.park(
@@ -292,12 +307,12 @@ class TubeService:
         )
         session.post(Parked(command.tube, command.part, ids))
 
-    async def _report(self, session: Session, command: Report) -> None:
+    async def _report(self, session: Peer, command: Report) -> None:
         await self._info(command.tube)
         await self._pods.report(command.tube, command.reporter, command.counts or "{}")
         session.post(Report(command.tube, command.reporter))
 
-    async def _read(self, session: Session, command: Pods) -> None:
+    async def _read(self, session: Peer, command: Pods) -> None:
         info = await self._served(command.tube)
         await self._keep(command.tube, command.part, command.term)
         await self._check(command.tube, command.after)
@@ -311,7 +326,7 @@ class TubeService:
             pods = await self._send(session, command, upto)
         session.post(CursorAt(command.tube, command.part, upto, pods))
 
-    async def _send(self, session: Session, command: Pods, upto: Cursor) -> int:
+    async def _send(self, session: Peer, command: Pods, upto: Cursor) -> int:
         tube, part, term = command.tube, command.part, command.term
         if command.encoding == ARROW:
             want = Want(tube, part, term, command.after, upto, command.payload)
@@ -364,3 +379,11 @@ class TubeService:
         if known is None or now >= known[0] + known[1] / RENEW_SHARE:
             lease: Lease = await self.leases.renew(tube, part, term)
             self._renewed[tube, term] = (now, lease.ttl)
+
+
+def _open(host: Host) -> TubeService:
+    pools = host.pools
+    return TubeService(pools.short, pools.acks, pools.copies, host.settings, host.poller, troubles=host.troubles)
+
+
+FEATURE = Feature("tubes", COMMANDS, _open)

@@ -15,7 +15,7 @@ import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import TubeError
-from replicad.protocol.commands import Part
+from replicad.tubes.commands import Part
 from replicad.tubes.pods import PodBook
 
 FIRST_READING = 2.0  # seconds to wait for the first position of a tube; only an open transaction takes longer

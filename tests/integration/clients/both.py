@@ -13,7 +13,7 @@ import trio
 from replicad.client.events import RowBatch
 from replicad.client.pods import Pod
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
-from replicad.protocol.commands import CursorAt
+from replicad.tubes.commands import CursorAt
 from tests.conftest import PATIENCE
 
 

@@ -27,10 +27,11 @@ from replicad.errors import (
     UnknownStream,
     UnknownTube,
 )
-from replicad.protocol import commands as c
-from replicad.protocol.commands import Command, Side
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Connection, Due, Timing
 from replicad.protocol.tokens import Cursor, Vector
+from replicad.protocol.words import Side
+from tests import vocabulary as c
 from tests.conftest import PATIENCE
 
 from .world import FakeTube, World

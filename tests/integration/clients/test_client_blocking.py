@@ -15,10 +15,11 @@ from replicad.client.blocking_client import BlockingClient, Endpoint
 from replicad.client.events import Connected
 from replicad.client.pods import parse_pods
 from replicad.errors import ConnectionLost, LeaseLost, LocalProtocolError, UsageError
-from replicad.protocol import commands as c
-from replicad.protocol.commands import Command, Part
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.tokens import Cursor
+from replicad.tubes.commands import Part
+from tests import vocabulary as c
 from tests.conftest import PATIENCE
 
 from .conftest import wait_until

@@ -23,9 +23,9 @@ from replicad.errors import (
     UnknownStream,
     WrongServer,
 )
-from replicad.protocol import commands as c
-from replicad.protocol.commands import Part
 from replicad.protocol.connection import Timing
+from replicad.tubes.commands import Part
+from tests import vocabulary as c
 
 from .conftest import MakeClient, wait_until
 from .fake import FakeDaemon

@@ -20,10 +20,11 @@ from replicad.errors import (
     UnknownTube,
     WrongServer,
 )
-from replicad.protocol import commands as c
-from replicad.protocol.commands import Command, Part
+from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.tokens import Cursor
+from replicad.tubes.commands import Part
+from tests import vocabulary as c
 
 from .conftest import MakeClient, wait_until
 from .fake import FakeDaemon, FakeSession

@@ -11,8 +11,8 @@ import pytest
 
 from replicad.client.blocking_client import Endpoint
 from replicad.errors import ConnectionLost, ReplicadError
-from replicad.protocol.commands import Part
 from replicad.protocol.connection import Timing
+from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE
 
 from .conftest import MakeClient, wait_until

@@ -10,8 +10,8 @@ import trio
 from replicad.client.events import Connected, RowBatch
 from replicad.client.trio_client import open_client
 from replicad.errors import ConnectionLost, UnknownTube
-from replicad.protocol import commands as c
-from replicad.protocol.commands import Part
+from replicad.tubes.commands import Part
+from tests import vocabulary as c
 from tests.conftest import PATIENCE
 
 from .fake import FakeDaemon

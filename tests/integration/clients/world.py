@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from replicad.protocol import commands as c
-from replicad.protocol.commands import Part
 from replicad.protocol.tokens import Cursor
+from replicad.tubes.commands import Part
+from tests import vocabulary as c
 
 Fact = tuple[int, str, list[str]]  # token, writer, rows
 

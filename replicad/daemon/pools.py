@@ -1,0 +1,74 @@
+"""The daemon's connections to Postgres: pools by purpose, so that what is slow in one keeps no other waiting."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from replicad.config.limits import Limits
+from replicad.daemon.files import FileBudget, plan_files
+from replicad.postgres.bridge import Database, open_database
+
+STREAM_CONNECTIONS = 4  # of all streams: to look, to copy new rows, to note positions
+STREAM_LOCK_TIMEOUT = 1.0  # seconds; a copy from a table that somebody has locked must not keep a connection for long
+RELAY_CONNECTIONS = 2  # one listens, the other sends
+ACK_CONNECTIONS = 2  # they only delete from tubes, so their locks on tubes do not hold the positions of tubes back
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """`short` is for statements that end soon, `streams` for the tables of streams, `acks` and `relays` as they say,
+    `copies` for copies that last as long as their reader takes.
+    """
+
+    short: Database
+    streams: Database
+    acks: Database
+    copies: Database
+    relays: Database
+
+
+@asynccontextmanager
+async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
+    """Open all of them; what `open_database` raises."""
+    usual = partial(
+        open_database, url, statement_timeout=limits.statement_timeout, connect_timeout=limits.connect_timeout
+    )
+    async with (
+        usual(size=limits.database_connections, application_name="replicad") as short,
+        usual(
+            size=STREAM_CONNECTIONS, application_name="replicad streams", lock_timeout=STREAM_LOCK_TIMEOUT
+        ) as streams,
+        usual(size=ACK_CONNECTIONS, application_name="replicad ack", identify=True) as acks,
+        usual(
+            size=limits.catchup_connections,
+            application_name="replicad catch-up",
+            statement_timeout=None,  # bounded by the client's own progress (stall_timeout)
+            wait_timeout=limits.wait_max,
+        ) as copies,
+        usual(size=RELAY_CONNECTIONS, application_name="replicad relay") as relays,
+    ):
+        yield Pools(short, streams, acks, copies, relays)
+
+
+def plan_connections(limits: Limits) -> FileBudget:
+    """How many clients the limit of open files allows; logged where that is fewer than were asked for."""
+    pools = limits.database_connections + limits.catchup_connections
+    pools += STREAM_CONNECTIONS + ACK_CONNECTIONS + RELAY_CONNECTIONS
+    budget = plan_files(limits.max_connections, pools)
+    if budget.connections < limits.max_connections:
+        log.warning(
+            "connections_limited",
+            open_files=budget.limit,
+            needed=budget.needed,
+            max_connections=limits.max_connections,
+            possible=budget.connections,
+            remedy="raise the hard limit of open files (ulimit -Hn, LimitNOFILE=), or lower --max-connections",
+        )
+    return budget

@@ -1,0 +1,46 @@
+"""The features of this program: one line each. Without its line and its folder a feature is not there.
+
+The line names modules, which are imported when they are needed: `serves` has what the daemon needs of the feature as
+FEATURE, and a module in `commands` has a group of the command line as `command`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from replicad.daemon.service import Feature
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A feature on the list."""
+
+    serves: str | None = None
+    commands: Mapping[str, str] = field(default_factory=dict)
+
+
+FEATURES = (
+    Listed(serves="replicad.streams.serving.service", commands={"streams": "replicad.streams.cli.streams"}),
+    Listed(serves="replicad.tubes.serving.service", commands={"tubes": "replicad.tubes.cli.tubes"}),
+    Listed(commands={"tail": "replicad.client.cli.tail", "ping": "replicad.client.cli.ping"}),
+    Listed(serves="replicad.presence.service", commands={"presence": "replicad.presence.cli"}),
+    Listed(commands={"caches": "replicad.caches.cli"}),
+    Listed(commands={"writers": "replicad.sharding.cli"}),
+    Listed(commands={"sender": "replicad.sender.cli"}),
+    Listed(commands={"pipeline": "replicad.spark.cli"}),
+    Listed(commands={"top": "replicad.operations.top"}),
+)
+
+
+def served() -> list[Feature]:
+    """The features that a daemon serves."""
+    return [importlib.import_module(listed.serves).FEATURE for listed in FEATURES if listed.serves is not None]
+
+
+def command_modules() -> dict[str, str]:
+    """The module of each command that the features have."""
+    return {name: module for listed in FEATURES for name, module in listed.commands.items()}

@@ -1,0 +1,294 @@
+"""How a command declares its arguments: one field, one kind. Parsing, rendering and usage texts come from it.
+
+A line is made of words with one blank between them, in this order: required words, optional words, options
+(`key=value`, in any order), and at the end perhaps a text, which may hold blanks. A field says which of these it is:
+
+    stream: str = word("stream_name")
+    part: Part = word("partition/partitions", PART)
+    upto: int | None = optional("id", INTEGER)
+    ttl: float | None = option("seconds", SECONDS)
+    row: str = text("row_json")
+
+This file knows the forms and no command. A `Kind` reads and writes one argument; features make kinds of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
+from typing import Any, Literal
+
+from replicad.errors import RemoteProtocolError
+from replicad.protocol.words import (
+    MAX_WORD,
+    bad,
+    decimal,
+    flag,
+    integer,
+    integers,
+    json_array,
+    seconds,
+    small,
+)
+
+_KEY = "replicad.argument"
+
+UNBOUNDED = 1 << 62  # characters: the line's length is the bound
+
+Read = Callable[[str, str, str], Any]  # command, name of the argument, its text; raises RemoteProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of argument on the wire: how its text is read and written, and how long it may be.
+
+    `read` None: the text itself is the value. `name` tells tests which values to invent.
+    """
+
+    name: str
+    read: Read | None = None
+    write: Callable[[Any], str] = str
+    longest: int = MAX_WORD  # characters
+
+
+def _choices(known: Mapping[str, Any], kind_name: str) -> Kind:
+    words = {value: key for key, value in known.items()}
+
+    def read(command: str, what: str, text: str) -> Any:
+        if text not in known:
+            raise bad(command, f"{what} must be {' or '.join(known)}, got {text[:40]!r}")
+        return known[text]
+
+    return Kind(kind_name, read, words.__getitem__)
+
+
+def choice(**known: Any) -> Kind:
+    """One of a few words, each with the value that it stands for."""
+    return _choices(known, "choice")
+
+
+def one_of(*words: str) -> Kind:
+    """One of a few words, which is the value."""
+    return _choices({word: word for word in words}, "one_of")
+
+
+def word_or(absent: str, kind: Kind) -> Kind:
+    """Like `kind`, but the word `absent` stands for None."""
+
+    def read(command: str, what: str, text: str) -> Any:
+        if text == absent:
+            return None
+        return text if kind.read is None else kind.read(command, what, text)
+
+    return Kind(f"{kind.name}_or", read, lambda value: absent if value is None else kind.write(value), kind.longest)
+
+
+def json_array_of(size: int) -> Kind:
+    """A JSON array of so many values; its text is the value."""
+
+    def read(command: str, what: str, text: str) -> str:  # noqa: ARG001
+        json_array(command, text, size)
+        return text
+
+    return Kind(f"json_array_{size}", read, longest=UNBOUNDED)
+
+
+def _some_or_all(command: str, what: str, text: str) -> tuple[int, ...]:
+    return () if text == "*" else integers(command, what, text)
+
+
+WORD = Kind("word")
+INTEGER = Kind("integer", integer)
+SMALL = Kind("small", small)
+SECONDS = Kind("seconds", seconds, decimal)
+FLAG = Kind("flag", flag, lambda value: "1" if value else "")
+INTEGERS = Kind("integers", integers, lambda value: ",".join(map(str, value)), UNBOUNDED)
+INTEGERS_OR_ALL = Kind("integers_or_all", _some_or_all, lambda value: ",".join(map(str, value)) or "*", UNBOUNDED)
+TEXT = Kind("text", longest=UNBOUNDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One declared argument of a command."""
+
+    place: Literal["word", "optional", "option", "literal", "rest", "text"]
+    usage: str
+    kind: Kind
+    empty: bool = False  # of a text: whether there may be none
+    name: str = ""  # the field's
+    default: Any = None
+
+    def shown(self) -> str:
+        """What stands for it in the usage of its command."""
+        match self.place:
+            case "option":
+                return f"[{self.name}={self.usage}]"
+            case "optional" | "literal":
+                return f"[{self.usage}]"
+            case _:
+                return self.usage
+
+
+def word(usage: str, kind: Kind = WORD) -> Any:
+    """A required word."""
+    return field(metadata={_KEY: Argument("word", usage, kind)})
+
+
+def optional(usage: str, kind: Kind = WORD, *, default: Any) -> Any:
+    """A word that may be left out, with all that are behind it."""
+    return field(default=default, metadata={_KEY: Argument("optional", usage, kind)})
+
+
+def option(usage: str, kind: Kind = WORD, *, default: Any) -> Any:
+    """`name=value`, which may be left out; written only where the value is not the default."""
+    return field(default=default, metadata={_KEY: Argument("option", usage, kind)})
+
+
+def literal(spelled: str, *, default: bool) -> Any:
+    """A last word that stands there or not: True or False. Never the first word of a line."""
+    return field(default=default, metadata={_KEY: Argument("literal", spelled, WORD)})
+
+
+def rest(usage: str, kind: Kind, *, default: tuple[Any, ...]) -> Any:
+    """All words that are left, read and written as one text with single blanks; none give the default."""
+    return field(default=default, metadata={_KEY: Argument("rest", usage, kind)})
+
+
+def text(usage: str, kind: Kind = TEXT, *, empty: bool = False, default: Any = MISSING) -> Any:
+    """Everything that is left, blanks included; `empty`: it may be missing."""
+    return field(default=default, metadata={_KEY: Argument("text", usage, kind, empty)})
+
+
+class Form:
+    """The arguments of one command, made from its fields: how they are read from a line and written to one."""
+
+    def __init__(self, command: str, declared: Sequence[Argument]) -> None:
+        self.arguments = tuple(declared)
+        self.usage = " ".join(argument.shown() for argument in declared)
+        self._command = command
+        self._words = [a for a in declared if a.place == "word"]
+        self._optional = [a for a in declared if a.place == "optional"]
+        self._options = {a.name: a for a in declared if a.place == "option"}
+        self._literal = next((a for a in declared if a.place == "literal"), None)
+        self._rest = next((a for a in declared if a.place == "rest"), None)
+        self._text = next((a for a in declared if a.place == "text"), None)
+        self._plain = len(self._words) == len(declared)  # nothing but required words
+        self._readers = [
+            (at, partial(a.kind.read, command, _label(a)))
+            for at, a in enumerate(self._words)
+            if a.kind.read is not None
+        ]
+        self._limits = [a.kind.longest for a in self._words]
+
+    @classmethod
+    def of(cls, command: str, kind: type) -> Form:
+        """The form of a dataclass of which every field is declared by a function of this file."""
+        return cls(command, [_argument(entry) for entry in fields(kind)])
+
+    def read(self, line: str) -> tuple[list[Any], dict[str, Any]]:
+        """The values of the required words, and those of the other fields by name, from what follows the command.
+
+        Raises:
+            RemoteProtocolError: the line has another form, or an argument cannot be read.
+        """
+        if self._plain:
+            return self._required(line.split(" ") if line else []), {}
+        if self._text is not None:
+            return self._read_with_text(line)
+        words = line.split(" ") if line.strip(" ") else []
+        count = len(self._words)
+        return self._required(words[:count]), self._read_more(words[count:], first=not count)
+
+    def write(self, command: object) -> str:
+        """What follows the command's name on the line."""
+        parts = [a.kind.write(getattr(command, a.name)) for a in self._words]
+        for argument in self.arguments[len(self._words) :]:
+            value = getattr(command, argument.name)
+            if argument.place == "literal":
+                parts += [argument.usage] if value else []
+            elif argument.place == "text":
+                parts += [argument.kind.write(value)] if value != "" else []
+            elif value != argument.default:
+                written = argument.kind.write(value)
+                parts.append(f"{argument.name}={written}" if argument.place == "option" else written)
+        return " ".join(parts)
+
+    def refused(self) -> RemoteProtocolError:
+        """The error that says how the command is written."""
+        return bad(self._command, f"the form is `{f'{self._command} {self.usage}'.rstrip()}`")
+
+    def _required(self, words: list[Any]) -> list[Any]:
+        """Check and read the required words, in place."""
+        if len(words) != len(self._limits):
+            raise self.refused()
+        for at, found in enumerate(words):
+            if not found or len(found) > self._limits[at]:
+                raise self.refused()
+        for at, read in self._readers:
+            words[at] = read(words[at])
+        return words
+
+    def _read_with_text(self, line: str) -> tuple[list[Any], dict[str, Any]]:
+        argument = self._text
+        assert argument is not None
+        count = len(self._words)
+        parts = line.split(" ", count) if line or count == 0 else []
+        if len(parts) == count and argument.empty:
+            parts.append("")
+        if len(parts) != count + 1:
+            raise self.refused()
+        found = parts.pop()
+        if (not found and not argument.empty) or len(found) > argument.kind.longest:
+            raise self.refused()
+        if found and argument.kind.read is not None:
+            found = argument.kind.read(self._command, _label(argument), found)
+        return self._required(parts), {argument.name: found}
+
+    def _read_more(self, words: list[str], *, first: bool) -> dict[str, Any]:
+        """The optional words, options, literal and rest."""
+        values: dict[str, Any] = {}
+        if self._rest is not None:
+            if not all(words):
+                raise self.refused()
+            if words:
+                values[self._rest.name] = self._value(self._rest, " ".join(words))
+            return values
+        if self._literal is not None and words and words[-1] == self._literal.usage and not (first and len(words) == 1):
+            values[self._literal.name] = True
+            words = words[:-1]
+        if self._options:
+            keyed = [at for at, found in enumerate(words) if "=" in found or at >= len(self._optional)]
+            begin = keyed[0] if keyed else len(words)
+            values |= self._read_options(words[begin:])
+            words = words[:begin]
+        if len(words) > len(self._optional):
+            raise self.refused()
+        for argument, found in zip(self._optional, words, strict=False):
+            values[argument.name] = self._value(argument, found)
+        return values
+
+    def _read_options(self, words: list[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for each in words:
+            key, equals, value = each.partition("=")
+            if not equals or key not in self._options or key in found:
+                known = "=, ".join(self._options)
+                raise bad(self._command, f"unknown or repeated option {each[:80]!r}; there are {known}=")
+            found[key] = self._value(self._options[key], value)
+        return found
+
+    def _value(self, argument: Argument, found: str) -> Any:
+        if not found or len(found) > argument.kind.longest:
+            raise self.refused()
+        return found if argument.kind.read is None else argument.kind.read(self._command, _label(argument), found)
+
+
+def _argument(entry: Field[Any]) -> Argument:
+    declared: Argument = entry.metadata[_KEY]
+    return Argument(declared.place, declared.usage, declared.kind, declared.empty, entry.name, entry.default)
+
+
+def _label(argument: Argument) -> str:
+    """What an error calls the argument."""
+    return argument.name if argument.place == "option" or not argument.usage.isidentifier() else argument.usage

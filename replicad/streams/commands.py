@@ -1,0 +1,115 @@
+"""The commands about streams: subscribing, rows and positions, which streams and writers there are, acks of senders."""
+
+from __future__ import annotations
+
+from replicad.protocol.command import Command, command
+from replicad.protocol.fields import INTEGER, UNBOUNDED, Kind, literal, optional, rest, text, word, word_or
+from replicad.protocol.tokens import MAX_TOKEN
+from replicad.protocol.words import MAX_WORD, Side, bad, integer
+
+BATCH = "batch"  # in the place of a token: more rows with the same token follow
+MAX_STREAMS = 10_000  # names on one line; each stream costs the daemon a journal, so that nobody comes near
+
+
+def _names(command: str, what: str, found: str) -> tuple[str, ...]:
+    names = tuple(found.split(" "))
+    if len(names) > MAX_STREAMS or any(len(name) > MAX_WORD for name in names):
+        raise bad(command, f"there may be {MAX_STREAMS} names of {MAX_WORD} characters, each {what}")
+    return names
+
+
+def _numbers(command: str, what: str, found: str) -> tuple[tuple[str, int], ...]:
+    pairs = found.split(" ")
+    split = [pair.rpartition("=") for pair in pairs]
+    numbers = {name: integer(command, "number", number) for name, _, number in split if name}
+    distinct = len(set(numbers.values()))
+    fits = all(len(pair) <= MAX_WORD for pair in pairs) and all(number >= 1 for number in numbers.values())
+    if not (fits and len(pairs) == len(numbers) == distinct):
+        raise bad(command, f"every writer is written as {what}: a name, and a number of its own from 1 on")
+    return tuple(numbers.items())
+
+
+_NAMES = Kind("names", _names, " ".join, UNBOUNDED)
+_NUMBERS = Kind("numbers", _numbers, lambda pairs: " ".join(f"{name}={number}" for name, number in pairs), UNBOUNDED)
+_TOKEN = Kind("token", longest=MAX_TOKEN)
+
+
+@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION or RDATA lines")
+class Replicate(Command):
+    """REPLICATE: subscribe. Alone, to every stream from now on, as in Synapse; with arguments, to one (ours).
+
+    `token` is None where none was given, `NOW`, `EARLIEST`, or a position as `tokens.Vector` renders it.
+    """
+
+    stream: str | None = optional("stream_name", default=None)
+    token: str | None = optional("token|NOW|EARLIEST", _TOKEN, default=None)
+    linear: bool = literal("linear", default=False)
+
+
+@command("RDATA", Side.SERVER)
+class Rdata(Command):
+    """RDATA: one row of a stream. `token` is None for `batch`: more rows with the same token follow."""
+
+    stream: str = word("stream_name")
+    instance: str = word("instance_name")
+    token: int | None = word("token", word_or(BATCH, INTEGER))
+    row: str = text("row_json")  # JSON, kept as it came
+
+
+@command("POSITION", Side.SERVER)
+class Position(Command):
+    """POSITION: a writer's position; `prev` is the last one that was sent, `new` where it stands now."""
+
+    stream: str = word("stream_name")
+    instance: str = word("instance_name")
+    prev: int = word("prev_token", INTEGER)
+    new: int = word("new_token", INTEGER)
+
+
+@command("WRITERS", Side.SERVER)
+class Writers(Command):
+    """WRITERS: a stream's epoch and the small numbers of its writers, which vector tokens are made of.
+
+    Sent before the POSITIONs that answer `REPLICATE stream ...`, and again when writers join or are retired; never to
+    a client that subscribed with REPLICATE alone. A set with many writers takes several lines, see `writer_set`.
+    """
+
+    stream: str = word("stream_name")
+    epoch: str = word("epoch")
+    numbers: tuple[tuple[str, int], ...] = rest("[instance_name=number ...]", _NUMBERS, default=())
+
+
+@command("STREAMS", Side.BOTH, verb="list", answer="STREAMS [stream_name ...]")
+class Streams(Command):
+    """STREAMS: from a client, asks which streams there are; from the server, their names, in alphabetical order."""
+
+    names: tuple[str, ...] = rest("[stream_name ...]", _NAMES, default=())
+
+
+@command("TAKEN", Side.BOTH, verb="read", answer="TAKEN stream_name id")
+class Taken(Command):
+    """TAKEN: from a client, asks up to where ids of a stream have been given out; from the server, that id.
+
+    Postgres is asked after the question came. So whatever was committed before it has an id up to `upto`, and who has
+    got there, with every writer, has all of it; positions alone do not tell, since they may be behind.
+    """
+
+    stream: str = word("stream_name")
+    upto: int | None = optional("id", INTEGER, default=None)
+
+
+@command("DOORBELL", Side.CLIENT, verb="doorbell")
+class Doorbell(Command):
+    """DOORBELL: a writer has just committed; look now instead of at the next poll. A hint, nothing more."""
+
+
+@command("FEDERATION_ACK", Side.CLIENT, verb="ack")
+class FederationAck(Command):
+    """FEDERATION_ACK: `instance` has delivered everything up to `token`; which stream's may be said (ours)."""
+
+    instance: str = word("instance_name")
+    token: int = word("token", INTEGER)
+    stream: str | None = optional("stream_name", default=None)
+
+
+COMMANDS = (Replicate, Rdata, Position, Writers, Streams, Taken, Doorbell, FederationAck)

@@ -31,6 +31,8 @@ class Command:
     """The name of the command that answers it, with its usage; empty where nothing does."""
     EARLIER: ClassVar[Callable[[str], str] | None]
     """Turns the arguments of an earlier form of the command into those of the present one."""
+    _read: ClassVar[Callable[[str], list[Any]]]
+    _checked: ClassVar[bool]
 
     @classmethod
     def parse(cls, rest: str) -> Self:
@@ -41,9 +43,9 @@ class Command:
         """
         if cls.EARLIER is not None:
             rest = cls.EARLIER(rest)
-        words, more = cls.FORM.read(rest)
-        made = cls(*words, **more)
-        made.check()
+        made = cls(*cls._read(rest))
+        if cls._checked:
+            made.check()
         return made
 
     def check(self) -> None:
@@ -99,6 +101,8 @@ def command(
         made.SENDER = sender
         made.FORM = Form.of(name, made)
         made.USAGE = made.FORM.usage
+        made._read = made.FORM.read
+        made._checked = made.check is not Command.check
         made.VERB = verb
         made.ANSWER = answer
         made.EARLIER = earlier
@@ -113,6 +117,10 @@ class Vocabulary:
 
     def __init__(self, kinds: Iterable[type[Command]]) -> None:
         self._kinds = {kind.NAME: kind for kind in kinds}
+        self._from = {
+            side: {name: kind for name, kind in self._kinds.items() if kind.SENDER & side}
+            for side in (Side.CLIENT, Side.SERVER)
+        }
 
     def __iter__(self) -> Iterator[type[Command]]:
         return iter(self._kinds.values())
@@ -132,10 +140,9 @@ class Vocabulary:
         """
         refuse_controls(line, sender)
         name, _, arguments = line.partition(" ")
-        kind = self._kinds.get(name)
-        if kind is None:
-            known = ", ".join(n for n, k in self._kinds.items() if k.SENDER & sender)
-            raise RemoteProtocolError(f"unknown command {name[:40]!r}; there are {known}")
-        if not kind.SENDER & sender:
+        kind = self._from[sender].get(name)
+        if kind is not None:
+            return kind.parse(arguments)
+        if name in self._kinds:
             raise RemoteProtocolError(f"{name} is not a {'client' if sender is Side.CLIENT else 'server'}'s command")
-        return kind.parse(arguments)
+        raise RemoteProtocolError(f"unknown command {name[:40]!r}; there are {', '.join(self._from[sender])}")

@@ -168,42 +168,47 @@ class Form:
         self.usage = " ".join(argument.shown() for argument in declared)
         self._command = command
         self._words = [a for a in declared if a.place == "word"]
+        self._count = len(self._words)
+        self._more = tuple(declared[self._count :])
         self._optional = [a for a in declared if a.place == "optional"]
         self._options = {a.name: a for a in declared if a.place == "option"}
         self._literal = next((a for a in declared if a.place == "literal"), None)
         self._rest = next((a for a in declared if a.place == "rest"), None)
         self._text = next((a for a in declared if a.place == "text"), None)
-        self._plain = len(self._words) == len(declared)  # nothing but required words
         self._readers = [
             (at, partial(a.kind.read, command, _label(a)))
             for at, a in enumerate(self._words)
             if a.kind.read is not None
         ]
         self._limits = [a.kind.longest for a in self._words]
+        self._shortest = min([MAX_WORD, *self._limits])  # a line of at most so many characters has no word too long
 
     @classmethod
     def of(cls, command: str, kind: type) -> Form:
         """The form of a dataclass of which every field is declared by a function of this file."""
         return cls(command, [_argument(entry) for entry in fields(kind)])
 
-    def read(self, line: str) -> tuple[list[Any], dict[str, Any]]:
-        """The values of the required words, and those of the other fields by name, from what follows the command.
+    def read(self, line: str) -> list[Any]:
+        """The values of all fields, in their order, from what follows the command on the line.
 
         Raises:
             RemoteProtocolError: the line has another form, or an argument cannot be read.
         """
-        if self._plain:
-            return self._required(line.split(" ") if line else []), {}
+        count = self._count
+        if not self._more:
+            return self._required(line.split(" ") if line else [])
         if self._text is not None:
-            return self._read_with_text(line)
+            return self._read_with_text(line, self._text)
         words = line.split(" ") if line.strip(" ") else []
-        count = len(self._words)
-        return self._required(words[:count]), self._read_more(words[count:], first=not count)
+        if len(words) == count:
+            return [*self._required(words), *(argument.default for argument in self._more)]
+        found = self._read_more(words[count:], first=not count)
+        return [*self._required(words[:count]), *(found.get(a.name, a.default) for a in self._more)]
 
     def write(self, command: object) -> str:
         """What follows the command's name on the line."""
         parts = [a.kind.write(getattr(command, a.name)) for a in self._words]
-        for argument in self.arguments[len(self._words) :]:
+        for argument in self._more:
             value = getattr(command, argument.name)
             if argument.place == "literal":
                 parts += [argument.usage] if value else []
@@ -220,40 +225,38 @@ class Form:
 
     def _required(self, words: list[Any]) -> list[Any]:
         """Check and read the required words, in place."""
-        if len(words) != len(self._limits):
+        if len(words) != self._count or not all(words):
             raise self.refused()
-        for at, found in enumerate(words):
-            if not found or len(found) > self._limits[at]:
-                raise self.refused()
+        if max(map(len, words), default=0) > self._shortest:
+            for found, longest in zip(words, self._limits, strict=True):
+                if len(found) > longest:
+                    raise self.refused()
         for at, read in self._readers:
             words[at] = read(words[at])
         return words
 
-    def _read_with_text(self, line: str) -> tuple[list[Any], dict[str, Any]]:
-        argument = self._text
-        assert argument is not None
-        count = len(self._words)
-        parts = line.split(" ", count) if line or count == 0 else []
-        if len(parts) == count and argument.empty:
+    def _read_with_text(self, line: str, argument: Argument) -> list[Any]:
+        parts: list[Any] = line.split(" ", self._count) if self._count and line else [line][self._count :]
+        if len(parts) == self._count and argument.empty:
             parts.append("")
-        if len(parts) != count + 1:
+        if len(parts) != self._count + 1:
             raise self.refused()
         found = parts.pop()
         if (not found and not argument.empty) or len(found) > argument.kind.longest:
             raise self.refused()
+        values = self._required(parts)
         if found and argument.kind.read is not None:
             found = argument.kind.read(self._command, _label(argument), found)
-        return self._required(parts), {argument.name: found}
+        values.append(found)
+        return values
 
     def _read_more(self, words: list[str], *, first: bool) -> dict[str, Any]:
-        """The optional words, options, literal and rest."""
+        """The optional words, options, literal and rest, by name; what is not there is left out."""
         values: dict[str, Any] = {}
         if self._rest is not None:
             if not all(words):
                 raise self.refused()
-            if words:
-                values[self._rest.name] = self._value(self._rest, " ".join(words))
-            return values
+            return {self._rest.name: self._value(self._rest, " ".join(words))} if words else {}
         if self._literal is not None and words and words[-1] == self._literal.usage and not (first and len(words) == 1):
             values[self._literal.name] = True
             words = words[:-1]

@@ -19,6 +19,7 @@ from replicad.errors import BadToken, RemoteProtocolError
 MAX_TOKEN = 256 * 1024  # characters; a quarter of the longest line that a server takes by default
 _BIG = (1 << 63) - 1
 _INTEGER = r"(?:0|-?[1-9][0-9]{0,18})"
+_CURSOR = re.compile(r"[0-9]{1,19}\.[0-9]{1,19}").fullmatch
 _VECTOR = re.compile(rf"(?:([0-9a-f]{{8,32}})!)?({_INTEGER})((?:~[1-9][0-9]{{0,8}}\.{_INTEGER})*)")
 
 
@@ -133,7 +134,7 @@ class Cursor:
         Raises:
             RemoteProtocolError: not of that form.
         """
-        if not re.fullmatch(r"[0-9]{1,19}\.[0-9]{1,19}", text):
+        if not _CURSOR(text):
             raise RemoteProtocolError(f"a cursor is written like 120.88 (regular.backfill), got {text[:40]!r}")
         regular, backfill = map(int, text.split("."))
         if max(regular, backfill) > _BIG:

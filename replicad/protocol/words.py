@@ -16,6 +16,8 @@ MAX_SMALL = 2**31 - 1  # likewise its integer
 MAX_NUMBER = 100  # characters of a number in JSON; Python refuses to read beyond 4,300 digits, Postgres beyond 131,072
 MAX_ERROR = 4096  # characters of an ERROR of ours; it can quote what a driver says, and that can quote a row
 
+_INTEGER = re.compile(r"-?[0-9]{1,19}").fullmatch
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?").fullmatch
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # C0, DEL and C1
 BREAKS = re.compile(r"[\x00\n\r]")  # what no line may hold, whoever sends it
 _UNSENDABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -66,7 +68,7 @@ def sendable(text: str) -> str:
 
 def integer(command: str, what: str, text: str) -> int:
     """A bigint in decimal. Stricter than int(): no underscores, blanks or other scripts' digits."""
-    if not re.fullmatch(r"-?[0-9]{1,19}", text) or not -MAX_INTEGER - 1 <= int(text) <= MAX_INTEGER:
+    if not _INTEGER(text) or not -MAX_INTEGER - 1 <= int(text) <= MAX_INTEGER:
         raise bad(command, f"{what} must be a whole number of 64 bits, got {text[:40]!r}")
     return int(text)
 
@@ -81,7 +83,7 @@ def small(command: str, what: str, text: str) -> int:
 
 def seconds(command: str, what: str, text: str) -> float:
     """Seconds in decimal, not negative, to the microsecond."""
-    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text):
+    if not _SECONDS(text):
         raise bad(command, f"{what} must be seconds such as 30 or 0.5, got {text[:40]!r}")
     return float(text)
 

@@ -30,6 +30,7 @@ from replicad.protocol.words import Side, bad, json_value
 LINES, ARROW = "lines", "arrow"
 ENCODINGS = (LINES, ARROW)  # of pods: a line each, or many in a block of Arrow IPC
 MAX_BLOCK = 64 << 20  # bytes in a block: the longest line that clients take holds a pod as large
+_PART = re.compile(r"[0-9]{1,5}/[0-9]{1,5}").fullmatch
 MAX_COUNTS = 4096  # characters of what a REPORT counts
 
 
@@ -47,7 +48,7 @@ class Part:
         Raises:
             RemoteProtocolError: not of that form, or outside of 0 <= partition < partitions <= 32768.
         """
-        if not re.fullmatch(r"[0-9]{1,5}/[0-9]{1,5}", text):
+        if not _PART(text):
             raise bad(command, f"a partition is written like 0/2 (the first of two), got {text[:40]!r}")
         partition, partitions = map(int, text.split("/"))
         if not 0 <= partition < partitions <= 32768:

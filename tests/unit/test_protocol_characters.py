@@ -14,9 +14,8 @@ from replicad.protocol.connection import Connection
 from replicad.protocol.words import MAX_ERROR, MAX_NUMBER, Side, sendable
 from replicad.streams.commands import Rdata
 from replicad.tubes.commands import Report
+from tests.strategies import any_of
 from tests.vocabulary import COMMANDS, EVERY, parse
-
-from .test_protocol_commands import any_of
 
 CONTROLS = [chr(code) for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) != "\n"]
 NASTY = [

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import typing
 from dataclasses import dataclass
 
 import pytest
@@ -19,10 +16,10 @@ from replicad.protocol.tokens import Cursor
 from replicad.protocol.words import Side
 from replicad.tubes.commands import Part
 from tests import vocabulary as c
+from tests.strategies import BIG, any_of
 from tests.vocabulary import COMMANDS, EVERY, parse
 
 S, C = Side.SERVER, Side.CLIENT
-BIG = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -337,73 +334,6 @@ def test_lists_of_ids_may_be_as_long_as_a_pod() -> None:
 
 
 # --- any command at all ---
-
-texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)
-words = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters=" "), min_size=1, max_size=20)
-bigints = st.integers(-BIG - 1, BIG)
-naturals = st.integers(0, BIG)
-counts = st.integers(0, 2**31 - 1)
-cursors = st.builds(Cursor, naturals, naturals)
-parts = st.integers(1, 32768).flatmap(lambda n: st.builds(Part, st.integers(0, n - 1), st.just(n)))
-times = st.integers(0, 10**12).map(lambda micros: micros / 1e6)
-
-
-def arrays(size: int) -> st.SearchStrategy[str]:
-    values = st.none() | st.booleans() | bigints | texts
-    return st.lists(values, min_size=size, max_size=size).map(json.dumps)
-
-
-def optional(strategy: st.SearchStrategy[typing.Any]) -> st.SearchStrategy[typing.Any]:
-    return st.none() | strategy
-
-
-SPECIAL: dict[type[Command], st.SearchStrategy[typing.Any]] = {
-    c.Rdata: st.builds(c.Rdata, words, words, optional(bigints), texts.filter(bool)),
-    c.Name: st.builds(c.Name, texts.filter(bool)),
-    c.Error: st.builds(c.Error, texts),
-    c.Ping: st.builds(c.Ping, texts),
-    c.Replicate: st.just(c.Replicate())
-    | st.builds(c.Replicate, words, optional(words.filter(lambda word: word != "linear")), st.booleans()),
-    c.UserSync: st.builds(
-        c.UserSync, words, words, optional(words.filter(lambda word: word != "None")), st.booleans(), bigints
-    ),
-    c.UserIp: st.builds(c.UserIp, words, arrays(5)),
-    c.LockReleased: st.builds(c.LockReleased, arrays(3)),
-    c.Streams: st.builds(c.Streams, st.lists(words, max_size=5).map(tuple)),
-    c.Writers: st.builds(
-        c.Writers,
-        words,
-        words,
-        st.dictionaries(words, st.integers(1, 999_999_999), max_size=5)
-        .filter(lambda numbers: len(set(numbers.values())) == len(numbers))
-        .map(lambda numbers: tuple(numbers.items())),
-    ),
-    c.Pods: st.builds(
-        c.Pods, words, parts, bigints, after=cursors, limit=optional(counts), ids=optional(counts),
-        backfill=optional(counts), wait=optional(times), plan=st.booleans(),
-    )
-    | st.builds(c.Pods, words, parts, bigints, after=cursors, upto=cursors),
-    c.Ack: st.builds(c.Ack, words, parts, bigints, seqs=st.lists(bigints, min_size=1, max_size=5).map(tuple))
-    | st.builds(c.Ack, words, parts, bigints, upto=cursors, after=cursors),
-    c.Park: st.builds(
-        c.Park, words, parts, bigints, bigints, st.lists(bigints, max_size=5).map(tuple), counts, texts.filter(bool)
-    ),
-    c.Report: st.builds(
-        c.Report, words, words, st.just("") | st.dictionaries(texts, naturals | texts, max_size=4).map(json.dumps)
-    ),
-}  # fmt: skip
-BY_TYPE = {"str": words, "int": bigints, "float": times, "Part": parts, "Cursor": cursors}
-
-
-def any_of(kind: type[Command]) -> st.SearchStrategy[Command]:
-    if kind in SPECIAL:
-        return SPECIAL[kind]
-    chosen = {}
-    for entry in dataclasses.fields(kind):
-        first, *rest = str(entry.type).split(" | ")
-        chosen[entry.name] = optional(BY_TYPE[first]) if rest else BY_TYPE[first]
-    return st.builds(kind, **chosen)
-
 
 commands = st.one_of([any_of(kind) for kind in COMMANDS.values()])
 

@@ -24,6 +24,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 from replicad.postgres.schema import DEFAULT_SCHEMAS, Part, script
 
+LONG = bool(os.environ.get("REPLICAD_STRESS_SECONDS"))  # `make stress` asks for the long tests too
 PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for what hangs, never for what is slow
 
 # For every JVM that a test starts: a test is too short for what the second compiler and a parallel collector give back.
@@ -63,11 +64,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Give one process all tests of the shared Spark: each process would start a JVM of its own, and warm it up."""
     if "spark" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.xdist_group("spark"))
+    if item.get_closest_marker("long"):
+        item.add_marker(pytest.mark.stress)
+        item.add_marker(pytest.mark.skipif(not LONG, reason="long; make stress runs it"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let what takes long begin first: the rest fills the gaps."""
-    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("spark", "stress")))
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("spark", "stress", "xdist_group")))
 
 
 @contextmanager

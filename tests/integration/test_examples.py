@@ -11,9 +11,8 @@ import pytest
 from tests.conftest import PATIENCE
 
 DOCS = Path(__file__).parents[2] / "docs"
-ALONE = pytest.mark.xdist_group("demo")  # a Spark of its own, as tests/integration/test_demo.py
 EXAMPLES = [
-    pytest.param(path, id=path.stem, marks=[ALONE] if "replicad.spark" in path.read_text(encoding="utf-8") else [])
+    pytest.param(path, id=path.stem, marks=[pytest.mark.long] if "replicad.spark" in path.read_text("utf-8") else [])
     for path in sorted((DOCS / "examples").glob("*.py"))
 ]
 SMALLER = {"lag": ["--rows", "20000", "--seconds", "3"]}

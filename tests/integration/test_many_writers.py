@@ -66,7 +66,7 @@ def follow(kind: Any, port: int, token: str, wanted: int) -> tuple[Counter[str],
     raise AssertionError("unreachable")
 
 
-@pytest.mark.parametrize("writers", [1001, pytest.param(20_000, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("writers", [1001, pytest.param(20_000, marks=pytest.mark.long)])
 async def test_any_number_of_writers_is_followed_by_every_client_through_a_restart(
     facts: Database, start_daemon: Callable[..., Any], writers: int
 ) -> None:

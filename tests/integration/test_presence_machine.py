@@ -60,19 +60,23 @@ class Worker:
         """Change something every now and then. What is said while there is no connection is said on the next one."""
         while True:
             await trio.sleep(self._chance.uniform(0.01, 0.06))
-            user = f"@{self._chance.randrange(8)}:b"
-            match self._chance.randrange(20):
-                case 0:
-                    self.users.clear()
-                    await self.say(f"CLEAR_USER_SYNC {self.name}")
-                case 1:
-                    await self.lose_connection()
-                case number if number % 3 == 0:
-                    self.users.add(user)
-                    await self.say(f"USER_SYNC {self.name} {user} P start 1")
-                case _:
-                    self.users.discard(user)
-                    await self.say(f"USER_SYNC {self.name} {user} P end 1")
+            with trio.CancelScope(shield=True):  # what has changed is also said
+                await self._change_something()
+
+    async def _change_something(self) -> None:
+        user = f"@{self._chance.randrange(8)}:b"
+        match self._chance.randrange(20):
+            case 0:
+                self.users.clear()
+                await self.say(f"CLEAR_USER_SYNC {self.name}")
+            case 1:
+                await self.lose_connection()
+            case number if number % 3 == 0:
+                self.users.add(user)
+                await self.say(f"USER_SYNC {self.name} {user} P start 1")
+            case _:
+                self.users.discard(user)
+                await self.say(f"USER_SYNC {self.name} {user} P end 1")
 
 
 async def test_through_kills_of_daemons_and_workers_every_word_is_a_change_and_the_last_ones_are_true(

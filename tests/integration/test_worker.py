@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import trio
@@ -196,11 +197,25 @@ async def test_backfill_can_be_left_for_later(items: Database, open_worker_clien
 async def test_a_worker_that_is_stopped_while_idle_lets_go_of_its_leases_at_once(
     items: Database, open_worker_client: OpenClient
 ) -> None:
-    worker = Worker(open_worker_client, "items", Downstream(items).handle)
+    claimed = []
+
+    @asynccontextmanager
+    async def open_client() -> AsyncIterator[TrioClient]:
+        async with open_worker_client() as client:
+            claim = client.claim
+
+            async def note(*args: Any, **options: Any) -> Any:
+                claimed.append(await claim(*args, **options))
+                return claimed[-1]
+
+            client.claim = note  # type: ignore[method-assign]
+            yield client
+
+    worker = Worker(open_client, "items", Downstream(items).handle)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
         with trio.fail_after(PATIENCE):
-            while await items.fetch_value("SELECT count(*) FROM tube.tube_lease") < 2:
+            while len(claimed) < 2:
                 await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
     async with open_worker_client() as client:

@@ -278,6 +278,7 @@ def executors(driver: subprocess.Popen[str]) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_killed_executors_and_drivers_lose_nothing_and_write_nothing_twice(
     spark: SparkSession, cities: Cities, tmp_path: Path, drivers: list[subprocess.Popen[str]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -123,6 +124,10 @@ def test_a_batch_read_in_sql_and_in_python(spark: SparkSession, daemon: FakeDaem
     spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW pods USING replicad OPTIONS ({given})")
     assert spark.sql("SELECT sum(size(ids)) FROM pods").collect()[0][0] == 3
     assert len(tube.pods) == 2
+
+
+def test_the_tests_of_the_shared_spark_run_in_one_process(spark: SparkSession, request: pytest.FixtureRequest) -> None:
+    assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@spark")
 
 
 def test_bad_options_are_refused_before_anything_runs(spark: SparkSession, daemon: FakeDaemon, tmp_path: Path) -> None:

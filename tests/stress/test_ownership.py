@@ -154,7 +154,7 @@ async def test_no_two_writers_ever_write_one_key_at_once_whoever_comes_goes_or_d
         writers = await db.fetch_value("SELECT count(DISTINCT instance) FROM events")
         took = {what: f"{max(times):.2f} s of {len(times)}" for what, times in sorted(run.took.items())}
         print(f"{SECONDS:g} s: {len(run.acked)} writes by {writers} processes; slowest {took}; {dict(run.told)}")
-        assert len(run.acked) > SECONDS * 20
+        assert len(run.acked) > (SECONDS * 20 if SECONDS >= 60 else 20)
         assert run.told["refused"] or SECONDS < 60, "nobody ever ran into the fence"
 
 

@@ -2,7 +2,7 @@
 
 Driver, executors, Python workers, daemon and Postgres get SIGKILL in random order for REPLICAD_STRESS_SECONDS. The
 downstream takes a batch and its number in one transaction and audits every write: no touch may be written twice. Only
-`make stress` runs it; tests/spark has each kill by itself.
+`make stress` runs it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.stress,
     pytest.mark.spark,
     pytest.mark.timeout(SECONDS + 600),
-    pytest.mark.skipif(not SECONDS, reason="long; make stress runs it"),
+    pytest.mark.long,
 ]
 
 TABLES = "".join(

@@ -11,6 +11,7 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.config.settings import DatabaseSettings
 from replicad.daemon.installing import install_all
 from replicad.errors import DatabaseRefused, ReplicadError, SchemaCollision, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema, schema_text
@@ -169,14 +170,14 @@ async def test_two_builds_of_one_version_do_not_replace_each_other_for_ever(
 async def test_a_daemon_on_a_newer_schema_that_serves_it_says_so_and_goes_on(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await install_all(database, stream_schema="replicad", tube_schema="tube")
+    await install_all(database, DatabaseSettings())
     for part in schema.VERSIONS:
         table = f"{schema.DEFAULT_SCHEMAS[part]}.{part}_version"
         if await schema.read_installed(database, part) is not None:
             await database.execute(f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS serves integer")
             await database.execute(f"UPDATE {table} SET version = version + 1, serves = version")
     with capture_logs() as logs:
-        await install_all(database, stream_schema="replicad", tube_schema="tube")
+        await install_all(database, DatabaseSettings())
     assert [(event["event"], event["part"], event["log_level"]) for event in logs] == [
         ("schema_newer", part, "warning") for part in ("stream", "tube", "federation")
     ]
@@ -290,9 +291,7 @@ async def least(database: Database, database_url: str, postgres_url: str) -> Asy
 async def test_a_role_that_may_create_nothing_can_serve_what_is_installed(least: Database) -> None:
     assert not await least.fetch_value("SELECT has_database_privilege(current_database(), 'CREATE')")
     assert await schema.install(least, "stream") is Outcome.UNCHANGED
-    await install_all(
-        least, stream_schema="replicad", tube_schema="tube"
-    )  # what senders need is missing; that is logged
+    await install_all(least, DatabaseSettings())  # what senders need is missing; that is logged
     with pytest.raises(SchemaMissing, match="federation part"):
         await schema.require(least, "federation")
 

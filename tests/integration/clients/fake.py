@@ -33,6 +33,7 @@ from replicad.protocol.tokens import Cursor, Vector
 from replicad.protocol.words import Side
 from tests import vocabulary as c
 from tests.conftest import PATIENCE
+from tests.vocabulary import EVERY
 
 from .world import FakeTube, World
 
@@ -155,7 +156,7 @@ class FakeSession:
         self.world = daemon.world
         self.stream = stream
         self.connection = Connection(
-            Side.SERVER, now=trio.current_time(), timing=daemon.timing, wants_auth=daemon.token is not None
+            Side.SERVER, EVERY, now=trio.current_time(), timing=daemon.timing, wants_auth=daemon.token is not None
         )
         self.wake = trio.Event()
         self.out = bytearray()

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 import structlog
 
-from replicad.postgres.literals import fill
+from replicad.postgres.literals import fill, quote_argument
 from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
 from replicad.sharding.planning import Slot
-from replicad.streams.queries import SCHEMA, statement
+from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
 from replicad.streams.writing.blocking_writer import DbApi
 
@@ -148,7 +148,7 @@ class BlockingShardedWriter:
 
     def _pass_fence(self, connection: DbApi, key: str, slot: Slot) -> bool:
         try:
-            _run(connection, self._schema, Ask("ownership_owns", (self.stream, key, self.instance, slot.term)))
+            _run(connection, self._schema, Ask("writer_owns", (self.stream, key, self.instance, slot.term)))
         except Exception as error:
             with suppress(Exception):  # as above
                 _roll_back(connection)
@@ -205,7 +205,7 @@ def _run(connection: DbApi, schema: str, ask: Ask) -> Any:
     """Constants instead of parameters: drivers disagree on how parameters are written."""
     cursor = connection.cursor()
     try:
-        cursor.execute(fill(statement(ask.query, schema), ask.args))
+        cursor.execute(fill(ask.sql(schema), ask.args, quote_argument))
         return cursor.fetchall()
     finally:
         cursor.close()

@@ -16,12 +16,13 @@ import trio
 
 from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError
 from replicad.postgres.bridge import Connection, Database, Notices
-from replicad.postgres.literals import fill
+from replicad.postgres.literals import fill, quote_argument
+from replicad.postgres.statements import value_call
 from replicad.sharding.admin import require_installed
 from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Asks, Keeper
 from replicad.sharding.planning import Slot
-from replicad.streams.queries import SCHEMA, statement
+from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
 
 log = structlog.get_logger(__name__)
@@ -149,7 +150,7 @@ class ShardedWriter:
         try:
             ask = next(asks)
             while True:
-                ask = asks.send(await connection.fetch(statement(ask.query, self._schema), *ask.args))
+                ask = asks.send(await connection.fetch(ask.sql(self._schema), *ask.args))
         except StopIteration:
             pass
 
@@ -179,7 +180,8 @@ class ShardedWriter:
                     self._called.set()
 
     async def _pass_fence(self, transaction: AsyncExitStack, connection: Connection, key: str, slot: Slot) -> None:
-        fence = fill(statement("ownership_owns", self._schema), (self.stream, key, self.instance, slot.term))
+        owns = value_call(self._schema, "writer_owns", 4)
+        fence = fill(owns, (self.stream, key, self.instance, slot.term), quote_argument)
         try:
             await transaction.enter_async_context(connection.transaction(opening=fence))
         except NotOwner as error:

@@ -52,8 +52,9 @@ def complaints(pins: Pins) -> list[str]:
         pin = pins.get(part, {}).get(str(version))
         if pin is not None and pin["released"] and pin | {"released": False} != present(part):
             found.append(
-                f"the SQL of the part {part} has changed, and version {version} of it is released: set its "
-                f"version to {version + 1} in part.toml, write upgrade/{version + 1}.sql beside it for what changes in tables, and run `python -m tests.schema.pin`"
+                f"the SQL of the part {part} has changed, and version {version} of it is released: set its version "
+                f"to {version + 1} in part.toml, write upgrade/{version + 1}.sql beside it for what changes in tables, and "
+                "run `python -m tests.schema.pin`"
             )
         elif pin is None or pin | {"released": False} != present(part):
             found.append(

@@ -104,7 +104,7 @@ def test_a_changed_file_of_a_released_version_is_refused_with_what_to_do(monkeyp
     step = "stream/upgrade/2.sql"
     monkeypatch.setitem(schema.VERSIONS, "stream", 3)
     monkeypatch.setattr(schema_text, "load", lambda root: texts | {step: texts[step] + "-- changed"})
-    assert any("upgrade/2.sql has changed" in complaint for complaint in pin.complaints(pins))
+    assert any("upgrade/2.sql of the part stream has changed" in complaint for complaint in pin.complaints(pins))
 
 
 def test_the_names_of_every_released_version_are_known_to_the_installer() -> None:

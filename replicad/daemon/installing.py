@@ -38,7 +38,7 @@ async def install_all(db: Database, *, stream_schema: str, tube_schema: str) -> 
 async def _install(db: Database, part: Part, name: str) -> None:
     outcome = await schema.install(db, part, name)
     if outcome in (Outcome.INSTALLED, Outcome.UPGRADED):
-        log.info(f"schema_{outcome.value}", part=part, schema=name, version=schema.VERSIONS[part])
+        log.info(f"schema_{outcome.value}", part=part, schema=name, version=schema.PARTS[part].version)
     elif outcome is not Outcome.UNCHANGED:
         present = await schema.read_installed(db, part, name)
         log.warning(f"schema_{outcome.value}", part=part, schema=name, reason=schema.remark(present, part, name))

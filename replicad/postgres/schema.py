@@ -33,11 +33,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema_text
 from replicad.postgres.bridge import Connection, Database
 from replicad.postgres.literals import quote_ident
 from replicad.postgres.schema_text import Direction, Part
+from replicad.sqlstates import means
 
 __all__ = [
     "PARTS",
@@ -56,9 +58,6 @@ __all__ = [
 
 PARTS: dict[Part, schema_text.Declaration] = dict(schema_text.declarations())
 """What each part.toml says, by name; a part that needs others stands behind them."""
-
-_NO_RIGHT = "42501"
-_WAITED = frozenset({"55P03", "57014"})  # lock_timeout, statement_timeout
 
 
 class Outcome(enum.Enum):
@@ -112,7 +111,7 @@ async def read_installed(db: Database | Connection, part: Part, schema: str | No
             f'role "{found["role"]}" may not read what is installed in schema "{schema}": have its owner run '
             f"GRANT USAGE ON SCHEMA {quote_ident(schema)} and GRANT SELECT ON {part}_version, as on all else that it "
             "shall use.",
-            sqlstate=_NO_RIGHT,
+            sqlstate=sqlstates.NO_RIGHT[0],
         )
     table = f"{quote_ident(schema)}.{part}_version"
     row = await db.fetch_row(
@@ -144,7 +143,7 @@ async def install(db: Database, part: Part, schema: str | None = None) -> Outcom
     try:
         return await _install(db, part, schema)
     except DatabaseError as error:
-        if error.sqlstate == _NO_RIGHT and present is not None and present.version == PARTS[part].version:
+        if means(error.sqlstate, sqlstates.NO_RIGHT) and present is not None and present.version == PARTS[part].version:
             return Outcome.OTHER_BUILD
         raise _explained(error, part, schema, present) from error
 
@@ -185,8 +184,8 @@ def remark(present: Installed | None, part: Part, schema: str | None = None) -> 
     if present.version > PARTS[part].version:
         return (
             f'schema "{schema}" holds version {present.version} of the {part} part, which is newer than version '
-            f"{PARTS[part].version} of this program and serves programs from version {present.serves} on: it is used as "
-            "it is. Upgrade this program soon."
+            f"{PARTS[part].version} of this program and serves programs from version {present.serves} on: it is used "
+            "as it is. Upgrade this program soon."
         )
     if present.version == PARTS[part].version and present.digest != schema_text.digest(part):
         return (
@@ -286,9 +285,9 @@ def _explained(error: DatabaseError, part: Part, schema: str, present: Installed
     """The same failure with what it means for the installation and what to do; nothing was changed in any case."""
     target = PARTS[part].version
     done = "installed" if present is None else f"upgraded from version {present.version} to version {target}"
-    if error.sqlstate == _NO_RIGHT:
+    if means(error.sqlstate, sqlstates.NO_RIGHT):
         advice = f"have its owner, or a superuser, run {_script(part, schema)}"
-    elif error.sqlstate in _WAITED:
+    elif means(error.sqlstate, sqlstates.TIMED_OUT):
         advice = "a table stayed locked; end long transactions (see pg_stat_activity) and start again"
     else:
         return error

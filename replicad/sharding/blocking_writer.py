@@ -19,13 +19,13 @@ from replicad.postgres.literals import fill, quote_argument
 from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
 from replicad.sharding.planning import Slot
+from replicad.sqlstates import NOT_OWNER, means
 from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
 from replicad.streams.writing.blocking_writer import DbApi
 
 log = structlog.get_logger(__name__)
 
-_NOT_OWNER: Final = "RS010"
 _RETRY: Final = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
 _GRACE: Final = 2.0  # seconds beyond LEAVE, for the last statements
 
@@ -152,7 +152,7 @@ class BlockingShardedWriter:
         except Exception as error:
             with suppress(Exception):  # as above
                 _roll_back(connection)
-            if _code(error) != _NOT_OWNER:
+            if not means(_code(error), NOT_OWNER):
                 raise
             with self._turn:
                 self._holdings.doubt(slot)

@@ -6,15 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, SchemaMissing
 from replicad.postgres.bridge import Connection, Database, Sink
 
 SCHEMA: Final = "replicad"  # where the functions and tables of streams are installed unless told otherwise
 
 LOOK_LOCK_TIMEOUT: Final = "250ms"  # how long a look waits for a lock; ordinary ones are held for milliseconds
-
-# undefined table, schema, function, object: what Postgres says when our schema is not there
-_MISSING = frozenset({"42P01", "3F000", "42883", "42704"})
 
 
 class Impatient:
@@ -58,7 +56,7 @@ class Impatient:
 
 def is_locked(error: DatabaseError) -> bool:
     """Whether a statement gave up because somebody else had locked what it needs."""
-    return error.sqlstate == "55P03"
+    return sqlstates.means(error.sqlstate, sqlstates.LOCKED)
 
 
 @contextmanager
@@ -71,7 +69,7 @@ def installed(schema: str) -> Iterator[None]:
     try:
         yield
     except DatabaseError as error:
-        if error.sqlstate in _MISSING:
+        if sqlstates.means(error.sqlstate, sqlstates.MISSING):
             raise SchemaMissing(
                 f"streams are not installed in schema {schema} of this database: start `replicad serve` on it once, "
                 "or run what `replicad sql up` prints."

@@ -15,10 +15,9 @@ from typing import Any
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.statements import Queries, call_rows, call_value, statement
+from replicad.sqlstates import NOT_A_NAME, means
 from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.rows import MAX_ROW, RowSource, wire_instance
-
-_BAD_NAME = frozenset({"42601", "42602", "0A000"})  # what Postgres says of a text that cannot name a relation
 
 
 class Method(enum.StrEnum):
@@ -321,7 +320,7 @@ async def _resolve(db: Queries, relation: str | None) -> int | None:
     try:
         oid: int | None = await call_value(db, "pg_catalog", "to_regclass", relation, result="oid::bigint")
     except DatabaseError as error:
-        if error.sqlstate not in _BAD_NAME:
+        if not means(error.sqlstate, NOT_A_NAME):
             raise
         oid = None
     if oid is None:

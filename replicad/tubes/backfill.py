@@ -16,6 +16,7 @@ from typing import Protocol
 import structlog
 import trio
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.postgres.bridge import Connection, Database, Row, quote_ident
 from replicad.postgres.statements import call_row, call_value
@@ -212,7 +213,7 @@ class Backfiller:
             try:
                 await call_value(connection, self._schema, "tube_backfill_step2", timedelta(seconds=STEP2_TIMEOUT))
             except DatabaseError as error:
-                if error.sqlstate != "55P03":
+                if not sqlstates.means(error.sqlstate, sqlstates.LOCKED):
                     raise
                 self._failed.add((job.tube, job.table))
                 self._reports.begin("tube", job.tube, _cause(job.table), str(error), code="backfill_waits")

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import replicad
 
 PACKAGE = Path(replicad.__file__).parent
@@ -20,7 +18,6 @@ LOADERS = ("load_sql", "statement")  # functions whose first argument is the nam
 CALLERS = {"call_rows": 2, "call_row": 2, "call_value": 2, "rows_call": 1, "value_call": 1, "Ask": 0, "_write": 0}
 FUNCTION = re.compile(r"^CREATE\s+(?:OR\s+REPLACE\s+)?(?:FUNCTION|PROCEDURE)\s+(\w+)", re.MULTILINE)
 NO_CALL = re.compile(r"--[^\n]*|^COMMENT ON [^;]*;|^(?:GRANT|REVOKE) [^;]*;", re.MULTILINE)
-SPOKEN = {"tube_pods_sql", "tube_pods_delete", "tube_backfill_step3"}  # for users who speak SQL: their files say how
 
 NAMES = sorted(path.stem for path in PACKAGE.glob("*/sql/query/*.sql"))
 
@@ -90,12 +87,6 @@ def test_every_function_of_the_schema_is_called_or_documented() -> None:
     idle = []
     for text in installed().values():
         for name in FUNCTION.findall(text):
-            if words[name] <= 1 and name not in SPOKEN and name not in pages:  # one word is its creation
+            if words[name] <= 1 and name not in pages:  # one word is its creation
                 idle.append(name)
     assert idle == [], "nothing calls these functions and no page names them"
-
-
-@pytest.mark.parametrize("name", sorted(SPOKEN))
-def test_a_function_that_only_users_call_says_so_in_its_file(name: str) -> None:
-    [file] = PACKAGE.rglob(f"[0-9]*_{name}.sql")
-    assert file.read_text(encoding="utf-8").startswith(f"-- {name}(")

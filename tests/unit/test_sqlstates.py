@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_every_meaning_is_said_in_a_sentence() -> None:
     body = ast.parse(FILE.read_text(encoding="utf-8")).body
     said = {
         line.target.id
-        for line, after in zip(body, body[1:], strict=False)
+        for line, after in pairwise(body)
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and "." in str(after.value.value)
     }

@@ -8,7 +8,7 @@ Three forms, for streams whose method is reservation:
   any event loop. The id is complete when that transaction ends.
 - `blocking.py`: the same two for programs without async.
 
-Protection is an advisory lock of the session (sql/stream/150_stream_reserve.sql): a writer that dies lets go of it,
+Protection is an advisory lock of the session (sql/public/150_stream_reserve.sql): a writer that dies lets go of it,
 and an id that outlived it is refused by the table itself. Nothing needs to be told when writers come and go.
 """
 

@@ -25,4 +25,4 @@ BEGIN
     RETURN written;
 END
 $$;
-COMMENT ON FUNCTION invalidate_cache_many(text, jsonb) IS 'Have every worker forget many entries of a cache';
+COMMENT ON FUNCTION invalidate_cache_many(text, jsonb) IS 'Makes every worker forget many entries of a cache';

@@ -19,4 +19,4 @@ BEGIN
     RETURN 1;
 END
 $$;
-COMMENT ON FUNCTION invalidate_cache(text, jsonb) IS 'Have every worker forget an entry, or (NULL) all, of a cache';
+COMMENT ON FUNCTION invalidate_cache(text, jsonb) IS 'Makes every worker forget an entry, or (NULL) all entries, of a cache';

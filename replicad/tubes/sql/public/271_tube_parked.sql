@@ -3,7 +3,7 @@ CREATE OR REPLACE FUNCTION tube_parked_list(tube text = NULL) RETURNS SETOF tube
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT p.* FROM tube_parked p WHERE $1 IS NULL OR p.tube = $1 ORDER BY p.parked
 $$;
-COMMENT ON FUNCTION tube_parked_list(text) IS 'What failed too often';
+COMMENT ON FUNCTION tube_parked_list(text) IS 'Lists what failed too often';
 
 -- tube_parked_replay(tube, parked_ids): puts entries of tube_parked, by their number or (NULL) all, back into the tube
 -- as new pods, the oldest first; returns how many entries. Raises RT001. Writes tube_parked and the tube.

@@ -45,4 +45,5 @@ BEGIN
     RETURN retired;
 END
 $$;
-COMMENT ON FUNCTION stream_writers_retire(text, text[], float8, timestamptz) IS 'Lists writers to readers no more';
+COMMENT ON FUNCTION stream_writers_retire(text, text[], float8, timestamptz)
+    IS 'Retires writers: they are no longer listed to readers';

@@ -22,7 +22,7 @@ from hypothesis import settings
 
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
-from replicad.postgres.schema import DEFAULT_SCHEMAS, Part, script
+from replicad.postgres.schema import PARTS, Part, script
 
 LONG = bool(os.environ.get("REPLICAD_STRESS_SECONDS"))  # `make stress` asks for the long tests too
 PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for what hangs, never for what is slow
@@ -149,7 +149,7 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 def install(url: str, *parts: Part) -> None:
     """Install parts of our schema (default: streams and tubes), as `replicad sql up` through psql does it."""
     command = [find_programs() / "psql", "--no-psqlrc", "-qX", "-v", "ON_ERROR_STOP=1", "-d", url]
-    text = "".join(script(part, DEFAULT_SCHEMAS[part], "up") for part in parts or ("stream", "tube"))
+    text = "".join(script(part, PARTS[part].schema, "up") for part in parts or ("stream", "tube"))
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -67,9 +67,9 @@ def down(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> No
 
 
 def _print(parts: tuple[str, ...], schema: str | None, direction: Direction, *, current: bool) -> None:
-    from replicad.postgres.schema import DEFAULT_SCHEMAS, script
+    from replicad.postgres.schema import script
 
     if current and schema is not None:
         raise UsageError("--schema and --current-schema are both given; give one of them")
     for part in parts:
-        click.echo(script(part, None if current else schema or DEFAULT_SCHEMAS[part], direction))
+        click.echo(script(part, None if current else schema or declarations()[part].schema, direction))

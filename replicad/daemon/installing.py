@@ -43,7 +43,7 @@ def _schema_of(part: Declaration, settings: DatabaseSettings) -> str:
 async def _install(db: Database, part: Part, name: str) -> None:
     outcome = await schema.install(db, part, name)
     if outcome in (Outcome.INSTALLED, Outcome.UPGRADED):
-        log.info(f"schema_{outcome.value}", part=part, schema=name, version=schema.VERSIONS[part])
+        log.info(f"schema_{outcome.value}", part=part, schema=name, version=schema.PARTS[part].version)
     elif outcome is not Outcome.UNCHANGED:
         present = await schema.read_installed(db, part, name)
         log.warning(f"schema_{outcome.value}", part=part, schema=name, reason=schema.remark(present, part, name))

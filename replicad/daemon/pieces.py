@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from replicad.errors import DatabaseError
-
-NEVER = ("22", "54")  # classes of SQLSTATE: bad data, and limits of the program; trying again does not help
+from replicad.sqlstates import NEVER, means
 
 T = TypeVar("T")
 
@@ -20,7 +19,7 @@ def is_hopeless(error: DatabaseError) -> bool:
 
     The second half is what asyncpg raises for values that cannot be sent at all; it is a ValueError.
     """
-    return (error.sqlstate or "").startswith(NEVER) or isinstance(error.__cause__, ValueError)
+    return means(error.sqlstate, NEVER) or isinstance(error.__cause__, ValueError)
 
 
 async def write_in_pieces(

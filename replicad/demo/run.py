@@ -85,7 +85,7 @@ class Demo:
     async def _load(self, db: Database, shards: Sequence[data.Shard]) -> None:
         self.show.step("Loading cities of the world, a schema per continent")
         self.loaded = 0
-        for part in reversed(schema.DEFAULT_SCHEMAS):  # what a run before has left: every run begins anew
+        for part in reversed(schema.PARTS):  # what a run before has left: every run begins anew
             await schema.uninstall(db, part)
         for name in ("downstream", "checkpoint"):
             shutil.rmtree(self.folder / name, ignore_errors=True)

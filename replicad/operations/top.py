@@ -97,10 +97,10 @@ class Island:
     async def look(self) -> list[Row]:
         """A row per partition; one row that says why where the database cannot be asked."""
         from replicad.postgres import schema
-        from replicad.postgres.bridge import load_sql, quote_ident
+        from replicad.postgres.statements import statement
         from replicad.tubes.cli.states import tube_states
 
-        query = load_sql("tube_top").format(schema=quote_ident(self.settings.tube_schema))
+        query = statement("tube_top", self.settings.tube_schema)
         try:
             async with self._pool() as db:
                 await schema.require(db, "tube", self.settings.tube_schema)

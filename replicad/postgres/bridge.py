@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -25,6 +24,7 @@ from replicad.postgres import failures
 from replicad.postgres.connection import COPY_CHUNK, Backend, Connection, Counters, Settings, Sink
 from replicad.postgres.literals import quote_ident, quote_literal
 from replicad.postgres.notices import Notices
+from replicad.postgres.statements import load_sql
 
 __all__ = [
     "COPY_CHUNK",
@@ -45,7 +45,6 @@ log = structlog.get_logger(__name__)
 
 _CLOSE = 2.0  # seconds for a polite goodbye to all connections
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
-_PACKAGE = Path(__file__).parents[1]
 _IDENTITY = "SELECT pg_backend_pid(), backend_start FROM pg_stat_get_activity(pg_backend_pid())"
 _DRIVER_ERRORS = (
     asyncpg.PostgresError,
@@ -62,15 +61,6 @@ _SESSION = {
     "default_transaction_isolation": "read committed",  # positions hold only where each statement sees the latest
     "jit": "off",  # compiling a COPY costs more than most of ours take
 }
-
-
-# All of them are read now: a daemon that serves many clients may have no file descriptor left when it needs one.
-_QUERIES = {path.stem: path.read_text(encoding="utf-8") for path in _PACKAGE.glob("*/sql/query/*.sql")}
-
-
-def load_sql(name: str) -> str:
-    """The text of `sql/query/<name>.sql` in any folder of the package; names are unique. Opens no file."""
-    return _QUERIES[name]
 
 
 @dataclass(frozen=True, slots=True)

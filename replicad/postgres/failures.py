@@ -11,8 +11,9 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from replicad import errors
+from replicad import errors, sqlstates
 from replicad.masking import mask_secrets
+from replicad.sqlstates import means
 
 _DEFAULT_PORT = "5432"
 
@@ -30,44 +31,12 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
     "RS003": errors.StreamRefused,
     "RS004": errors.TokenExpired,
     "RS005": errors.TableReplaced,
-    "RS010": errors.NotOwner,
+    sqlstates.NOT_OWNER[0]: errors.NotOwner,
     "RS011": errors.WriterExpelled,
     "RS012": errors.InstanceTaken,
     "RI001": errors.SchemaTooNew,
     "RI002": errors.SchemaCollision,
 }
-
-# Classes and codes of Postgres after which trying again may help: broken connections, exhausted resources (a full
-# disk among them), shutdown and start-up of the server.
-_UNAVAILABLE_CLASSES = ("08", "53")
-_UNAVAILABLE_CODES = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04"})
-_REFUSED_CLASSES = ("28",)
-
-# Classes of Postgres that do not speak of what a row holds: connections, transactions that were rolled back, rights,
-# names and syntax (a table or column that was renamed), resources, locks and states of objects, an operator's
-# intervention, the system below Postgres, its configuration.
-_NOT_OF_A_ROW = (
-    "08",
-    "25",
-    "26",
-    "28",
-    "2D",
-    "34",
-    "3D",
-    "3F",
-    "40",
-    "42",
-    "53",
-    "55",
-    "57",
-    "58",
-    "F0",
-    "HV",
-    "RS",
-    "RT",
-)
-_REFUSED_CODES = frozenset({"3D000", "42501"})
-_READ_ONLY = "25006"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,33 +101,33 @@ def while_connecting(error: BaseException, target: Target, timeout: float) -> er
 
 
 def _server_said_no(error: BaseException, state: str, target: Target) -> errors.DatabaseError:
-    if state == "28P01":
+    if means(state, sqlstates.WRONG_PASSWORD):
         return errors.DatabaseRefused(
             f'Postgres at {target.host} refused the password of user "{target.user}": '
             "check the URL, PGPASSWORD or ~/.pgpass.",
             sqlstate=state,
         )
-    if state.startswith("28"):
+    if means(state, sqlstates.NO_LOGIN):
         return errors.DatabaseRefused(
             f'Postgres at {target.host} does not let user "{target.user}" into database "{target.database}" '
             f"({_text(error)}): check the user's name and pg_hba.conf.",
             sqlstate=state,
         )
-    if state == "3D000":
+    if means(state, sqlstates.NO_DATABASE):
         return errors.DatabaseRefused(
             f'Postgres at {target.host} has no database "{target.database}": create it or name another in the URL.',
             sqlstate=state,
         )
-    if state == "53300":
+    if means(state, sqlstates.NO_CONNECTION_LEFT):
         return errors.DatabaseUnavailable(
             f"Postgres at {target.host} has no connection left: raise max_connections or lower the pool sizes.",
             sqlstate=state,
         )
-    if state == "57P03":
+    if means(state, sqlstates.NOT_READY):
         return errors.DatabaseUnavailable(
             f"Postgres at {target.host} is not ready ({_text(error)}): wait for it to start.", sqlstate=state
         )
-    kind = errors.DatabaseUnavailable if _trying_again_may_help(state) else errors.DatabaseRefused
+    kind = errors.DatabaseUnavailable if means(state, sqlstates.UNAVAILABLE) else errors.DatabaseRefused
     return kind(f"Postgres at {target} refused the connection: {_text(error)}", sqlstate=state)
 
 
@@ -167,27 +136,27 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
     state = sqlstate_of(error)
     if state in _OURS:
         return _OURS[state](_text(error))
-    if connection_lost or isinstance(error, OSError) or (state is not None and _trying_again_may_help(state)):
+    if connection_lost or isinstance(error, OSError) or means(state, sqlstates.UNAVAILABLE):
         if connection_lost:
             # Without a word of the server the driver's own is about its inner states, and helps nobody.
             why = _text(error) if state is not None or isinstance(error, OSError) else "it was closed by the other side"
             return errors.DatabaseUnavailable(f"the connection to Postgres at {target} broke: {why}", sqlstate=state)
         return errors.DatabaseUnavailable(f"Postgres at {target} cannot do it now: {_text(error)}", sqlstate=state)
-    if state == _READ_ONLY:
+    if means(state, sqlstates.READ_ONLY):
         return errors.DatabaseRefused(
             f'Postgres at {target} lets user "{target.user}" only read ({_text(error)}): it is a standby, or '
             "default_transaction_read_only is on for this user, database or server; set it off for this user. "
             "Sessions that are open keep the old setting: the daemon replaces its own, others have to connect again.",
             sqlstate=state,
         )
-    if state is not None and (state in _REFUSED_CODES or state.startswith(_REFUSED_CLASSES)):
+    if means(state, sqlstates.REFUSED):
         return errors.DatabaseRefused(f"Postgres at {target} refused: {_text(error)}", sqlstate=state)
     return errors.DatabaseError(f"Postgres at {target} reports an error: {_text(error)}", sqlstate=state)
 
 
 def is_read_only(error: BaseException) -> bool:
     """Whether a statement was refused because the session may only read, which it may do for as long as it lasts."""
-    return sqlstate_of(error) == _READ_ONLY
+    return means(sqlstate_of(error), sqlstates.READ_ONLY)
 
 
 def may_be_of_a_row(state: str | None) -> bool:
@@ -195,7 +164,7 @@ def may_be_of_a_row(state: str | None) -> bool:
 
     Only a look at the row alone can tell for sure. SQLSTATEs that a user's own functions make up count as well.
     """
-    return state is not None and not state.startswith(_NOT_OF_A_ROW)
+    return state is not None and not means(state, sqlstates.NOT_OF_A_ROW)
 
 
 def reason_of(error: BaseException) -> str:
@@ -205,11 +174,7 @@ def reason_of(error: BaseException) -> str:
 
 def is_too_large(error: errors.DatabaseError) -> bool:
     """Whether Postgres could not make a value because it would have been larger than it can hold (1 GB)."""
-    return error.sqlstate == "54000" or "invalid memory alloc request size" in str(error)
-
-
-def _trying_again_may_help(state: str) -> bool:
-    return state.startswith(_UNAVAILABLE_CLASSES) or state in _UNAVAILABLE_CODES
+    return means(error.sqlstate, sqlstates.TOO_LARGE) or "invalid memory alloc request size" in str(error)
 
 
 def _text(error: BaseException) -> str:

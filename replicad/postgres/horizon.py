@@ -19,7 +19,7 @@ from typing import Self
 
 import trio
 
-from replicad import errors
+from replicad import errors, sqlstates
 from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql
 from replicad.postgres.watched import (
     RESERVATION_BAND,
@@ -34,6 +34,7 @@ from replicad.postgres.watched import (
     holder_of,
     reservation_key,
 )
+from replicad.sqlstates import means
 
 __all__ = [
     "RESERVATION_BAND",
@@ -54,8 +55,6 @@ _LOOK_AGAIN = 0.25  # seconds between looks at a sequence that somebody had lock
 _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 each costs a transaction id
 _LOCK_TIMEOUT = "15ms"  # how long one sequence or positions table that somebody alters may keep all streams waiting
 _WAITS = 3  # such waits in one poll; what was not read then is read at the next one
-_LOCK_NOT_AVAILABLE = "55P03"
-_RELATION_GONE = "XX000"  # "could not open relation with OID", by a function that was given an oid
 _SKIPS = 40  # polls in a row in which nothing could be read for locks that pg_locks does not explain
 
 # The barrier must not wait for a standby that is down: local disk is what a crash leaves us. A standby that
@@ -242,7 +241,7 @@ class Horizon:
             except errors.DatabaseUnavailable:
                 raise
             except errors.DatabaseError as error:
-                self._waits_left -= error.sqlstate == _LOCK_NOT_AVAILABLE
+                self._waits_left -= means(error.sqlstate, sqlstates.LOCKED)
             else:
                 watched.unreadable = None
 
@@ -303,9 +302,9 @@ class Horizon:
             except errors.DatabaseUnavailable:
                 raise
             except errors.DatabaseError as error:
-                if error.sqlstate == _RELATION_GONE and self._waits_left > 0:
+                if means(error.sqlstate, sqlstates.GONE_MEANWHILE) and self._waits_left > 0:
                     self._waits_left -= 1  # dropped just now: the next try does not see it
-                elif error.sqlstate != _LOCK_NOT_AVAILABLE:
+                elif not means(error.sqlstate, sqlstates.LOCKED):
                     return await self._read_one_by_one(connection, active)
                 elif not await self._may_try_again(connection, error):
                     return None
@@ -325,10 +324,10 @@ class Horizon:
             except errors.DatabaseUnavailable:
                 raise
             except errors.DatabaseError as error:
-                if error.sqlstate == _LOCK_NOT_AVAILABLE:
+                if means(error.sqlstate, sqlstates.LOCKED):
                     if not await self._may_try_again(connection, error):
                         break
-                elif error.sqlstate != _RELATION_GONE:
+                elif not means(error.sqlstate, sqlstates.GONE_MEANWHILE):
                     watched.cannot_read(error)
         return values
 
@@ -415,7 +414,7 @@ class Horizon:
             except errors.DatabaseUnavailable:
                 raise
             except errors.DatabaseError as error:
-                if error.sqlstate == _LOCK_NOT_AVAILABLE:
+                if means(error.sqlstate, sqlstates.LOCKED):
                     await self._may_try_again(connection, error)
                     watched.blocked_by = self._blocked.get(source.table)
                 else:

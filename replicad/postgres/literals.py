@@ -7,7 +7,8 @@ refused rather than guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 _PLACEHOLDER = re.compile(r"\$([1-9][0-9]?)(?![0-9])")
 
@@ -43,6 +44,27 @@ def quote_literal(value: object) -> str:  # noqa: PLR0911 - one return per type
     raise TypeError(f"cannot write a {type(value).__name__} as an SQL constant")
 
 
+def quote_argument(value: object) -> str:
+    """A constant without a type, as an argument of a function whose signature says the type.
+
+    Takes bool, int, float, str, timedelta, None, or a list of int or of str. Raises as `quote_literal`.
+    """
+    if value is None:
+        return "NULL"
+    if isinstance(value, timedelta):
+        return f"'{value.total_seconds():.6f} seconds'"
+    if isinstance(value, bool | int | float | str):
+        return _quote_text(str(value))
+    if isinstance(value, list | tuple) and all(type(item) in {int, str} for item in value):
+        return _quote_text("{" + ",".join(map(_element, value)) + "}")
+    raise TypeError(f"cannot write a {type(value).__name__} as an SQL constant")
+
+
+def _element(value: int | str) -> str:
+    """As an array's text has it."""
+    return str(value) if isinstance(value, int) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
 def _quote_text(value: str) -> str:
     if "\x00" in value:
         raise ValueError("Postgres text cannot contain a NUL character")
@@ -52,7 +74,7 @@ def _quote_text(value: str) -> str:
     return "'" + escaped + "'"
 
 
-def fill(query: str, args: Sequence[object]) -> str:
+def fill(query: str, args: Sequence[object], quote: Callable[[object], str] = quote_literal) -> str:
     """The query with `$1`, `$2`, ... replaced by constants. The query must not contain `$n` inside its own strings.
 
     Without arguments the query stays as it is. Raises IndexError for a placeholder without an argument and ValueError
@@ -65,7 +87,7 @@ def fill(query: str, args: Sequence[object]) -> str:
     def constant(match: re.Match[str]) -> str:
         number = int(match.group(1))
         used.add(number)
-        return quote_literal(args[number - 1])
+        return quote(args[number - 1])
 
     filled = _PLACEHOLDER.sub(constant, query)
     if len(used) != len(args):

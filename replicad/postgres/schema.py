@@ -3,21 +3,24 @@
 Each feature's folder has its part in `sql/`. This file knows which version is installed where and what has to be done
 about it; `schema_text` puts the SQL together. The files of a part:
 
-    sql/part.toml       name, version, and where the part is at home
+    sql/part.toml       name, where the part is at home, its `version`, and `serves`: the oldest version of programs
+                        that can use this one; tests run such a program against it
     sql/NNN_name.sql    run in this order at every installation: idempotent (IF NOT EXISTS, OR REPLACE), nothing but
                         plain SQL, names without a schema (the script sets search_path)
+    sql/public/NNN_name.sql  the same, in the same order, for the functions that users may call: docs/sql.md lists them;
+                        all other functions, and all tables, are for replicad's own programs
     sql/upgrade/N.sql   run before them over an installation older than version N: changes tables, drops functions that
                         are gone, or whose result or names of arguments changed; N is then the version in part.toml
     sql/down.sql        one statement, run first when the part is removed: undoes what is outside of the schema
     sql/released.json   what each released version created
-    sql/query/NAME.sql  not installed: a query of the program, see `bridge.load_sql`
+    sql/query/NAME.sql  not installed: a query of the program, see `statements`
 
 Functions, tables, sequences, views and types that the files create at the start of a line are removed by name.
 
 Versions. The number of a part grows by one with every release that changes its SQL; tests/schema has the digest of
 each. Programs of neighbouring versions run side by side while an installation is upgraded, so a function that an older
 program calls keeps its name, its arguments and the columns of its result. What has to change gets a new name; the old
-one stays as long as `SERVES` has a version that calls it. A program never touches an installation that is newer than
+one stays as long as `serves` names a version that calls it. A program never touches an installation that is newer than
 itself, and uses it only if that installation says that it serves programs of this version.
 
 Builds. Within one version the digest tells development builds apart. A build puts its SQL in the place of another one's
@@ -30,16 +33,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseRefused, SchemaMissing, SchemaTooNew
 from replicad.postgres import schema_text
 from replicad.postgres.bridge import Connection, Database
 from replicad.postgres.literals import quote_ident
 from replicad.postgres.schema_text import Direction, Part
+from replicad.sqlstates import means
 
 __all__ = [
-    "DEFAULT_SCHEMAS",
-    "SERVES",
-    "VERSIONS",
+    "PARTS",
     "Direction",
     "Installed",
     "Outcome",
@@ -53,14 +56,8 @@ __all__ = [
     "upgrade",
 ]
 
-VERSIONS: dict[Part, int] = {part.name: part.version for part in schema_text.declarations().values()}
-SERVES: dict[Part, int] = {part.name: part.serves for part in schema_text.declarations().values()}
-"""The oldest version of programs that can use the present version of the part; tests run such a program against it."""
-
-DEFAULT_SCHEMAS: dict[Part, str] = {part.name: part.schema for part in schema_text.declarations().values()}
-
-_NO_RIGHT = "42501"
-_WAITED = frozenset({"55P03", "57014"})  # lock_timeout, statement_timeout
+PARTS: dict[Part, schema_text.Declaration] = dict(schema_text.declarations())
+"""What each part.toml says, by name; a part that needs others stands behind them."""
 
 
 class Outcome(enum.Enum):
@@ -95,7 +92,7 @@ def script(part: Part, schema: str | None, direction: Direction) -> str:
     Without `schema` it works in the current schema, the first of the search_path that exists. Both directions may be
     repeated. `up` over an older version upgrades it and keeps all data; over a newer one it fails.
     """
-    body = _up(part, schema) if direction == "up" else schema_text.down(part, schema)
+    body = schema_text.up(PARTS[part], schema) if direction == "up" else schema_text.down(part, schema)
     return f"BEGIN;\n{body}COMMIT;\n"
 
 
@@ -105,7 +102,7 @@ async def read_installed(db: Database | Connection, part: Part, schema: str | No
     Raises:
         DatabaseRefused: this user may not read it.
     """
-    schema = schema or DEFAULT_SCHEMAS[part]
+    schema = schema or PARTS[part].schema
     found = await db.fetch_row(_FIND, schema, f"{part}_version")
     if found is None or not found["ours"]:
         return None
@@ -114,7 +111,7 @@ async def read_installed(db: Database | Connection, part: Part, schema: str | No
             f'role "{found["role"]}" may not read what is installed in schema "{schema}": have its owner run '
             f"GRANT USAGE ON SCHEMA {quote_ident(schema)} and GRANT SELECT ON {part}_version, as on all else that it "
             "shall use.",
-            sqlstate=_NO_RIGHT,
+            sqlstate=sqlstates.NO_RIGHT[0],
         )
     table = f"{quote_ident(schema)}.{part}_version"
     row = await db.fetch_row(
@@ -138,7 +135,7 @@ async def install(db: Database, part: Part, schema: str | None = None) -> Outcom
         DatabaseRefused: it has to be installed or upgraded and this user may not do that.
         DatabaseError: a table was locked for too long.
     """
-    schema = schema or DEFAULT_SCHEMAS[part]
+    schema = schema or PARTS[part].schema
     present = await read_installed(db, part, schema)
     settled = _settled(present, part, schema)
     if settled is not None:
@@ -146,14 +143,14 @@ async def install(db: Database, part: Part, schema: str | None = None) -> Outcom
     try:
         return await _install(db, part, schema)
     except DatabaseError as error:
-        if error.sqlstate == _NO_RIGHT and present is not None and present.version == VERSIONS[part]:
+        if means(error.sqlstate, sqlstates.NO_RIGHT) and present is not None and present.version == PARTS[part].version:
             return Outcome.OTHER_BUILD
         raise _explained(error, part, schema, present) from error
 
 
 async def upgrade(db: Database, part: Part, schema: str | None = None) -> Outcome:
     """`install`, but only where a version is there already. Raises SchemaMissing, and what `install` raises."""
-    schema = schema or DEFAULT_SCHEMAS[part]
+    schema = schema or PARTS[part].schema
     if await read_installed(db, part, schema) is None:
         raise _missing(part, schema)
     return await install(db, part, schema)
@@ -166,14 +163,14 @@ async def require(db: Database, part: Part, schema: str | None = None) -> Instal
         SchemaMissing: it is not installed, or in an older version.
         SchemaTooNew: a newer version is installed that does not serve this program.
     """
-    schema = schema or DEFAULT_SCHEMAS[part]
+    schema = schema or PARTS[part].schema
     present = await read_installed(db, part, schema)
     if present is None:
         raise _missing(part, schema)
-    if present.version < VERSIONS[part]:
+    if present.version < PARTS[part].version:
         raise SchemaMissing(
             f'schema "{schema}" holds version {present.version} of the {part} part, which is older than version '
-            f"{VERSIONS[part]} of this program: {_remedy(part, schema, 'upgrades')}."
+            f"{PARTS[part].version} of this program: {_remedy(part, schema, 'upgrades')}."
         )
     _refuse_newer(present, part, schema)
     return present
@@ -181,16 +178,16 @@ async def require(db: Database, part: Part, schema: str | None = None) -> Instal
 
 def remark(present: Installed | None, part: Part, schema: str | None = None) -> str | None:
     """A sentence for the operator where the part can be used and is not of this program's build; else None."""
-    schema = schema or DEFAULT_SCHEMAS[part]
+    schema = schema or PARTS[part].schema
     if present is None:
         return None
-    if present.version > VERSIONS[part]:
+    if present.version > PARTS[part].version:
         return (
             f'schema "{schema}" holds version {present.version} of the {part} part, which is newer than version '
-            f"{VERSIONS[part]} of this program and serves programs from version {present.serves} on: it is used as it "
-            "is. Upgrade this program soon."
+            f"{PARTS[part].version} of this program and serves programs from version {present.serves} on: it is used "
+            "as it is. Upgrade this program soon."
         )
-    if present.version == VERSIONS[part] and present.digest != schema_text.digest(part):
+    if present.version == PARTS[part].version and present.digest != schema_text.digest(part):
         return (
             f'schema "{schema}" holds the {part} part of another build of version {present.version}: it is used as it '
             f"is. To replace it by this build's: {_script(part, schema)}."
@@ -204,9 +201,9 @@ async def uninstall(db: Database, part: Part, schema: str | None = None) -> bool
     Raises SchemaTooNew (only the newer replicad knows what there is to remove), and DatabaseError where something that
     is not ours depends on it.
     """
-    schema = schema or DEFAULT_SCHEMAS[part]
+    schema = schema or PARTS[part].schema
     present = await read_installed(db, part, schema)
-    if present is not None and present.version > VERSIONS[part]:
+    if present is not None and present.version > PARTS[part].version:
         raise _too_new(present, part, schema)
     if present is not None:
         async with db.connection() as connection:
@@ -232,17 +229,17 @@ async def _install(db: Database, part: Part, schema: str) -> Outcome:
         present = await read_installed(connection, part, schema)
         settled = _settled(present, part, schema)
         if settled is None:
-            await connection.execute(_up(part, schema))
+            await connection.execute(schema_text.up(PARTS[part], schema))
             settled = Outcome.INSTALLED if present is None else Outcome.UPGRADED
         return settled
 
 
 def _settled(present: Installed | None, part: Part, schema: str) -> Outcome | None:
     """Why there is nothing to be done; None where there is. Raises SchemaTooNew."""
-    if present is None or present.version < VERSIONS[part]:
+    if present is None or present.version < PARTS[part].version:
         return None
     _refuse_newer(present, part, schema)
-    if present.version > VERSIONS[part]:
+    if present.version > PARTS[part].version:
         return Outcome.NEWER
     mine = schema_text.digest(part)
     if present.digest == mine:
@@ -250,19 +247,15 @@ def _settled(present: Installed | None, part: Part, schema: str) -> Outcome | No
     return Outcome.OTHER_BUILD if mine in present.replaced else None
 
 
-def _up(part: Part, schema: str | None) -> str:
-    return schema_text.up(part, schema, VERSIONS[part], SERVES[part])
-
-
 def _refuse_newer(present: Installed, part: Part, schema: str) -> None:
-    if present.version > VERSIONS[part] and present.serves > VERSIONS[part]:
+    if present.version > PARTS[part].version and present.serves > PARTS[part].version:
         raise _too_new(present, part, schema)
 
 
 def _too_new(present: Installed, part: Part, schema: str) -> SchemaTooNew:
     return SchemaTooNew(
         f'schema "{schema}" holds version {present.version} of the {part} part, this replicad knows '
-        f"{VERSIONS[part]}: use the newer replicad."
+        f"{PARTS[part].version}: use the newer replicad."
     )
 
 
@@ -274,7 +267,7 @@ def _missing(part: Part, schema: str) -> SchemaMissing:
 
 def _remedy(part: Part, schema: str, verb: str) -> str:
     """What to run; `verb` is installs or upgrades."""
-    command = schema_text.declarations()[part].installer if verb == "installs" else "replicad serve"
+    command = PARTS[part].installer if verb == "installs" else "replicad serve"
     start = "start" if command == "replicad serve" else "run"
     return f"{start} `{command}`, which {verb} it, or run what `{_script_words(part, schema)}` prints through psql"
 
@@ -284,16 +277,17 @@ def _script(part: Part, schema: str) -> str:
 
 
 def _script_words(part: Part, schema: str) -> str:
-    where = "" if schema == DEFAULT_SCHEMAS[part] else f" --schema {schema}"
+    where = "" if schema == PARTS[part].schema else f" --schema {schema}"
     return f"replicad sql up {part}{where}"
 
 
 def _explained(error: DatabaseError, part: Part, schema: str, present: Installed | None) -> DatabaseError:
     """The same failure with what it means for the installation and what to do; nothing was changed in any case."""
-    done = "installed" if present is None else f"upgraded from version {present.version} to version {VERSIONS[part]}"
-    if error.sqlstate == _NO_RIGHT:
+    target = PARTS[part].version
+    done = "installed" if present is None else f"upgraded from version {present.version} to version {target}"
+    if means(error.sqlstate, sqlstates.NO_RIGHT):
         advice = f"have its owner, or a superuser, run {_script(part, schema)}"
-    elif error.sqlstate in _WAITED:
+    elif means(error.sqlstate, sqlstates.TIMED_OUT):
         advice = "a table stayed locked; end long transactions (see pg_stat_activity) and start again"
     else:
         return error

@@ -54,7 +54,8 @@ class Declaration:
     `version` and `serves`: see `schema`. `schema` is where the part is at home, `schema_option` the option of the
     command line that names another place. `needs` are parts that have to be installed first, `installer` is the command
     that installs this one. `install` says when a daemon does: "always", and it cannot start without the part;
-    "offered", where its role may; "enabled", never, it only upgrades what the command has installed.
+    "offered", where its role may; "enabled", never, it only upgrades what the command has installed. `folder` is where
+    the part's files are.
     """
 
     name: Part
@@ -65,29 +66,29 @@ class Declaration:
     needs: tuple[Part, ...]
     installer: str
     install: str
+    folder: Path
 
 
 @cache
 def declarations(root: Path = PACKAGE) -> Mapping[Part, Declaration]:
     """Every part of the package by name; one that needs others stands behind them."""
-    found = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(root.glob("*/sql/part.toml"))]
-    made = [Declaration(**{**entry, "needs": tuple(entry["needs"])}) for entry in found]
-    return {part.name: part for part in sorted(made, key=lambda part: len(part.needs))}
+    found = [(path.parent, tomllib.loads(path.read_text(encoding="utf-8"))) for path in root.glob("*/sql/part.toml")]
+    made = [Declaration(**{**entry, "needs": tuple(entry["needs"]), "folder": folder}) for folder, entry in found]
+    return {part.name: part for part in sorted(made, key=lambda part: (len(part.needs), part.folder))}
 
 
 @cache
 def load(root: Path) -> Mapping[str, str]:
     """The texts of all parts, by part and file: `tube/010_tube_registry.sql`, `tube/released.json`; and the templates
-    of the scripts, as `schema/up.sql`.
+    of the scripts, as `schema/up.sql`. What a part installs is in the order of the files' names, whatever their folder.
     """
-    folders = {"schema": root / "postgres/sql"}
-    for path in root.glob("*/sql/part.toml"):
-        folders[tomllib.loads(path.read_text(encoding="utf-8"))["name"]] = path.parent
-    return {
-        f"{name}/{path.relative_to(folder).as_posix()}": path.read_text(encoding="utf-8")
-        for name, folder in sorted(folders.items())
-        for path in sorted([*folder.glob("*.sql"), *folder.glob("upgrade/*.sql"), *folder.glob("released.json")])
-    }
+    folders = {part.name: part.folder for part in declarations(root).values()} | {"schema": root / "postgres/sql"}
+    found: dict[str, Path] = {}
+    for name, folder in folders.items():
+        own = [*folder.glob("*.sql"), *folder.glob("public/*.sql"), *folder.glob("released.json")]
+        found |= {f"{name}/{path.name}": path for path in sorted(own, key=lambda path: path.name)}
+        found |= {f"{name}/upgrade/{path.name}": path for path in folder.glob("upgrade/*.sql")}
+    return {name: path.read_text(encoding="utf-8") for name, path in found.items()}
 
 
 def digest(part: Part) -> str:
@@ -118,17 +119,18 @@ def released(part: Part) -> dict[int, Names]:
     }
 
 
-def up(part: Part, schema: str | None, version: int, serves: int) -> str:
+def up(declared: Declaration, schema: str | None) -> str:
     """The statements that install or upgrade, to be run in one transaction. Without `schema`: in the current one."""
-    remembers = version > 1  # of version 1 there are installations without the column, and it is the oldest anyway
+    part = declared.name
+    remembers = declared.version > 1  # version 1 is the oldest anyway, and some installations of it lack the column
     values = _values(part, schema) | {
-        "version": str(version),
+        "version": str(declared.version),
         "digest": digest(part),
         "steps": "\n".join(_step(number, text) for number, text in _steps(part)),
         "fresh": quote_literal(json.dumps(_fresh(part), sort_keys=True)),
-        "option": declarations()[part].schema_option,
+        "option": declared.schema_option,
         "column": f"ALTER TABLE {part}_version ADD COLUMN IF NOT EXISTS serves integer;" if remembers else "",
-        "serves": f"serves = {serves}, " if remembers else "",
+        "serves": f"serves = {declared.serves}, " if remembers else "",
     }
     texts = [f"-- {name}\n{text.strip()}\n" for name, text in _files(part)]
     return "\n".join([_fill("up", values), *texts, _fill("up_end", values)])

@@ -11,13 +11,13 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
 
 RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations
 RESERVATION_NUMBER_MAX = 0x1FFF
 RESERVATION_BOUND_MAX = (1 << 48) - 1
-_NO_RIGHT = "42501"
 
 
 def reservation_key(number: int, bound: int) -> int:
@@ -151,7 +151,7 @@ class Watched:
         table = isinstance(self.source, TableSource)
         what = "positions table" if table else "sequence"
         reason = f'the {what} of stream "{self.name}" cannot be read: {error}'
-        if error.sqlstate == _NO_RIGHT:
+        if sqlstates.means(error.sqlstate, sqlstates.NO_RIGHT):
             reason += " GRANT replicad's role USAGE on its schema, and SELECT on itself."
         elif table:
             reason += " It needs the columns stream_name, instance_name and stream_id."

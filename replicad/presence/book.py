@@ -1,5 +1,5 @@
 """Presence as it stands in Postgres: settings, daemons and their beats, users, addresses. The rules live in SQL
-(sql/presence); this is their face in Python. Who syncs at this daemon is `presence`'s business.
+(`sql/` beside this file); this is their face in Python. Who syncs at this daemon is `presence`'s business.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from replicad.beats import BeatWatch
 from replicad.errors import SchemaMissing
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database, quote_ident
+from replicad.postgres.statements import call_row, call_value
 from replicad.presence.roster import Change
 from replicad.presence.user_ips import Sighting
 
@@ -69,7 +70,7 @@ class PresenceBook:
             None if seconds.get(name) is None else timedelta(seconds=seconds[name] or 0)
             for name in ("grace", "lost_grace", "ttl", "ip_retention")
         ]
-        return bool(await self._db.fetch_value(f"SELECT {self._schema}.presence_enable($1, $2, $3, $4)", *values))
+        return bool(await call_value(self._db, self._name, "presence_enable", *values))
 
     async def disable(self) -> bool:
         """Remove the stream, its table and all else that presence keeps; False where there was nothing."""
@@ -85,7 +86,7 @@ class PresenceBook:
         """The settings; None while presence is not enabled."""
         if not await self.is_installed():
             return None
-        row = await self._db.fetch_row(f"SELECT * FROM {self._schema}.presence_look()")
+        row = await call_row(self._db, self._name, "presence_look")
         return None if row is None else Look(*row)
 
     async def upgrade(self) -> None:
@@ -96,12 +97,12 @@ class PresenceBook:
 
     async def enlist(self, name: str) -> UUID:
         """A new id for this daemon; its beat is 1."""
-        daemon: UUID = await self._db.fetch_value(f"SELECT {self._schema}.presence_enlist($1)", name)
+        daemon: UUID = await call_value(self._db, self._name, "presence_enlist", name)
         return daemon
 
     async def beat(self, daemon: UUID, beat: int) -> int | None:
         """A sign of life; returns the beat to give next time, None where the daemon has to enlist anew."""
-        beaten: int | None = await self._db.fetch_value(f"SELECT {self._schema}.presence_beat($1, $2)", daemon, beat)
+        beaten: int | None = await call_value(self._db, self._name, "presence_beat", daemon, beat)
         return beaten
 
     async def beats(self) -> list[Beat]:
@@ -112,9 +113,7 @@ class PresenceBook:
 
     async def bury(self, beat: Beat) -> int | None:
         """Clear some users of a daemon that was silent for too long; 0 at the end, None where it was not to be."""
-        users: int | None = await self._db.fetch_value(
-            f"SELECT {self._schema}.presence_bury($1, $2, $3)", beat.daemon, beat.beat, BATCH
-        )
+        users: int | None = await call_value(self._db, self._name, "presence_bury", beat.daemon, beat.beat, BATCH)
         return users
 
     # --- users ---
@@ -123,8 +122,10 @@ class PresenceBook:
         """Write what this daemon sees of some users; False, and nothing written, where it has to enlist anew."""
         ordered = sorted(changes, key=lambda change: change.user)
         return bool(
-            await self._db.fetch_value(
-                f"SELECT {self._schema}.presence_apply($1, $2, $3, $4)",
+            await call_value(
+                self._db,
+                self._name,
+                "presence_apply",
                 daemon,
                 [change.user for change in ordered],
                 [change.online for change in ordered],
@@ -136,7 +137,7 @@ class PresenceBook:
         """Tell anew of all users who are online and whose rows are gone."""
         beyond: str | None = ""
         while beyond is not None:
-            beyond = await self._db.fetch_value(f"SELECT {self._schema}.presence_retell($1, $2)", beyond, BATCH)
+            beyond = await call_value(self._db, self._name, "presence_retell", beyond, BATCH)
 
     async def users(self, limit: int, *, offline: bool = False) -> list[dict[str, Any]]:
         """The users who are online, by name, or whoever the stream still knows: the newest row of each."""
@@ -161,16 +162,13 @@ class PresenceBook:
     async def write_ips(self, sightings: Sequence[Sighting]) -> bool:
         """Keep from where users were seen; True."""
         columns = [[getattr(s, name) for s in sightings] for name in Sighting.COLUMNS]
-        await self._db.execute(
-            f"SELECT {self._schema}.presence_user_ip_write($1, $2, $3, $4, $5, $6, $7)",
-            [sighting.key for sighting in sightings],
-            *columns,
-        )
+        keys = [sighting.key for sighting in sightings]
+        await call_value(self._db, self._name, "presence_user_ip_write", keys, *columns)
         return True
 
     async def sweep_ips(self) -> int:
         """Remove some addresses that are older than the settings say; 0 when there are none."""
-        swept: int = await self._db.fetch_value(f"SELECT {self._schema}.presence_user_ip_sweep($1)", BATCH)
+        swept: int = await call_value(self._db, self._name, "presence_user_ip_sweep", BATCH)
         return swept
 
     async def ips(self, user: str | None, limit: int) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard, TypeVar
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, UsageError
 from replicad.postgres.bridge import Database, Row
+from replicad.sqlstates import BAD_DATA, means
 
 T = TypeVar("T", bound="Fact | Update")
 
 MAX_KEY = 1000  # bytes of a room or a key; keys are part of an index
-_DATA_EXCEPTION = "22"  # class of SQLSTATEs that blame the data, and not the query or the server
 
 
 class SourceRow(NamedTuple):
@@ -193,7 +193,7 @@ class SqlRouter:
         try:
             found = await self._db.fetch(sql, [row.token for row in rows], [row.text for row in rows])
         except DatabaseError as error:
-            if (error.sqlstate or "").startswith(_DATA_EXCEPTION):
+            if means(error.sqlstate, BAD_DATA):
                 raise RouteFailed(f"a routing query failed on rows from token {rows[0].token} on: {error}") from error
             raise
         for row in found:

@@ -2,7 +2,7 @@
 
 After a crash this is the truth. Every write goes through one connection, which also holds the lock on the sender's
 name: where it breaks, nothing more can be written, and whoever holds the lock next reads what is there. Knows no HTTP
-and decides nothing. The SQL stands in postgres/sql/federation.
+and decides nothing. The SQL stands in `sql/` beside this file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import trio
 
 from replicad.errors import SenderRefused
 from replicad.postgres.bridge import Connection, Database, Row, load_sql, quote_ident
+from replicad.postgres.statements import call_row, call_rows, call_value
 from replicad.sender.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted, make_transaction
 
 PATIENCE = 10.0  # seconds for a predecessor's connection to end: Postgres may notice a killed process late
@@ -89,19 +90,20 @@ class Store:
         self._db = db
         self._keeper = keeper
         self._writing = trio.Lock()
-        self._prefix = f"{quote_ident(schema)}.federation_"
+        self._schema = schema
         self._sender = sender
 
     async def tokens(self) -> dict[str, int | None]:
         """Up to which token each stream was recorded; None where nothing was yet."""
-        rows = await self._db.fetch(f"SELECT stream, token FROM {self._prefix}sender WHERE name = $1", self._sender)
+        query = f"SELECT stream, token FROM {quote_ident(self._schema)}.federation_sender WHERE name = $1"
+        rows = await self._db.fetch(query, self._sender)
         return {row["stream"]: row["token"] for row in rows}
 
     async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
         """Every destination that was ever written to and is `mine`, by name."""
         after: str | None = None
         while True:
-            rows = await self._db.fetch(f"SELECT * FROM {self._prefix}standing($1, $2)", after, _STANDINGS)
+            rows = await call_rows(self._db, self._schema, "federation_standing", after, _STANDINGS)
             for row in rows:
                 if mine(row["name"]):
                     yield row["name"], _standing(row)
@@ -111,13 +113,13 @@ class Store:
 
     async def begin(self, stream: str, token: int) -> None:
         """Note where all senders begin with a stream of which nothing was recorded yet."""
-        await self._write("SELECT {}begin($1, $2)", stream, token)
+        await self._write("federation_begin", stream, token)
 
     async def record(self, stream: str, upto: int, recording: Recording) -> None:
         """Record facts for their destinations, and with that the stream up to a token. All of it or nothing."""
         pdus = recording.pdus
         await self._write(
-            "SELECT {}record($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+            "federation_record",
             self._sender,
             stream,
             upto,
@@ -133,7 +135,7 @@ class Store:
     async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> None:
         """Record updates that may not be dropped, each for a destination, and with that the stream up to a token."""
         await self._write(
-            "SELECT {}record_edus($1, $2, $3, $4, $5, $6)",
+            "federation_record_edus",
             self._sender,
             stream,
             upto,
@@ -144,23 +146,23 @@ class Store:
 
     async def write(self, entries: Sequence[Entry]) -> None:
         """Write down how destinations stand; what they have taken is removed. All of it or nothing."""
-        await self._write("SELECT {}write($1)", json.dumps([entry.columns() for entry in entries]))
+        await self._write("federation_write", json.dumps([entry.columns() for entry in entries]))
 
     async def collapse(self, names: Sequence[str]) -> int:
         """Leave only the latest fact of each room to these destinations; returns how many are no longer wanted."""
         gone = 0
         for start in range(0, len(names), _COLLAPSE):
-            gone += await self._write("SELECT {}collapse($1)", list(names[start : start + _COLLAPSE]))
+            gone += await self._write("federation_collapse", list(names[start : start + _COLLAPSE]))
         return gone
 
     async def sweep(self, stream: str) -> int:
         """Remove facts that nobody has yet to take; returns how many."""
-        removed: int = await self._write("SELECT {}sweep($1)", stream)
+        removed: int = await self._write("federation_sweep", stream)
         return removed
 
     async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
         """Go on behind `token` for these destinations; returns how many outstanding facts were forgotten."""
-        forgotten: int = await self._write("SELECT {}rewind($1, $2, $3, $4)", self._sender, stream, token, list(names))
+        forgotten: int = await self._write("federation_rewind", self._sender, stream, token, list(names))
         return forgotten
 
     async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
@@ -168,15 +170,15 @@ class Store:
         if wanted.collapse:
             await self.collapse([name])
         if wanted.transaction:
-            row = await self._db.fetch_row(f"SELECT * FROM {self._prefix}transaction($1)", name)
+            row = await call_row(self._db, self._schema, "federation_transaction", name)
             if row is not None:
                 return Page(transaction=_transaction(name, row))
         facts: list[Row] = []
         updates: list[Row] = []
         if wanted.pdus:
-            facts = await self._db.fetch(f"SELECT * FROM {self._prefix}facts($1, $2, $3)", name, pdus, pdu_bytes)
+            facts = await call_rows(self._db, self._schema, "federation_facts", name, pdus, pdu_bytes)
         if wanted.edus:
-            updates = await self._db.fetch(f"SELECT * FROM {self._prefix}edus($1, $2)", name, edus)
+            updates = await call_rows(self._db, self._schema, "federation_edus", name, edus)
         return Page(
             pdus=tuple(Pdu(Order(row["token"], row["part"]), row["room"], row["body"]) for row in facts),
             edus=tuple(Edu(row["body"], number=row["id"]) for row in updates[:edus]),
@@ -184,9 +186,9 @@ class Store:
             more_edus=len(updates) > edus,
         )
 
-    async def _write(self, sql: str, *args: object) -> Any:
+    async def _write(self, function: str, *args: object) -> Any:
         async with self._writing:
-            return await self._keeper.fetch_value(sql.format(self._prefix), *args)
+            return await call_value(self._keeper, self._schema, function, *args)
 
 
 @asynccontextmanager
@@ -203,12 +205,7 @@ async def open_store(
         refused = None
         with trio.move_on_after(PATIENCE):
             while True:
-                refused = await keeper.fetch_value(
-                    f"SELECT {quote_ident(schema)}.federation_enlist($1, $2, $3)",
-                    sender,
-                    sorted(senders),
-                    list(streams),
-                )
+                refused = await call_value(keeper, schema, "federation_enlist", sender, sorted(senders), list(streams))
                 if refused is None:
                     break
                 await trio.sleep(LOOK)

@@ -2,7 +2,7 @@
 
 planning.py decides who should own what, without connection and clock; holdings.py holds what one member owns; keeper.py
 says which queries keep the membership up. writer.py runs these queries for programs on trio, blocking.py for those
-without async; admin.py is for the command line. The rules are kept in Postgres (sql/ownership). Nothing here knows what
+without async; admin.py is for the command line. The rules are kept in Postgres (`sql/`). Nothing here knows what
 is written.
 """
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from replicad.errors import SchemaMissing
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database
-from replicad.streams.queries import SCHEMA, statement
+from replicad.postgres.statements import call_value, statement
+from replicad.streams.queries import SCHEMA
 from replicad.streams.registry import load_stream
 
 SLOTS = 256  # enough for dozens of writers to get even shares, and few enough to look at in one go
@@ -59,14 +60,14 @@ async def enable(db: Database, stream: str, slots: int = SLOTS, *, schema: str =
     """
     await load_stream(db, stream, schema=schema)
     await schemas.install(db, "ownership", schema)
-    made: bool = await db.fetch_value(statement("ownership_enable", schema), stream, slots)
+    made: bool = await call_value(db, schema, "writer_enable", stream, slots)
     return made
 
 
 async def disable(db: Database, stream: str, *, schema: str = SCHEMA) -> None:
     """End it: writers that still share the keys are refused from now on. Raises UnknownStream, StreamRefused."""
     await require_installed(db, stream, schema)
-    await db.fetch_value(statement("ownership_disable", schema), stream)
+    await call_value(db, schema, "writer_disable", stream)
 
 
 async def list_shared(db: Database, *, schema: str = SCHEMA) -> list[SharingStatus]:

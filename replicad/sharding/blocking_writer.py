@@ -15,17 +15,17 @@ from typing import Any, Final
 
 import structlog
 
-from replicad.postgres.literals import fill
+from replicad.postgres.literals import fill, quote_argument
 from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
 from replicad.sharding.planning import Slot
-from replicad.streams.queries import SCHEMA, statement
+from replicad.sqlstates import NOT_OWNER, means
+from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
 from replicad.streams.writing.blocking_writer import DbApi
 
 log = structlog.get_logger(__name__)
 
-_NOT_OWNER: Final = "RS010"
 _RETRY: Final = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
 _GRACE: Final = 2.0  # seconds beyond LEAVE, for the last statements
 
@@ -148,11 +148,11 @@ class BlockingShardedWriter:
 
     def _pass_fence(self, connection: DbApi, key: str, slot: Slot) -> bool:
         try:
-            _run(connection, self._schema, Ask("ownership_owns", (self.stream, key, self.instance, slot.term)))
+            _run(connection, self._schema, Ask("writer_owns", (self.stream, key, self.instance, slot.term)))
         except Exception as error:
             with suppress(Exception):  # as above
                 _roll_back(connection)
-            if _code(error) != _NOT_OWNER:
+            if not means(_code(error), NOT_OWNER):
                 raise
             with self._turn:
                 self._holdings.doubt(slot)
@@ -205,7 +205,7 @@ def _run(connection: DbApi, schema: str, ask: Ask) -> Any:
     """Constants instead of parameters: drivers disagree on how parameters are written."""
     cursor = connection.cursor()
     try:
-        cursor.execute(fill(statement(ask.query, schema), ask.args))
+        cursor.execute(fill(ask.sql(schema), ask.args, quote_argument))
         return cursor.fetchall()
     finally:
         cursor.close()

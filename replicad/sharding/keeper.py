@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 import structlog
 
 from replicad.beats import BeatWatch
 from replicad.errors import InstanceTaken
+from replicad.postgres.statements import rows_call
 from replicad.sharding.holdings import Holdings
 from replicad.sharding.planning import Member, Slot, View
 
@@ -25,15 +27,21 @@ LOOK: Final = 0.25  # seconds between two looks, or a quarter of a short time to
 LONGEST_GAP: Final = 1.0  # seconds between two looks that count as watched, at most
 BEATS: Final = 4  # signs of life in a time to live
 PATIENCE: Final = 0.25  # seconds, per look, to wait for writes of somebody who has lost the slot that we take
+_LOOK_COLUMNS: Final = "to_json(writer_look)::text"  # all in one text; drivers differ in what they make of arrays
 _SIGNS: Final = 2  # new beats that prove a namesake alive; the last of a dead one may come late
 LEAVE: Final = 5.0  # seconds to give everything back; what is left then is found by the others
 
 
 class Ask(NamedTuple):
-    """Run the query of that name (sql/query) in a transaction of its own; the answer is its rows."""
+    """Call that SQL function in a transaction of its own; the answer is its rows. `columns`: as for `rows_call`."""
 
-    query: str
+    function: str
     args: tuple[object, ...]
+    columns: str = "*"
+
+    def sql(self, schema: str) -> str:
+        """The statement, with parameters, where the function is installed in that schema."""
+        return rows_call(schema, self.function, len(self.args), self.columns)
 
 
 Asks = Generator[Ask, Sequence[Sequence[Any]], None]
@@ -78,14 +86,15 @@ class Keeper:
             yield from self._beat()
         others = [beat for beat in dead if beat != self._own_beat()]
         if others:
-            names = [str(name) for (name,) in (yield Ask("ownership_expel", (self._who[0], others)))]
+            expelled = yield Ask("writer_expel", (self._who[0], others), "unnest(writer_expel)")
+            names = [str(name) for (name,) in expelled]
             holdings.counts["expelled"] += len(names)
             log.info("writers_expelled", stream=self._who[0], by=self._who[1], writers=names)
             yield from self._look()
         if self._leave_by is None:
             yield from self._take()
         elif not self._retired:
-            yield Ask("ownership_retire", (*self._who, holdings.term))
+            yield Ask("writer_retire", (*self._who, holdings.term))
             self._retired = True
             yield from self._look()
         yield from self._give()
@@ -95,11 +104,11 @@ class Keeper:
     def _look(self) -> Generator[Ask, Sequence[Sequence[Any]], list[int]]:
         """Take what is new; returns the beats of those that are dead."""
         view = self._holdings.view
-        ((text,),) = yield Ask("ownership_look", (self._who[0], view.version))
+        ((text,),) = yield Ask("writer_look", (self._who[0], view.version), _LOOK_COLUMNS)
         found = json.loads(text)
         if found["version"] < view.version:  # installed anew, or restored from a backup: nothing that we know holds
             view = View()
-            ((text,),) = yield Ask("ownership_look", (self._who[0], 0))
+            ((text,),) = yield Ask("writer_look", (self._who[0], 0), _LOOK_COLUMNS)
             found = json.loads(text)
         members = _members(found)
         changed = _slots(found)
@@ -128,7 +137,7 @@ class Keeper:
                 )
             return
         sent = self._now()
-        ((term, _),) = yield Ask("ownership_join", (*self._who, self._ttl, self._address, expired))
+        ((term, _),) = yield Ask("writer_join", (*self._who, timedelta(seconds=self._ttl), self._address, expired))
         self._beat_due = sent + self._ttl / BEATS
         self._namesake.clear()
         self._retired = False
@@ -139,7 +148,7 @@ class Keeper:
 
     def _beat(self) -> Asks:
         sent = self._now()
-        yield Ask("ownership_beat", (*self._who, self._holdings.term))
+        yield Ask("writer_beat", (*self._who, self._holdings.term))
         self._holdings.alive(sent)
         self._beat_due = sent + self._ttl / BEATS
 
@@ -156,7 +165,8 @@ class Keeper:
 
     def _take_these(self, wanted: Sequence[Slot], patience: float) -> Asks:
         numbers, terms = [slot.number for slot in wanted], [slot.term for slot in wanted]
-        rows = yield Ask("ownership_take", (*self._who, self._holdings.term, numbers, terms, patience))
+        longest = timedelta(seconds=patience)
+        rows = yield Ask("writer_take", (*self._who, self._holdings.term, numbers, terms, longest))
         self._holdings.moved((Slot(number, self._who[1], term) for number, term in rows), "taken")
         if rows:
             log.info("slots_taken", stream=self._who[0], writer=self._who[1], slots=len(rows))
@@ -167,13 +177,13 @@ class Keeper:
             return
         numbers, terms = [slot.number for slot, _ in ready], [slot.term for slot, _ in ready]
         receivers = {slot.number: receiver for slot, receiver in ready}
-        rows = yield Ask("ownership_give", (*self._who, numbers, terms, list(receivers.values())))
+        rows = yield Ask("writer_give", (*self._who, numbers, terms, list(receivers.values())))
         self._holdings.moved((Slot(number, receivers[number], term) for number, term in rows), "given")
         if rows:
             log.info("slots_given", stream=self._who[0], writer=self._who[1], slots=len(rows))
 
     def _end(self) -> Asks:
-        yield Ask("ownership_leave", (*self._who, self._holdings.term))
+        yield Ask("writer_leave", (*self._who, self._holdings.term))
         self._holdings.lost()
         self.has_left = True
         log.info("writer_left", stream=self._who[0], writer=self._who[1])

@@ -1,7 +1,7 @@
 """A writer that shares a stream's keys with others, for programs on trio.
 
 A task keeps the writer's share on a connection of its own, for as long as the writer is open; each write has a
-connection of the pool and one transaction, which begins with the fence (sql/ownership/141_writer_owns.sql). All that is
+connection of the pool and one transaction, which begins with the fence (sql/public/141_writer_owns.sql). All that is
 decided meanwhile is decided in keeper.py and holdings.py.
 """
 
@@ -16,17 +16,18 @@ import trio
 
 from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError
 from replicad.postgres.bridge import Connection, Database, Notices
-from replicad.postgres.literals import fill
+from replicad.postgres.literals import fill, quote_argument
+from replicad.postgres.statements import value_call
 from replicad.sharding.admin import require_installed
 from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Asks, Keeper
 from replicad.sharding.planning import Slot
-from replicad.streams.queries import SCHEMA, statement
+from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
 
 log = structlog.get_logger(__name__)
 
-_CHANNEL = "replicad_writers"  # sql/ownership/103_writer_find.sql
+_CHANNEL = "replicad_writers"  # sql/103_writer_find.sql
 _RETRY = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
 _GRACE = 2.0  # seconds beyond LEAVE, for the last statements
 
@@ -149,7 +150,7 @@ class ShardedWriter:
         try:
             ask = next(asks)
             while True:
-                ask = asks.send(await connection.fetch(statement(ask.query, self._schema), *ask.args))
+                ask = asks.send(await connection.fetch(ask.sql(self._schema), *ask.args))
         except StopIteration:
             pass
 
@@ -179,7 +180,8 @@ class ShardedWriter:
                     self._called.set()
 
     async def _pass_fence(self, transaction: AsyncExitStack, connection: Connection, key: str, slot: Slot) -> None:
-        fence = fill(statement("ownership_owns", self._schema), (self.stream, key, self.instance, slot.term))
+        owns = value_call(self._schema, "writer_owns", 4)
+        fence = fill(owns, (self.stream, key, self.instance, slot.term), quote_argument)
         try:
             await transaction.enter_async_context(connection.transaction(opening=fence))
         except NotOwner as error:

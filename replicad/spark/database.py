@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused
 from replicad.masking import mask_secrets
+from replicad.sqlstates import means
 
 T = TypeVar("T")
 
 PATIENCE = 60.0  # seconds for which a lost Postgres is waited for; a restart or a failover takes some
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries; each pause doubles
-_TRANSIENT = ("08", "57P", "53", "40")  # SQLSTATEs: connection, shutdown, resources, serialisation or deadlock
-_REFUSED = ("28", "3D", "42501")  # password, database, rights
 
 _Key = tuple[int, int, str, bool]  # process, thread, url, transactional
 _connections: dict[_Key, Any] = {}
@@ -135,9 +135,9 @@ def _ours(error: Exception) -> DatabaseError:
     """The driver's error as one of ours."""
     state: str | None = getattr(error, "sqlstate", None)
     text = mask_secrets(" ".join(str(error).partition("\n\nQuery was:")[0].split()))
-    if state is not None and state.startswith(_REFUSED):
+    if means(state, sqlstates.REFUSED):
         return DatabaseRefused(f"Postgres refuses: {text}", sqlstate=state)
-    if state.startswith(_TRANSIENT) if state else type(error).__name__ == "OperationalError":
+    if means(state, sqlstates.TRANSIENT) if state else type(error).__name__ == "OperationalError":
         refused = "password authentication failed" in text or ("database" in text and "does not exist" in text)
         kind = DatabaseRefused if refused else DatabaseUnavailable
         return kind(f"no use of Postgres: {text}", sqlstate=state)

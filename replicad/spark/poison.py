@@ -26,11 +26,11 @@ from replicad.spark.holding import TubeHold
 from replicad.spark.options import SourceOptions
 from replicad.spark.planning import MOST_PODS
 from replicad.spark.touches import chunks_by_shard, collect
+from replicad.sqlstates import WRONG_QUERY, means
 from replicad.tubes.commands import Part
 
 MARK = "replicad.parked"  # file in the checkpoint: a batch that may be replayed has lost pods to parking
 _ERROR_CHARACTERS = 500  # of an error that are kept with what is parked
-_OF_NO_ROW = ("42",)  # SQLSTATEs that say the query is wrong, not a row: halving would not narrow it down
 
 log = structlog.get_logger("replicad.spark")
 
@@ -90,7 +90,7 @@ def _search(enricher: Enricher, batches: list[pa.RecordBatch]) -> tuple[list[Unr
             except (DatabaseUnavailable, DatabaseRefused):
                 raise
             except DatabaseError as error:
-                if piece.num_rows == 1 or (error.sqlstate or "").startswith(_OF_NO_ROW):
+                if piece.num_rows == 1 or means(error.sqlstate, WRONG_QUERY):
                     ids = piece.column("id").combine_chunks()
                     found.append(Unreadable(shard, ids, str(error)[:_ERROR_CHARACTERS]))
                 else:

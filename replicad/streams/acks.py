@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from replicad.streams.queries import SCHEMA, Queries, installed, statement
+from replicad.postgres.statements import Queries, call_rows, call_value
+from replicad.streams.queries import SCHEMA, installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,10 @@ class SenderAck:
 
 async def note(db: Queries, acks: Sequence[Ack], *, schema: str = SCHEMA) -> None:
     """Keep acks, none of them of the same stream and instance as another."""
-    await db.fetch(
-        statement("stream_ack_note", schema),
+    await call_value(
+        db,
+        schema,
+        "stream_ack_note",
         [ack.stream for ack in acks],
         [ack.resets for ack in acks],
         [ack.instance for ack in acks],
@@ -42,13 +45,13 @@ async def note(db: Queries, acks: Sequence[Ack], *, schema: str = SCHEMA) -> Non
 async def load(db: Queries, stream: str, *, schema: str = SCHEMA) -> list[SenderAck]:
     """All known senders of a stream, the one that holds back most first. Raises UnknownStream."""
     with installed(schema):
-        return [SenderAck(*row) for row in await db.fetch(statement("stream_acks", schema), stream)]
+        return [SenderAck(*row) for row in await call_rows(db, schema, "stream_acks", stream)]
 
 
 async def acked(db: Queries, stream: str, *, schema: str = SCHEMA) -> int | None:
     """Up to where all known senders have it; None where one has said nothing, or none is known."""
     with installed(schema):
-        token: int | None = await db.fetch_value(statement("stream_acked", schema), stream)
+        token: int | None = await call_value(db, schema, "stream_acked", stream)
     return token
 
 
@@ -58,4 +61,4 @@ async def forget(db: Queries, stream: str, instance: str, *, schema: str = SCHEM
     Raises UnknownStream.
     """
     with installed(schema):
-        return bool(await db.fetch_value(statement("stream_ack_forget", schema), stream, instance))
+        return bool(await call_value(db, schema, "stream_ack_forget", stream, instance))

@@ -1,37 +1,18 @@
-"""The queries of this floor with the schema's name put in, and the one failure that all of them share."""
+"""What all queries of streams share: the schema, giving up where something is locked, and what is missing."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, SchemaMissing
-from replicad.postgres.bridge import Connection, Database, Sink, load_sql, quote_ident
+from replicad.postgres.bridge import Connection, Database, Sink
 
 SCHEMA: Final = "replicad"  # where the functions and tables of streams are installed unless told otherwise
 
 LOOK_LOCK_TIMEOUT: Final = "250ms"  # how long a look waits for a lock; ordinary ones are held for milliseconds
-
-# undefined table, schema, function, object: what Postgres says when our schema is not there
-_MISSING = frozenset({"42P01", "3F000", "42883", "42704"})
-
-
-class Queries(Protocol):
-    """A `Database` or a `Connection`: whatever statements can be run on."""
-
-    async def fetch(self, sql: str, *args: object) -> list[Any]: ...
-
-    async def fetch_row(self, sql: str, *args: object) -> Any: ...
-
-    async def fetch_value(self, sql: str, *args: object) -> Any: ...
-
-
-@lru_cache(maxsize=256)  # queries times schemas
-def statement(name: str, schema: str) -> str:
-    """The query of that name, for an installation in that schema."""
-    return load_sql(name).format(schema=quote_ident(schema))
 
 
 class Impatient:
@@ -75,7 +56,7 @@ class Impatient:
 
 def is_locked(error: DatabaseError) -> bool:
     """Whether a statement gave up because somebody else had locked what it needs."""
-    return error.sqlstate == "55P03"
+    return sqlstates.means(error.sqlstate, sqlstates.LOCKED)
 
 
 @contextmanager
@@ -88,7 +69,7 @@ def installed(schema: str) -> Iterator[None]:
     try:
         yield
     except DatabaseError as error:
-        if error.sqlstate in _MISSING:
+        if sqlstates.means(error.sqlstate, sqlstates.MISSING):
             raise SchemaMissing(
                 f"streams are not installed in schema {schema} of this database: start `replicad serve` on it once, "
                 "or run what `replicad sql up` prints."

@@ -1,6 +1,6 @@
 """Which tables are streams: add, load, remove; numbers for writers; what was published; resets.
 
-The rules live in SQL (sql/stream), so that psql users get the same refusals; this is their face in Python. It holds
+The rules live in SQL (`sql/`), so that psql users get the same refusals; this is their face in Python. It holds
 no state: everything is in Postgres, where all daemons see it.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
-from replicad.streams.queries import SCHEMA, Queries, installed, statement
+from replicad.postgres.statements import Queries, call_rows, call_value, statement
+from replicad.sqlstates import NOT_A_NAME, means
+from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.rows import MAX_ROW, RowSource, wire_instance
-
-_BAD_NAME = frozenset({"42601", "42602", "0A000"})  # what Postgres says of a text that cannot name a relation
 
 
 class Method(enum.StrEnum):
@@ -136,7 +136,7 @@ async def add(
         StreamRefused: it cannot be a stream; the message has the reason and the remedy.
         SchemaMissing: streams are not installed in this database.
     """
-    oids = [await _resolve(db, what, schema) for what in (table, positions_table, sequence)]
+    oids = [await _resolve(db, what) for what in (table, positions_table, sequence)]
     with installed(schema):
         notes = await db.fetch_value(
             statement("stream_add_bounded", schema),
@@ -148,13 +148,13 @@ async def add(
 async def remove(db: Queries, name: str, *, schema: str = SCHEMA) -> None:
     """Make a stream a mere table again; its rows stay. Raises UnknownStream."""
     with installed(schema):
-        await db.fetch_value(statement("stream_remove", schema), name)
+        await call_value(db, schema, "stream_remove", name)
 
 
 async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCHEMA) -> None:
     """Bound the lines of a stream, in bytes. Raises UnknownStream, and StreamRefused beyond what clients take."""
     with installed(schema):
-        await db.fetch_value(statement("stream_max_row", schema), name, max_row)
+        await call_value(db, schema, "stream_max_row", name, max_row)
 
 
 async def skip(db: Queries, name: str, row_id: int, reason: str, *, schema: str = SCHEMA) -> int | None:
@@ -163,20 +163,21 @@ async def skip(db: Queries, name: str, row_id: int, reason: str, *, schema: str 
     Raises UnknownStream.
     """
     with installed(schema):
-        published: int | None = await db.fetch_value(statement("stream_skip_id", schema), name, row_id, reason)
+        published: int | None = await call_value(db, schema, "stream_skip_id", name, row_id, reason)
     return published
 
 
 async def unskip(db: Queries, name: str, row_id: int, *, schema: str = SCHEMA) -> bool:
     """Undo `skip` for readers that have not got there; False where the id was not skipped. Raises UnknownStream."""
     with installed(schema):
-        return bool(await db.fetch_value(statement("stream_skip_undo", schema), name, row_id))
+        return bool(await call_value(db, schema, "stream_skip_undo", name, row_id))
 
 
 async def skips(db: Queries, name: str, *, schema: str = SCHEMA) -> list[Skipped]:
     """What was taken out of a stream, by id. Raises UnknownStream."""
     with installed(schema):
-        return [Skipped(*row) for row in await db.fetch(statement("stream_skips", schema), name)]
+        rows = await call_rows(db, schema, "stream_skips", name, columns="id, reason, skipped_by, skipped_at")
+    return [Skipped(*row) for row in rows]
 
 
 async def load_streams(db: Queries, *, schema: str = SCHEMA) -> dict[str, Stream]:
@@ -233,7 +234,7 @@ async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, s
     """
     wanted = sorted({wire_instance(name) for name in names})
     with installed(schema):
-        rows = await db.fetch(statement("stream_writers_ensure", schema), stream.number, wanted)
+        rows = await call_rows(db, schema, "stream_writers_ensure", stream.number, wanted)
     return {row["writer"]: row["writer_number"] for row in rows}
 
 
@@ -243,7 +244,7 @@ async def announce_reset(db: Queries, stream: Stream, position: int, *, schema: 
     Several daemons that see the same reset make one new epoch. Raises UnknownStream when the stream was removed.
     """
     with installed(schema):
-        await db.fetch_value(statement("stream_reset", schema), stream.number, stream.resets, position)
+        await call_value(db, schema, "stream_reset", stream.number, stream.resets, position)
     return await load_stream(db, stream.name, schema=schema)
 
 
@@ -258,8 +259,10 @@ async def publish(
     known = {stream.writers[name]: at for name, at in per_writer.items() if name in stream.writers}
     with installed(schema):
         return bool(
-            await db.fetch_value(
-                statement("stream_note", schema),
+            await call_value(
+                db,
+                schema,
+                "stream_note",
                 stream.number,
                 stream.resets,
                 stream.table_oid,
@@ -277,7 +280,7 @@ async def begin_anew(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> No
     Several daemons that see the same make one new epoch. Load the stream again afterwards.
     """
     with installed(schema):
-        await db.fetch_value(statement("stream_begin_anew", schema), stream.number, stream.resets)
+        await call_value(db, schema, "stream_begin_anew", stream.number, stream.resets)
 
 
 async def daemon_connected(db: Queries, *, schema: str = SCHEMA) -> bool:
@@ -311,13 +314,13 @@ async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published
     }
 
 
-async def _resolve(db: Queries, relation: str | None, schema: str) -> int | None:
+async def _resolve(db: Queries, relation: str | None) -> int | None:
     if relation is None:
         return None
     try:
-        oid: int | None = await db.fetch_value(statement("stream_resolve", schema), relation)
+        oid: int | None = await call_value(db, "pg_catalog", "to_regclass", relation, result="oid::bigint")
     except DatabaseError as error:
-        if error.sqlstate not in _BAD_NAME:
+        if not means(error.sqlstate, NOT_A_NAME):
             raise
         oid = None
     if oid is None:

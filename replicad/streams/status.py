@@ -17,8 +17,9 @@ import trio
 from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, StandbyRefused, StreamRefused
 from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Holder, HolderKind, Horizon, Reading
+from replicad.postgres.statements import statement
 from replicad.streams import registry, troubles
-from replicad.streams.queries import SCHEMA, Impatient, is_locked, statement
+from replicad.streams.queries import SCHEMA, Impatient, is_locked
 from replicad.streams.registry import Published, Stream, horizon_source, row_source
 from replicad.streams.rows import COUNT_LIMIT
 from replicad.streams.troubles import Reported

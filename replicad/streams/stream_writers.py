@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
-from replicad.streams.queries import SCHEMA, Queries, installed, statement
+from replicad.postgres.statements import Queries, call_rows, call_value, statement
+from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.registry import Stream
 
 QUIET = 60.0  # seconds that a writer must have written nothing for to be retired
@@ -36,7 +37,9 @@ class StreamWriter:
 async def load(db: Queries, stream: str, *, schema: str = SCHEMA) -> list[StreamWriter]:
     """All writers of a stream by number, those that are retired too. Raises UnknownStream."""
     with installed(schema):
-        rows = await db.fetch(statement("stream_writers", schema), stream)
+        rows = await call_rows(
+            db, schema, "stream_writers", stream, columns="number, writer AS name, position, created_at, retired_at"
+        )
     return [StreamWriter(**dict(row)) for row in rows]
 
 
@@ -58,7 +61,7 @@ async def retire(
         UnknownStream, StreamRefused: one is unknown, may still be writing, or none would be left.
     """
     with installed(schema):
-        return int(await db.fetch_value(statement("stream_writers_retire", schema), stream, list(names), quiet))
+        return int(await call_value(db, schema, "stream_writers_retire", stream, list(names), quiet))
 
 
 async def idle_since(db: Queries, stream: str, token: int, *, schema: str = SCHEMA) -> list[str]:
@@ -67,5 +70,5 @@ async def idle_since(db: Queries, stream: str, token: int, *, schema: str = SCHE
     Raises UnknownStream.
     """
     with installed(schema):
-        rows = await db.fetch(statement("stream_writers_idle", schema), stream, token)
+        rows = await call_rows(db, schema, "stream_writers_idle", stream, token)
     return [row["writer"] for row in rows]

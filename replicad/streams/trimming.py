@@ -7,9 +7,10 @@ from datetime import timedelta
 from typing import Final
 
 from replicad.errors import BadToken, UsageError
+from replicad.postgres.statements import Queries, call_value, statement
 from replicad.protocol.tokens import Vector
 from replicad.streams import acks
-from replicad.streams.queries import SCHEMA, Queries, statement
+from replicad.streams.queries import SCHEMA
 from replicad.streams.registry import load_stream
 
 BATCH: Final = 10_000  # rows per transaction: some 50 ms of work, and as long a wait for whoever updates those rows
@@ -62,7 +63,7 @@ async def trim(
         upto = await db.fetch_value(statement("stream_position_at", schema), name, older_than)
     rows = 0
     while upto is not None:
-        deleted = await db.fetch_value(statement("stream_trim", schema), name, upto, batch)
+        deleted = await call_value(db, schema, "stream_trim", name, upto, batch)
         if not deleted:
             break
         rows += deleted

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-from replicad.streams.queries import SCHEMA, Queries, installed, statement
+from replicad.postgres.statements import Queries, call_rows, call_value
+from replicad.streams.queries import SCHEMA, installed
 
 
 class Row(NamedTuple):
@@ -38,10 +39,11 @@ async def write(db: Queries, daemon: str, rows: Sequence[Row], *, schema: str = 
     """Put these in the place of all that the daemon has written before."""
     columns: list[list[object]] = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], [], [], []]
     with installed(schema):
-        await db.fetch_value(statement("stream_trouble_write", schema), daemon, *columns)
+        await call_value(db, schema, "stream_trouble_write", daemon, *columns)
 
 
 async def load(db: Queries, *, schema: str = SCHEMA) -> list[Reported]:
     """What running daemons report, the oldest first. Raises SchemaMissing."""
     with installed(schema):
-        return [Reported(*row) for row in await db.fetch(statement("stream_troubles", schema))]
+        rows = await call_rows(db, schema, "stream_troubles", columns="daemon, kind, name, cause, code, reason, since")
+    return [Reported(*row) for row in rows]

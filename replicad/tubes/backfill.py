@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import structlog
 import trio
 
+from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.postgres.bridge import Connection, Database, Row, quote_ident
+from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.pods import TubeInfo
 
 LOOK_INTERVAL = 1.0  # seconds between two looks for work
@@ -68,7 +71,7 @@ class Backfiller:
     def __init__(self, db: Database, schema: str, reports: Reports) -> None:
         """`db` needs a connection for each backfill that runs, and one to look for them."""
         self._db = db
-        self._schema = quote_ident(schema)
+        self._schema = schema
         self._reports = reports
         self._running: set[tuple[str, int]] = set()  # tube, partition
         self._resting: dict[tuple[str, str], float] = {}  # tube, table: not to be tried again before
@@ -116,7 +119,7 @@ class Backfiller:
     async def _jobs(self, connection: Connection, tube: TubeInfo) -> list[Job]:
         """What is under way comes before what is scheduled."""
         begun = await connection.fetch(
-            f"SELECT tbl::regclass::text AS tbl, order_col::text, shard, start_seq FROM {self._schema}.tube_backfill "
+            f"SELECT tbl::regclass::text AS tbl, order_col::text, shard, start_seq FROM {self._table('tube_backfill')} "
             "WHERE tube = $1 AND NOT finished ORDER BY started_at",
             tube.name,
         )
@@ -185,8 +188,10 @@ class Backfiller:
     async def _next_piece(self, connection: Connection, job: Job, start_seq: str) -> Row:
         """Put the next ids into the tube. With the first of them what asked for the backfill goes: it is asked once."""
         async with connection.transaction(opening=f"SET LOCAL lock_timeout = '{PIECE_LOCK_TIMEOUT}'"):
-            row = await connection.fetch_row(
-                f"SELECT ids, finished FROM {self._schema}.tube_backfill_chunk($1, $2, $3::text::regclass, $4, $5, $6)",
+            row: Row = await call_row(
+                connection,
+                self._schema,
+                "tube_backfill_chunk",
                 start_seq,
                 job.tube,
                 job.table,
@@ -194,7 +199,6 @@ class Backfiller:
                 job.shard,
                 CHUNK_IDS,
             )
-            assert row is not None
             if job.seq is not None and row["ids"] is not None:
                 await connection.execute(
                     f"DELETE FROM {self._table(job.tube)} WHERE seq = $1 AND payload ->> 'type' = 'backfill_schedule'",
@@ -204,14 +208,12 @@ class Backfiller:
 
     async def _begin(self, connection: Connection, job: Job) -> str | None:
         """Steps 1 and 2: note the sequence, then wait for whoever may still write below it; None: the turn is over."""
-        start_seq: str = await connection.fetch_value(f"SELECT {self._schema}.tube_backfill_step1()")
+        start_seq: str = await call_value(connection, self._schema, "tube_backfill_step1")
         while True:
             try:
-                await connection.execute(
-                    f"SELECT {self._schema}.tube_backfill_step2(make_interval(secs => $1))", STEP2_TIMEOUT
-                )
+                await call_value(connection, self._schema, "tube_backfill_step2", timedelta(seconds=STEP2_TIMEOUT))
             except DatabaseError as error:
-                if error.sqlstate != "55P03":
+                if not sqlstates.means(error.sqlstate, sqlstates.LOCKED):
                     raise
                 self._failed.add((job.tube, job.table))
                 self._reports.begin("tube", job.tube, _cause(job.table), str(error), code="backfill_waits")
@@ -233,8 +235,8 @@ class Backfiller:
             await trio.sleep(BACKLOG_INTERVAL)
         return True
 
-    def _table(self, tube: str) -> str:
-        return f"{self._schema}.{quote_ident(tube)}"
+    def _table(self, name: str) -> str:
+        return f"{quote_ident(self._schema)}.{quote_ident(name)}"
 
 
 def _cause(table: str) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.postgres.bridge import Database, quote_ident
+from replicad.postgres.bridge import Database
+from replicad.postgres.statements import call_value
 from replicad.protocol.tokens import Cursor
 from replicad.tubes import columns
 from replicad.tubes.columns import Columns
@@ -54,7 +55,7 @@ class BulkBook:
 
     def __init__(self, db: Database, schema: str) -> None:
         self._db = db
-        self._schema = quote_ident(schema)
+        self._schema = schema
         self._loaded = False
 
     async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int:
@@ -99,8 +100,10 @@ class BulkBook:
 
     async def _fetch(self, want: Want, ahead: trio.MemorySendChannel[Columns], keep: Keep) -> None:
         for backfill, begin, upto in want.halves():
-            query: str = await self._db.fetch_value(
-                f"SELECT {self._schema}.tube_columns_sql($1, $2, $3, $4, $5, $6, $7, $8)",
+            query: str = await call_value(
+                self._db,
+                self._schema,
+                "tube_columns_sql",
                 want.tube,
                 want.part.partitions,
                 want.part.partition,

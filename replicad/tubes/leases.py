@@ -2,19 +2,21 @@
 
 A lease is a row with a term (a number that no other lease ever had) and a beat (a number that no other renewal ever
 had). Whose beat stays the same for the lease's whole time to live (`beats`) may be replaced, exactly that beat. What a
-holder does with an old term is refused by the statements themselves (sql/tube).
+holder does with an old term is refused by the statements themselves (the functions in `sql/` beside this file).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import trio
 
 from replicad.beats import BeatWatch
 from replicad.errors import LeaseHeld, LeaseLost
 from replicad.postgres.bridge import Database, quote_ident
+from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.commands import Lease, Part
 
 RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
@@ -51,7 +53,8 @@ class LeaseBook:
 
     def __init__(self, db: Database, schema: str, now: Callable[[], float] = trio.current_time) -> None:
         self._db = db
-        self._schema = quote_ident(schema)
+        self._schema = schema
+        self._table = f"{quote_ident(schema)}.tube_lease"
         self._now = now
         self._watch = BeatWatch[int](LONGEST_GAP)
 
@@ -59,7 +62,7 @@ class LeaseBook:
         """Read all leases. Call it regularly: silence only counts from the first look that saw a beat."""
         rows = await self._db.fetch(
             f"SELECT tube, partitions, partition, holder, term, beat, extract(epoch FROM ttl)::float8 AS ttl "
-            f"FROM {self._schema}.tube_lease"
+            f"FROM {self._table}"
         )
         leases = [
             LeaseRow(
@@ -88,17 +91,11 @@ class LeaseBook:
         while True:
             expired = [view.row.beat for view in await self.look() if view.row.tube == tube and view.expired]
             try:
-                term = await self._db.fetch_value(
-                    f"SELECT term FROM {self._schema}.tube_lease_claim("
-                    "$1, $2, $3, $4, make_interval(secs => $5), $6::bigint[])",
-                    tube,
-                    part.partitions,
-                    part.partition,
-                    holder,
-                    ttl,
-                    expired,
+                where = (tube, part.partitions, part.partition)
+                row = await call_row(
+                    self._db, self._schema, "tube_lease_claim", *where, holder, timedelta(seconds=ttl), expired
                 )
-                return Lease(tube, part, term, ttl)
+                return Lease(tube, part, row["term"], ttl)
             except LeaseHeld:
                 remaining = deadline - self._now()
                 if remaining <= 0:
@@ -112,7 +109,7 @@ class LeaseBook:
             LeaseLost: there is no such lease any more, or it does not cover `part`.
         """
         row = await self._db.fetch_row(
-            f"SELECT partitions, partition, extract(epoch FROM ttl)::float8 AS ttl FROM {self._schema}.tube_lease "
+            f"SELECT partitions, partition, extract(epoch FROM ttl)::float8 AS ttl FROM {self._table} "
             "WHERE tube = $1 AND term = $2",
             tube,
             term,
@@ -121,13 +118,13 @@ class LeaseBook:
         if row is not None and not claimed.covers(part):
             raise LeaseLost(f"term {term} holds {claimed} of tube {tube}, which does not cover {part}")
         where = (tube, claimed.partitions, claimed.partition, term)
-        await self._db.fetch_value(f"SELECT {self._schema}.tube_lease_renew($1, $2, $3, $4)", *where)
+        await call_value(self._db, self._schema, "tube_lease_renew", *where)
         assert row is not None  # else the statement has just raised
         return Lease(tube, claimed, term, row["ttl"])
 
     async def release(self, tube: str, part: Part, term: int) -> bool:
         """Give the lease back; False when it was not held under that term any more."""
-        released: bool = await self._db.fetch_value(
-            f"SELECT {self._schema}.tube_lease_release($1, $2, $3, $4)", tube, part.partitions, part.partition, term
+        released: bool = await call_value(
+            self._db, self._schema, "tube_lease_release", tube, part.partitions, part.partition, term
         )
         return released

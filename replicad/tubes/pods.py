@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicad.postgres.bridge import Database, Sink, load_sql, quote_ident
+from replicad.postgres.bridge import Database, Sink, quote_ident
+from replicad.postgres.statements import call_row, call_value, statement
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import CursorAt, Part
 
@@ -30,7 +31,7 @@ class TubeInfo:
 
 async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
     """All tubes of a schema, by name."""
-    rows = await db.fetch(load_sql("tube_load").format(schema=quote_ident(schema)), schema)
+    rows = await db.fetch(statement("tube_load", schema), schema)
     return [TubeInfo(**dict(row)) for row in rows]
 
 
@@ -46,16 +47,15 @@ class PodBook:
         self._db = db
         self._ack_db = ack_db
         self._bulk_db = bulk_db
-        self._name = schema
-        self._schema = quote_ident(schema)
+        self._schema = schema
 
     async def tubes(self) -> list[TubeInfo]:
         """All tubes, by name; what is wrong with one does not keep it from seeing the others."""
-        return await load_tubes(self._db, self._name)
+        return await load_tubes(self._db, self._schema)
 
     async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
         """The shards that have pods in (after, upto]."""
-        table = f"{self._schema}.{quote_ident(tube)}"
+        table = f"{quote_ident(self._schema)}.{quote_ident(tube)}"
         rows = await self._db.fetch(f"SELECT DISTINCT shard FROM {table} WHERE seq > $1 AND seq <= $2", after, upto)
         return [row["shard"] for row in rows]
 
@@ -78,12 +78,11 @@ class PodBook:
         Raises:
             LeaseLost: the term does not cover the partition.
         """
-        row = await self._db.fetch_row(
-            f"SELECT regular, backfill, pods FROM {self._schema}.tube_plan($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
-            tube,
-            part.partitions,
-            part.partition,
-            term,
+        row = await call_row(
+            self._db,
+            self._schema,
+            "tube_plan",
+            *_fence(tube, part, term),
             after.regular,
             after.backfill,
             position,
@@ -91,7 +90,6 @@ class PodBook:
             ids,
             backfill,
         )
-        assert row is not None
         return CursorAt(tube, part, Cursor(row["regular"], row["backfill"]), row["pods"])
 
     async def lines(self, tube: str, part: Part, term: int, *, after: Cursor, upto: Cursor, sink: Sink) -> int:
@@ -100,16 +98,8 @@ class PodBook:
         Raises:
             LeaseLost: the term does not cover the partition.
         """
-        query: str = await self._db.fetch_value(
-            f"SELECT {self._schema}.tube_lines_sql($1, $2, $3, $4, $5, $6, $7, $8)",
-            tube,
-            part.partitions,
-            part.partition,
-            term,
-            after.regular,
-            after.backfill,
-            upto.regular,
-            upto.backfill,
+        query: str = await call_value(
+            self._db, self._schema, "tube_lines_sql", *_fence(tube, part, term), *_range(after, upto)
         )
         return await self._bulk_db.copy_out(query, sink=sink)
 
@@ -119,28 +109,13 @@ class PodBook:
         Raises:
             LeaseLost: the term does not cover the partition; nothing was removed.
         """
-        pods: int = await self._ack_db.fetch_value(
-            f"SELECT {self._schema}.tube_ack($1, $2, $3, $4, $5)",
-            tube,
-            part.partitions,
-            part.partition,
-            term,
-            list(seqs),
-        )
+        pods: int = await call_value(self._ack_db, self._schema, "tube_ack", *_fence(tube, part, term), list(seqs))
         return pods
 
     async def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> int:
         """Remove the pods of (after, upto]; returns how many there were. Raises as `ack`."""
-        pods: int = await self._ack_db.fetch_value(
-            f"SELECT {self._schema}.tube_ack_upto($1, $2, $3, $4, $5, $6, $7, $8)",
-            tube,
-            part.partitions,
-            part.partition,
-            term,
-            after.regular,
-            after.backfill,
-            upto.regular,
-            upto.backfill,
+        pods: int = await call_value(
+            self._ack_db, self._schema, "tube_ack_upto", *_fence(tube, part, term), *_range(after, upto)
         )
         return pods
 
@@ -148,21 +123,21 @@ class PodBook:
         self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[int], tries: int, error: str
     ) -> int:
         """Put ids of a pod (all where `ids` is empty) aside with the error; returns how many. Raises as `ack`."""
-        parked: int = await self._ack_db.fetch_value(
-            f"SELECT {self._schema}.tube_park($1, $2, $3, $4, $5, $6, $7, $8)",
-            tube,
-            part.partitions,
-            part.partition,
-            term,
-            seq,
-            list(ids),
-            tries,
-            error,
+        parked: int = await call_value(
+            self._ack_db, self._schema, "tube_park", *_fence(tube, part, term), seq, list(ids), tries, error
         )
         return parked
 
     async def report(self, tube: str, reporter: str, counts: str) -> None:
         """Keep what a reader has counted, a JSON object. Raises UnknownTube."""
-        await self._db.execute(
-            f"SELECT {self._schema}.tube_report_put($1, $2, $3::text::jsonb)", tube, reporter, counts
-        )
+        await call_value(self._db, self._schema, "tube_report_put", tube, reporter, counts)
+
+
+def _fence(tube: str, part: Part, term: int) -> tuple[str, int, int, int]:
+    """The arguments that every function begins with: it raises LeaseLost where the term does not cover that."""
+    return tube, part.partitions, part.partition, term
+
+
+def _range(after: Cursor, upto: Cursor) -> tuple[int, int, int, int]:
+    """The arguments for the pods of (after, upto]."""
+    return after.regular, after.backfill, upto.regular, upto.backfill

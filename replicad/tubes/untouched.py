@@ -9,14 +9,15 @@ from __future__ import annotations
 from shlex import quote
 from typing import Any
 
-from replicad.postgres.bridge import Database, load_sql, quote_ident
+from replicad.postgres.bridge import Database
+from replicad.postgres.statements import statement
 
 
 async def load_untouched(db: Database, schema: str) -> dict[str, str]:
     """By tube, a text that names such tables and the remedy; tubes without any are left out."""
     found: dict[str, list[str]] = {}
     more: dict[str, int] = {}
-    for row in await db.fetch(load_sql("tube_untouched").format(schema=quote_ident(schema)), schema):
+    for row in await db.fetch(statement("tube_untouched", schema), schema):
         found.setdefault(row["tube"], []).append(_sentence(row))
         more[row["tube"]] = row["tables"] - len(found[row["tube"]])
     rest = {tube: f"; likewise {count:,} more tables" if count else "" for tube, count in more.items()}

@@ -7,6 +7,7 @@ that they leave is compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import click
 import pytest
@@ -144,10 +145,10 @@ def test_enable_installs_what_it_needs_and_says_so(run: Run, database_url: str, 
 def test_an_older_installation_is_left_alone_and_the_sentence_says_what_upgrades_it(
     run: Run, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(database_url, *schema.VERSIONS)
+    install(database_url, *schema.PARTS)
     before = psql(database_url, OBJECTS)
-    for part, version in schema.VERSIONS.items():
-        monkeypatch.setitem(schema.VERSIONS, part, version + 1)
+    for part, declared in list(schema.PARTS.items()):
+        monkeypatch.setitem(schema.PARTS, part, replace(declared, version=declared.version + 1))
     for command, arguments in READERS.items():
         status, told = run(command, arguments)
         assert psql(database_url, OBJECTS) == before, command
@@ -159,13 +160,13 @@ def test_an_older_installation_is_left_alone_and_the_sentence_says_what_upgrades
 
 def newer(database_url: str, serves: int) -> None:
     """As if a newer program had installed every part."""
-    install(database_url, *sorted(schema.VERSIONS, key=lambda part: part != "stream"))
-    for part, version in schema.VERSIONS.items():
-        table = f"{schema.DEFAULT_SCHEMAS[part]}.{part}_version"
+    install(database_url, *schema.PARTS)
+    for part, declared in list(schema.PARTS.items()):
+        table = f"{declared.schema}.{part}_version"
         psql(
             database_url,
             f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS serves integer; "
-            f"UPDATE {table} SET version = {version} + 1, serves = {version} + {serves}",
+            f"UPDATE {table} SET version = {declared.version} + 1, serves = {declared.version} + {serves}",
         )
 
 

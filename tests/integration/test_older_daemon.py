@@ -108,18 +108,16 @@ async def test_an_older_daemon_goes_on_beside_one_that_upgrades_the_schema(
     async with database.connection() as connection:
         await connection.execute(Path(older.__file__).with_name("v1.sql").read_text(encoding="utf-8"))
     psql(database_url, TABLES)
-    assert await versions(database) == dict.fromkeys(schema.VERSIONS, 1)
+    assert await versions(database) == dict.fromkeys(schema.PARTS, 1)
     async with older_daemon(tree, database_url, tmp_path) as address:
-        assert await versions(database) == dict.fromkeys(schema.VERSIONS, 1)
+        assert await versions(database) == dict.fromkeys(schema.PARTS, 1)
         async with netcat(address, "follower") as follower, netcat(address, "worker") as worker:
             await follower.send("REPLICATE events EARLIEST", "REPLICATE caches EARLIEST", "REPLICATE presence EARLIEST")
             await follower.until("POSITION presence .*")
             term = await before(database, follower, worker)
             async with start_daemon() as daemon:
-                assert await versions(database) == schema.VERSIONS
-                install(
-                    database_url, *sorted(schema.VERSIONS, key=lambda part: part != "stream")
-                )  # also what is unchanged
+                assert await versions(database) == {part: declared.version for part, declared in schema.PARTS.items()}
+                install(database_url, *schema.PARTS)  # also what is unchanged
                 async with netcat(daemon.addresses[0], "newer") as newer:
                     await newer.send("REPLICATE events EARLIEST", "REPLICATE caches EARLIEST")
                     await newer.send("REPLICATE presence EARLIEST")
@@ -137,7 +135,7 @@ async def test_an_older_daemon_goes_on_beside_one_that_upgrades_the_schema(
 
 async def versions(database: Database) -> dict[str, int]:
     """What is installed, by part."""
-    found = {part: await schema.read_installed(database, part) for part in schema.VERSIONS}
+    found = {part: await schema.read_installed(database, part) for part in schema.PARTS}
     return {part: installed.version for part, installed in found.items() if installed is not None}
 
 
@@ -220,7 +218,7 @@ async def writing(database: Database, follower: Netcat, text: str, *others: Netc
 async def test_an_older_daemon_refuses_to_start_on_the_upgraded_schema(
     tree: Path, database: Database, database_url: str
 ) -> None:
-    assert schema.VERSIONS["stream"] > 1
+    assert schema.PARTS["stream"].version > 1
     await schema.install(database, "stream")
     await schema.install(database, "tube")
     before = await database.fetch("SELECT oid, xmin::text FROM pg_proc ORDER BY oid")
@@ -228,5 +226,5 @@ async def test_an_older_daemon_refuses_to_start_on_the_upgraded_schema(
         lambda: older.command(tree, "serve", "--listen", "127.0.0.1:0", REPLICAD_DATABASE=database_url)
     )
     assert result.returncode == 1
-    assert f"holds version {schema.VERSIONS['stream']} of the stream part, this replicad knows 1" in result.stderr
+    assert f"holds version {schema.PARTS['stream'].version} of the stream part, this replicad knows 1" in result.stderr
     assert await database.fetch("SELECT oid, xmin::text FROM pg_proc ORDER BY oid") == before

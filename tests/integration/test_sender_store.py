@@ -12,7 +12,7 @@ import pytest
 
 from replicad.errors import DatabaseError, SenderRefused
 from replicad.postgres import schema
-from replicad.postgres.bridge import Database
+from replicad.postgres.bridge import Database, quote_ident
 from replicad.sender.items import START, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
 from replicad.sender.store import Entry, Recording, Store, open_store
 
@@ -238,7 +238,7 @@ async def test_facts_that_nobody_waits_for_are_swept_as_far_as_all_senders_have_
     await real.write([Entry("a", Order(2, 0), 1)])
     assert await real.sweep("facts") == 1
     await real.write([Entry("b", Order(3, 0), 1)])
-    prefix = real._prefix
+    prefix = f"{quote_ident(real._schema)}.federation_"
     await database.execute(f"INSERT INTO {prefix}sender VALUES ('s2', 'facts', 2, '{{s1}}')")
     assert await real.sweep("facts") == 1, "a fact that a slower sender has yet to record was removed, or none"
     await database.execute(f"UPDATE {prefix}sender SET token = 3")
@@ -298,7 +298,8 @@ async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest(dat
 async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_others_have_outstanding(
     real: Store, database: Database
 ) -> None:
-    rooms = f"{real._prefix}destination_room"
+    prefix = f"{quote_ident(real._schema)}.federation_"
+    rooms = f"{prefix}destination_room"
     await database.execute(f"INSERT INTO {rooms} SELECT 'd' || i % 50, i, 0, 'r' FROM generate_series(1, 20000) i")
     await database.execute(f"ANALYZE {rooms}")
     keeper, scans = real._keeper, "SELECT pg_stat_get_xact_numscans($1::text::regclass)"
@@ -307,7 +308,7 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
         await real.write([Entry(f"d{number}", Order(100, 0), 1) for number in range(20)])
         await real.collapse(["d1", "d2"])
         for call in ("facts('d3', 50, 1000)", "transaction('d3')", "standing(NULL, 100)", "edus('d3', 5)"):
-            await keeper.fetch(f"SELECT * FROM {real._prefix}{call}")
+            await keeper.fetch(f"SELECT * FROM {prefix}{call}")
         assert await keeper.fetch_value(scans, rooms) == before, "the whole table was read"
 
 

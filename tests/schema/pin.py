@@ -41,20 +41,21 @@ def write(pins: Pins) -> None:
 
 def present(part: schema.Part) -> Pin:
     """What the files say of the part's present version."""
-    step = schema_text.upgrade_digests(part).get(schema.VERSIONS[part])
+    step = schema_text.upgrade_digests(part).get(schema.PARTS[part].version)
     return Pin(digest=schema_text.digest(part), step=step, released=False)
 
 
 def complaints(pins: Pins) -> list[str]:
     """A sentence for each version whose SQL is not what is pinned."""
     found = []
-    for part, version in schema.VERSIONS.items():
+    for part, declared in schema.PARTS.items():
+        version = declared.version
         pin = pins.get(part, {}).get(str(version))
         if pin is not None and pin["released"] and pin | {"released": False} != present(part):
             found.append(
-                f"the SQL of the part {part} has changed, and version {version} of it is released: set its "
-                f"version to {version + 1} in part.toml, write upgrade/{version + 1}.sql beside it for what changes in "
-                "tables, and run `python -m tests.schema.pin`"
+                f"the SQL of the part {part} has changed, and version {version} of it is released: set its version "
+                f"to {version + 1} in part.toml, write upgrade/{version + 1}.sql beside it for what changes in tables, "
+                "and run `python -m tests.schema.pin`"
             )
         elif pin is None or pin | {"released": False} != present(part):
             found.append(
@@ -77,7 +78,8 @@ def complaints(pins: Pins) -> list[str]:
 def main() -> None:
     """Pin the present versions that are not released."""
     pins = read()
-    for part, version in schema.VERSIONS.items():
+    for part, declared in schema.PARTS.items():
+        version = declared.version
         of_part = pins.setdefault(part, {})
         if not of_part.get(str(version), {}).get("released"):
             of_part[str(version)] = present(part)

@@ -50,8 +50,8 @@ def main(commit: str, number: str) -> None:
         (FOLDER / f"v{number}.sql").write_text(head + dump(tree), encoding="utf-8")
         pins = pin.read() if pin.PINS.exists() else {}
         package, schema_text.PACKAGE = schema_text.PACKAGE, tree / "replicad"
-        for part in schema_text.declarations():
-            version = older.versions(tree)[part]
+        for part, declared in schema_text.declarations(tree / "replicad").items():
+            version = declared.version
             step = schema_text.upgrade_digests(part).get(version)
             pins.setdefault(part, {})[str(version)] = pin.Pin(digest=schema_text.digest(part), step=step, released=True)
             _add_names(package, part, version)
@@ -59,8 +59,7 @@ def main(commit: str, number: str) -> None:
 
 
 def _add_names(package: Path, part: str, version: int) -> None:
-    [folder] = [path.parent for path in package.glob("*/sql/part.toml") if f'name = "{part}"' in path.read_text()]
-    file = folder / "released.json"
+    file = schema_text.declarations(package)[part].folder / "released.json"
     names = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     names[str(version)] = asdict(schema_text.created(part))
     file.write_text(json.dumps(names, indent=1, sort_keys=True) + "\n", encoding="utf-8")

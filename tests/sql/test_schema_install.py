@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -60,7 +61,7 @@ async def count(db: Database) -> int:
 async def test_objects_of_the_user_with_our_names_are_refused_by_name_and_stay(
     database: Database, database_url: str, psql_script: Callable[[str, str], str], part: Part, made: str, named: str
 ) -> None:
-    folder = schema.DEFAULT_SCHEMAS[part]
+    folder = schema.PARTS[part].schema
     if part in ("presence", "cache", "federation"):
         await schema.install(database, "stream")
     else:
@@ -95,13 +96,13 @@ async def test_an_upgrade_does_not_take_over_what_the_user_has_called_like_an_ob
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await schema.install(database, "tube")
-    version = schema.VERSIONS["tube"]
+    version = schema.PARTS["tube"].version
     texts = dict(schema_text.load(schema_text.PACKAGE))
     texts["tube/099_new.sql"] = "CREATE TABLE IF NOT EXISTS tube_new (id int);"
     released = {version: schema_text.created("tube")}
     monkeypatch.setattr(schema_text, "load", lambda root: texts)
     monkeypatch.setattr(schema_text, "released", lambda part: released)
-    monkeypatch.setitem(schema.VERSIONS, "tube", version + 1)
+    monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=version + 1))
     await database.execute("CREATE TABLE tube.tube_new (mine text)")
     with pytest.raises(SchemaCollision, match="needs: table tube_new"):
         await schema.install(database, "tube")
@@ -117,12 +118,12 @@ async def test_an_upgrade_does_not_take_over_what_the_user_has_called_like_an_ob
 async def test_a_newer_schema_is_never_touched_and_used_only_where_it_serves_this_version(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = schema.VERSIONS["stream"]
-    monkeypatch.setitem(schema.VERSIONS, "stream", version + 1)
-    monkeypatch.setitem(schema.SERVES, "stream", version)
+    version = schema.PARTS["stream"].version
+    monkeypatch.setitem(schema.PARTS, "stream", replace(schema.PARTS["stream"], version=version + 1))
+    monkeypatch.setitem(schema.PARTS, "stream", replace(schema.PARTS["stream"], serves=version))
     await schema.install(database, "stream")
     assert (await schema.require(database, "stream")).serves == version
-    monkeypatch.setitem(schema.VERSIONS, "stream", version)
+    monkeypatch.setitem(schema.PARTS, "stream", replace(schema.PARTS["stream"], version=version))
     before = await database.fetch("SELECT oid, xmin::text FROM pg_proc ORDER BY oid")
     assert await schema.install(database, "stream") is Outcome.NEWER
     assert await schema.upgrade(database, "stream") is Outcome.NEWER
@@ -171,8 +172,8 @@ async def test_a_daemon_on_a_newer_schema_that_serves_it_says_so_and_goes_on(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await install_all(database, DatabaseSettings())
-    for part in schema.VERSIONS:
-        table = f"{schema.DEFAULT_SCHEMAS[part]}.{part}_version"
+    for part in schema.PARTS:
+        table = f"{schema.PARTS[part].schema}.{part}_version"
         if await schema.read_installed(database, part) is not None:
             await database.execute(f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS serves integer")
             await database.execute(f"UPDATE {table} SET version = version + 1, serves = version")
@@ -204,7 +205,7 @@ async def test_daemons_that_start_at_once_install_once(database: Database) -> No
 async def test_a_daemon_that_waited_for_a_newer_one_to_install_leaves_it_alone(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = schema.VERSIONS["tube"]
+    version = schema.PARTS["tube"].version
     outcomes: list[Outcome] = []
 
     async def start() -> None:
@@ -216,9 +217,9 @@ async def test_a_daemon_that_waited_for_a_newer_one_to_install_leaves_it_alone(
             nursery.start_soon(start)  # finds nothing installed, and waits
             while not await database.fetch_value("SELECT count(*) FROM pg_locks WHERE NOT granted"):
                 await trio.sleep(0.01)
-            monkeypatch.setitem(schema.VERSIONS, "tube", version + 1)
+            monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=version + 1))
             await connection.execute(schema.script("tube", "tube", "up").removesuffix("COMMIT;\n"))
-            monkeypatch.setitem(schema.VERSIONS, "tube", version)
+            monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=version))
     assert outcomes == [Outcome.NEWER]
 
 
@@ -235,7 +236,8 @@ async def test_an_interrupted_installation_has_not_happened(database: Database) 
                 nursery.cancel_scope.cancel()
     assert await count(database) == before
 
-    texts = schema_text.up("tube", "tube", 1, 1).replace("UPDATE tube_version", "SELECT 1 / 0; UPDATE tube_version")
+    texts = schema_text.up(replace(schema.PARTS["tube"], version=1), "tube")
+    texts = texts.replace("UPDATE tube_version", "SELECT 1 / 0; UPDATE tube_version")
     async with database.connection() as connection:
         with pytest.raises(ReplicadError, match="division by zero"):
             await connection.execute(f"BEGIN;\n{texts}COMMIT;")
@@ -310,7 +312,7 @@ async def test_a_role_that_may_not_install_or_upgrade_is_told_who_has_to_run_wha
     told = r"could not be installed in schema \"elsewhere\".* run `replicad sql up tube --schema elsewhere"
     with pytest.raises(DatabaseRefused, match=told):
         await schema.install(least, "tube", "elsewhere")
-    monkeypatch.setitem(schema.VERSIONS, "tube", schema.VERSIONS["tube"] + 1)
+    monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=schema.PARTS["tube"].version + 1))
     with pytest.raises(DatabaseRefused, match=r"could not be upgraded from version .* have its owner"):
         await schema.install(least, "tube")
 
@@ -331,6 +333,6 @@ def test_the_sql_is_read_from_disk_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("pathlib.Path.read_text", refuse)
     monkeypatch.setattr("pathlib.Path.open", refuse)
-    for part in schema.VERSIONS:
+    for part in schema.PARTS:
         schema.script(part, None, "up")
         schema.script(part, "elsewhere", "down")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -65,7 +66,7 @@ def restore(release: Path, database_url: str, psql_script: Callable[[str, str], 
 
 
 async def install_all(db: Database) -> dict[Part, Outcome]:
-    return {part: await schema.install(db, part) for part in schema.VERSIONS}
+    return {part: await schema.install(db, part) for part in schema.PARTS}
 
 
 async def rows(db: Database) -> dict[str, list[Any]]:
@@ -95,14 +96,14 @@ def test_a_changed_file_of_a_released_version_is_refused_with_what_to_do(monkeyp
     texts = dict(schema_text.load(schema_text.PACKAGE))
     monkeypatch.setattr(schema_text, "load", lambda root: texts | {path: texts[path].replace("bigint", "integer", 1)})
     (complaint,) = pin.complaints(pins)
-    version = schema.VERSIONS["tube"]
+    version = schema.PARTS["tube"].version
     assert f"set its version to {version + 1} in part.toml" in complaint
     assert f"upgrade/{version + 1}.sql" in complaint
 
     step = "stream/upgrade/2.sql"
-    monkeypatch.setitem(schema.VERSIONS, "stream", 3)
+    monkeypatch.setitem(schema.PARTS, "stream", replace(schema.PARTS["stream"], version=3))
     monkeypatch.setattr(schema_text, "load", lambda root: texts | {step: texts[step] + "-- changed"})
-    assert any("upgrade/2.sql has changed" in complaint for complaint in pin.complaints(pins))
+    assert any("upgrade/2.sql of the part stream has changed" in complaint for complaint in pin.complaints(pins))
 
 
 def test_the_names_of_every_released_version_are_known_to_the_installer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     (part / "part.toml").symlink_to(schema_text.PACKAGE / "tubes/sql/part.toml")
     monkeypatch.setattr(schema_text, "PACKAGE", tmp_path)
     monkeypatch.setattr(schema_text, "load", schema_text.load.__wrapped__)
-    monkeypatch.setitem(schema.VERSIONS, "tube", 1)
+    monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=1))
     (part / "010_thing.sql").write_text(
         "CREATE TABLE IF NOT EXISTS thing (old integer);\n"
         "CREATE FUNCTION f(x integer) RETURNS integer LANGUAGE sql AS 'SELECT 1';"
@@ -132,7 +133,7 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     )
     (part / "upgrade" / "2.sql").write_text("ALTER TABLE thing RENAME old TO value; DROP FUNCTION f(integer);")
     (part / "upgrade" / "10.sql").write_text("ALTER TABLE thing ALTER value TYPE text;")
-    monkeypatch.setitem(schema.VERSIONS, "tube", 10)
+    monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=10))
     assert await schema.install(database, "tube", "one") is Outcome.UPGRADED
     assert await schema.install(database, "tube", "two") is Outcome.INSTALLED
     assert await database.fetch_value("SELECT value FROM one.thing") == "7"
@@ -143,8 +144,8 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     )
     assert one == two
 
-    monkeypatch.setitem(schema.VERSIONS, "tube", 9)
-    monkeypatch.setitem(schema.SERVES, "tube", 9)
+    monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], version=9))
+    monkeypatch.setitem(schema.PARTS, "tube", replace(schema.PARTS["tube"], serves=9))
     await database.execute("UPDATE one.tube_version SET serves = 10")
     for refused in (schema.install, schema.upgrade, schema.require, schema.uninstall):
         with pytest.raises(SchemaTooNew, match="version 10"):

@@ -1,23 +1,23 @@
-"""SQL and its users fit: each query has a file, each file of a query is loaded by name, each function is called."""
+"""SQL and its users fit: each query has a file and each file a query, and each function is called as it is defined."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 import replicad
 
 PACKAGE = Path(replicad.__file__).parent
 PAGES = [PACKAGE.parent / "README.md", PACKAGE.parent / "protocol.md", *(PACKAGE.parent / "docs").glob("*.md")]
-LOADERS = ("load_sql", "statement", "Ask")  # functions whose first argument is the name of a query
+LOADERS = ("load_sql", "statement")  # functions whose first argument is the name of a query
+# Functions that call an SQL function, and where among their arguments its name is.
+CALLERS = {"call_rows": 2, "call_row": 2, "call_value": 2, "rows_call": 1, "value_call": 1, "Ask": 0, "_write": 0}
 FUNCTION = re.compile(r"^CREATE\s+(?:OR\s+REPLACE\s+)?(?:FUNCTION|PROCEDURE)\s+(\w+)", re.MULTILINE)
 NO_CALL = re.compile(r"--[^\n]*|^COMMENT ON [^;]*;|^(?:GRANT|REVOKE) [^;]*;", re.MULTILINE)
-SPOKEN = {"tube_pods_sql", "tube_pods_delete", "tube_backfill_step3"}  # for users who speak SQL: their files say how
 
 NAMES = sorted(path.stem for path in PACKAGE.glob("*/sql/query/*.sql"))
 
@@ -38,17 +38,22 @@ def texts() -> set[str]:
     }
 
 
-def asked() -> set[str]:
-    """The names of queries that the package asks for in so many words."""
+def constants(places: Mapping[str, int]) -> set[str]:
+    """The texts that stand at those places among the arguments of the functions of those names."""
     found = set()
     for tree in trees():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
-                continue
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in LOADERS:
-                found.add(str(node.args[0].value))
+            if isinstance(node, ast.Call):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                given = node.args[places[name] : places[name] + 1] if name in places else []
+                found |= {one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)}
     return found
+
+
+@cache
+def installed() -> dict[Path, str]:
+    """The files that are run at an installation, and their texts."""
+    return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.glob("*/sql/**/[0-9]*.sql"))}
 
 
 def test_every_file_of_a_query_is_named_by_the_code() -> None:
@@ -56,27 +61,32 @@ def test_every_file_of_a_query_is_named_by_the_code() -> None:
 
 
 def test_every_query_that_the_code_names_has_a_file() -> None:
-    names = asked()
-    assert len(names) > 30
+    names = constants(dict.fromkeys(LOADERS, 0))
+    assert len(names) > 20
     assert sorted(names - set(NAMES)) == [], "there is no such file in sql/query"
 
 
+def test_no_file_of_a_query_holds_a_mere_call() -> None:
+    mere = re.compile(r"SELECT (\* FROM )?\{schema\}\.\w+\((\$\d(, )?)*\)\s*")
+    files = PACKAGE.glob("*/sql/query/*.sql")
+    assert [file.stem for file in files if mere.fullmatch(file.read_text(encoding="utf-8"))] == [], "use call_value"
+
+
+def test_every_function_that_the_code_calls_is_installed() -> None:
+    names = constants(CALLERS)
+    assert len(names) > 60
+    known = {name for text in installed().values() for name in FUNCTION.findall(text)} | {"set_config", "to_regclass"}
+    assert sorted(names - known) == [], "no part installs these functions"
+
+
 def test_every_function_of_the_schema_is_called_or_documented() -> None:
-    files = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("sql/**/*.sql"))}
-    used = "\n".join([*(NO_CALL.sub("", text) for text in files.values()), *texts()])
+    queries = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("sql/query/*.sql")]
+    used = "\n".join([*(NO_CALL.sub("", text) for text in [*installed().values(), *queries]), *texts()])
     words = Counter(re.findall(r"\w+", used))
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     idle = []
-    for path, text in files.items():
-        for name in FUNCTION.findall(text) if path.name[0].isdigit() else []:
-            short = name.removeprefix("federation_")  # the sender's store puts schema and prefix in
-            called = words[name] > 1 or f"{{}}{short}(" in used  # one word is its creation
-            if not called and name not in SPOKEN and name not in pages:
+    for text in installed().values():
+        for name in FUNCTION.findall(text):
+            if words[name] <= 1 and name not in pages:  # one word is its creation
                 idle.append(name)
     assert idle == [], "nothing calls these functions and no page names them"
-
-
-@pytest.mark.parametrize("name", sorted(SPOKEN))
-def test_a_function_that_only_users_call_says_so_in_its_file(name: str) -> None:
-    [file] = PACKAGE.rglob(f"[0-9]*_{name}.sql")
-    assert file.read_text(encoding="utf-8").startswith(f"-- {name}(")

@@ -21,6 +21,7 @@ import trio
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Connection, Database, load_sql, quote_ident
+from replicad.sqlstates import LOCKED, means
 from replicad.streams.registry import Method, Stream
 
 INTERVAL = 5.0  # seconds between two looks
@@ -34,7 +35,6 @@ TOLD = 5  # alarms of one stream that are told together
 LASTS = 3600.0  # seconds after the last late row in which the trouble is shown
 
 _SESSION = "SET lock_timeout = '50ms'; SET statement_timeout = '5s'"
-_LOCK_NOT_AVAILABLE = "55P03"
 _REMEDY = {
     Method.LOCK_WATCH: (
         "Their ids were taken before the statement that inserted them, or were chosen by the writer: let the column's "
@@ -127,7 +127,7 @@ class LateRows:
                 await connection.execute(_SESSION)
                 await self._look(connection, name, feed, stream, upto)
         except DatabaseError as error:
-            if error.sqlstate != _LOCK_NOT_AVAILABLE:  # somebody alters the table; what was seen before stays good
+            if not means(error.sqlstate, LOCKED):  # somebody alters the table; what was seen before stays good
                 raise
 
     async def _look(self, connection: Connection, name: str, feed: Followed, stream: Stream, upto: int) -> None:

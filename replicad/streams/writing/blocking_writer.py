@@ -12,11 +12,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
 from replicad.errors import StreamRefused
-from replicad.postgres.literals import fill
-from replicad.streams.queries import SCHEMA, statement
+from replicad.postgres.literals import fill, quote_argument
+from replicad.postgres.statements import rows_call, value_call
+from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import MASTER, wire_instance
 from replicad.streams.writing.inflight import InFlight, Reservation
-from replicad.streams.writing.writer import MAX_IN_FLIGHT, Positions, parse_ids
+from replicad.streams.writing.writer import MAX_IN_FLIGHT, RESERVED, Positions, parse_ids, session_name
 
 _TURN: Final = 60.0  # seconds to wait for the connection while other threads use it
 
@@ -47,7 +48,7 @@ class BlockingWriter:
         self._turn = threading.Lock()
         self._places = threading.BoundedSemaphore(MAX_IN_FLIGHT)
         self._number = 0
-        self._ask("session_name", self.instance)
+        self._ask(value_call("pg_catalog", "set_config", 3), *session_name(self.instance))
         found = self.positions()
         self._in_flight = InFlight(found.per_writer.get(self.instance, found.minimum))
 
@@ -88,7 +89,8 @@ class BlockingWriter:
     def positions(self) -> Positions:
         """How far all writers of the stream have finished, from Postgres, now."""
         with self._taken():
-            return Positions.of((row[0], row[1]) for row in self._ask("stream_positions", self.stream))
+            rows = self._ask(rows_call(self._schema, "stream_positions", 1), self.stream)
+        return Positions.of((row[0], row[1]) for row in rows)
 
     def close(self) -> None:
         """Close the connection, which lets go of everything. Safe to repeat."""
@@ -99,7 +101,9 @@ class BlockingWriter:
         with self._taken():
             held = self._in_flight.held
             try:
-                ((number, bound, ids),) = self._ask("stream_reserve", self.stream, n, held)
+                ((number, bound, ids),) = self._ask(
+                    rows_call(self._schema, "stream_reserve", 3, RESERVED), self.stream, n, held
+                )
                 self._number = number
                 return self._in_flight.reserve(parse_ids(ids), bound)
             except BaseException:
@@ -115,14 +119,16 @@ class BlockingWriter:
                 return
             released = False
             with suppress(Exception):  # drivers differ in what they raise for a connection that is gone
-                ((released,),) = self._ask("stream_complete", self._number, move.release, move.take)
+                ((released,),) = self._ask(
+                    value_call(self._schema, "stream_complete", 3), self._number, move.release, move.take
+                )
             if not released:
                 self._in_flight.lost()
                 self.close()
 
-    def _ask(self, name: str, *args: object) -> Sequence[Any]:
+    def _ask(self, sql: str, *args: object) -> Sequence[Any]:
         """Run a statement in a transaction of its own; the locks are the session's and outlast it."""
-        rows = _run(self._connection, statement(name, self._schema), args)
+        rows = _run(self._connection, sql, args)
         self._connection.commit()
         return rows
 
@@ -143,14 +149,14 @@ def next_id(connection: DbApi, stream: str, *, schema: str = SCHEMA) -> int:
         StreamRefused: the connection is in autocommit mode, where an id would be complete at once.
     """
     _must_have_transactions(connection)
-    ((found,),) = _run(connection, statement("stream_next", schema), (stream,))
+    ((found,),) = _run(connection, value_call(schema, "stream_next", 1), (stream,))
     return int(found)
 
 
 def next_ids(connection: DbApi, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
     """As `next_id`, n ids at once (1 to 10,000), ascending."""
     _must_have_transactions(connection)
-    ((found,),) = _run(connection, statement("stream_next_mult", schema), (stream, n))
+    ((found,),) = _run(connection, value_call(schema, "stream_next_mult", 2, "text"), (stream, n))
     return parse_ids(found)
 
 
@@ -163,7 +169,7 @@ def _run(connection: DbApi, sql: str, args: Sequence[object]) -> Sequence[Any]:
     """Constants instead of parameters: drivers disagree on how parameters are written."""
     cursor = connection.cursor()
     try:
-        cursor.execute(fill(sql, args))
+        cursor.execute(fill(sql, args, quote_argument))
         rows: Sequence[Any] = cursor.fetchall()
         return rows
     finally:

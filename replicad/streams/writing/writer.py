@@ -8,7 +8,7 @@ Three forms, for streams whose method is reservation:
   any event loop. The id is complete when that transaction ends.
 - `blocking.py`: the same two for programs without async.
 
-Protection is an advisory lock of the session (sql/stream/150_stream_reserve.sql): a writer that dies lets go of it,
+Protection is an advisory lock of the session (sql/public/150_stream_reserve.sql): a writer that dies lets go of it,
 and an id that outlived it is refused by the table itself. Nothing needs to be told when writers come and go.
 """
 
@@ -23,11 +23,13 @@ import trio
 
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.bridge import Connection, Database
-from replicad.streams.queries import SCHEMA, installed, statement
+from replicad.postgres.statements import call_rows, call_value, value_call
+from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.rows import MASTER, wire_instance
 from replicad.streams.writing.inflight import InFlight, Reservation
 
 MAX_IN_FLIGHT: Final = 1000  # reservations of one writer at once; more would say that completions are not reached
+RESERVED: Final = "number, bound, ids::text AS ids"  # of stream_reserve; drivers differ in what they make of an array
 COMPLETE_TIMEOUT: Final = 5.0  # seconds to let go of a lock; then the connection is cut, which does it too
 
 
@@ -108,7 +110,7 @@ class Writer:
         async with self._turn:
             connection = await self._session()
             with installed(self._schema):
-                rows = await connection.fetch(statement("stream_positions", self._schema), self.stream)
+                rows = await call_rows(connection, self._schema, "stream_positions", self.stream)
         return Positions.of((row["writer"], row["position"]) for row in rows)
 
     def statistics(self) -> WriterStatistics:
@@ -132,8 +134,9 @@ class Writer:
             held = self._in_flight.held
             try:
                 with installed(self._schema):
-                    row = await connection.fetch_row(statement("stream_reserve", self._schema), self.stream, n, held)
-                assert row is not None
+                    [row] = await call_rows(
+                        connection, self._schema, "stream_reserve", self.stream, n, held, columns=RESERVED
+                    )
                 self._number = row["number"]
                 return self._in_flight.reserve(parse_ids(row["ids"]), row["bound"])
             except ValueError as error:
@@ -163,8 +166,8 @@ class Writer:
         held = False
         try:
             with suppress(DatabaseError):
-                held = await self._connection.fetch_value(
-                    statement("stream_complete", self._schema), self._number, move.release, move.take
+                held = await call_value(
+                    self._connection, self._schema, "stream_complete", self._number, move.release, move.take
                 )
         finally:
             if not held:
@@ -179,7 +182,7 @@ class Writer:
         connection = await self._pin.enter_async_context(self._db.connection())
         self._connection = connection
         self._connected += 1
-        await connection.fetch_value(statement("session_name", self._schema), self.instance)
+        await call_value(connection, "pg_catalog", "set_config", *session_name(self.instance))
         return connection
 
     async def _leave(self) -> None:
@@ -226,12 +229,12 @@ async def next_id(connection: Asks | Connection, stream: str, *, schema: str = S
     Raises:
         StreamRefused: the connection is not in a transaction, where an id would be complete at once.
     """
-    return int(await _ask(connection, statement("stream_next", schema), stream))
+    return int(await _ask(connection, value_call(schema, "stream_next", 1), stream))
 
 
 async def next_ids(connection: Asks | Connection, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
     """As `next_id`, n ids at once (1 to 10,000), ascending."""
-    return parse_ids(await _ask(connection, statement("stream_next_mult", schema), stream, n))
+    return parse_ids(await _ask(connection, value_call(schema, "stream_next_mult", 2, "text"), stream, n))
 
 
 async def _ask(connection: Asks | Connection, sql: str, *args: object) -> Any:
@@ -241,6 +244,11 @@ async def _ask(connection: Asks | Connection, sql: str, *args: object) -> Any:
     if in_transaction is not None and not in_transaction():
         raise StreamRefused("an id is reserved for one transaction: begin it, take the id, insert, commit.")
     return await connection.fetchval(sql, *args)
+
+
+def session_name(instance: str) -> tuple[str, str, bool]:
+    """What to call set_config() with, so that the session has the writer's name and holds back that writer alone."""
+    return "application_name", instance, False
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

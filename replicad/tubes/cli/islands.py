@@ -33,11 +33,15 @@ class Tubes:
 
     async def rows(self, function: str, *args: object) -> list[Any]:
         """The rows that one of the functions returns."""
-        return await self.db.fetch(f"SELECT * FROM {self._call(function, args)}", *args)
+        from replicad.postgres.statements import call_rows
+
+        return await call_rows(self.db, self.schema, function, *args)
 
     async def value(self, function: str, *args: object) -> Any:
         """The one value that one of the functions returns."""
-        return await self.db.fetch_value(f"SELECT {self._call(function, args)}", *args)
+        from replicad.postgres.statements import call_value
+
+        return await call_value(self.db, self.schema, function, *args)
 
     async def states(self) -> dict[str, str]:
         """What is wrong with each tube; those that are ok are left out."""
@@ -47,9 +51,11 @@ class Tubes:
 
     async def value_with_progress(self, function: str, *args: object) -> Any:
         """As `value`; what the function tells of its progress goes to stderr as it comes."""
+        from replicad.postgres.statements import call_value
+
         async with self.db.connection() as connection:
             with connection.remarks(say):
-                return await connection.fetch_value(f"SELECT {self._call(function, args)}", *args)
+                return await call_value(connection, self.schema, function, *args)
 
     async def find_tables(self, names: Sequence[str], shards: Sequence[ShardRange] | None) -> list[str]:
         """The tables that a command names: as they are, or (`shards`) those of that name in the shards' schemas.
@@ -76,12 +82,6 @@ class Tubes:
                 )
             found += wanted
         return found
-
-    def _call(self, function: str, args: Sequence[object]) -> str:
-        from replicad.postgres.bridge import quote_ident
-
-        marks = ", ".join(f"${number}" for number in range(1, len(args) + 1))
-        return f"{quote_ident(self.schema)}.{quote_ident(function)}({marks})"
 
 
 def on_islands(

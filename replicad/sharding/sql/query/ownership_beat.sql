@@ -1,1 +1,0 @@
-SELECT {schema}.writer_beat($1, $2, $3)

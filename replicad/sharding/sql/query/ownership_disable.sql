@@ -1,1 +1,0 @@
-SELECT {schema}.writer_disable($1)

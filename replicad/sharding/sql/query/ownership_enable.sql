@@ -1,1 +1,0 @@
-SELECT {schema}.writer_enable($1, ($2::bigint)::integer)

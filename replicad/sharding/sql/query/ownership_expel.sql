@@ -1,1 +1,0 @@
-SELECT unnest({schema}.writer_expel($1, $2::bigint[]))

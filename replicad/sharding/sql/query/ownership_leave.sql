@@ -1,1 +1,0 @@
-SELECT {schema}.writer_leave($1, $2, $3)

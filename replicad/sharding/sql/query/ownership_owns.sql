@@ -1,1 +1,0 @@
-SELECT {schema}.writer_owns($1, $2, $3, $4)

@@ -1,1 +1,0 @@
-SELECT {schema}.writer_retire($1, $2, $3)

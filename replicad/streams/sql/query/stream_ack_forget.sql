@@ -1,1 +1,0 @@
-SELECT {schema}.stream_ack_forget($1, $2)

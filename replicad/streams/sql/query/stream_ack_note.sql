@@ -1,1 +1,0 @@
-SELECT {schema}.stream_ack_note($1, $2::integer[], $3, $4)

@@ -1,1 +1,0 @@
-SELECT {schema}.stream_acked($1)

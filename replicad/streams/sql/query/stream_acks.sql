@@ -1,1 +1,0 @@
-SELECT instance, token, acked_at FROM {schema}.stream_acks($1)

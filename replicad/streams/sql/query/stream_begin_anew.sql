@@ -1,1 +1,0 @@
-SELECT {schema}.stream_begin_anew($1, $2)

@@ -1,1 +1,0 @@
-SELECT {schema}.stream_complete(($1)::integer, $2, $3)

@@ -1,1 +1,0 @@
-SELECT {schema}.stream_max_row($1, $2)

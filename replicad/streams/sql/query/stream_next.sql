@@ -1,1 +1,0 @@
-SELECT {schema}.stream_next($1)

@@ -1,1 +1,0 @@
-SELECT writer, position FROM {schema}.stream_positions($1)

@@ -1,1 +1,0 @@
-SELECT {schema}.stream_reset($1, $2, $3)

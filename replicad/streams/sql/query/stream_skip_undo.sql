@@ -1,1 +1,0 @@
-SELECT {schema}.stream_skip_undo($1, $2)

@@ -1,1 +1,0 @@
-SELECT id, reason, skipped_by, skipped_at FROM {schema}.stream_skips($1)

@@ -1,1 +1,0 @@
-SELECT {schema}.stream_trim($1, $2, $3)

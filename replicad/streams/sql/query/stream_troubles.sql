@@ -1,1 +1,0 @@
-SELECT daemon, kind, name, cause, code, reason, since FROM {schema}.stream_troubles()

@@ -1,1 +1,0 @@
-SELECT writer FROM {schema}.stream_writers_idle($1, $2)

@@ -1,0 +1,28 @@
+-- tube_lock_table(tbl): until the transaction ends nobody else attaches or detaches this table. Takes an advisory lock:
+-- a lock of the table itself would make its writers wait even where nothing is to be done.
+CREATE OR REPLACE FUNCTION tube_lock_table(tbl regclass) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT pg_advisory_xact_lock(
+        hashtext('replicad tube ' || current_schema()), (tbl::oid::bigint - 2147483648)::integer)
+$$;
+COMMENT ON FUNCTION tube_lock_table(regclass) IS 'Serialises attaching and detaching of a table';
+
+-- tube_member_detach(tube, tbl): takes the tube's triggers off one table or partition. Writes tube_attachment,
+-- triggers. They are found by the functions that they call, so that a renamed table loses them too.
+CREATE OR REPLACE FUNCTION tube_member_detach(tube text, tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    trigger_name name;
+BEGIN
+    FOR trigger_name IN SELECT g.tgname FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
+        WHERE g.tgrelid = tbl AND p.pronamespace = quote_ident(current_schema())::regnamespace
+            AND (obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
+                OR p.proname = 'tube_truncate_trigger'
+                    AND g.tgargs = convert_to(tube, getdatabaseencoding()) || decode('00', 'hex'))
+    LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', trigger_name, tube_qualified(tbl));
+    END LOOP;
+    DELETE FROM tube_attachment a WHERE a.tube = tube_member_detach.tube AND a.tbl = tube_member_detach.tbl;
+END
+$$;
+COMMENT ON FUNCTION tube_member_detach(text, regclass) IS 'Takes a tube''s triggers off one table';

@@ -1,0 +1,23 @@
+-- tube_backfill_source(a, order_col, home): the query of shard, id and sort_key of the rows to backfill; home is the
+-- shard of rows without a routing. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_backfill_source(a tube_attachment, order_col text, home integer) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format('SELECT %s AS shard, id::bigint AS id, %I AS sort_key FROM %s AS tube_row WHERE id IS NOT NULL%s',
+        coalesce(E'coalesce((\n' || a.routing || format(E'\n)::integer, %s) & 2147483647', home), home::text),
+        order_col, tube_qualified(a.tbl), tube_where((tube_find(a.tube)).predicate, a.predicate))
+$$;
+COMMENT ON FUNCTION tube_backfill_source(tube_attachment, text, integer)
+    IS 'The query of the rows that a backfill is of';
+
+-- tube_backfill_shards(source, path): the shards that occur in source. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_backfill_shards(source text, path text) RETURNS integer[]
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    shards integer[];
+BEGIN
+    PERFORM set_config('search_path', path, true);
+    EXECUTE format('SELECT coalesce(array_agg(DISTINCT shard), ''{}'') FROM (%s) AS stored', source) INTO shards;
+    RETURN shards;
+END
+$$;
+COMMENT ON FUNCTION tube_backfill_shards(text, text) IS 'The shards that occur in a backfill';

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import structlog
 
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable
+from replicad.eventlog import get_logger
 from replicad.protocol.tokens import START
 from replicad.protocol.tubing import Part
 from replicad.spark.arrow import PodReader
@@ -32,7 +32,7 @@ MARK = "replicad.parked"  # file in the checkpoint: a batch that may be replayed
 _ERROR_CHARACTERS = 500  # of an error that are kept with what is parked
 _OF_NO_ROW = ("42",)  # SQLSTATEs that say the query is wrong, not a row: halving would not narrow it down
 
-log = structlog.get_logger("replicad.spark")
+log = get_logger("replicad.spark")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,23 +27,23 @@ class EventLogger:
         """A logger that adds these fields to each event."""
         return EventLogger(self._logger, {**self._bound, **fields})
 
-    def debug(self, event: str, **fields: Any) -> None:
+    def debug(self, event: str, /, **fields: Any) -> None:
         """For who looks for the cause of something."""
         self._log(logging.DEBUG, event, fields)
 
-    def info(self, event: str, **fields: Any) -> None:
+    def info(self, event: str, /, **fields: Any) -> None:
         """What an operator may want to know."""
         self._log(logging.INFO, event, fields)
 
-    def warning(self, event: str, **fields: Any) -> None:
+    def warning(self, event: str, /, **fields: Any) -> None:
         """Something fails and is tried again, or is left out."""
         self._log(logging.WARNING, event, fields)
 
-    def error(self, event: str, **fields: Any) -> None:
+    def error(self, event: str, /, **fields: Any) -> None:
         """Something has failed for good."""
         self._log(logging.ERROR, event, fields)
 
-    def exception(self, event: str, **fields: Any) -> None:
+    def exception(self, event: str, /, **fields: Any) -> None:
         """As `error`, with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, event, fields, exc_info=True)
 

@@ -127,8 +127,8 @@ class _Thread:
             self._stop.wait(pause.next_delay())
 
     def _follow(self, pause: Backoff) -> None:
-        how = wishes(self._caches)
-        with self._client.follow({self._stream: "NOW"}, also=ALSO, backoff=self._backoff, **how) as follower:
+        how = wishes(self._caches, self._backoff)
+        with self._client.follow({self._stream: "NOW"}, also=ALSO, **how) as follower:
             self._follower = follower
             if self._stop.is_set():  # before there was anything to close
                 return

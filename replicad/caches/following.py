@@ -11,6 +11,7 @@ from typing import Protocol
 
 from replicad.caches.course import Course
 from replicad.caches.registry import Caches
+from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
 from replicad.client.pursuit import FollowWishes
 from replicad.eventlog import get_logger
@@ -35,9 +36,15 @@ class Follows(Protocol):
     def positions(self, stream: str) -> Mapping[str, int]: ...
 
 
-def wishes(caches: Caches) -> FollowWishes:
+def wishes(caches: Caches, backoff: Backoff | None) -> FollowWishes:
     """How the stream is followed: for ever, from now on after a reset, which empties everything."""
-    return FollowWishes(after_reset="NOW", patience=None, first_patience=None, taken=caches.max_staleness / _PROOFS)
+    return FollowWishes(
+        backoff=backoff,
+        after_reset="NOW",
+        patience=None,
+        first_patience=None,
+        taken=caches.max_staleness / _PROOFS,
+    )
 
 
 class Following:

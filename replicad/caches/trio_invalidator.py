@@ -68,7 +68,7 @@ class CacheInvalidator(Caches):
         while True:
             why = "following the stream has ended"
             try:
-                async with client.follow({stream: "NOW"}, also=ALSO, backoff=backoff, **wishes(self)) as follower:
+                async with client.follow({stream: "NOW"}, also=ALSO, **wishes(self, backoff)) as follower:
                     async for event in follower:
                         if isinstance(event, Connected):
                             pause.reset()

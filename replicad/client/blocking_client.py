@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from replicad.client.answers import Answer
-from replicad.client.backoff import Backoff
 from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import E, Reset, RowBatch
 from replicad.client.face import Reading, Request, Requests
@@ -114,22 +113,11 @@ class BlockingClient(Requests):
 
     @overload
     def follow(
-        self,
-        streams: Tokens | None,
-        linear: bool = False,
-        *,
-        backoff: Backoff | None = None,
-        **wishes: Unpack[FollowWishes],
+        self, streams: Tokens | None, linear: bool = False, **wishes: Unpack[FollowWishes]
     ) -> BlockingFollower[RowBatch | Reset]: ...
     @overload
     def follow(
-        self,
-        streams: Tokens | None,
-        linear: bool = False,
-        *,
-        also: Collection[type[E]],
-        backoff: Backoff | None = None,
-        **wishes: Unpack[FollowWishes],
+        self, streams: Tokens | None, linear: bool = False, *, also: Collection[type[E]], **wishes: Unpack[FollowWishes]
     ) -> BlockingFollower[RowBatch | Reset | E]: ...
     def follow(
         self,
@@ -137,21 +125,17 @@ class BlockingClient(Requests):
         linear: bool = False,
         *,
         also: Collection[type[Any]] = (),
-        backoff: Backoff | None = None,
         **wishes: Unpack[FollowWishes],
     ) -> BlockingFollower[Any]:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
-        `streams` None: every stream from `begin`, and those that are added later, from where they stand then.
-
-        Iterate over it for RowBatch and Reset events, and for those of the types in `also`: PositionMoved, Connected,
-        Disconnected, StreamStopped, StreamsChanged, TakenUpto, RemoteServerUp and LockReleased. `backoff` decides how
-        long to wait between two tries to connect; for the wishes see FollowOptions.
+        `streams` None: every stream from `begin`, and those that are added later, from where they stand then. Events
+        are RowBatch, Reset, and those of the types in `also` (see `events.Also`). For the wishes see FollowOptions.
 
         Raises:
             BadToken: a token is none.
         """
-        return BlockingFollower(self._target, streams, linear=linear, also=also, backoff=backoff, wishes=wishes)
+        return BlockingFollower(self._target, streams, linear=linear, also=also, wishes=wishes)
 
     def close(self) -> None:
         """Close the connection, also under a request of another thread; safe to repeat."""

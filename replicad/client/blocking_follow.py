@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from replicad.client.backoff import Backoff
 from replicad.client.following import Followed, Tokens
 from replicad.client.pursuit import FollowWishes
 from replicad.client.sockets import SocketLink, Target, open_link
@@ -33,10 +32,9 @@ class BlockingFollower(Followed, Iterator[T]):
         *,
         linear: bool,
         also: Collection[type],
-        backoff: Backoff | None,
         wishes: FollowWishes,
     ) -> None:
-        super().__init__(target, streams, linear=linear, also=also, backoff=backoff, wishes=wishes, now=time.monotonic)
+        super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=time.monotonic)
         self._link: SocketLink | None = None
         self._stop = threading.Event()
 

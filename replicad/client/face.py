@@ -28,29 +28,17 @@ from replicad.client.requests import (
     tell,
 )
 from replicad.client.steps import Steps
-from replicad.protocol.commands import (
-    Ack,
-    Acked,
-    Claim,
-    Command,
-    CursorAt,
-    Lease,
-    Parked,
-    Part,
-    Pods,
-    Release,
-    Renew,
-    Report,
-    Streams,
-    Tube,
-)
+from replicad.protocol import commands as c
+from replicad.protocol.commands import Command, CursorAt, Lease, Part
 from replicad.protocol.connection import Connection
 from replicad.protocol.pods import ARROW
 from replicad.protocol.tokens import START, Cursor
 
 P = ParamSpec("P")
 T = TypeVar("T")
-A = TypeVar("A", bound=Command)
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C", bound=Command)
 
 Turn = Callable[[Connection, float], Steps[Any]]
 """A question on a connection; the number is how many seconds the answer may take."""
@@ -88,46 +76,34 @@ class Awaits(Protocol):
     def _read(self, reading: Reading[T], /) -> Coroutine[Any, Any, PodBatch[T]]: ...
 
 
-class asked(Generic[P, T]):
-    """Makes a method of both clients out of a function that describes a Request."""
+class _Method(Generic[P, B, A]):
+    """A method of both clients: it returns a `B` in the blocking client; in the trio client an `A` is awaited for."""
 
-    def __init__(self, describe: Callable[Concatenate[Any, P], Request[T]]) -> None:
-        self._method = _method(describe, "_drive")
+    def __init__(self, describe: Callable[..., Any], driver: str) -> None:
+        @wraps(describe)
+        def method(client: Any, *args: Any, **named: Any) -> Any:
+            return getattr(client, driver)(describe(client, *args, **named))
 
-    @overload
-    def __get__(self, client: None, owner: type) -> Callable[..., Any]: ...
-    @overload
-    def __get__(self, client: Waits, owner: type) -> Callable[P, T]: ...
-    @overload
-    def __get__(self, client: Awaits, owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
-    def __get__(self, client: Any, owner: type) -> Any:
-        return self._method if client is None else MethodType(self._method, client)
-
-
-class read(Generic[P, T]):
-    """Makes a method of both clients out of a function that describes a Reading."""
-
-    def __init__(self, describe: Callable[Concatenate[Any, P], Reading[T]]) -> None:
-        self._method = _method(describe, "_read")
+        self._method = method
 
     @overload
     def __get__(self, client: None, owner: type) -> Callable[..., Any]: ...
     @overload
-    def __get__(self, client: Waits, owner: type) -> Callable[P, Answer[T]]: ...
+    def __get__(self, client: Waits, owner: type) -> Callable[P, B]: ...
     @overload
-    def __get__(self, client: Awaits, owner: type) -> Callable[P, Coroutine[Any, Any, PodBatch[T]]]: ...
+    def __get__(self, client: Awaits, owner: type) -> Callable[P, Coroutine[Any, Any, A]]: ...
     def __get__(self, client: Any, owner: type) -> Any:
         return self._method if client is None else MethodType(self._method, client)
 
 
-def _method(describe: Callable[..., Any], driver: str) -> Callable[..., Any]:
-    """A method with the name, the signature and the docstring of `describe`."""
+def asked(describe: Callable[Concatenate[Any, P], Request[T]]) -> _Method[P, T, T]:
+    """Make a method of both clients out of a function that describes a Request."""
+    return _Method(describe, "_drive")
 
-    @wraps(describe)
-    def method(client: Any, *args: Any, **named: Any) -> Any:
-        return getattr(client, driver)(describe(client, *args, **named))
 
-    return method
+def read(describe: Callable[Concatenate[Any, P], Reading[T]]) -> _Method[P, Answer[T], PodBatch[T]]:
+    """Make a method of both clients out of a function that describes a Reading."""
+    return _Method(describe, "_read")
 
 
 class Requests:
@@ -143,50 +119,50 @@ class Requests:
     @asked
     def streams(self) -> Request[tuple[str, ...]]:
         """The names of the streams that the daemon serves."""
-        return _one(Streams(), Streams, lambda answer: answer.names)
+        return _one(c.Streams(), c.Streams, lambda answer: answer.names)
 
     # --- tubes ---
 
     @asked
     def tube(self, tube: str) -> Request[int]:
         """The tube's number of partitions. Raises UnknownTube."""
-        return _one(Tube(tube), Tube, lambda answer: answer.partitions or 0)
+        return _one(c.Tube(tube), c.Tube, lambda answer: answer.partitions or 0)
 
     @asked
     def claim(
         self, tube: str, part: Part, *, ttl: float | None = None, wait: float | None = None, holder: str | None = None
     ) -> Request[Lease]:
         """The lease of a partition, waiting up to `wait` for one that another holds. Raises LeaseHeld."""
-        return _one(Claim(tube, part, ttl, wait, holder), Lease, lambda answer: answer)
+        return _one(c.Claim(tube, part, ttl, wait, holder), Lease, lambda answer: answer)
 
     @asked
     def renew(self, tube: str, part: Part, term: int) -> Request[Lease]:
         """Say that the holder is alive. Raises LeaseLost."""
-        return _one(Renew(tube, part, term), Lease, lambda answer: answer)
+        return _one(c.Renew(tube, part, term), Lease, lambda answer: answer)
 
     @asked
     def release(self, tube: str, part: Part, term: int) -> Request[None]:
         """Give the lease back; harmless where it is lost already."""
-        return _one(Release(tube, part, term), Release, lambda _: None)
+        return _one(c.Release(tube, part, term), c.Release, lambda _: None)
 
     @asked
     def plan(
         self, tube: str, part: Part, term: int, after: Cursor = START, **bounds: Unpack[Bounds]
     ) -> Request[CursorAt]:
         """How far reading from `after` would get and how many pods that is; the pods stay where they are."""
-        return _one(Pods(tube, part, term, after, plan=True, **bounds), CursorAt, lambda answer: answer)
+        return _one(c.Pods(tube, part, term, after, plan=True, **bounds), CursorAt, lambda answer: answer)
 
     @read
     def pods(self, tube: str, part: Part, term: int, after: Cursor = START, **extent: Unpack[Extent]) -> Reading[Pod]:
         """The pods behind `after`, as far as the extent reaches. Raises LeaseLost, on the way as well."""
-        return Reading(partial(ask_for_pods, Pods(tube, part, term, after, **extent)), parse_pods)
+        return Reading(partial(ask_for_pods, c.Pods(tube, part, term, after, **extent)), parse_pods)
 
     @read
     def pod_chunks(
         self, tube: str, part: Part, term: int, after: Cursor = START, **extent: Unpack[Extent]
     ) -> Reading[bytes]:
         """Like `pods`, in bulk: blocks of whole lines `RDATA tube:NAME p/n seq {...}` as they came, ends included."""
-        return Reading(partial(ask_for_pods, Pods(tube, part, term, after, **extent)), _as_it_is)
+        return Reading(partial(ask_for_pods, c.Pods(tube, part, term, after, **extent)), _as_it_is)
 
     @read
     def pod_blocks(
@@ -203,7 +179,7 @@ class Requests:
 
         Raises EncodingUnavailable where the daemon has only lines to give, of all or of those that would come next.
         """
-        request = Pods(tube, part, term, after, encoding=ARROW, payload=payload, **extent)
+        request = c.Pods(tube, part, term, after, encoding=ARROW, payload=payload, **extent)
         return Reading(partial(ask_for_blocks, request), _as_it_is)
 
     @asked
@@ -217,7 +193,7 @@ class Requests:
     @asked
     def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> Request[int]:
         """Like `ack`, for all pods of (after, upto]."""
-        return _one(Ack(tube, part, term, upto=upto, after=after), Acked, lambda answer: answer.pods)
+        return _one(c.Ack(tube, part, term, upto=upto, after=after), c.Acked, lambda answer: answer.pods)
 
     @asked
     def park(
@@ -225,12 +201,12 @@ class Requests:
     ) -> Request[int]:
         """Put ids that keep failing (none: the whole pod) aside, with the error; returns how many."""
         request = park_request(tube, part, term, seq, ids, tries=tries, error=error)
-        return _one(request, Parked, lambda answer: answer.ids)
+        return _one(request, c.Parked, lambda answer: answer.ids)
 
     @asked
     def report(self, tube: str, reporter: str, counts: Mapping[str, object]) -> Request[None]:
         """Have `replicad top` show what was counted; the last word of each reporter stands."""
-        return _one(Report(tube, reporter, json.dumps(counts)), Report, lambda _: None)
+        return _one(c.Report(tube, reporter, json.dumps(counts)), c.Report, lambda _: None)
 
     # --- any command ---
 
@@ -240,7 +216,7 @@ class Requests:
         return Request([partial(tell, commands)], lambda _: None)
 
 
-def _one(command: Command, kind: type[A], result: Callable[[A], T]) -> Request[T]:
+def _one(command: Command, kind: type[C], result: Callable[[C], T]) -> Request[T]:
     """A request of one command, which an answer of that kind has."""
 
     def understand(answers: list[Any]) -> T:

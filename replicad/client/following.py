@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Reset, RowBatch
 from replicad.client.pursuit import FollowOptions, FollowWishes, Pursuit
 from replicad.client.sockets import Target
@@ -23,13 +22,12 @@ class Followed:
         *,
         linear: bool,
         also: Collection[type],
-        backoff: Backoff | None,
         wishes: FollowWishes,
         now: Callable[[], float],
     ) -> None:
         options = FollowOptions(linear, answer_timeout=target.answer_timeout, **wishes)
         self._target = target
-        self._pursuit = Pursuit(streams, options, backoff, now=now)
+        self._pursuit = Pursuit(streams, options, now=now)
         self._steps = self._pursuit.steps()
         self._wanted = frozenset({RowBatch, Reset, *also})
 

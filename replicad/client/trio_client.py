@@ -15,7 +15,6 @@ from typing import Any, TypeVar, Unpack, overload
 import trio
 
 from replicad.client.answers import PodBatch
-from replicad.client.backoff import Backoff
 from replicad.client.events import E, Reset, RowBatch
 from replicad.client.face import Reading, Request, Requests
 from replicad.client.following import Tokens
@@ -76,22 +75,11 @@ class TrioClient(Requests):
 
     @overload
     def follow(
-        self,
-        streams: Tokens | None,
-        linear: bool = False,
-        *,
-        backoff: Backoff | None = None,
-        **wishes: Unpack[FollowWishes],
+        self, streams: Tokens | None, linear: bool = False, **wishes: Unpack[FollowWishes]
     ) -> TrioFollower[RowBatch | Reset]: ...
     @overload
     def follow(
-        self,
-        streams: Tokens | None,
-        linear: bool = False,
-        *,
-        also: Collection[type[E]],
-        backoff: Backoff | None = None,
-        **wishes: Unpack[FollowWishes],
+        self, streams: Tokens | None, linear: bool = False, *, also: Collection[type[E]], **wishes: Unpack[FollowWishes]
     ) -> TrioFollower[RowBatch | Reset | E]: ...
     def follow(
         self,
@@ -99,23 +87,17 @@ class TrioClient(Requests):
         linear: bool = False,
         *,
         also: Collection[type[Any]] = (),
-        backoff: Backoff | None = None,
         **wishes: Unpack[FollowWishes],
     ) -> TrioFollower[Any]:
         """Rows of the streams, each from its token (None: from now on), on a connection of its own.
 
-        `streams` None: every stream from `begin`, and those that are added later, from where they stand then.
-
-        Iterate over it for RowBatch and Reset events, and for those of the types in `also`: PositionMoved, Connected,
-        Disconnected, StreamStopped, StreamsChanged, TakenUpto, RemoteServerUp and LockReleased. `backoff` decides how
-        long to wait between two tries to connect; for the wishes see FollowOptions.
+        `streams` None: every stream from `begin`, and those that are added later, from where they stand then. Events
+        are RowBatch, Reset, and those of the types in `also` (see `events.Also`). For the wishes see FollowOptions.
 
         Raises:
             BadToken: a token is none.
         """
-        return TrioFollower(
-            self._target, self._nursery, streams, linear=linear, also=also, backoff=backoff, wishes=wishes
-        )
+        return TrioFollower(self._target, self._nursery, streams, linear=linear, also=also, wishes=wishes)
 
     def close(self) -> None:
         """Close the connection, also under a request of another task; safe to repeat. The end of the block does it."""

@@ -7,7 +7,6 @@ from typing import Any, Self, TypeVar
 
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.following import Followed, Tokens
 from replicad.client.pursuit import FollowWishes
 from replicad.client.sockets import Target
@@ -33,12 +32,9 @@ class TrioFollower(Followed, AsyncIterator[T]):
         *,
         linear: bool,
         also: Collection[type],
-        backoff: Backoff | None,
         wishes: FollowWishes,
     ) -> None:
-        super().__init__(
-            target, streams, linear=linear, also=also, backoff=backoff, wishes=wishes, now=trio.current_time
-        )
+        super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=trio.current_time)
         self._nursery = nursery
         self._pending: Any = None  # a step that is not performed yet
         self._link: TrioLink | None = None

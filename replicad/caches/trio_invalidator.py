@@ -1,4 +1,4 @@
-"""Caches of a trio program: a task follows the stream. The twin of `blocking`."""
+"""Caches of a trio program: a task follows the stream. The twin of `blocking_invalidator`."""
 
 from __future__ import annotations
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 
-import structlog
 import trio
 
 from bench.peers import Peer, redis
@@ -98,7 +96,6 @@ class Worker(CacheInvalidator):
 
 def work(pipe: Connection, method: Run, door: Door, workers: int, rows: int) -> None:
     """The work of one process: say when all are live, then wait until all have carried out everything."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     pipe.send(trio.run(_work, pipe, method, door, workers, rows))
 
 

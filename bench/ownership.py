@@ -6,12 +6,10 @@ in turns. Then a second writer comes, goes, and another one dies, while the task
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
 
-import structlog
 import trio
 
 from bench.report import Figure, Spread, latency, rates
@@ -31,7 +29,6 @@ Write = Callable[[str], Awaitable[None]]
 
 def run(options: Options) -> list[Figure]:
     """The cost of the fence, and the times of hand-overs."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with system() as ours:
         ours.install()
         ours.sql("CREATE TABLE bench (id bigserial PRIMARY KEY, key text NOT NULL, body text NOT NULL)")

@@ -7,6 +7,7 @@ calculate. So a test takes free ports, looks at its own database only, and relie
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from replicad.config.logs import FromLibraries
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 from replicad.postgres.schema import PARTS, Part, script
@@ -48,6 +50,9 @@ structlog.configure = _configure_uncached
 def logs_as_they_come() -> None:
     """No test inherits the log level and the format that a command in the same process has set."""
     structlog.reset_defaults()
+    logging.getLogger("replicad").setLevel(logging.NOTSET)
+    root = logging.getLogger()
+    root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, FromLibraries)]
 
 
 settings.register_profile("busy machine", deadline=None)  # how long an example takes says nothing about the code

@@ -9,6 +9,7 @@ writer comes, a third one comes and dies, and the second one goes; and ends with
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 import subprocess
@@ -18,7 +19,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import structlog
 import trio
 
 from replicad.errors import DatabaseUnavailable, NotOwner
@@ -99,7 +99,7 @@ async def process(url: str, instance: str) -> AsyncIterator[trio.Process]:
 
 
 if __name__ == "__main__":
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    logging.basicConfig(level=logging.INFO)  # what the writer's keeper does, on stderr
     if len(sys.argv) > 1:
         trio.run(write, *sys.argv[1:])
     else:

@@ -14,6 +14,7 @@ from replicad.caches.following import (
     RETRY_CAP,
     RETRY_FIRST,
     STREAM,
+    Also,
     Following,
     log,
     wishes,
@@ -22,7 +23,7 @@ from replicad.caches.registry import MAX_STALENESS, Caches
 from replicad.client.backoff import Backoff
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.blocking_follow import BlockingFollower
-from replicad.client.events import Connected
+from replicad.client.events import Connected, Reset, RowBatch
 from replicad.errors import ConnectionLost, ReplicadError
 
 _JOIN = 10.0  # seconds for the thread to end; it waits for nothing that closing its connection does not end
@@ -92,7 +93,7 @@ class _Thread:
         self._backoff = backoff
         self._pid = os.getpid()
         self._stop = threading.Event()
-        self._follower: BlockingFollower | None = None
+        self._follower: BlockingFollower[RowBatch | Reset | Also] | None = None
         self._thread = threading.Thread(target=self._run, name="replicad-caches", daemon=True)
 
     def start(self) -> None:
@@ -126,8 +127,8 @@ class _Thread:
             self._stop.wait(pause.next_delay())
 
     def _follow(self, pause: Backoff) -> None:
-        how = wishes(self._caches)
-        with self._client.follow({self._stream: "NOW"}, also=ALSO, backoff=self._backoff, **how) as follower:
+        how = wishes(self._caches, self._backoff)
+        with self._client.follow({self._stream: "NOW"}, also=ALSO, **how) as follower:
             self._follower = follower
             if self._stop.is_set():  # before there was anything to close
                 return

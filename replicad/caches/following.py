@@ -7,24 +7,25 @@ The driver follows the stream from `NOW` and hands every event to `take`. When i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-import structlog
+from typing import Protocol
 
 from replicad.caches.course import Course
 from replicad.caches.registry import Caches
+from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
 from replicad.client.pursuit import FollowWishes
+from replicad.eventlog import get_logger
 
 STREAM = "caches"
-ALSO = (PositionMoved, Connected, Disconnected, TakenUpto)  # what the driver has to ask its follower for
+Also = PositionMoved | Connected | Disconnected | TakenUpto
+ALSO: tuple[type[Also], ...] = (PositionMoved, Connected, Disconnected, TakenUpto)  # the driver asks its follower so
 RETRY_FIRST = 0.5  # seconds until following is begun anew after something that trying again may not mend
 RETRY_CAP = 30.0
 
 _PROOFS = 4  # in the time for which one holds
 _CATCHING_UP = "what was invalidated while there was no connection is still to come"
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 class Follows(Protocol):
@@ -35,9 +36,15 @@ class Follows(Protocol):
     def positions(self, stream: str) -> Mapping[str, int]: ...
 
 
-def wishes(caches: Caches) -> FollowWishes:
+def wishes(caches: Caches, backoff: Backoff | None) -> FollowWishes:
     """How the stream is followed: for ever, from now on after a reset, which empties everything."""
-    return FollowWishes(after_reset="NOW", patience=None, first_patience=None, taken=caches.max_staleness / _PROOFS)
+    return FollowWishes(
+        backoff=backoff,
+        after_reset="NOW",
+        patience=None,
+        first_patience=None,
+        taken=caches.max_staleness / _PROOFS,
+    )
 
 
 class Following:
@@ -49,7 +56,7 @@ class Following:
         self._course = Course()
         self._told = False  # of an outage, in the log
 
-    def take(self, event: Any, follower: Follows) -> None:
+    def take(self, event: RowBatch | Reset | Also, follower: Follows) -> None:
         """Deal with one event."""
         course, now = self._course, self._caches.now
         if type(event) is RowBatch:  # the one that comes a hundred thousand times a second

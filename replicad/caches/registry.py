@@ -55,7 +55,8 @@ class _Share(NamedTuple):
 
 
 class Caches:
-    """Declares caches and invalidates them. Use a CacheInvalidator (`blocking`, `trio_invalidator`), which is one.
+    """Declares caches and invalidates them. Use a CacheInvalidator (of `blocking_invalidator` or `trio_invalidator`),
+    which is one.
 
     `max_staleness`: seconds after which an entry is not given out any more unless it was proven that every invalidation
     committed before that has been carried out. Proofs come all the time (a few in that time, no more than one for each

@@ -1,4 +1,4 @@
-"""Caches of a trio program: a task follows the stream. The twin of `blocking`."""
+"""Caches of a trio program: a task follows the stream. The twin of `blocking_invalidator`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CacheInvalidator(Caches):
         while True:
             why = "following the stream has ended"
             try:
-                async with client.follow({stream: "NOW"}, also=ALSO, backoff=backoff, **wishes(self)) as follower:
+                async with client.follow({stream: "NOW"}, also=ALSO, **wishes(self, backoff)) as follower:
                     async for event in follower:
                         if isinstance(event, Connected):
                             pause.reset()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from replicad.client.events import Reset, RowBatch
-from replicad.client.pursuit import Pursuit
+from replicad.client.following import Followed, Tokens
+from replicad.client.pursuit import FollowWishes
 from replicad.client.sockets import SocketLink, Target, open_link
 from replicad.client.steps import STEPS, Connect, Sleep
 from replicad.errors import ReplicadError
 
+T = TypeVar("T")
 
-class BlockingFollower(Iterator[Any]):
+
+class BlockingFollower(Followed, Iterator[T]):
     """An endless iterator over RowBatch and Reset events, and over those of the types in `also`.
 
     It reconnects and resumes by itself; `close`, from any thread, ends it. Iterating raises what trying again does not
@@ -22,15 +25,20 @@ class BlockingFollower(Iterator[Any]):
     asked, or the last ConnectionLost when `patience` is at its end.
     """
 
-    def __init__(self, target: Target, pursuit: Pursuit, also: Collection[type] = ()) -> None:
-        self._target = target
-        self._pursuit = pursuit
-        self._steps = pursuit.steps()
-        self._wanted = frozenset({RowBatch, Reset, *also})
+    def __init__(
+        self,
+        target: Target,
+        streams: Tokens | None,
+        *,
+        linear: bool,
+        also: Collection[type],
+        wishes: FollowWishes,
+    ) -> None:
+        super().__init__(target, streams, linear=linear, also=also, wishes=wishes, now=time.monotonic)
         self._link: SocketLink | None = None
         self._stop = threading.Event()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         answer: Any = None
         error: ReplicadError | None = None
         while not self._stop.is_set():
@@ -42,7 +50,8 @@ class BlockingFollower(Iterator[Any]):
             answer = error = None
             kind = type(step)
             if kind in self._wanted:
-                return step
+                event: T = step
+                return event
             if kind in STEPS:
                 try:
                     answer = self._perform(step)
@@ -70,18 +79,6 @@ class BlockingFollower(Iterator[Any]):
     def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
-
-    def token(self, stream: str) -> str | None:
-        """What to follow the stream with later so that nothing handed out comes again and nothing else is missed."""
-        return self._pursuit.follower.token(stream)
-
-    def positions(self, stream: str) -> Mapping[str, int]:
-        """How far each known writer's rows were handed out (`*`: in a linear subscription all of them)."""
-        return self._pursuit.follower.positions(stream)
-
-    def tokens(self) -> dict[str, str | None]:
-        """`token` of every stream."""
-        return {stream: self.token(stream) for stream in self._pursuit.follower.streams()}
 
     def close(self) -> None:
         """End the iteration, also under a thread that waits in it; safe to repeat."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from replicad.errors import ReplicadError
+from replicad.protocol.commands import LockReleased, RemoteServerUp
 
 
 class RowBatch(NamedTuple):
@@ -98,3 +99,21 @@ class StreamsChanged(NamedTuple):
 
     added: tuple[str, ...]
     gone: tuple[str, ...]
+
+
+Also = (
+    PositionMoved
+    | Connected
+    | Disconnected
+    | StreamStopped
+    | StreamsChanged
+    | TakenUpto
+    | RemoteServerUp
+    | LockReleased
+)
+"""What a follower hands over where it is asked for in `also`."""
+
+Event = RowBatch | Reset | Also
+"""Whatever a follower may hand over. RowBatch and Reset always come."""
+
+E = TypeVar("E", bound=Also)

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-import structlog
 import trio
 
 from replicad.client.backoff import Backoff
 from replicad.client.ledger import Ledger
 from replicad.client.pods import Pod
 from replicad.errors import DownstreamError
+from replicad.eventlog import get_logger
 
 StaleIds = Callable[[int, int, int], Awaitable[Sequence[int]]]
 
 FRUITLESS_STEPS = 10  # in which the downstream names the same ids again after they were processed
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 def start_of(pod: Pod) -> int | None:

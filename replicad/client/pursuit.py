@@ -68,11 +68,13 @@ class FollowOptions:
     answer_timeout: float = 60.0
     taken: float | None = None
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
+    backoff: Backoff | None = None  # how long to wait between two tries to connect
 
 
 class FollowWishes(TypedDict, total=False):
     """The FollowOptions that `follow` of both clients takes by name."""
 
+    backoff: Backoff | None
     begin: str
     after_reset: str
     patience: float | None
@@ -90,14 +92,13 @@ class Pursuit:
         self,
         streams: Mapping[str, str | None] | None,
         options: FollowOptions | None = None,
-        backoff: Backoff | None = None,
         *,
         now: Callable[[], float],
     ) -> None:
         """Raises BadToken where a token is none."""
         self._options = options or FollowOptions()
         self._now = now
-        self._backoff = backoff or Backoff()
+        self._backoff = self._options.backoff or Backoff()
         self.follower = Follower(self._options.batch_limits)
         for stream, token in (streams or {}).items():
             self.follower.want(stream, token, linear=self._options.linear)

@@ -8,6 +8,7 @@ from replicad.errors import (
     BadToken,
     ConnectionLost,
     DatabaseError,
+    LocalProtocolError,
     PresenceRefused,
     RelayRefused,
     RemoteError,
@@ -57,6 +58,11 @@ def again(error: ReplicadError) -> ReplicadError:
 def concerns_one_request(error: ReplicadError) -> bool:
     """Whether the server refused a request and left the connection open, as far as its code tells."""
     return isinstance(error, StreamError | TubeError | DatabaseError | PresenceRefused | RelayRefused)
+
+
+def keeps_in_step(error: BaseException) -> bool:
+    """Whether the connection on which a request failed so can serve the next one; otherwise it has to be closed."""
+    return isinstance(error, LocalProtocolError) or (isinstance(error, ReplicadError) and concerns_one_request(error))
 
 
 def refuses_stream(error: ReplicadError) -> bool:

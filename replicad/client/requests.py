@@ -122,7 +122,12 @@ def greet(connection: Connection, us: Introduction) -> Steps[str]:
     return name
 
 
-def ask(connection: Connection, request: Command, timeout: float) -> Steps[Command]:
+def tell(commands: tuple[Command, ...], _connection: Connection, _timeout: float) -> Steps[None]:
+    """Send commands that are not answered, in one piece."""
+    yield Send(commands)
+
+
+def ask(request: Command, connection: Connection, timeout: float) -> Steps[Command]:
     """Send a request and return its answer; `timeout` in seconds, on top of what the request itself waits for.
 
     Raises:
@@ -140,7 +145,7 @@ def ask(connection: Connection, request: Command, timeout: float) -> Steps[Comma
         block = yield Receive()
 
 
-def ask_for_pods(connection: Connection, request: Pods, timeout: float) -> Steps[CursorAt]:
+def ask_for_pods(request: Pods, connection: Connection, timeout: float) -> Steps[CursorAt]:
     """Like `ask`, for PODS with rows: yields blocks of RDATA lines as they come, returns the CURSOR behind them.
 
     `timeout` is for each piece of the answer.
@@ -174,7 +179,7 @@ def ask_for_pods(connection: Connection, request: Pods, timeout: float) -> Steps
             return answer
 
 
-def ask_for_blocks(connection: Connection, request: Pods, timeout: float) -> Steps[CursorAt]:
+def ask_for_blocks(request: Pods, connection: Connection, timeout: float) -> Steps[CursorAt]:
     """Like `ask_for_pods`, with `encoding=arrow`: yields PodBlocks as they come, returns the CURSOR behind them.
 
     `timeout` is for each block.
@@ -184,8 +189,8 @@ def ask_for_blocks(connection: Connection, request: Pods, timeout: float) -> Ste
         RemoteProtocolError: a block does not end where it was said to, or CURSOR counts other pods than came.
     """
     count = 0
+    connection.stop_at(Arrow.NAME)  # before a driver can read on while it sends
     yield Send((request,))
-    connection.stop_at(Arrow.NAME)
     within: float | None = timeout + (request.wait or 0.0)
     while True:
         block = yield Receive(within)

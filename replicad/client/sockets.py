@@ -83,10 +83,12 @@ def _connect(target: Target, deadline: float, clock: Callable[[], float]) -> soc
             sock.settimeout(max(deadline - clock(), 0.001))
             sock = target.tls.wrap_socket(sock, server_hostname=target.host)
         sock.setblocking(False)
-    except OSError as error:
+    except BaseException as error:
         if sock is not None:
             sock.close()
-        raise ConnectionLost(f"no connection to {target}: {reason(error)}") from error
+        if isinstance(error, OSError):
+            raise ConnectionLost(f"no connection to {target}: {reason(error)}") from error
+        raise
     return sock
 
 

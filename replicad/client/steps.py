@@ -24,7 +24,7 @@ class Send(NamedTuple):
 class Receive(NamedTuple):
     """Wait for more lines; the answer is a block of whole lines, ends included, never empty.
 
-    Raw bytes that the connection was told to expect come as a block of their own, on drivers that know of them.
+    Raw bytes that the connection was told to expect come as a block of their own.
 
     `within` starts a clock anew, in seconds, after which ConnectionLost is raised instead; None lets the clock of an
     earlier step run on. Keep-alives are the driver's business and stop no clock.

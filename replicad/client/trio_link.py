@@ -18,6 +18,8 @@ from replicad.client.sockets import MAX_ROW, READ_BYTES, Target, reason
 from replicad.client.steps import Receive, Send, Steps
 from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import ConnectionLost, ReplicadError
+from replicad.groups import leaves
+from replicad.nurseries import open_plain_nursery
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error, Ping
 from replicad.protocol.connection import Connection, Due
@@ -76,10 +78,7 @@ async def _connect(target: Target) -> trio.abc.Stream:
 
 def _why(error: BaseException) -> str:
     """What went wrong, in words; of the attempts at several addresses, with the first one."""
-    cause = error.__cause__ or error
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return reason(cause)
+    return reason(leaves(error.__cause__ or error)[0])
 
 
 class TrioLink:
@@ -98,6 +97,7 @@ class TrioLink:
         self._stream = stream
         self._sending = trio.Lock()
         self._into, self._blocks = trio.open_memory_channel[bytes](1)
+        self._asked = trio.Event()  # the owner wants a block
         self._deadline = float("inf")
         self._busy = True
         self._reading = False
@@ -119,6 +119,7 @@ class TrioLink:
     def end(self) -> None:
         """After the whole answer."""
         self._busy = False
+        self._asked.set()
         try:
             while True:
                 self._pass_over(self._blocks.receive_nowait())
@@ -168,7 +169,7 @@ class TrioLink:
                     sent = True
         except _BROKEN as error:
             with trio.move_on_after(_LAST_WORDS), contextlib.suppress(trio.EndOfChannel):
-                self._pass_over(await self._blocks.receive())  # it may have said why before it hung up
+                self._pass_over(await self._next_block())  # it may have said why before it hung up
             self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
         finally:
             if not sent:
@@ -183,12 +184,19 @@ class TrioLink:
         """
         with trio.move_on_at(self._deadline):
             try:
-                return await self._blocks.receive()
+                return await self._next_block()
             except trio.EndOfChannel:
                 self._check_open()
         self._fail(ConnectionLost(f"{self.target} did not answer in time"))
         self._check_open()
         raise AssertionError("unreachable")
+
+    async def _next_block(self) -> bytes:
+        try:
+            return self._blocks.receive_nowait()  # it came for a `receive` that was cancelled
+        except trio.WouldBlock:
+            self._asked.set()
+        return await self._blocks.receive()
 
     # --- the tasks ---
 
@@ -196,17 +204,18 @@ class TrioLink:
         """Read and keep alive until the link is closed, then close the stream. Raises nothing but cancellation."""
         try:
             with self._scope:
-                async with trio.open_nursery() as nursery:
+                async with open_plain_nursery() as nursery:
                     nursery.start_soon(self._read)
                     if self.target.keepalive:
                         nursery.start_soon(self._keep_alive)
+                    await trio.sleep_forever()  # until `_fail` cancels the scope
         finally:
             self.close()
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(self._stream)
 
     async def _read(self) -> None:
-        """Hand what comes to the owner while it is busy, and pass over it otherwise."""
+        """Take what comes, as long as there is a connection."""
         try:
             while True:
                 self._reading = True
@@ -214,15 +223,29 @@ class TrioLink:
                 self._reading = False
                 if not data:
                     raise ConnectionLost(f"{self.target} closed the connection")
-                block = self.connection.receive_block(bytes(data), trio.current_time())
-                if block and self._busy:
-                    await self._into.send(block)
-                elif block:
-                    self._pass_over(block)
+                await self._hand_over(bytes(data))
         except _BROKEN as error:
             self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
         except ReplicadError as error:
             self._fail(error)
+
+    async def _hand_over(self, data: bytes) -> None:
+        """Hand lines to the owner while it is busy, and pass over them otherwise.
+
+        The bytes are looked at only when the owner has asked for more: what it was given last may say how.
+        """
+        while True:
+            if self._busy:
+                await self._asked.wait()
+            block = self.connection.receive_block(data, trio.current_time())
+            if block and self._busy:
+                self._asked = trio.Event()
+                self._into.send_nowait(block)
+            elif block:
+                self._pass_over(block)
+            if not self.connection.holds_back:
+                return
+            data = b""
 
     async def _keep_alive(self) -> None:
         """Send PINGs when nothing else is sent, and give up on a silent peer."""

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 
-import structlog
 import trio
 
 from replicad.client.backoff import Backoff
@@ -34,6 +33,8 @@ from replicad.errors import (
     PartitionsChanged,
     ReplicadError,
 )
+from replicad.eventlog import get_logger
+from replicad.nurseries import open_plain_nursery
 from replicad.protocol.tokens import START
 from replicad.tubes.commands import Part
 
@@ -43,7 +44,7 @@ OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
 
 RELEASE_TIMEOUT = 1.0  # seconds to say goodbye in
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,12 @@ class Worker:
         while True:
             partitions = await self._ask_for_partitions()
             mine = [n for n in range(partitions) if self._only is None or n in self._only]
-            async with trio.open_nursery() as nursery:
+            changed = trio.Event()
+            async with open_plain_nursery() as nursery:
                 for number in mine:
-                    nursery.start_soon(self._keep_working, Part(number, partitions), nursery.cancel_scope)
+                    nursery.start_soon(self._keep_working, Part(number, partitions), changed)
+                with trio.move_on_after(math.inf if mine else self._settings.poll):
+                    await changed.wait()
             log.info("partitions_changed", tube=self._tube, before=partitions)
 
     async def _ask_for_partitions(self) -> int:
@@ -141,7 +145,7 @@ class Worker:
                 log.info("tube_unknown_yet", tube=self._tube, code=error.code, error=str(error))
             await trio.sleep(backoff.next_delay())
 
-    async def _keep_working(self, part: Part, all_parts: trio.CancelScope) -> None:
+    async def _keep_working(self, part: Part, changed: trio.Event) -> None:
         """Work on a partition, through lost leases and connections, until the number of partitions changes."""
         backoff = Backoff(first=0.2, cap=10.0)
         while True:
@@ -149,7 +153,7 @@ class Worker:
                 async with self._open_client() as client:
                     await _Partition(self, client, part).run(backoff)
             except PartitionsChanged:
-                all_parts.cancel()
+                changed.set()
                 return
             except ReplicadError as error:
                 if not isinstance(error, LeaseHeld | LeaseLost | CursorAhead) and not may_pass(error):
@@ -190,19 +194,15 @@ class _Partition:
         self._term = lease.term
         backoff.reset()
         self._lease.deadline = asked + settings.lease_ttl
-        failure: ReplicadError | None = None
         with self._lease:
-            async with trio.open_nursery() as nursery:
+            async with open_plain_nursery() as nursery:
                 nursery.start_soon(self._renew)
                 try:
                     await self._work(nursery)
-                except ReplicadError as error:  # not through the nursery, which would wrap it
-                    failure = error
-                    nursery.cancel_scope.cancel()
                 except trio.Cancelled:
                     await self._release()
                     raise
-        raise failure or self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
+        raise self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
 
     async def _release(self) -> None:
         """Let another worker begin at once, unless a call of the user's function is cut short: it may still take
@@ -347,7 +347,7 @@ class _Partition:
         said = " ".join(repr(error).split())
         try:
             await self._client.park(self._tube, self._part, self._term, seq, ids, tries=tries, error=said)
-        except ReplicadError as refused:  # not through the nursery, which would wrap it
+        except ReplicadError as refused:  # the lease is over; `run` raises it
             self._lost = refused
             self._lease.cancel()
             return False

@@ -1,7 +1,8 @@
 """Sets logging up: events with fields to stderr, readable on a terminal, JSON lines elsewhere, secrets masked.
 
-Parts of the program call `structlog.get_logger()` and log events (`log.info("session_closed", peer=name)`); what
-becomes of them is decided here and nowhere else.
+The daemon and the command line call `structlog.get_logger()` and log events (`log.info("session_closed", peer=name)`).
+What users import as a library does the same through the standard `logging` (see `eventlog`). What becomes of both is
+decided here, by the command line only.
 """
 
 from __future__ import annotations
@@ -65,19 +66,28 @@ def mask_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
     return {name: mask_field(name, event[name]) for name in names}
 
 
-class _FromLibraries(logging.Handler):
-    """Hands what libraries log through the standard module to structlog, so that stderr has one form."""
+class FromLibraries(logging.Handler):
+    """Hands what libraries log through the standard module to structlog, so that stderr has one form.
+
+    Events of our own libraries keep their names and fields; what others log is the event `library_message`.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        log = structlog.get_logger()
-        log.log(record.levelno, "library_message", library=record.name, message=record.getMessage())
+        """Log the record as an event."""
+        fields = getattr(record, "fields", None)
+        if isinstance(fields, dict):
+            log = structlog.get_logger().bind(**fields)
+            log.log(record.levelno, getattr(record, "event", record.msg), exc_info=record.exc_info)
+        else:
+            log = structlog.get_logger()
+            log.log(record.levelno, "library_message", library=record.name, message=record.getMessage())
 
 
 def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, colour: bool = True) -> None:
     """Send all events of this process to `stream` (default: stderr) in the form and at the level of the settings.
 
-    `colour=False` forbids colours even on a terminal. Call it once, at the start. Libraries are heard from warnings on;
-    at level debug, entirely.
+    `colour=False` forbids colours even on a terminal. Call it once, at the start. Our own libraries log at the level of
+    the settings, those of others from warnings on; at level debug, everything.
     """
     out = sys.stderr if stream is None else stream
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
@@ -107,5 +117,6 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, colou
         cache_logger_on_first_use=True,
     )
     root = logging.getLogger()
-    root.handlers[:] = [_FromLibraries()]
+    root.handlers[:] = [FromLibraries()]
     root.setLevel(level if level == logging.DEBUG else max(level, logging.WARNING))
+    logging.getLogger("replicad").setLevel(level)

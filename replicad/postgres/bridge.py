@@ -14,12 +14,12 @@ from typing import Any
 from weakref import WeakSet
 
 import asyncpg
-import structlog
 import trio
 import trio_asyncio
 from asyncpg import Record as Row
 
 from replicad import errors
+from replicad.eventlog import get_logger
 from replicad.postgres import failures
 from replicad.postgres.connection import COPY_CHUNK, Backend, Connection, Counters, Settings, Sink
 from replicad.postgres.literals import quote_ident, quote_literal
@@ -41,7 +41,7 @@ __all__ = [
     "quote_literal",
 ]
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _CLOSE = 2.0  # seconds for a polite goodbye to all connections
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries

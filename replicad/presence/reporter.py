@@ -23,6 +23,7 @@ from replicad.client.sockets import Target
 from replicad.client.steps import Receive
 from replicad.client.trio_link import TrioLink, open_link
 from replicad.errors import ReplicadError
+from replicad.nurseries import open_plain_nursery
 from replicad.presence.commands import ClearUserSync, UserSync
 from replicad.protocol.commands import Error
 from replicad.protocol.connection import Timing
@@ -61,25 +62,16 @@ async def open_presence(
     """
     target = Target(host, port, Introduction(instance, None, token), tls, timing=timing or Timing())
     reporter = PresenceReporter(target, instance)
-    failure: Exception | None = None
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(reporter.run, nursery.cancel_scope)
-        try:
-            yield reporter
-            await reporter.say_goodbye()
-        except Exception as error:  # noqa: BLE001 - raised again outside of the nursery, which would wrap it
-            failure = error
-        nursery.cancel_scope.cancel()
-    failure = failure or reporter.failure
-    if failure is not None:
-        raise failure
+    async with open_plain_nursery() as nursery:
+        nursery.start_soon(reporter.run)
+        yield reporter
+        await reporter.say_goodbye()
 
 
 class PresenceReporter:
     """Whose devices sync at one worker; made by `open_presence`. Its methods never wait."""
 
     def __init__(self, target: Target, instance: str) -> None:
-        self.failure: ReplicadError | None = None
         self._target = target
         self._instance = instance
         self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970
@@ -107,17 +99,15 @@ class PresenceReporter:
 
     # --- for open_presence ---
 
-    async def run(self, scope: trio.CancelScope) -> None:
-        """Keep a daemon informed until cancelled; cancels `scope` where it cannot go on, with `failure` set."""
+    async def run(self) -> None:
+        """Keep a daemon informed until cancelled. Raises what no further try can mend."""
         backoff = Backoff()
         while True:
             try:
                 await self._session(backoff)
             except ReplicadError as error:
                 if not may_pass(error):
-                    self.failure = error
-                    scope.cancel()
-                    return
+                    raise
             await trio.sleep(backoff.next_delay())
 
     async def say_goodbye(self) -> None:
@@ -135,8 +125,7 @@ class PresenceReporter:
 
     async def _session(self, backoff: Backoff) -> None:
         """One connection: everything that is so, and then what changes."""
-        ended_by: ReplicadError | None = None
-        async with trio.open_nursery() as nursery:
+        async with open_plain_nursery() as nursery:
             try:
                 self._ended_by = None
                 self._link = link = await open_link(self._target, nursery)
@@ -149,14 +138,10 @@ class PresenceReporter:
                 self._said.set()
                 nursery.start_soon(self._listen, link)
                 await self._tell(link)
-            except ReplicadError as error:  # raised again outside of the nursery, which would wrap it
-                ended_by = error
             finally:
                 if self._link is not None:
                     self._link.close()
                     self._link = None
-        if ended_by is not None:
-            raise ended_by
 
     async def _tell(self, link: TrioLink) -> None:
         while not link.closed:

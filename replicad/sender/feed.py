@@ -16,6 +16,7 @@ import trio
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
 from replicad.errors import ConnectionLost, DatabaseError, RemoteError
+from replicad.nurseries import open_plain_nursery
 from replicad.protocol.commands import RemoteServerUp
 from replicad.streams.commands import FederationAck
 
@@ -23,7 +24,9 @@ NOW = "NOW"
 EARLIEST = "EARLIEST"
 ACK_RETRY = 1.0  # seconds; nobody waits for an ack
 
-Told = RowBatch | PositionMoved | Reset | Connected | Disconnected | StreamStopped | RemoteServerUp
+_Also = PositionMoved | Connected | Disconnected | StreamStopped | RemoteServerUp
+_ALSO: tuple[type[_Also], ...] = (PositionMoved, Connected, Disconnected, StreamStopped, RemoteServerUp)
+Told = RowBatch | Reset | _Also
 
 log = structlog.get_logger()
 
@@ -53,18 +56,16 @@ def client_feed(
     @asynccontextmanager
     async def open_feed(tokens: Mapping[str, str]) -> AsyncIterator[Feed]:
         async with open_client(host, port, name=name, token=token, tls=tls) as client:
-            also = (PositionMoved, Connected, Disconnected, StreamStopped, RemoteServerUp)
-            async with client.follow(tokens, linear=True, also=also) as follower, trio.open_nursery() as nursery:
+            async with client.follow(tokens, linear=True, also=_ALSO) as follower, open_plain_nursery() as nursery:
                 feed = _ClientFeed(client, follower)
                 nursery.start_soon(feed.send_acks)
                 yield feed
-                nursery.cancel_scope.cancel()
 
     return open_feed
 
 
 class _ClientFeed:
-    def __init__(self, client: TrioClient, follower: TrioFollower) -> None:
+    def __init__(self, client: TrioClient, follower: TrioFollower[Told]) -> None:
         self._client = client
         self._follower = follower
         self._acks: dict[str, FederationAck] = {}  # by stream; said, and not sent yet

@@ -28,6 +28,7 @@ from replicad.errors import (
     UsageError,
     WrongServer,
 )
+from replicad.groups import leaves
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database, open_database
 from replicad.sender.catchup import SqlLatest
@@ -123,10 +124,10 @@ class Sender:
 
     def _causes(self, error: BaseException) -> list[str]:
         """What ended a session, in words; raises what should end the sender."""
-        leaves = list(_leaves(error))
-        if not all(isinstance(leaf, ReplicadError | Restart) for leaf in leaves):
+        found = leaves(error)
+        if not all(isinstance(leaf, ReplicadError | Restart) for leaf in found):
             raise error
-        causes = [leaf for leaf in leaves if isinstance(leaf, ReplicadError)]
+        causes = [leaf for leaf in found if isinstance(leaf, ReplicadError)]
         for cause in causes:
             if isinstance(cause, TokenAhead | TokenExpired):
                 raise StreamRestarted(
@@ -232,11 +233,3 @@ def _token(recorded: int | None, start: str) -> str:
     if recorded is not None:
         return str(recorded)
     return EARLIEST if start == "earliest" else NOW
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

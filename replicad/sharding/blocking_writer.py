@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-import structlog
-
+from replicad.eventlog import get_logger
 from replicad.postgres.literals import fill, quote_argument
 from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
@@ -24,7 +23,7 @@ from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
 from replicad.streams.writing.blocking_writer import DbApi
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _RETRY: Final = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
 _GRACE: Final = 2.0  # seconds beyond LEAVE, for the last statements

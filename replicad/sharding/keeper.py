@@ -12,15 +12,14 @@ from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
-import structlog
-
 from replicad.beats import BeatWatch
 from replicad.errors import InstanceTaken
+from replicad.eventlog import get_logger
 from replicad.postgres.statements import rows_call
 from replicad.sharding.holdings import Holdings
 from replicad.sharding.planning import Member, Slot, View
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 TTL: Final = 10.0  # seconds without a sign of life, after which a writer's slots are taken over
 LOOK: Final = 0.25  # seconds between two looks, or a quarter of a short time to live; a look is one cheap query

@@ -11,10 +11,11 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-import structlog
 import trio
 
 from replicad.errors import DatabaseUnavailable, NotOwner, ReplicadError
+from replicad.eventlog import get_logger
+from replicad.nurseries import open_plain_nursery
 from replicad.postgres.bridge import Connection, Database, Notices
 from replicad.postgres.literals import fill, quote_argument
 from replicad.postgres.statements import value_call
@@ -25,7 +26,7 @@ from replicad.sharding.planning import Slot
 from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _CHANNEL = "replicad_writers"  # sql/103_writer_find.sql
 _RETRY = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
@@ -132,10 +133,9 @@ class ShardedWriter:
             self._called.set()
 
         with trio.move_on_after(self._keeper.pause):
-            async with trio.open_nursery() as nursery:
+            async with open_plain_nursery() as nursery:
                 nursery.start_soon(hear)
                 await self._called.wait()
-                nursery.cancel_scope.cancel()
         self._called = trio.Event()
 
     async def _round(self, connection: Connection) -> None:
@@ -214,15 +214,9 @@ async def open_sharded_writer(
     """
     await require_installed(db, stream, schema)
     writer = ShardedWriter(db, stream, instance, address=address, ttl=ttl, schema=schema)
-    failure: BaseException | None = None
-    async with trio.open_nursery() as nursery:
+    async with open_plain_nursery() as nursery:
+        await nursery.start(writer.keep)
         try:
-            await nursery.start(writer.keep)
-            try:
-                yield writer
-            finally:
-                await writer.aclose()
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised again below
-            failure = error  # carried around the nursery, which would wrap it in exception groups
-    if failure is not None:
-        raise failure
+            yield writer
+        finally:
+            await writer.aclose()

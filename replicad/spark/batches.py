@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import structlog
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from replicad.errors import DownstreamError, UsageError
+from replicad.eventlog import get_logger
 from replicad.spark import arrow
 from replicad.spark.enrich import Enricher
 from replicad.spark.reports import BatchReport, Outcome, PipelineResult
@@ -41,7 +41,7 @@ GARBAGE_PER_STEP = 100_000  # ids that are asked for at once: bounds the driver'
 _FRUITLESS_STEPS = 10  # of garbage collection in which the downstream still names the same ids
 TASKS_AFTER_TRANSFORM = 8  # tasks that write what a transform returned; part of what tells a repeated task
 
-log = structlog.get_logger("replicad.spark")
+log = get_logger("replicad.spark")
 
 
 @dataclass(slots=True)

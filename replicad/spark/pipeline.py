@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import structlog
 
 from replicad import errors
 from replicad.errors import (
@@ -28,6 +27,7 @@ from replicad.errors import (
     ReplicadError,
     UsageError,
 )
+from replicad.eventlog import get_logger
 from replicad.spark.database import forget
 from replicad.spark.enrich import Enricher
 from replicad.spark.holding import TubeHold, holder_name
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 OnBatch = Callable[[BatchReport, PipelineResult], None]
 
-log = structlog.get_logger("replicad.spark")
+log = get_logger("replicad.spark")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed is tried again; each pause doubles
 _PATIENCE = 60.0  # seconds for the batch in hand when a pipeline is to end

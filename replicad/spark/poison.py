@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import structlog
 
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable
+from replicad.eventlog import get_logger
 from replicad.protocol.tokens import START
 from replicad.spark.arrow import PodReader
 from replicad.spark.connecting import endpoint_of
@@ -32,7 +32,7 @@ from replicad.tubes.commands import Part
 MARK = "replicad.parked"  # file in the checkpoint: a batch that may be replayed has lost pods to parking
 _ERROR_CHARACTERS = 500  # of an error that are kept with what is parked
 
-log = structlog.get_logger("replicad.spark")
+log = get_logger("replicad.spark")
 
 
 @dataclass(frozen=True, slots=True)

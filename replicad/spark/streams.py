@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import PositionMoved, Reset, RowBatch
 from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired
 from replicad.protocol.tokens import Vector
@@ -216,7 +215,7 @@ def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch
             return
 
 
-def _up_to(events: BlockingFollower, upto: int) -> Iterator[RowBatch]:
+def _up_to(events: Iterable[RowBatch | Reset | PositionMoved], upto: int) -> Iterator[RowBatch]:
     for event in events:
         if isinstance(event, Reset):
             raise TokenExpired(f"{event.stream} was reset ({event.reason})")

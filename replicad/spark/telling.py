@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import time
 
-import structlog
-
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ReplicadError
+from replicad.eventlog import get_logger
 from replicad.spark.connecting import endpoint_of
 from replicad.spark.options import SourceOptions
 from replicad.spark.reports import BatchReport
@@ -16,7 +15,7 @@ from replicad.spark.reports import BatchReport
 PATIENCE = 2.0  # seconds for a connection or an answer
 SILENCE = 30.0  # seconds without a word after a report that did not get through: counts are not worth waiting for
 
-log = structlog.get_logger("replicad.spark")
+log = get_logger("replicad.spark")
 
 
 class Teller:

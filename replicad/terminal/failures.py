@@ -13,16 +13,10 @@ import traceback
 import click
 
 from replicad.errors import ReplicadError
+from replicad.groups import leaves
 from replicad.masking import mask_secrets
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions inside of (nested) exception groups, in order; an exception alone is its own leaf."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
-    return [error]
 
 
 def report(error: BaseException, *, debug: bool) -> int:

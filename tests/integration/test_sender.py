@@ -13,6 +13,7 @@ import trio
 from structlog.testing import capture_logs
 
 from replicad.errors import StreamRestarted, UnknownStream, UsageError
+from replicad.groups import sole_leaf
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.sender.feed import client_feed
@@ -75,13 +76,6 @@ def start_sender(daemon: Daemon, receiver: Receiver, database_url: str) -> Start
             sender.stop()
 
     return start
-
-
-def only(error: BaseException) -> BaseException:
-    """The one exception in nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        (error,) = error.exceptions
-    return error
 
 
 async def write(database: Database, table: str, *rows: object) -> None:
@@ -242,7 +236,7 @@ async def test_a_mistake_in_the_routing_is_said_before_anything_starts(
     with pytest.raises(ExceptionGroup) as caught:
         async with start_sender(routing=routing):
             pass
-    error = only(caught.value)
+    error = sole_leaf(caught.value)
     assert isinstance(error, UsageError)
     assert re.search(said, str(error)), error
 
@@ -251,7 +245,7 @@ async def test_a_stream_that_does_not_exist_is_named(facts: Database, start_send
     with pytest.raises(ExceptionGroup) as caught:
         async with start_sender(facts="nonsense"):
             pass
-    error = only(caught.value)
+    error = sole_leaf(caught.value)
     assert isinstance(error, UnknownStream)
     assert "nonsense" in str(error)
 
@@ -384,7 +378,7 @@ async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(
     with pytest.raises(ExceptionGroup) as caught:
         async with start_sender():
             pass
-    error = only(caught.value)
+    error = sole_leaf(caught.value)
     assert isinstance(error, StreamRestarted)
     assert "--from" in str(error)
     async with start_sender(moves={"facts": "1"}):

@@ -99,7 +99,7 @@ def ask(*said: bytes, cuts: list[int] | None = None) -> tuple[list[PodBlock], An
     connection.understand(b"SERVER here")
     pieces = cut(b"".join(said), cuts or [])
     blocks: list[PodBlock] = []
-    steps = ask_for_blocks(connection, REQUEST, 5)
+    steps = ask_for_blocks(REQUEST, connection, 5)
     answer: bytes | None = None
     try:
         while True:

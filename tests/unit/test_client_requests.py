@@ -111,7 +111,7 @@ def test_every_request_of_a_client_that_is_about_tubes_has_its_answer_in_the_tab
 
 def test_the_answer_is_awaited_for_as_long_as_the_request_itself_may_wait_and_then_some() -> None:
     talk = Conversation()
-    assert talk.run(ask(talk.connection, claim, 5), "PING 1\n", "POSITION s w 1 1\nREMOTE_SERVER_UP x\n" + LEASE) == (
+    assert talk.run(ask(claim, talk.connection, 5), "PING 1\n", "POSITION s w 1 1\nREMOTE_SERVER_UP x\n" + LEASE) == (
         c.Lease("t", HALF, 7, 30.0)
     )
     assert talk.sent == [claim]
@@ -132,7 +132,7 @@ def test_the_answer_is_awaited_for_as_long_as_the_request_itself_may_wait_and_th
 def test_a_refusal_and_an_answer_to_something_else_are_errors(answer: str, error: type[ReplicadError]) -> None:
     talk = Conversation()
     with pytest.raises(error):
-        talk.run(ask(talk.connection, claim, 5), answer + "\n")
+        talk.run(ask(claim, talk.connection, 5), answer + "\n")
 
 
 # --- refusals ---
@@ -181,7 +181,7 @@ request = c.Pods("t", HALF, 7, limit=10, wait=20.0)
 def test_pods_come_as_they_are_and_the_cursor_ends_them() -> None:
     talk = Conversation()
     end = talk.run(
-        ask_for_pods(talk.connection, request, 5),
+        ask_for_pods(request, talk.connection, 5),
         line(1) + line(2),
         "PING 1\n",
         line(3) + "PING 2\nPOSITION s w 1 1\n" + line(4),
@@ -226,13 +226,13 @@ def test_a_row_that_is_no_pod_is_the_servers_fault(row: str) -> None:
 def test_a_cursor_that_counts_other_pods_than_came_is_refused(blocks: tuple[str, ...]) -> None:
     talk = Conversation()
     with pytest.raises(RemoteProtocolError):
-        talk.run(ask_for_pods(talk.connection, request, 5), *blocks)
+        talk.run(ask_for_pods(request, talk.connection, 5), *blocks)
 
 
 def test_an_error_amid_the_pods_is_raised_after_those_that_came() -> None:
     talk = Conversation()
     with pytest.raises(LeaseLost):
-        talk.run(ask_for_pods(talk.connection, request, 5), line(1) + "ERROR lease_lost: term 7 is over\n")
+        talk.run(ask_for_pods(request, talk.connection, 5), line(1) + "ERROR lease_lost: term 7 is over\n")
     assert talk.handed == [line(1).encode()]
 
 
@@ -256,7 +256,7 @@ def test_pods_arrive_whatever_they_hold_and_wherever_the_bytes_are_cut(
     talk = Conversation()
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[begin:end] for begin, end in itertools.pairwise(places) if begin < end]
-    talk.run(ask_for_pods(talk.connection, request, 5), *pieces)
+    talk.run(ask_for_pods(request, talk.connection, 5), *pieces)
     handed = b"".join(talk.handed)
     assert handed.decode() == rows
     assert [pod.payload for pod in parse_pods(handed)] == values

@@ -82,7 +82,7 @@ class Drive:
 
 def following(*streams: str, token: str | None = None, **options: Any) -> Drive:
     wanted = dict.fromkeys(streams or ("events",), token)
-    return Drive(Pursuit(wanted, FollowOptions(**options), Backoff(1, 8, lambda: 1.0), now=lambda: 0.0))
+    return Drive(Pursuit(wanted, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0), **options), now=lambda: 0.0))
 
 
 def test_streams_are_subscribed_to_one_after_the_other_and_rows_that_come_meanwhile_are_handed_over() -> None:
@@ -278,7 +278,7 @@ class Clock:
 
 
 def following_all(clock: Clock, begin: str = "NOW") -> Drive:
-    return Drive(Pursuit(None, FollowOptions(begin=begin), Backoff(1, 8, lambda: 1.0), now=clock))
+    return Drive(Pursuit(None, FollowOptions(begin=begin, backoff=Backoff(1, 8, lambda: 1.0)), now=clock))
 
 
 def test_who_names_no_stream_gets_every_stream_and_those_that_come_later() -> None:

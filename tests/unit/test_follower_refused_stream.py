@@ -19,7 +19,7 @@ def follow_both(clock: Clock, *, first: str = "other", **options: float) -> Driv
     """Two streams that were accepted; `first` is asked for first."""
     second = "events" if first == "other" else "other"
     wanted = {first: None, second: None}
-    drive = Drive(Pursuit(wanted, FollowOptions(**options), Backoff(1, 8, lambda: 1.0), now=clock))  # type: ignore[arg-type]
+    drive = Drive(Pursuit(wanted, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0), **options), now=clock))  # type: ignore[arg-type]
     drive.say(accepted(first), accepted(second), "PING 1\n")
     return drive
 
@@ -121,7 +121,7 @@ def test_it_is_not_asked_up_to_where_ids_of_a_refused_stream_were_given_out() ->
 
 def test_who_follows_every_stream_is_not_cut_off_by_one_that_is_refused() -> None:
     clock = Clock()
-    drive = Drive(Pursuit(None, FollowOptions(), Backoff(1, 8, lambda: 1.0), now=clock))
+    drive = Drive(Pursuit(None, FollowOptions(backoff=Backoff(1, 8, lambda: 1.0)), now=clock))
     events = drive.say("STREAMS events other\n", accepted(), REMOVED.replace("is no longer", "cannot be"), "PING 1\n")
     assert [event.stream for event in stops(events)] == ["other"]
     clock.time = 0.5

@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+import replicad
 from replicad.config.logs import configure_logs, mask_value
 from replicad.config.settings import LogSettings
+from replicad.eventlog import get_logger
 from replicad.masking import mask_secrets
 
 words = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12)
@@ -25,6 +29,7 @@ def output() -> Iterator[io.StringIO]:
     yield io.StringIO()
     structlog.reset_defaults()
     logging.getLogger().handlers[:], logging.getLogger().level = handlers, level
+    logging.getLogger("replicad").setLevel(logging.NOTSET)
 
 
 def test_events_are_json_lines_with_level_time_and_fields(output: io.StringIO) -> None:
@@ -69,6 +74,64 @@ def test_a_reader_that_went_away_does_not_end_the_program(output: io.StringIO) -
     output.close()
     log.info("nobody_listens")
     assert output.closed
+
+
+# --- what users import as a library ---
+
+
+def test_a_librarys_event_is_a_message_for_any_handler_with_event_and_fields(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "replicad")
+    log = get_logger("replicad.somewhere").bind(stream="events")
+    log.debug("too_much_detail")
+    log.info("rows_lost", rows=5, why="100% gone")
+    try:
+        raise OSError("away")
+    except OSError:
+        log.exception("not_followed")
+    lost, not_followed = caplog.records
+    assert lost.getMessage() == "rows_lost stream=events rows=5 why=100% gone"
+    assert (lost.name, lost.levelname, lost.funcName) == (
+        "replicad.somewhere",
+        "INFO",
+        "test_a_librarys_event_is_a_message_for_any_handler_with_event_and_fields",
+    )
+    assert vars(lost)["event"] == "rows_lost"
+    assert vars(lost)["fields"] == {"stream": "events", "rows": 5, "why": "100% gone"}
+    assert not_followed.exc_info is not None
+
+
+def test_the_command_line_keeps_the_events_and_fields_of_libraries(output: io.StringIO) -> None:
+    configure_logs(LogSettings(), output)
+    log = get_logger("replicad.somewhere")
+    log.debug("too_much_detail")
+    log.info("rows_lost", rows=5, url="postgresql://u:hunter2@h/d", event="a name that is taken", level=7)
+    logging.getLogger("replicad.spark").info("a sentence with %d words", 5)
+    logging.getLogger("driver").info("nobody asked")
+    try:
+        raise OSError("postgresql://u:hunter2@h/d is away")
+    except OSError:
+        log.exception("not_followed")
+    lost, sentence, not_followed = [json.loads(line) for line in output.getvalue().splitlines()]
+    assert (lost["event"], lost["level"], lost["rows"]) == ("rows_lost", "info", 5)
+    assert (sentence["event"], sentence["message"]) == ("library_message", "a sentence with 5 words")
+    assert (not_followed["event"], not_followed["level"]) == ("not_followed", "error")
+    assert "OSError" in not_followed["exception"]
+    assert "hunter2" not in output.getvalue()
+
+
+LIBRARIES = ("client", "streams.writing", "sharding", "caches", "presence.reporter", "spark", "postgres", "eventlog")
+
+
+def test_no_library_logs_or_prints_by_other_means() -> None:
+    """structlog prints to stdout where nobody has configured it, so only the daemon and the command line use it."""
+    root = Path(replicad.__file__).parent
+    for name in LIBRARIES:
+        path = root / name.replace(".", "/")
+        files = [path.with_suffix(".py")] if path.with_suffix(".py").exists() else [*path.rglob("*.py")]
+        assert files, name
+        for file in files:
+            if "cli" not in file.relative_to(root).parts:
+                assert not re.search(r"\bstructlog\b|\bprint\(", file.read_text()), file
 
 
 @given(words, words, words)

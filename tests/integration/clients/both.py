@@ -11,9 +11,7 @@ from typing import Any, Self
 import trio
 
 from replicad.client.events import RowBatch
-from replicad.client.pods import Pod
 from replicad.client.trio_client import TrioClient, TrioFollower, open_client
-from replicad.tubes.commands import CursorAt
 from tests.conftest import PATIENCE
 
 
@@ -45,9 +43,6 @@ class TrioInThread:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self.call, getattr(self.client, name))
 
-    def pods(self, *args: Any, **options: Any) -> PodList:
-        return PodList(*self.call(self.client.pods, *args, **options))
-
     def follow(
         self, streams: Mapping[str, str | None], linear: bool = False, *, also: Collection[type] = (), **options: Any
     ) -> FollowerInThread:
@@ -70,14 +65,6 @@ class TrioInThread:
 
 async def _make(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **options)
-
-
-class PodList(list[Pod]):
-    """Pods that are all there, with the cursor behind them."""
-
-    def __init__(self, pods: list[Pod], end: CursorAt) -> None:
-        super().__init__(pods)
-        self.end = end
 
 
 class FollowerInThread(Iterator[Any]):

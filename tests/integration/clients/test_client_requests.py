@@ -273,3 +273,16 @@ def test_requests_of_many_threads_get_each_their_own_answer(client: Any, world: 
         thread.join()
     assert wrong == []
     assert world.tubes["cities"].pods == {}
+
+
+def test_blocks_come_as_they_were_sent_and_the_connection_stays_in_step(client: Any, fake: FakeDaemon) -> None:
+    sent = [b"\nARROW cities 0/2 1 5\n" * 40_000, b"y", b"\0\xff\n", bytes(range(256)) * 4_000]
+    lines = b"".join(b"PING 5\nARROW cities 0/2 2 %d\n%b\n" % (len(data), data) for data in sent)
+    answer = lines + b"REMOTE_SERVER_UP a.org\nCURSOR cities 0/2 9.0 8\n"
+    fake.hook = lambda _, command: answer if isinstance(command, c.Pods) else None
+    for _ in range(3):
+        found = client.pod_blocks("cities", HALF, 7)
+        assert [(block.pods, bytes(block.data)) for block in found] == [(2, data) for data in sent]
+        assert found.end == c.CursorAt("cities", HALF, Cursor(9, 0), 8)
+        assert client.tube("cities") == 2
+    assert fake.connections == 1

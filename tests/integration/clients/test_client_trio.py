@@ -111,3 +111,21 @@ async def test_tasks_take_turns(fake: FakeDaemon, world: World) -> None:
         assert fake.connections == 1
         await client.send(c.Doorbell())
     assert world.tubes["cities"].pods == {}
+
+
+async def test_closing_ends_a_long_poll_of_another_task_at_once(fake: FakeDaemon) -> None:
+    async with open_client("127.0.0.1", fake.port, name="a test") as client:
+        term = (await client.claim("cities", HALF)).term
+
+        async def close_once_it_polls() -> None:
+            while not any(isinstance(command, c.Pods) for command in fake.received):
+                await trio.sleep(0.005)
+            client.close()
+            client.close()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(close_once_it_polls)
+            with pytest.raises(ConnectionLost, match="was closed"):
+                await client.plan("cities", HALF, term, wait=600.0)
+        with pytest.raises(ConnectionLost, match="this client was closed"):
+            await client.tube("cities")

@@ -1,0 +1,63 @@
+"""A single error leaves what users call on trio as itself, whichever task it comes from: no exception group."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import trio
+
+from replicad.client.pods import Pod
+from replicad.client.trio_client import open_client
+from replicad.client.worker import Batch, Worker
+from replicad.errors import LeaseLost, NotAuthorised, UnknownTube
+from replicad.presence.reporter import open_presence
+from tests import vocabulary as c
+from tests.conftest import PATIENCE
+
+from .fake import FakeDaemon
+from .world import World
+
+
+async def ignore(_: Batch | Pod) -> None:
+    pass
+
+
+def worker_of(fake: FakeDaemon, **options: object) -> Worker:
+    connect = partial(open_client, "127.0.0.1", fake.port, name="a worker")
+    return Worker(connect, "cities", ignore, partitions=[1], **options)  # type: ignore[arg-type]
+
+
+async def test_a_worker_whose_tube_is_removed_says_so(fake: FakeDaemon) -> None:
+    gone = b"ERROR unknown_tube: tube cities was removed\n"
+    fake.hook = lambda _, command: gone if isinstance(command, c.Claim) else None
+    with pytest.raises(UnknownTube, match="was removed"), trio.fail_after(PATIENCE):
+        await worker_of(fake).run()
+
+
+async def test_what_the_users_function_for_control_pods_raises_ends_the_worker_as_it_is(
+    fake: FakeDaemon, world: World
+) -> None:
+    world.touch("cities", shard=1)
+
+    async def control(pod: Pod) -> None:
+        raise ZeroDivisionError(pod.shard)
+
+    with pytest.raises(ZeroDivisionError), trio.fail_after(PATIENCE):
+        await worker_of(fake, control=control).run()
+
+
+async def test_a_lost_connection_and_a_refusal_come_out_of_nested_clients(fake: FakeDaemon) -> None:
+    lost = b"ERROR lease_lost: another has it\n"
+    fake.hook = lambda _, command: lost if isinstance(command, c.Renew) else None
+    connect = partial(open_client, "127.0.0.1", fake.port, name="a test")
+    with pytest.raises(LeaseLost):
+        async with connect() as one, connect() as two, two.follow({"events": None}):
+            await one.renew("cities", c.Part(0, 2), 1)
+
+
+async def test_a_reporter_that_is_refused_says_so(fake: FakeDaemon) -> None:
+    fake.token = "s3cret"
+    with pytest.raises(NotAuthorised), trio.fail_after(PATIENCE):
+        async with open_presence("127.0.0.1", fake.port, instance="w1", token="guess"):
+            await trio.sleep_forever()

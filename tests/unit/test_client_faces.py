@@ -1,0 +1,54 @@
+"""The two clients side by side: the same names, parameters and defaults, and no request that is written twice."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from replicad.client.blocking_client import BlockingClient, BlockingFollower
+from replicad.client.blocking_client import open_client as open_blocking_client
+from replicad.client.face import Requests, _Method
+from replicad.client.trio_client import TrioClient, TrioFollower, open_client
+
+BOTH = ((BlockingClient, TrioClient), (BlockingFollower, TrioFollower))
+OWN = {"follow", "close"}  # what each client defines by itself; all else is a request of `Requests`
+REQUESTS = {name for name, value in vars(Requests).items() if isinstance(value, _Method)}
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def parameters(function: Any) -> list[tuple[str, object, object, str]]:
+    signature = inspect.signature(function)
+    return [(one.name, one.kind, one.default, one.annotation) for one in signature.parameters.values()]
+
+
+@pytest.mark.parametrize(("blocking", "on_trio"), BOTH)
+def test_both_have_the_same_names_with_the_same_parameters_and_docstrings(blocking: type, on_trio: type) -> None:
+    assert public(blocking) == public(on_trio)
+    for name in public(blocking):
+        assert parameters(getattr(blocking, name)) == parameters(getattr(on_trio, name)), name
+        assert inspect.getdoc(getattr(blocking, name)), name
+
+
+def test_every_request_is_declared_once() -> None:
+    assert len(REQUESTS) == 14
+    assert public(BlockingClient) == REQUESTS | OWN
+    for name in REQUESTS:
+        assert getattr(BlockingClient, name) is getattr(TrioClient, name), name
+
+
+def test_both_are_opened_in_the_same_way() -> None:
+    assert parameters(open_blocking_client) == parameters(open_client)
+
+
+def test_a_method_looks_like_one_that_is_written_out() -> None:
+    client = BlockingClient("127.0.0.1", 1, name="a test")
+    assert client.tube.__name__ == "tube"
+    assert client.tube.__doc__ == "The tube's number of partitions. Raises UnknownTube."
+    assert list(inspect.signature(client.tube).parameters) == ["tube"]
+    with pytest.raises(TypeError, match="tubes"):
+        client.tube(tubes="cities")  # type: ignore[call-arg]

@@ -35,7 +35,7 @@ _ISOLATION: dict[Isolation, str] = {
     "serializable": "SERIALIZABLE",
 }
 
-COPY_CHUNK = 128 * 1024  # bytes per call of a sink: below it the hand-over costs more than the rows (fanout)
+COPY_CHUNK = 128 * 1024  # bytes per call of a sink: below it the hand-over costs more than the rows (measured)
 _COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
 _SETTLE = 2.0  # seconds that a cancelled connection gets to come back before it is thrown away
 _GRACE = 5.0  # seconds beyond statement_timeout after which a silent server counts as lost

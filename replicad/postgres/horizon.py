@@ -1,6 +1,6 @@
 """The poller: asks Postgres how far each watched stream may be read, in the order that makes the answer true.
 
-One poll, each statement begun when the one before is answered, in READ COMMITTED (design: positions):
+One poll, each statement begun when the one before is answered, in READ COMMITTED (docs/positions.md):
  1. last values of all sequences, and how far the WAL is written and flushed;
  2. holders of all locks, unless nothing moved and nobody held at the last poll;
  3. a flush of the WAL, where something could be published but is not on disk yet.

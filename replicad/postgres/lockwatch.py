@@ -1,6 +1,6 @@
 """How far it is safe to read, worked out from what Postgres says; no clock and no connection in here.
 
-The argument (design: positions). A writer locks its table before it takes an id and lets go after it has ended. At
+The argument (docs/positions.md). A writer locks its table before it takes an id and lets go after it has ended. At
 poll k the last value L_k of the sequence is read first, the holders of the lock afterwards. Whoever is not listed at k
 takes its ids later than L_k was read, so above L_k. Hence a holder listed for the first time at k + 1 has no id at or
 below L_k: that is its bound, which it keeps as long as it is listed, and the smallest bound is the position.

@@ -1,5 +1,5 @@
 """Presence as it stands in Postgres: settings, daemons and their beats, users, addresses. The rules live in SQL
-(sql/presence); this is their face in Python. Who syncs at this daemon is `presence`'s business.
+(presence/sql); this is their face in Python. Who syncs at this daemon is `presence`'s business.
 """
 
 from __future__ import annotations

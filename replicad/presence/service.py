@@ -3,7 +3,7 @@
 Whether presence is wanted, and how, is looked up every second. While Postgres is away workers are listened to as
 before, and it is told when it is back. Several daemons watch each other's beats: the users of one that is silent for
 the time to live and a grace period more are cleared by whoever sees it first. A daemon that was taken for dead begins
-anew under another id and tells of all its users again. What a user's state is, is decided by SQL (sql/presence).
+anew under another id and tells of all its users again. What a user's state is, is decided by SQL (presence/sql).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from replicad.protocol.lines import MAX_LINE, LineTooLong, MixedBuffer
 from replicad.protocol.states import State, after
 from replicad.protocol.words import refuse_controls
 
-PING_INTERVAL = 5.0  # seconds; at least one command is sent in each (seed 001, keep alives)
-PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING (seed 001)
+PING_INTERVAL = 5.0  # seconds; at least one command is sent in each; Synapse's figure (protocol.md, Keep-alive)
+PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING; Synapse's figure
 LINE_TIMEOUT = 30.0  # seconds in which a line that has begun must end; long enough for a slow typist
 
 
@@ -239,7 +239,7 @@ class Connection:
         return deadline
 
     def due(self, now: float) -> Due | None:
-        """What is due at `now`. A hang-up wins over a PING; time-outs start with the peer's first PING (seed 001)."""
+        """What is due at `now`. A hang-up wins over a PING; time-outs start with the peer's first PING."""
         if self._peer_pings and now >= self._last_received + self._timing.peer_timeout:
             return Due.PEER_SILENT
         if self._line_began is not None and now >= self._line_began + self._timing.line_timeout:

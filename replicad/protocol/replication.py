@@ -1,4 +1,4 @@
-"""The commands of Synapse's TCP replication (seed 001): all that a Synapse 1.79 client ever sees or sends."""
+"""The commands of Synapse's TCP replication: all that a Synapse 1.79 client sees or sends (docs/protocol-notes.md)."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Name(Command):
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Command):
-    """REPLICATE: subscribe. Alone, to every stream from now on (seed 001); with arguments, to one (ours).
+    """REPLICATE: subscribe. Alone, to every stream from now on, as in Synapse; with arguments, to one (ours).
 
     `token` is None where none was given, `NOW`, `EARLIEST`, or a position as `tokens.Vector` renders it.
     """

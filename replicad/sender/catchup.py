@@ -1,8 +1,9 @@
-"""Catch-up's courtesy: in the place of the last fact that a destination missed in a room, the room's latest facts.
+"""Catch-up with the latest facts of a room, in place of the last fact that the destination missed in it.
 
-So a destination that comes back is sent the ends of every room by whoever sends first, and not the same middle by
-everybody (seed 003). Whether it may have them, and whether we know enough of the room to tell, only the application
-knows: it names the rooms where the courtesy is in place, and what to send. All others get what was meant for them.
+A destination that was away then gets the latest facts of each room from the first server that reaches it. Other
+servers need not send it older ones. Synapse does the same (docs/sender.md, Outages). Only the application knows
+whether a destination may have these facts. So the application names the rooms and the facts; for every other room the
+destination gets the facts that were meant for it.
 """
 
 from __future__ import annotations

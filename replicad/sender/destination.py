@@ -4,7 +4,7 @@ The store (Postgres) has every fact and every update that may not be dropped, un
 memory here is a copy of its beginning. So a queue that would grow too long is not lengthened: `behind` is set and the
 rest is read from the store when the queue is empty. A failure gives all of the copy up at once: a dead destination
 takes no memory, however long it is dead. Above an hour of back-off (`Terms.catch_up_after`) it is `catching_up`: of the
-facts of a room only the latest is left, and updates that may be dropped are (seed 003).
+facts of a room only the latest is left, and updates that may be dropped are (docs/sender.md, Outages).
 
 One transaction at a time. It is written down before it is sent, so that it is repeated as it was: after a failure,
 after a kill, and also first in catch-up. The caller does what `wants` says, then `begin`, sends, and says how it ended.
@@ -42,7 +42,7 @@ class Terms:
     transaction_bytes: int = 4 << 20  # bodies in a transaction; one that is larger goes alone
     queue_pdus: int = 500  # held in memory; ten transactions, so that a busy destination seldom reads from the store
     queue_edus: int = 200  # held in memory; two transactions
-    catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over (seed 003)
+    catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over; Synapse's figure
     supersede: bool = True  # False: catch-up delivers every fact, not only the latest of a room
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -291,7 +291,7 @@ class Destination:
         return done
 
     def _settle_catch_up(self) -> None:
-        """Catch-up ends when the store has nothing more that is not in the queue (seed 003)."""
+        """Catch-up ends when the store has nothing more that is not in the queue (docs/sender.md, Outages)."""
         if self.catching_up and not (self.behind or self._pdus or self._unread or self.transaction):
             self.catching_up = False
 

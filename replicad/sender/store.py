@@ -2,7 +2,7 @@
 
 After a crash this is the truth. Every write goes through one connection, which also holds the lock on the sender's
 name: where it breaks, nothing more can be written, and whoever holds the lock next reads what is there. Knows no HTTP
-and decides nothing. The SQL stands in postgres/sql/federation.
+and decides nothing. The SQL is in sender/sql.
 """
 
 from __future__ import annotations

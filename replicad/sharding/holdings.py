@@ -1,6 +1,6 @@
 """What one writer may believe to own, and what it has in flight. Pure: times of one monotonic clock are handed in.
 
-A belief only spares questions: what makes a write safe is the fence inside of its transaction (sql/ownership). It ends
+A belief only spares questions: what makes a write safe is the fence inside of its transaction (sharding/sql). It ends
 before others may take over, and a slot that is to be given away is lent to no more writes, until those in flight
 are through.
 """

@@ -1,7 +1,7 @@
 """A writer that shares a stream's keys with others, for programs on trio.
 
 A task keeps the writer's share on a connection of its own, for as long as the writer is open; each write has a
-connection of the pool and one transaction, which begins with the fence (sql/ownership/141_writer_owns.sql). All that is
+connection of the pool and one transaction, which begins with the fence (sharding/sql/141_writer_owns.sql). All that is
 decided meanwhile is decided in keeper.py and holdings.py.
 """
 
@@ -26,7 +26,7 @@ from replicad.streams.rows import wire_instance
 
 log = structlog.get_logger(__name__)
 
-_CHANNEL = "replicad_writers"  # sql/ownership/103_writer_find.sql
+_CHANNEL = "replicad_writers"  # sharding/sql/103_writer_find.sql
 _RETRY = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
 _GRACE = 2.0  # seconds beyond LEAVE, for the last statements
 

@@ -1,1 +1,1 @@
-"""Tubes from Python: leases, pods, acks; the SQL that they call stands in `postgres/sql/tube`."""
+"""Tubes from Python: leases, pods, acks; the SQL that they call stands in `tubes/sql`."""

@@ -2,7 +2,7 @@
 
 A lease is a row with a term (a number that no other lease ever had) and a beat (a number that no other renewal ever
 had). Whose beat stays the same for the lease's whole time to live (`beats`) may be replaced, exactly that beat. What a
-holder does with an old term is refused by the statements themselves (sql/tube).
+holder does with an old term is refused by the statements themselves (tubes/sql).
 """
 
 from __future__ import annotations

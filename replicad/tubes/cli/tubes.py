@@ -1,4 +1,4 @@
-"""`replicad tubes`: which tubes there are and which tables are attached to them. Their contents: tubes_content.py."""
+"""`replicad tubes`: which tubes there are and which tables are attached to them. Their contents: content.py."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def enable(
 
     new = on_database(options, work, part="stream", install=True)
     click.echo(
-        "stream presence: daemons make it from now on"
+        "presence is enabled: running daemons write the stream presence within 1 s"
         if new
         else "presence was enabled already; daemons take the settings over"
     )

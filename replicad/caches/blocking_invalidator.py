@@ -29,7 +29,7 @@ _JOIN = 10.0  # seconds for the thread to end; closing its connection ends every
 
 
 class CacheInvalidator(Caches):
-    """The caches of a program, kept up to date by a thread. Make it where caches are declared, at the top of a module."""
+    """The caches of a program, kept up to date by a thread. Make it where caches are declared, at a module's top."""
 
     def __init__(
         self,

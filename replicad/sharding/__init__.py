@@ -1,4 +1,4 @@
-"""Writers of one stream that share its keys: who owns which, how that changes hands, and what makes it safe.
+"""Sharded writers: the writers of one stream divide its keys among themselves (docs/sharded-writers.md).
 
 planning.py decides which writer should own which slot; it has no connection and no clock. holdings.py remembers what
 one writer owns. keeper.py says which queries keep the membership up; writer.py runs them for programs on trio,

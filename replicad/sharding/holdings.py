@@ -85,7 +85,7 @@ class Holdings:
         self.alive(sent_at)
 
     def alive(self, sent_at: float) -> None:
-        """A beat that was sent at that time has arrived: no other writer expels this one for the time to live."""
+        """A beat that was sent then has arrived: no other writer expels this one for the `ttl`."""
         self._trusted_until = sent_at + self._ttl * TRUST
 
     def lost(self) -> None:
@@ -105,7 +105,7 @@ class Holdings:
             self._postponed.pop(slot.number, None)
 
     def begin(self, key: str, now: float) -> Slot | None:
-        """Begin a write of the key; returns its slot. None if the slot is not this writer's now, or is being drained."""
+        """Begin a write of the key; returns its slot. None if this writer does not have it now, or is giving it away."""
         slot = self._slot(key)
         if slot is None or not self._owned(slot, now) or slot.number in self._draining:
             return None

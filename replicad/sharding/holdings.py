@@ -105,7 +105,9 @@ class Holdings:
             self._postponed.pop(slot.number, None)
 
     def begin(self, key: str, now: float) -> Slot | None:
-        """Begin a write of the key; returns its slot. None if this writer does not have it now, or is giving it away."""
+        """Begin a write of the key; returns its slot. None if this writer does not have it now, or is giving it
+        away.
+        """
         slot = self._slot(key)
         if slot is None or not self._owned(slot, now) or slot.number in self._draining:
             return None

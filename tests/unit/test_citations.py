@@ -27,6 +27,8 @@ PRIVATE = re.compile(
 )
 PAGE = re.compile(r"\b(?:docs/[\w./-]+\.(?:md|py)|protocol\.md|README\.md|CHANGELOG\.md)")
 CODE = re.compile(r"(?<![\w./*-])((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|sql))\b")
+IN_PAGES = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sql|toml|json))`")
+PLACEHOLDER = re.compile(r"^synapse/|NNN_|/N\.sql|/name\.sql|^sql/part\.toml$")  # files of others, and forms of names
 KEYS = {"schema/up.sql", "tube/010_tube_registry.sql"}  # of the texts of SQL parts (schema_text.load): no paths
 
 
@@ -90,6 +92,15 @@ def test_every_file_of_code_that_a_text_names_exists() -> None:
     assert len(named) > 20
     gone = [(where, name) for where, name in named if not any(file.endswith(f"/{name}") for file in files)]
     assert sorted((where, name) for where, name in gone if name not in KEYS) == [], "was it moved or renamed?"
+
+
+def test_every_file_of_code_that_a_page_names_exists() -> None:
+    pages = [ROOT / "README.md", ROOT / "protocol.md", *(ROOT / "docs").glob("*.md")]
+    named = {(page.name, name) for page in pages for name in IN_PAGES.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 80
+    roots = (ROOT, ROOT / "replicad", ROOT / "tests", ROOT / "docs")  # pages leave the folder of the package out
+    gone = [(page, name) for page, name in named if not any((root / name).is_file() for root in roots)]
+    assert sorted((page, name) for page, name in gone if not PLACEHOLDER.search(name)) == []
 
 
 @pytest.mark.parametrize(

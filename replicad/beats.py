@@ -1,10 +1,9 @@
-"""Who is alive, decided without any wall clock: by a beat, a number that changes with every sign of life.
+"""Measures for how long each beat has not changed (docs/leases.md). Pure: the caller passes monotonic seconds.
 
-Whose beat stays the same for its whole time to live is dead for whoever watched it. So leases and members hold across
-machines whose clocks disagree or jump, and who has just started waits one full time to live before it holds anybody for
-dead. Only time during which somebody really looked counts: a watcher that was stopped, or could not reach Postgres,
-which others could not reach either, holds nobody for dead because of that. Pure: times are handed in, seconds of one
-monotonic clock.
+A beat is a number that its holder changes as a sign of life. If a watcher has seen a beat unchanged for the holder's
+time to live, the holder counts as expired for this watcher. No wall clock takes part, so machines whose clocks disagree
+do no harm. A watcher that has just started waits one full time to live. Only time between real looks counts: a watcher
+that was stopped, or could not reach Postgres, declares no holder expired because of that.
 """
 
 from __future__ import annotations
@@ -16,16 +15,18 @@ B = TypeVar("B", bound=Hashable)
 
 
 class BeatWatch(Generic[B]):
-    """Remembers for how long each beat has been seen unchanged. A beat must never come again once it has changed."""
+    """Remembers for how long each beat has been unchanged. A value that was replaced must never be used again."""
 
     def __init__(self, longest_gap: float) -> None:
-        """`longest_gap`: seconds between two looks that count as watched, at most."""
+        """`longest_gap`: the most seconds that count between two looks."""
         self._longest_gap = longest_gap
         self._silent: dict[B, float] = {}
         self._looked_at: float | None = None
 
     def observe(self, beats: Iterable[B], now: float) -> dict[B, float]:
-        """Take all beats that there are now; returns how long (seconds) each has been silent. Others are forgotten."""
+        """Take all present beats; returns for how long (seconds) each is unchanged. Beats that are absent are
+        dropped.
+        """
         passed = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), self._longest_gap)
         self._looked_at = now
         before = self._silent

@@ -134,7 +134,7 @@ class DatabaseRefused(DatabaseError):
 
 
 class StandbyRefused(DatabaseError):
-    """The server is a standby: it shows no locks, so no position can be trusted (positions)."""
+    """The server is a standby: it shows no locks, so no position can be trusted (docs/positions.md)."""
 
     code = "standby"
 

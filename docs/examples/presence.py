@@ -1,10 +1,10 @@
-"""Presence from nothing: a Postgres, two daemons, two workers that share a user, and somebody who watches.
+"""Presence, a complete example: a Postgres, two daemons, two workers that report the same user, and a reader.
 
     pip install 'replicad[embedded]'
     python presence.py
 
-Prints who comes and goes while one worker is killed and the other says goodbye, a relay from one daemon to the other,
-and from where the user was seen.
+Prints who comes online and goes offline while one worker is killed and the other leaves, a relay from one daemon to the
+other, and from which address the user was seen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def watch(client: TrioClient, task_status: trio.TaskStatus[None]) -> None:
                         print(f"{user} is {state}")
                         expected.discard(state)
                 case RemoteServerUp(server_name=name):
-                    print(f"{name} is up again, says the other daemon")
+                    print(f"{name} is up again, as the other daemon reports")
                     expected.discard("relay")
             if not expected:
                 return
@@ -57,10 +57,10 @@ async def play(first: str, second: str) -> None:
             await w2.send(UserSync("w2", ANN, "LAPTOP", True, now))
             await w2.send(UserIp(ANN, json.dumps(["a secret token", "203.0.113.7", "Browser/1.0", "LAPTOP", now])))
             await trio.sleep(0.5)
-        print("w1 is gone without a word: Ann is still seen by w2")
+        print("w1 lost its connection: w2 still reports Ann")
         await trio.sleep(2)  # longer than --lost-grace
         await w2.send(RemoteServerUp("remote.example.org"))
-        print("w2 says goodbye")
+        print("w2 sends CLEAR_USER_SYNC")
         await w2.send(ClearUserSync("w2"))
 
 

@@ -1,10 +1,11 @@
-"""Writers of one stream that come, go and die, from nothing: a Postgres, three writers, forty rooms.
+"""Sharded writers, a complete example: a Postgres, three writers of one stream, forty rooms.
 
     pip install 'replicad[embedded]'
     python sharded_writers.py
 
-Each room is a counter that must never be counted by two writers at once. Prints who has how many slots while a second
-writer comes, a third one comes and dies, and the second one goes; and ends with every room counted without a gap.
+Each room is a counter. Two writers must never count in one room at the same time. Prints how many slots each writer
+has while a second writer joins, a third one joins and is killed, and the second one leaves. At the end every room was counted
+without a gap.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ async def main(url: str) -> None:
         async with process(url, "w1"):
             await shares(db, "w1 alone", 32)
             async with process(url, "w2") as second:
-                await shares(db, "w2 comes", 16, 16)
+                await shares(db, "w2 joins", 16, 16)
                 async with process(url, "w3") as third:
-                    await shares(db, "w3 comes", 11, 11, 10)
+                    await shares(db, "w3 joins", 11, 11, 10)
                     third.kill()
-                    await shares(db, "w3 dies", 16, 16)
+                    await shares(db, "w3 is killed", 16, 16)
                 second.terminate()
-                await shares(db, "w2 goes", 32)
+                await shares(db, "w2 leaves", 32)
         wrong = await db.fetch("SELECT room FROM counts GROUP BY room HAVING count(*) <> max(n)")
         rows = await db.fetch_value("SELECT count(*) FROM counts")
         assert rows > 0

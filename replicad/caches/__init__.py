@@ -1,6 +1,7 @@
-"""Caches that cannot be stale: the stream `caches` and what workers do with it.
+"""Caches that are never stale: the stream `caches`, and what workers do with it (docs/caches.md).
 
-`keys` says what an entry is called, `guard` and `course` decide (no I/O, no clock), `storage` keeps values, `cache` and
-`registry` put them together behind decorators, `following` minds a client's events; `blocking_invalidator` and
-`trio_invalidator` drive it all. `writing` is for the other side: for who changes what is cached.
+`keys` makes dictionary keys of JSON. `guard` decides which values may be stored, `course` when caches may be used; both
+have no I/O and no clock. `storage` keeps values. `cache` and `registry` combine these behind decorators. `following`
+takes a client's events. `blocking_invalidator` and `trio_invalidator` run it. `writing` is for programs that
+invalidate.
 """

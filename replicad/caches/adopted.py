@@ -1,7 +1,7 @@
-"""Functions that cache by themselves and can only be cleared as a whole: `functools.lru_cache` and its like.
+"""Functions with a cache of their own that can only be cleared as a whole, such as `functools.lru_cache`.
 
-Such a cache stores what its function returns, whatever was cleared in between. So after an invalidation it is bypassed
-until every call that was under way then has returned and stored what it liked, is cleared once more, and is good again.
+Such a cache stores what its function returns, even if it was cleared in between. So after an invalidation it is not
+used until every call that was under way has returned. Then it is cleared once more and used again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ R = TypeVar("R")
 
 
 class Adopted:
-    """One such function. Calls are counted as hits where its own cache was used, whatever that found."""
+    """One such function. A call counts as a hit if its own cache was used, whether or not that had the value."""
 
     def __init__(self, caches: Owner, function: Callable[..., Any]) -> None:
-        """Raises UsageError where it is no such function."""
+        """Raises UsageError if the function has no `cache_clear`."""
         inner = getattr(function, "__wrapped__", None)
         clear = getattr(function, "cache_clear", None)
         if not callable(inner) or not callable(clear):
@@ -37,12 +37,12 @@ class Adopted:
         self._inner = inner
         self._clear = clear
         self._info = getattr(function, "cache_info", None)
-        self._under_way: set[object] = set()  # calls that may store what is good
-        self._old: set[object] = set()  # calls that may store what is not; while there are any, all others bypass
+        self._under_way: set[object] = set()  # calls that began after the last invalidation
+        self._old: set[object] = set()  # calls that began before it; while there are any, the cache is not used
         self._hits = self._bypassed = self._emptied = 0
 
     def caller(self, function: Callable[P, R]) -> Callable[P, R]:
-        """What is called in place of the function."""
+        """The function to call in place of the original one."""
 
         @functools.wraps(self._inner)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,22 +75,22 @@ class Adopted:
     # --- for the registry, under its lock ---
 
     def forget(self, keys: Sequence[Any]) -> None:  # noqa: ARG002 - it cannot forget one entry
-        """One entry is no longer good."""
+        """One entry is invalid."""
         self.empty()
 
     def empty(self) -> None:
-        """No entry is good any more."""
+        """All entries are invalid."""
         self.void()
         self._clear()
         self._emptied += 1
 
     def void(self) -> None:
-        """What is being loaded must not be kept."""
+        """Values whose load is under way must not be stored."""
         self._old |= self._under_way
         self._under_way.clear()
 
     def forked(self) -> None:
-        """This is another process now; the threads whose calls were under way are not in it."""
+        """This is a forked process; the threads whose calls were under way are not in it."""
         self._under_way.clear()
         self._old.clear()
         self._clear()

@@ -26,11 +26,11 @@ from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import Connected, Reset, RowBatch
 from replicad.errors import ConnectionLost, ReplicadError
 
-_JOIN = 10.0  # seconds for the thread to end; it waits for nothing that closing its connection does not end
+_JOIN = 10.0  # seconds for the thread to end; closing its connection ends every wait in it
 
 
 class CacheInvalidator(Caches):
-    """Caches that a thread keeps from being stale. Made where caches are declared, at the top of a module, say."""
+    """The caches of a program, kept up to date by a thread. Make it where caches are declared, at a module's top."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class CacheInvalidator(Caches):
     def following(
         self, client: BlockingClient, *, stream: str = STREAM, backoff: Backoff | None = None
     ) -> Iterator[Self]:
-        """Follow the stream for the length of the block, in a thread; the caches are live soon after it begins.
+        """Follow the stream in a thread for the length of the block. The caches are live soon after it begins.
 
-        Whatever happens there never comes out here: while the stream cannot be followed, functions are called as if
-        they were not cached, and `problem` says why. `backoff` is as for `BlockingClient.follow`.
+        Errors of the thread are not raised here. While the stream cannot be followed, functions are called as if they
+        were not cached, and `problem` has the reason. `backoff` is as for `BlockingClient.follow`.
 
         Raises:
-            UsageError: they are followed already.
+            UsageError: the caches are followed already.
         """
         with self.follower():
             thread = _Thread(self, client, stream, backoff)
@@ -64,12 +64,12 @@ class CacheInvalidator(Caches):
                 thread.close()
 
     def wait_live(self, timeout: float) -> None:
-        """Wait until the caches are live. Raises ConnectionLost, with the reason, where they are not in `timeout` s."""
+        """Wait until the caches are live. Raises ConnectionLost, with the reason, after `timeout` seconds."""
         if not self._is_live.wait(timeout):
             raise ConnectionLost(f"the caches are not live after {timeout:g} s: {self.problem}")
 
     def stand(self, *, live: bool, problem: str | None = None) -> None:
-        """As in Caches; wakes who waits for it."""
+        """As in Caches; wakes the threads in `wait_live`."""
         super().stand(live=live, problem=problem)
         if live:
             self._is_live.set()
@@ -83,7 +83,7 @@ class CacheInvalidator(Caches):
 
 
 class _Thread:
-    """Follows until closed, through everything."""
+    """The thread that follows the stream until it is closed."""
 
     def __init__(self, caches: Caches, client: BlockingClient, stream: str, backoff: Backoff | None) -> None:
         self._caches = caches
@@ -101,7 +101,7 @@ class _Thread:
         self._thread.start()
 
     def close(self) -> None:
-        """End it; the caches are no longer live, and empty, when this returns."""
+        """End the thread. When this returns the caches are empty and not live."""
         if os.getpid() != self._pid:
             return  # in a forked child: thread and connection are the parent's
         self._stop.set()
@@ -130,7 +130,7 @@ class _Thread:
         how = wishes(self._caches, self._backoff)
         with self._client.follow({self._stream: "NOW"}, also=ALSO, **how) as follower:
             self._follower = follower
-            if self._stop.is_set():  # before there was anything to close
+            if self._stop.is_set():  # it was closed before the connection was made
                 return
             for event in follower:
                 if isinstance(event, Connected):

@@ -1,6 +1,6 @@
-"""One cache: values in a storage, and the tickets that say which of them may be put there.
+"""One cache: a storage with values, and a guard that says which loaded values may be stored.
 
-It is used under the lock of the registry that it belongs to, which says whether caches may be trusted at all.
+It is used under the lock of its registry. The registry says whether caches may be used at all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from replicad.caches.storage import MISSING, Storage
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """One cache, counted since the start. `emptied` counts the times that all entries went.
+    """One cache, counted since the start. `emptied`: how often all entries were removed.
 
-    `refused`: values that were read before an invalidation and not kept. `bypassed`: calls while the caches were not
-    live. `invalidated`: entries that were named, whether they were there or not.
+    `refused`: values that were read before an invalidation and not stored. `bypassed`: calls while the caches were not
+    live. `invalidated`: entries that an invalidation named, whether or not the cache had them.
     """
 
     entries: int
@@ -33,7 +33,7 @@ class CacheStatistics:
 
 
 class Member(Protocol):
-    """What bears a name and can be invalidated; all of it under the lock."""
+    """Something with a name that can be invalidated. All its methods are called under the lock."""
 
     def forget(self, keys: Sequence[Any]) -> None: ...
 
@@ -47,7 +47,7 @@ class Member(Protocol):
 
 
 class Owner(Protocol):
-    """What a cache asks of its registry."""
+    """What a cache needs of its registry."""
 
     live: bool
 
@@ -58,9 +58,9 @@ class Owner(Protocol):
 
 
 class Cache:
-    """One cache; made by `Caches.cache` and, behind the scenes, by the decorator. Any thread may use it.
+    """One cache, made by `Caches.cache` and by the decorator. Any thread may use it.
 
-    By hand: `get`, and where that is MISSING, `begin` a load *before* reading, then `store` or `abandon` it.
+    By hand: call `get`. If it returns MISSING, `begin` a load *before* reading, then `store` the value or `abandon` it.
     """
 
     def __init__(self, caches: Owner, name: str, storage: Storage) -> None:
@@ -85,12 +85,12 @@ class Cache:
             return value
 
     def begin(self, key: Key) -> Ticket:
-        """To be called before the value is read, in a transaction that begins later."""
+        """Begin a load. Call it before the value is read, in a transaction that begins later."""
         with self._caches.lock:
             return self._guard.issue(key) if self._caches.live else Ticket(key, valid=False)
 
     def store(self, ticket: Ticket, value: Any) -> bool:
-        """Keep the value unless it may be old; says whether it was kept. The ticket is used up."""
+        """Store the value unless it may be stale; returns whether it was stored. The ticket is used up."""
         with self._caches.lock:
             if not self._guard.give_back(ticket):
                 self._refused += 1
@@ -102,31 +102,31 @@ class Cache:
             return True
 
     def abandon(self, ticket: Ticket) -> None:
-        """The load came to nothing."""
+        """End a load without a value."""
         with self._caches.lock:
             self._guard.give_back(ticket)
 
     # --- for the registry, under its lock ---
 
     def forget(self, keys: Sequence[Any]) -> None:
-        """One entry is no longer good."""
+        """One entry is invalid."""
         key = freeze(keys)
         self._guard.void(key)
         self._storage.pop(key, None)
         self._invalidated += 1
 
     def empty(self) -> None:
-        """No entry is good any more."""
+        """All entries are invalid."""
         self._guard.void_all()
         self._storage.clear()
         self._emptied += 1
 
     def void(self) -> None:
-        """What is being loaded must not be kept."""
+        """Values whose load is under way must not be stored."""
         self._guard.void_all()
 
     def forked(self) -> None:
-        """This is another process now."""
+        """This is a forked process."""
         self.empty()
 
     def statistics(self) -> CacheStatistics:

@@ -1,4 +1,4 @@
-"""`replicad caches`: switch the stream of cache invalidations on and off, look at it, and empty caches by hand."""
+"""`replicad caches`: enable and disable the stream of invalidations, list it, and invalidate entries by hand."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 _database_options = settings_options(DatabaseSettings, "Database")
 
 
-@click.group("caches", cls=ReplicadGroup, short_help="Have workers forget what is no longer good.")
+@click.group("caches", cls=ReplicadGroup, short_help="Invalidate cache entries of all workers.")
 def command() -> None:
-    """Have the caches of all workers forget what is no longer good, by a stream that any writer adds to.
+    """Invalidate entries in the caches of all workers, by a stream that any writer can add to.
 
     \b
       replicad caches enable
@@ -39,38 +39,38 @@ def command() -> None:
     "writers",
     multiple=True,
     metavar="NAME",
-    help="Make sessions of this application_name a writer of their own, whose open transactions hold back nobody "
-    "else's invalidations. Several times: each. All other sessions are one writer, master.",
+    help="Make sessions with this application_name a writer of their own. Its open transactions do not hold back the "
+    "invalidations of others. May be given several times. All other sessions are one writer, master.",
 )
 @_database_options
 def enable(writers: tuple[str, ...], **options: Any) -> None:
-    """Install what writers call and make the stream `caches`; run it again to add writers.
+    """Install the SQL functions that writers call, and make the stream `caches`. Run it again to add writers.
 
-    Daemons serve it within a second. It waits for open transactions that have invalidated something.
+    Running daemons serve it within a second. The command waits for open transactions that have invalidated something.
     """
 
     async def work(db: Database, schema: str) -> bool:
         return bool(await db.fetch_value(f"SELECT {schema}.cache_enable($1)", list(writers)))
 
     if _on_caches(options, work, install=True):
-        click.echo("stream caches: daemons serve it from now on")
+        click.echo("stream caches is registered; running daemons serve it within 1 s")
     else:
-        click.echo("stream caches: it was there already")
+        click.echo("stream caches was registered already")
 
 
 @command.command("disable")
 @_database_options
 def disable(**options: Any) -> None:
-    """Remove the stream with its rows; invalidations write nothing from then on.
+    """Remove the stream with its rows. Later invalidations write nothing.
 
-    Workers that follow it empty their caches and go without.
+    Workers that follow it empty their caches and do not use them any more.
     """
 
     async def work(db: Database, schema: str) -> bool:
         return bool(await db.fetch_value(f"SELECT {schema}.cache_disable()"))
 
     found = _on_caches(options, work)
-    click.echo("stream caches is gone; invalidations write nothing" if found else "there was no stream caches")
+    click.echo("stream caches is removed; invalidations write nothing" if found else "there was no stream caches")
 
 
 @command.command(
@@ -84,9 +84,9 @@ Examples:
 @click.argument("keys", nargs=-1)
 @_database_options
 def invalidate(name: str, keys: tuple[str, ...], **options: Any) -> None:
-    """Have all workers forget the entry KEYS of the cache or group NAME, without keys all of it.
+    """Invalidate the entry KEYS of the cache or group NAME at all workers; without KEYS all its entries.
 
-    A key is a JSON value; what is none, as @bob:example.com, is taken for a string.
+    A key is a JSON value. Text that is not JSON, such as @bob:example.com, is a string.
     """
 
     async def work(db: Database, schema: str) -> int:
@@ -94,26 +94,26 @@ def invalidate(name: str, keys: tuple[str, ...], **options: Any) -> None:
         return int(await db.fetch_value(f"SELECT {schema}.invalidate_cache($1, $2::text::jsonb)", name, entry))
 
     if not _on_caches(options, work):
-        raise UsageError("there is no stream caches, so nobody would be told; run `replicad caches enable` first")
-    click.echo(f"{name}: one entry is forgotten everywhere" if keys else f"{name}: all of it is forgotten everywhere")
+        raise UsageError("there is no stream caches, so no worker would get it; run `replicad caches enable` first")
+    click.echo(f"{name}: one entry is invalidated" if keys else f"{name}: all entries are invalidated")
 
 
 @command.command("names")
 @option("--json", "as_json", is_flag=True, help=JSON_HELP)
 @_database_options
 def names(as_json: bool, **options: Any) -> None:
-    """List the caches that the newest 100,000 invalidations were about."""
+    """List the caches that the newest 100,000 invalidations name."""
 
     async def work(db: Database, schema: str) -> list[Any]:
         return await db.fetch(f"SELECT * FROM {schema}.cache_names()")
 
     rows = [dict(row) for row in _on_caches(options, work)]
     columns = ["cache_func", "invalidations", "whole", "last"]
-    print_rows(columns, rows, as_json=as_json, nothing="nothing was invalidated yet, or it was trimmed")
+    print_rows(columns, rows, as_json=as_json, nothing="there are no invalidations, or they were trimmed")
 
 
 def _on_caches(options: dict[str, Any], work: Callable[[Database, str], Awaitable[T]], *, install: bool = False) -> T:
-    """Run `work` with the quoted schema, where the part is installed (or, `install`, has just been)."""
+    """Run `work` with the quoted schema. `install`: install the part first; otherwise it must be there."""
     from replicad.postgres.bridge import quote_ident
 
     async def run(db: Database, settings: DatabaseSettings) -> T:

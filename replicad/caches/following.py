@@ -1,7 +1,7 @@
-"""A client's events turned into what the caches are told. No I/O: the drivers bring the events.
+"""Applies a client's events to the caches. No I/O: a driver brings the events.
 
-The driver follows the stream from `NOW` and hands every event to `take`. When it ends, for whatever reason, it says
-`stop`: nothing is trusted that nobody follows.
+The driver follows the stream from `NOW` and passes every event to `take`. When it ends, for any reason, it calls
+`stop`: without a driver the caches are not used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALSO: tuple[type[Also], ...] = (PositionMoved, Connected, Disconnected, TakenUpt
 RETRY_FIRST = 0.5  # seconds until following is begun anew after something that trying again may not mend
 RETRY_CAP = 30.0
 
-_PROOFS = 4  # in the time for which one holds
+_PROOFS = 4  # proofs of freshness in the time for which one is valid
 _CATCHING_UP = "what was invalidated while there was no connection is still to come"
 
 log = get_logger(__name__)
@@ -48,13 +48,13 @@ def wishes(caches: Caches, backoff: Backoff | None) -> FollowWishes:
 
 
 class Following:
-    """Of one stream, for all caches of a process."""
+    """Follows one stream for all caches of a process."""
 
     def __init__(self, caches: Caches, stream: str) -> None:
         self._caches = caches
         self._stream = stream
         self._course = Course()
-        self._told = False  # of an outage, in the log
+        self._told = False  # an outage is in the log
 
     def take(self, event: RowBatch | Reset | Also, follower: Follows) -> None:
         """Deal with one event."""
@@ -85,11 +85,11 @@ class Following:
         self._caches.fresh_at = course.fresh_at
         if course.live and not self._caches.live:
             self._caches.stand(live=True)
-            if self._told:  # that they were not
+            if self._told:  # the log has said that they were not live
                 log.info("caches_live", stream=self._stream)
 
     def stop(self, why: str) -> None:
-        """Nobody follows any more."""
+        """The driver has ended."""
         self._lost(None, why)
 
     def _lost(self, token: str | None, why: str) -> bool:

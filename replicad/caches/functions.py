@@ -1,4 +1,4 @@
-"""Functions, plain and async, in front of a cache: what their arguments are called, and loads under tickets."""
+"""Cached functions, plain and async: from arguments to keys, and loads with tickets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def cached_function(cache: Cache, function: Callable[P, R], key: Callable[..., Iterable[Any]] | None) -> Callable[P, R]:
-    """The function, answered from the cache. Raises TypeError where its signature leaves the keys open."""
+    """The function with the cache in front. Raises TypeError if its signature does not determine the keys."""
     key_of = key_maker(function) if key is None else lambda args, kwargs: freeze(key(*args, **kwargs))
     if inspect.iscoroutinefunction(function):
         return cast("Callable[P, R]", _async(cache, function, key_of))
@@ -63,10 +63,11 @@ def _async(
 
 
 def key_maker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Key]:
-    """From a call's arguments to the entry's key: all of them in the order of the signature, defaults filled in.
+    """From the arguments of a call to the key of the entry: all of them in the order of the signature, defaults filled
+    in.
 
     Raises:
-        TypeError: the function takes any number of arguments, so that nobody could say which keys an entry has.
+        TypeError: the function takes any number of arguments, so the number of keys is not known.
     """
     signature = inspect.signature(function)
     if any(parameter.kind in _OPEN for parameter in signature.parameters.values()):

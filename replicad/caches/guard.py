@@ -1,8 +1,8 @@
-"""Which values may still be stored: those that were read after the last invalidation that touches them.
+"""Decides which loaded values may be stored: those that were read after the last invalidation of their entry.
 
-Pure. A load takes a ticket *before* it reads; an invalidation voids the tickets that are out for its entry, and a value
-whose ticket is void is not stored. That is the whole argument: a value was read before or after the change that an
-invalidation tells of was committed. If after, it is good. If before, the ticket was out when the invalidation came.
+Pure: no I/O, no clock. A load takes a ticket *before* it reads. An invalidation voids all tickets for its entry. A
+value with a void ticket is not stored. This is enough: a value was read either after the change was committed, then it
+is up to date; or before, then its ticket existed when the invalidation came.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from replicad.caches.keys import Key
 
 
 class Ticket:
-    """Of one load of one entry. Given back exactly once, with a value or without."""
+    """A ticket for one load of one entry. It must be given back exactly once, with a value or without."""
 
     __slots__ = ("key", "valid")
 
@@ -21,7 +21,7 @@ class Ticket:
 
 
 class Guard:
-    """The tickets that are out for one cache. Bounded by the loads that are under way."""
+    """The valid tickets of one cache. There are at most as many as loads under way."""
 
     __slots__ = ("_out",)
 
@@ -45,12 +45,12 @@ class Guard:
         return good
 
     def void(self, key: Key) -> None:
-        """The entry was invalidated: whatever is being loaded for it may be old."""
+        """The entry was invalidated: void the tickets of its loads."""
         for ticket in self._out.pop(key, ()):
             ticket.valid = False
 
     def void_all(self) -> None:
-        """The whole cache was invalidated."""
+        """The whole cache was invalidated: void all tickets."""
         for tickets in self._out.values():
             for ticket in tickets:
                 ticket.valid = False

@@ -1,7 +1,7 @@
-"""What an entry of a cache is called: JSON values as dictionary keys, and rows of the stream `caches` taken apart.
+"""Keys of cache entries: JSON values as dictionary keys; and parsing of rows of the stream `caches`.
 
-Two keys are the same entry where they are the same JSON: 1 and 1.0 are one number, true is not 1, the order of an
-object's members does not matter. It knows no cache.
+Two keys name the same entry if they are the same JSON: 1 and 1.0 are one number, true is not 1, the order of an
+object's members does not matter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def freeze(keys: Iterable[object]) -> Key:
     """The keys of one entry, each a JSON value: str, int, float, bool, None, or lists, tuples and dicts of them.
 
     Raises:
-        TypeError: a value is nothing that JSON knows.
+        TypeError: a value has no form in JSON.
     """
     found = tuple(keys)
     for value in found:
@@ -38,10 +38,10 @@ def freeze(keys: Iterable[object]) -> Key:
 
 
 def parse_row(row: str) -> Invalidation:
-    """`[cache_func, keys or null, ts_ms]`; what may stand behind these is passed over.
+    """`[cache_func, keys or null, ts_ms]`; further elements are ignored.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: the row has another form.
     """
     try:
         fields = _decode(row)
@@ -56,11 +56,11 @@ def parse_row(row: str) -> Invalidation:
 
 
 def _frozen(value: object) -> Hashable:  # noqa: PLR0911 - one return per type
-    """Anything but strings and plain numbers goes into a tuple that begins with its type, so that nothing collides."""
+    """Values other than strings and plain numbers become tuples that begin with the type, so that none are equal."""
     if value is None:
         return None
     if isinstance(value, str):
-        return str.__str__(value)  # of an enumeration's member its text
+        return str.__str__(value)  # for a member of an enumeration: its text
     if isinstance(value, bool):
         return (bool, int(value))
     if isinstance(value, int):

@@ -1,7 +1,7 @@
-"""The caches of one process: declared by decorators, invalidated by name, trusted only while they are live.
+"""The caches of one process: declared by decorators, invalidated by name, used only while they are live.
 
-Everything happens under one lock, so that any thread may call cached functions, and no user's function is called under
-it. It knows nothing of connections: `following` says when caches are live and what was invalidated.
+One lock protects everything, so any thread may call cached functions. No function of the user is called under the lock.
+`following` says when the caches are live and what was invalidated; there are no connections here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ R = TypeVar("R")
 Rekey = Callable[[Sequence[Any]], Iterable[Any] | None]
 
 MAX_STALENESS = 60.0  # seconds; well above the 5 s that may lie between two PINGs of a server
-MAX_ENTRIES = 10_000  # of a cache unless it is told otherwise
+MAX_ENTRIES = 10_000  # default for one cache
 
 _UNPROVEN = (
     "for {:.0f} s nothing has proven that all invalidations have come: a transaction may be open for long, or the "
@@ -39,7 +39,7 @@ _UNPROVEN = (
 class CachesStatistics:
     """All caches of a process. `problem`: why they are not live.
 
-    `malformed`: rows, or answers of groups' functions, that nobody could understand; they empty more than they should.
+    `malformed`: rows, or results of functions of groups, that could not be parsed; they empty more than necessary.
     """
 
     live: bool
@@ -55,14 +55,14 @@ class _Share(NamedTuple):
 
 
 class Caches:
-    """Declares caches and invalidates them. Use a CacheInvalidator (of `blocking_invalidator` or `trio_invalidator`),
-    which is one.
+    """Declares caches and invalidates them. Use its subclass CacheInvalidator (`blocking_invalidator`,
+    `trio_invalidator`).
 
-    `max_staleness`: seconds after which an entry is not given out any more unless it was proven that every invalidation
-    committed before that has been carried out. Proofs come all the time (a few in that time, no more than one for each
-    PING of the server); without faults invalidations take milliseconds. `tolerate`: for so many seconds after the
-    connection was lost the caches still answer with what they hold; nothing is added. 0: they are bypassed at once.
-    `now` is a monotonic clock in seconds.
+    `max_staleness`: seconds. An entry is used only if all invalidations that were committed up to that long ago are
+    known to have been applied. Proofs of that come all the time (a few in `max_staleness`, at most one for each PING of
+    the server). Without faults an invalidation takes milliseconds. `tolerate`: for so many seconds after a lost
+    connection the caches still answer; nothing is added to them. 0: they are not used at once. `now` is a monotonic
+    clock in seconds.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Caches:
         tolerate: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lock = threading.RLock()  # a storage's own code may come back to us
+        self.lock = threading.RLock()  # reentrant: the code of a storage may call a cached function
         self.live = False
         self.problem: str | None = "nobody follows the stream"
         self.max_staleness = max_staleness
-        self.fresh_at = 0.0  # whatever was committed by then has been applied
+        self.fresh_at = 0.0  # everything committed by then has been applied
         self.now = now
         self._tolerate = tolerate
         self._followed = False
@@ -98,16 +98,16 @@ class Caches:
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function, plain or async: its values are kept until they are invalidated under its name.
 
-        The keys of an entry are the arguments in the order of the signature, defaults filled in; they are JSON values.
-        Where they are not (a method's `self`), `key` is called with the arguments and returns the keys. `storage` keeps
-        the values instead of the `max_entries` that were asked for last: any cache of cachetools, say, and nobody
-        else's.
+        The keys of an entry are the arguments in the order of the signature, with defaults filled in. They must be JSON
+        values. If they are not (a method's `self`), give `key`: it is called with the arguments and returns the keys.
+        `storage` keeps the values, in place of a store of the `max_entries` last used ones: for example a cache of
+        cachetools. Nothing else may use that storage.
 
-        The function must read what is committed when it is called, in a transaction that it begins. One that has no
-        value raises, since whatever it returns is kept.
+        The function must read what is committed when it is called, in a transaction that it begins. If it has no value
+        it must raise, because everything that it returns is stored.
 
         Raises:
-            UsageError: the name is taken. TypeError: the signature leaves the keys open.
+            UsageError: the name is in use. TypeError: the signature does not determine the keys.
         """
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -117,29 +117,29 @@ class Caches:
         return decorate
 
     def cache(self, name: str, *, max_entries: int = MAX_ENTRIES, storage: Storage | None = None) -> Cache:
-        """A cache for use by hand. Raises UsageError where the name is taken."""
+        """A cache for use by hand. Raises UsageError if the name is in use."""
         made = Cache(self, name, LruStorage(max_entries) if storage is None else storage)
         self._add(name, made)
         return made
 
     def adopt(self, function: Callable[P, R], *, name: str | None = None) -> Callable[P, R]:
-        """Take over a function that caches by itself and has `cache_clear`, such as one of `functools.lru_cache`.
+        """Manage a function that has a cache and `cache_clear`, such as one decorated by `functools.lru_cache`.
 
-        Call what is returned, in place of the function. Such a cache forgets everything or nothing, so any
-        invalidation under the name empties it.
+        Call the returned function in place of the original one. Such a cache can only be cleared as a whole, so every
+        invalidation of the name empties it.
 
         Raises:
-            UsageError: the name is taken, or it is no such function.
+            UsageError: the name is in use, or the function has no `cache_clear`.
         """
         made = Adopted(self, function)
         self._add(name or made.name, made)
         return made.caller(function)
 
     def register_group(self, name: str, members: Iterable[str | tuple[str, Rekey]]) -> None:
-        """Have what is invalidated under `name` invalidate the entries of the same keys in all these caches too.
+        """Let an invalidation of `name` also invalidate the entries with the same keys in all these caches.
 
-        A member that is keyed otherwise comes with a function from the keys to its own, or to None: all of it. A group
-        may be added to; its members are names of caches (also of those that are declared later), not of groups.
+        A member with other keys comes with a function from the keys to its own keys, or to None: all entries. Calling
+        it again adds members. Members are names of caches, also of caches that are declared later, but not of groups.
         """
         shares = [_Share(m, None) if isinstance(m, str) else _Share(*m) for m in members]
         with self.lock:
@@ -154,22 +154,22 @@ class Caches:
     # --- invalidating ---
 
     def invalidate(self, func: str, keys: Sequence[Any] | None = None) -> None:
-        """Forget an entry, or all, of a cache or group in this process, now: for who has just committed a change.
+        """Invalidate an entry, or all, of a cache or group in this process. Call it after you have committed a change.
 
-        The stream does it everywhere, and here too, some milliseconds later. Raises TypeError as `keys.freeze`.
+        The stream does the same at all workers, some milliseconds later. Raises TypeError as `keys.freeze`.
         """
         if keys is not None:
             freeze(keys)
         self._carry_out(self._effects(Invalidation(func, None if keys is None else list(keys))))
 
     def empty(self) -> None:
-        """Forget everything in this process."""
+        """Empty all caches of this process."""
         with self.lock:
             for member in self._members.values():
                 member.empty()
 
     def apply(self, rows: Sequence[str]) -> None:
-        """Carry out rows of the stream, JSON as it came. What cannot be understood empties everything."""
+        """Apply rows of the stream, JSON text as received. A row that cannot be parsed empties all caches."""
         of_groups: list[Invalidation] = []
         with self.lock:
             self._rows += len(rows)
@@ -191,7 +191,7 @@ class Caches:
             self._carry_out(self._effects(told))
 
     def _effects(self, told: Invalidation) -> list[tuple[str, Sequence[Any] | None]]:
-        """What it means for each cache; outside of the lock, since functions of the user's have their say."""
+        """What an invalidation means for each cache. Not under the lock, because it calls functions of the user."""
         found: list[tuple[str, Sequence[Any] | None]] = [(told.func, told.keys)]
         for member, rekey in tuple(self._groups.get(told.func, ())):
             keys: Sequence[Any] | None = told.keys
@@ -221,7 +221,9 @@ class Caches:
 
     @contextmanager
     def follower(self) -> Iterator[None]:
-        """Whoever says when the caches are live, for the length of the block. Raises UsageError where somebody does."""
+        """Register the one driver that follows the stream, for the length of the block. Raises UsageError if there is
+        one.
+        """
         with self.lock:
             if self._followed:
                 raise UsageError("these caches follow a stream already; for another one make other caches")
@@ -232,13 +234,13 @@ class Caches:
             self._followed = False
 
     def answers(self) -> bool:
-        """Whether values that are kept may be given out now; under the lock."""
+        """Whether stored values may be returned now. Call it under the lock."""
         if self.live:
             return self.now() - self.fresh_at <= self.max_staleness
         return self._lost_at is not None and self.now() - self._lost_at < self._tolerate
 
     def stand(self, *, live: bool, problem: str | None = None) -> None:
-        """Caches may be trusted from now on, or (with the reason) no longer."""
+        """The caches are live from now on, or (with `problem`) no longer."""
         with self.lock:
             if self.live and not live:
                 self._lost_at = self.now()
@@ -257,8 +259,8 @@ class Caches:
             return CachesStatistics(live, problem, self._rows, self._malformed, caches)
 
     def forked(self) -> None:
-        """In a child process nobody follows the stream, whatever was so in its parent."""
-        self.lock = threading.RLock()  # the old one may be held by a thread that is not here
+        """This is a forked process: no driver follows the stream in it."""
+        self.lock = threading.RLock()  # a thread of the parent may hold the old one
         if self.live or self._followed:
             self.problem = "this process was forked from one that follows the stream; follow it here as well"
         self.live = self._followed = False

@@ -1,6 +1,6 @@
-"""Where values are kept: a bounded store of our own, and what is asked of others (those of cachetools fit as they are).
+"""Storages of values: a bounded one of ours, and the interface of others. The caches of cachetools have it.
 
-A storage knows nothing of invalidation; it is only ever used under the registry's lock.
+A storage knows nothing of invalidation. It is used only under the registry's lock.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from replicad.caches.keys import Key
 from replicad.errors import UsageError
 
-MISSING: Any = object()  # no value is kept
+MISSING: Any = object()  # there is no value
 
 
 class Storage(Protocol):
-    """A mutable mapping that may forget at any time. It may refuse a value with ValueError."""
+    """A mutable mapping that may drop entries at any time. It may refuse a value with ValueError."""
 
     def get(self, key: Any, default: Any = None, /) -> Any: ...
 
@@ -29,19 +29,19 @@ class Storage(Protocol):
 
 
 class LruStorage:
-    """At most `max_entries` values; the one that was not asked for the longest goes first."""
+    """At most `max_entries` values. The least recently used one is removed first."""
 
     __slots__ = ("_entries", "_max")
 
     def __init__(self, max_entries: int) -> None:
-        """Raises UsageError where it could hold nothing."""
+        """Raises UsageError if `max_entries` is below 1."""
         if max_entries < 1:
             raise UsageError(f"a cache of {max_entries} entries caches nothing; leave the decorator out instead")
         self._max = max_entries
         self._entries: OrderedDict[Key, Any] = OrderedDict()
 
     def get(self, key: Key, default: Any = None, /) -> Any:
-        """The value, which is now the one that was asked for last."""
+        """The value; it is now the most recently used one."""
         value = self._entries.get(key, MISSING)
         if value is MISSING:
             return default
@@ -55,11 +55,11 @@ class LruStorage:
             self._entries.popitem(last=False)
 
     def pop(self, key: Key, default: Any = None, /) -> Any:
-        """Take the value out."""
+        """Remove and return the value."""
         return self._entries.pop(key, default)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self._entries.clear()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Caches of a trio program: a task follows the stream. The twin of `blocking_invalidator`."""
+"""Caches of a trio program: a task follows the stream. The same as `blocking_invalidator` with a task."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from replicad.errors import ReplicadError
 
 
 class CacheInvalidator(Caches):
-    """Caches that a task keeps from being stale. Made where caches are declared, at the top of a module, say.
+    """The caches of a program, kept up to date by a task. Make it where caches are declared, at the top of a module.
 
-    Cached functions, plain or async, may be called from any task, and from any thread as well.
+    Cached functions, plain or async, may be called from any task and any thread.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class CacheInvalidator(Caches):
         backoff: Backoff | None = None,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Follow the stream until cancelled; started (`nursery.start`) once the caches are live for the first time.
+        """Follow the stream until cancelled. `nursery.start` returns when the caches are live for the first time.
 
-        It raises nothing that happens there: while the stream cannot be followed, functions are called as if they were
-        not cached, and `problem` says why. `backoff` is as for `TrioClient.follow`.
+        Errors of the connection are not raised. While the stream cannot be followed, functions are called as if they
+        were not cached, and `problem` has the reason. `backoff` is as for `TrioClient.follow`.
 
         Raises:
-            UsageError: they are followed already.
+            UsageError: the caches are followed already.
         """
         with self.follower():
             await self._run(client, stream, backoff, task_status)
@@ -92,7 +92,7 @@ class CacheInvalidator(Caches):
             await self._is_live.wait()
 
     def stand(self, *, live: bool, problem: str | None = None) -> None:
-        """As in Caches; wakes who waits for it. In the task of `run` only."""
+        """As in Caches; wakes the tasks in `wait_live`. Called only in the task of `run`."""
         super().stand(live=live, problem=problem)
         if live:
             self._is_live.set()

@@ -1,8 +1,8 @@
-"""The writer's side: saying, in the transaction that changes something, which cache entries are no longer good.
+"""The writer's side: invalidate cache entries in the transaction that changes the data.
 
-Thin faces of the SQL functions `invalidate_cache` and `invalidate_cache_many`, for any driver: `invalidate` and
-`invalidate_many` are for async connections (asyncpg's or replicad's own), `blocking_invalidate` and its twin for those
-of DB-API. Errors of the driver come through as they are.
+These functions call the SQL functions `invalidate_cache` and `invalidate_cache_many`. `invalidate` and
+`invalidate_many` take async connections (asyncpg's or replicad's own), `blocking_invalidate` and
+`blocking_invalidate_many` those of DB-API. Errors of the driver are raised unchanged.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ SCHEMA: Final = "replicad"
 
 
 class Cursors(Protocol):
-    """What is needed of a DB-API connection."""
+    """The methods of a DB-API connection that are used here."""
 
     def cursor(self) -> Any: ...
 
 
 async def invalidate(connection: Any, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
-    """Once the caller's transaction has committed, the entry `keys` of cache `func` is forgotten everywhere.
+    """Invalidate the entry `keys` of cache `func` at all workers, when the caller's transaction commits.
 
-    `keys`: JSON values, as the cache is keyed; None: the whole cache. `connection`: of asyncpg, or replicad's own.
+    `keys`: the JSON values of the entry's key; None: the whole cache. `connection`: of asyncpg, or replicad's own.
 
     Raises:
-        UsageError: the connection is not in a transaction, so that the change and this could part.
-        TypeError: the keys are no JSON values.
+        UsageError: the connection is not in a transaction, so one of change and invalidation could be lost.
+        TypeError: the keys are not JSON values.
     """
     await _ask(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(list(keys)))
 
@@ -74,7 +74,7 @@ async def _ask(connection: Any, sql: str, *args: object) -> None:
 
 
 def _run(connection: Cursors, sql: str, *args: object) -> None:
-    """Constants instead of parameters: drivers disagree on how parameters are written."""
+    """Run a statement with constants: drivers differ in the form of parameters."""
     if getattr(connection, "autocommit", False) is True:  # not part of DB-API, but what psycopg and others call it
         raise UsageError(_APART)
     cursor = connection.cursor()

@@ -1,7 +1,7 @@
 """The command line: `replicad COMMAND`, one file per command or group of commands.
 
-Start-up time matters here (a health check runs every few seconds): nothing below this package imports trio, asyncpg or
-pyspark before a command that needs them runs.
+Start-up time matters, because a health check runs every few seconds. So nothing that this package imports at its start
+imports trio, asyncpg or pyspark; a command imports them when it runs.
 """
 
 from __future__ import annotations

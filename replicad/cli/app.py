@@ -1,4 +1,4 @@
-"""The command `replicad` itself: which sub-commands there are, and what happens when one of them fails."""
+"""The command `replicad`: its sub-commands, and what happens when one of them fails."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ COMMANDS = {
 EPILOG = """\b
 Start here:
   replicad serve                      serve an embedded Postgres on 127.0.0.1:9009
-  replicad serve --database URL       serve one that you have
-  nc 127.0.0.1 9009                   talk to it by hand: type REPLICATE
+  replicad serve --database URL       serve a Postgres of yours
+  nc 127.0.0.1 9009                   connect by hand, then type REPLICATE
 """
 
 
 class LazyGroup(click.Group):
-    """A group that imports a sub-command's file only when it is needed."""
+    """A group that imports the file of a sub-command only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """The names, in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """The sub-command of that name, None where there is none."""
+        """The sub-command of that name, or None."""
         if cmd_name not in COMMANDS:
             return None
         found = importlib.import_module(COMMANDS[cmd_name]).command
@@ -49,17 +49,17 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="replicad", message="%(prog)s %(version)s")
 @click.pass_obj
 def root(session: Session, debug: bool) -> None:
-    """Changes out of Postgres to the processes that need them: streams and tubes over a TCP line protocol."""
+    """Report changes in Postgres to the processes that need them: streams and tubes over a TCP line protocol."""
     session.debug = session.debug or debug
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit status; every failure has become a line on stderr."""
+    """Run one command line and return its exit status. A failure becomes a line on stderr."""
     session = Session()
     try:
         result = root.main(list(arguments), prog_name="replicad", standalone_mode=False, obj=session)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException as error:  # noqa: BLE001 - the last line of defence, by design
+    except BaseException as error:  # noqa: BLE001 - whatever it is, `report` prints it
         return report(error, debug=session.debug)
     return result if isinstance(result, int) else 0

@@ -1,4 +1,4 @@
-"""`replicad demo`: the whole of replicad on real data; see replicad.demo."""
+"""`replicad demo`: a demonstration of replicad on real data; see replicad.demo."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import click
 from replicad.terminal.command import ReplicadCommand, option
 
 
-@click.command("demo", cls=ReplicadCommand, log_level="warning", short_help="See the whole of it at work on real data.")
+@click.command("demo", cls=ReplicadCommand, log_level="warning", short_help="Run a demonstration on real data.")
 @option(
     "--folder",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
     default=".replicad/demo",
     show_default=True,
-    help="Where its Postgres, its logs and the copy are kept.",
+    help="Folder for its Postgres, its logs and the copy.",
 )
 def command(folder: Path) -> None:
-    """See the whole of it at work on real data, in about a minute.
+    """Run a demonstration on real data, in about a minute.
 
-    Loads cities of the world into an embedded Postgres, attaches them to a tube, serves it, and has Spark keep a copy
-    in Parquet, which is compared with the tables row by row. Exit status 1 where they are not equal. Needs Java 17
-    and the extra `demo`; may be run again, and be ended by Ctrl-C at any time.
+    Loads cities of the world into an embedded Postgres, attaches them to a tube, serves it, and lets Spark keep a copy
+    in Parquet. At the end it compares the copy with the tables row by row. The exit status is 1 if they differ. Needs
+    Java 17 and the extra `demo`. You may end it by Ctrl-C at any time, and run it again.
     """
     import trio
 

@@ -1,4 +1,4 @@
-"""`replicad serve`: options into settings, then the daemon. What the daemon does is its own business."""
+"""`replicad serve`: turns options into settings and runs the daemon."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ Examples:
 def command(config: Path | None, **options: Any) -> None:
     """Serve the streams and tubes of a Postgres over TCP, until SIGTERM or SIGINT.
 
-    Without --database it starts an embedded Postgres of its own. What it needs in the database it installs
-    itself where it is missing, upgrades where it is older, and says so.
+    Without --database it starts an embedded Postgres. It installs the SQL that it needs where it is missing, upgrades
+    it where it is older, and logs that.
 
-    Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m). Every option can be set by a variable too:
-    --max-line by REPLICAD_MAX_LINE. The command line goes before the environment, and that before the file.
+    Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m). Every option is also a variable: --max-line is
+    REPLICAD_MAX_LINE. The command line goes before the environment, the environment before the file.
     The secret for AUTH comes from --token-file or from REPLICAD_TOKEN.
     """
     settings = read_settings(ServerSettings, options, file=config)

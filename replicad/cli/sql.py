@@ -1,4 +1,4 @@
-"""`replicad sql up|down`: our SQL as a script for plain psql, for those who install nothing that they have not read."""
+"""`replicad sql up|down`: prints our SQL as a script for psql, for people who read it before they install it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ _parts = click.argument("parts", nargs=-1, type=click.Choice(PARTS))
 _schema = option(
     "--schema", metavar="SCHEMA", help="Schema to work in. Default: tube for tubes, replicad for the others."
 )
-_current = option(
-    "--current-schema", is_flag=True, help="Work in whatever schema is first in psql's search_path, whatever its name."
-)
+_current = option("--current-schema", is_flag=True, help="Work in the schema that is first in psql's search_path.")
 
 
-@click.group("sql", cls=ReplicadGroup, short_help="Print the SQL that replicad installs, and its opposite.")
+@click.group("sql", cls=ReplicadGroup, short_help="Print the SQL that replicad installs, or the SQL that removes it.")
 def command() -> None:
-    """Print the SQL that replicad installs in a database, and its opposite, as scripts for psql.
+    """Print the SQL that replicad installs in a database, or the SQL that removes it, as scripts for psql.
 
-    The daemon installs what it needs by itself; this is for those who read first, or whose daemon may not create
-    anything. PART is one of those in the usage; without one it is all of them. Each part is a transaction of its
-    own, and both scripts may be run again and again.
+    The daemon installs what it needs by itself. Use this to read the SQL first, or if the daemon may not create
+    anything. PART is one of those in the usage; without it all parts are printed. Each part is one transaction. Both
+    scripts may be run several times.
     """
 
 
@@ -45,7 +43,7 @@ Examples:
 @_schema
 @_current
 def up(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> None:
-    """Print the script that installs, or upgrades without loss."""
+    """Print the script that installs, or upgrades and keeps all data."""
     _print(parts or PARTS, schema, "up", current=current_schema)
 
 
@@ -59,9 +57,9 @@ Example:
 @_schema
 @_current
 def down(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> None:
-    """Print the script that removes everything again.
+    """Print the script that removes everything that `up` installs.
 
-    Data of replicad's own goes as well: tubes with their pods, the marks of streams. Your tables stay.
+    It removes replicad's own data too: tubes with their pods, the registry of streams. Your tables stay.
     """
     _print(tuple(reversed(parts or PARTS)), schema, "down", current=current_schema)
 

@@ -1,4 +1,4 @@
-"""`replicad version`: which versions of what are installed here; what a bug report needs."""
+"""`replicad version`: the installed versions of all packages that a bug report should name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTS = {
 
 @click.command("version", cls=ReplicadCommand, short_help="Print the versions of replicad and of what it uses.")
 def command() -> None:
-    """Print the versions of replicad, of Python and of the packages that replicad uses, missing extras included."""
+    """Print the versions of replicad, of Python and of the packages that replicad uses; name missing extras."""
     for extra, names in _PARTS.items():
         for name in names:
             click.echo(f"{name} {_version(name, extra)}")

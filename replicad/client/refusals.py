@@ -26,7 +26,7 @@ from replicad.protocol.lines import LineTooLong
 
 _STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # how the server begins to say so
 _NAMES = re.compile(r"stream (\S+) ")  # how the server begins a sentence about a stream
-_STOPPING = "server stopping"  # the one ERROR without a code (seed 001)
+_STOPPING = "server stopping"  # the one ERROR without a code (docs/protocol-notes.md)
 
 
 def refusal(text: str) -> ReplicadError:

@@ -424,7 +424,7 @@ class Session:
 
 
 def _wall_clock_ms() -> int:
-    """PING carries the time of day, by habit (seed 001); nothing is decided by it."""
+    """PING carries the sender's wall-clock time in ms, as in Synapse. Nothing depends on it."""
     return int(time.time() * 1000)
 
 

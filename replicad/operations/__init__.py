@@ -1,1 +1,1 @@
-"""What an operator looks at: `replicad top`."""
+"""Commands for operators: `replicad top`."""

@@ -1,4 +1,4 @@
-"""`replicad top`: every partition of every tube, live; coloured where something is wrong."""
+"""`replicad top`: every partition of every tube, live; a row is coloured if something is wrong."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COLUMNS = ("tube", "partition", "holder", "pods", "ids", "lag_s", "backfill", "p
 
 
 @click.command("top", cls=ReplicadCommand, short_help="Watch the tubes live: holders, lag, backfills, rates.")
-@option("--once", is_flag=True, help="Print once and end; so it does where the output is no terminal.")
+@option("--once", is_flag=True, help="Print once and end. This is the default if the output is not a terminal.")
 @option(
     "--interval",
     metavar="SECONDS",
     type=click.FloatRange(0.2, 3600),
     default=2.0,
     show_default=True,
-    help="How often to look.",
+    help="Time between two looks.",
 )
 @option(
     "--warn",
@@ -41,18 +41,18 @@ COLUMNS = ("tube", "partition", "holder", "pods", "ids", "lag_s", "backfill", "p
     type=click.FloatRange(0),
     default=60.0,
     show_default=True,
-    help="A partition whose oldest regular pod is older than this is marked.",
+    help="Mark a partition whose oldest regular pod is older than this.",
 )
 @json_option
 @island_options
 def command(once: bool, interval: float, warn: float, as_json: bool, **options: Any) -> None:
     """Watch every partition of every tube.
 
-    lag_s is the age of the oldest regular pod, in_s and out_s are the pods of the whole tube per second since the last
-    look. A partition is marked when pods wait and nobody has its lease, when its lag is above --warn, when a
-    transaction that is open for longer than that holds its tube back, when ids are parked, and when its tube cannot be
-    served or a daemon reports trouble of it. An island that cannot be reached is shown as such and tried again. Below
-    stands what a reader of each tube has counted last, such as the last micro-batch of a pipeline.
+    lag_s is the age of the oldest regular pod. in_s and out_s are the pods of the whole tube per second since the last
+    look. A partition is marked if pods wait and no worker has its lease; if its lag is above --warn; if a transaction
+    that is open for longer than --warn holds its tube back; if ids are parked; and if its tube cannot be served or a
+    daemon reports a trouble of it. An island that cannot be reached is shown as such and tried again. Below the table
+    are the last counts that a reader of each tube has reported, such as the last micro-batch of a pipeline.
     """
     import trio
 
@@ -85,17 +85,17 @@ async def _watch(options: Mapping[str, Any], once: bool, interval: float, warn: 
 
 
 class Island:
-    """One database: its pool, made anew when it was lost, and the counts of the last look, for rates."""
+    """One database: its pool, which is opened again when it was lost, and the counts of the last look, for rates."""
 
     def __init__(self, settings: DatabaseSettings, warn: float) -> None:
         self.settings = settings
         self.url = ""
-        self.unusable: DatabaseError | None = None  # why the tubes of this database cannot be looked at at all
+        self.unusable: DatabaseError | None = None  # why the tubes of this database cannot be read
         self._warn = warn
         self._before: dict[str, tuple[float, int, int]] = {}
 
     async def look(self) -> list[Row]:
-        """A row per partition; one row that says why where the database cannot be asked."""
+        """One row for each partition. If the database cannot be read, one row with the reason."""
         from replicad.postgres import schema
         from replicad.postgres.statements import statement
         from replicad.tubes.cli.states import tube_states
@@ -166,7 +166,7 @@ def _show(rows: Sequence[Row], *, clear: bool) -> None:
 
 
 def _report(row: Mapping[str, Any]) -> str:
-    """What a reader of a tube has said last: each count by its name."""
+    """The last REPORT of a reader of a tube: each count with its name."""
     counts = ", ".join(f"{name} {_count(value)}" for name, value in row["report"].items() if value is not None)
     return f"{row['tube']}: {row['reporter']} said {max(row['report_s'], 0):.0f} s ago: {counts}"
 
@@ -176,7 +176,7 @@ def _count(value: object) -> str:
 
 
 def _backfill(row: Mapping[str, Any]) -> str | None:
-    """How far it is: what is in the tube of what there is, and how many pods of it wait."""
+    """The progress of a backfill: ids written of all ids, and pods that wait."""
     done, total, waiting = row.get("backfill_done"), row.get("backfill_of"), row.get("backfill_pods")
     if done is not None:
         share = f" of {total:,}" if total else ""

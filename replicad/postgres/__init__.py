@@ -1,4 +1,4 @@
-"""The Postgres floor: the bridge to the driver, the embedded server, the schema, and how far it is safe to read.
+"""Postgres: the bridge to the driver, the embedded server, the installer of SQL parts, and positions.
 
-Nothing in here knows of sockets to clients, of commands on the wire or of Spark.
+Nothing here knows clients, commands on the wire or Spark.
 """

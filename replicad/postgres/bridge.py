@@ -1,7 +1,7 @@
-"""Trio on one side, asyncpg on the other: the only module that imports asyncpg and trio_asyncio.
+"""The bridge from trio to asyncpg. Only this module imports asyncpg and trio_asyncio.
 
-A `Database` is a bounded pool of connections to one Postgres; a `Connection` (connection.py) is one of them, held for a
-while. Driver errors leave here as replicad's own (failures.py). It knows nothing of streams, tubes or positions.
+A `Database` is a bounded pool of connections to one Postgres. A `Connection` (connection.py) is one of them, held for a
+while. Errors of the driver become replicad's own (failures.py). It knows nothing of streams, tubes or positions.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ __all__ = [
 
 log = get_logger(__name__)
 
-_CLOSE = 2.0  # seconds for a polite goodbye to all connections
+_CLOSE = 2.0  # seconds to close all connections in an orderly way
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
 _IDENTITY = "SELECT pg_backend_pid(), backend_start FROM pg_stat_get_activity(pg_backend_pid())"
 _DRIVER_ERRORS = (
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
-    asyncio.CancelledError,  # not a cancelled trio scope, but a driver that gave up on its own task
-    AttributeError,  # what its methods die of when the connection is lost between their steps
+    asyncio.CancelledError,  # the driver's own task was cancelled; a cancelled trio scope raises another one
+    AttributeError,  # raised by its methods when the connection is lost between two of their steps
     OSError,
 )
 
 _SESSION = {
     "TimeZone": "UTC",
     "DateStyle": "ISO",
-    "default_transaction_isolation": "read committed",  # positions hold only where each statement sees the latest
-    "jit": "off",  # compiling a COPY costs more than most of ours take
+    "default_transaction_isolation": "read committed",  # each statement must see the latest commits (docs/positions.md)
+    "jit": "off",  # compiling costs more time than most of our statements take
 }
 
 
@@ -80,8 +80,9 @@ class DatabaseStatistics:
 class Database:
     """A bounded pool of connections to one Postgres. Made by `open_database`.
 
-    Connections are made when needed and kept; one that broke (a restart of Postgres, say) is replaced at its next use.
-    A statement that hits the break raises DatabaseUnavailable and is not repeated: whether it took effect is unknown.
+    Connections are made when needed and kept. A lost one (a restart of Postgres, for example) is replaced at its next
+    use. A statement during which the connection is lost raises DatabaseUnavailable and is not repeated, because it is
+    unknown whether it took effect.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Database:
 
     @property
     def target(self) -> failures.Target:
-        """Host, database and user, fit for messages."""
+        """Host, database and user, for messages. Has no password."""
         return self._settings.target
 
     async def fetch(self, sql: str, *args: object) -> list[Row]:
@@ -143,13 +144,15 @@ class Database:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """One pinned connection. At the end it is reset: an open transaction is rolled back, settings and locks go."""
+        """One connection for the block. At its end it is reset: transaction rolled back, settings and locks
+        released.
+        """
         async with self._borrowed(reset=True) as connection:
             yield connection
 
     @asynccontextmanager
     async def listen(self, channel: str) -> AsyncIterator[Notices]:
-        """`Connection.listen` on a connection of the pool, which is held for the length of the block."""
+        """`Connection.listen` on a connection of the pool, which the block keeps to itself."""
         async with self._borrowed(reset=True) as connection, connection.listen(channel) as notices:
             yield notices
 
@@ -195,7 +198,7 @@ class Database:
         if self._closed:
             raise errors.DatabaseUnavailable(f"the pool of connections to Postgres at {self.target} is closed.")
         with suppress(trio.WouldBlock):
-            self._places.acquire_nowait()  # the usual case, without a detour through the scheduler
+            self._places.acquire_nowait()  # the usual case, without the scheduler
             return
         with trio.move_on_after(self._wait_timeout) as scope:
             await self._places.acquire()
@@ -206,7 +209,9 @@ class Database:
             )
 
     def _drop_idle(self) -> None:
-        """Have new sessions made: the idle ones began under the same settings as one that is of no use."""
+        """Close the idle connections, so that new sessions begin: they have the same unusable settings as another
+        one.
+        """
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.terminate()
@@ -280,14 +285,14 @@ async def open_database(
     min_version: int = 150000,
     identify: bool = False,
 ) -> AsyncIterator[Database]:
-    """Open a pool of at most `size` connections; one is made at once, to see that the server is there and new enough.
+    """Open a pool of at most `size` connections. One is made at once, to check that the server is there and new enough.
 
     Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
-    to wait for a free connection. Every connection speaks UTC, ISO dates and READ COMMITTED. Starts the asyncio loop
-    under the driver when none runs around it. With `identify`, `Database.backends` tells which processes are ours.
+    to wait for a free connection. Every connection uses UTC, ISO dates and READ COMMITTED. Starts an asyncio loop
+    for the driver, if none is running. With `identify`, `Database.backends` lists our processes.
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
-    `min_version`), each with a sentence fit for the operator.
+    `min_version`), each with a sentence for the operator.
     """
     target = failures.parse_target(url)
     session = dict(_SESSION, application_name=application_name)
@@ -318,14 +323,14 @@ async def _asyncio_loop() -> AsyncIterator[Any]:
         try:
             yield loop
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised again below
-            failure = error  # carried around the loop's nurseries, which would wrap it in exception groups
+            failure = error  # raised again outside the nurseries of the loop, which would wrap it in exception groups
     if failure is not None:
         raise failure
 
 
 def _log_stray_error(_loop: Any, context: dict[str, Any]) -> None:
-    """What asyncio reports when nobody waits for an error: by default trio_asyncio would end the whole loop for it."""
+    """Log an error that no task waits for. By default trio_asyncio would end the whole loop for it."""
     error = context.get("exception")
-    # The driver's own errors have been raised to whoever waited; those left over are copies of them.
+    # Errors of the driver were raised in the task that waited; these are copies.
     tell = log.debug if isinstance(error, _DRIVER_ERRORS) else log.warning
     tell("asyncio_error", message=context.get("message"), error=repr(error))

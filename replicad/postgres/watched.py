@@ -1,6 +1,6 @@
-"""What the horizon says about a stream, and what it remembers of it between two polls. Sends no statements.
+"""One watched stream: its state between two polls, and the `Reading` after each poll. Sends no statements.
 
-A source says how the positions of a stream are learnt; a `Reading` is the same for all of them.
+A source describes how the positions of a stream are found. A `Reading` has the same form for all sources.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ RESERVATION_BOUND_MAX = (1 << 48) - 1
 
 
 def reservation_key(number: int, bound: int) -> int:
-    """The bigint of the shared advisory lock by which a writer of stream `number` says: all my ids are above `bound`.
+    """The key (bigint) of the shared advisory lock that a writer of stream `number` holds: its ids are above `bound`.
 
-    Top 16 bits: RESERVATION_BAND + number; the other 48: the bound, which is the sequence's last value read before the
-    lock is taken, which comes before nextval(). Shared, so that writers with one bound do not wait for each other. In
-    pg_locks the key is classid (high half) and objid (low half) with objsubid 1. Raises ValueError out of range.
+    Top 16 bits: RESERVATION_BAND + number. The other 48 bits: the bound. A writer reads the sequence's last value as
+    the bound, then takes the lock, then calls nextval(). The lock is shared, so that writers with the same bound do not
+    wait for each other. In pg_locks the key is classid (high half) and objid (low half) with objsubid 1. Raises
+    ValueError for values out of range.
     """
     if not 1 <= number <= RESERVATION_NUMBER_MAX or not 0 <= bound <= RESERVATION_BOUND_MAX:
         raise ValueError(f"no reservation can carry stream number {number} and bound {bound}")
@@ -36,7 +37,7 @@ def reservation_key(number: int, bound: int) -> int:
 class LockSource:
     """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid).
 
-    `own_deletes`: the horizon's `own_backends` only ever delete from this table, so they do not hold it back.
+    `own_deletes`: the horizon's `own_backends` only delete from this table, so they do not hold its position back.
     """
 
     table: int
@@ -54,7 +55,7 @@ class ReservationSource:
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """The writers keep a table (oid) of (stream_name, instance_name, stream_id) themselves, and are trusted."""
+    """The writers keep a table (oid) of (stream_name, instance_name, stream_id). Its positions are trusted."""
 
     table: int
     stream_name: str
@@ -64,10 +65,10 @@ Source = LockSource | ReservationSource | TableSource
 
 
 class HolderKind(StrEnum):
-    """In what way somebody holds a position back."""
+    """How a position is held back."""
 
     TRANSACTION = "transaction"  # open, and may have written
-    PREPARED = "prepared"  # by PREPARE TRANSACTION; perhaps nobody remembers it
+    PREPARED = "prepared"  # by PREPARE TRANSACTION; its owner may have forgotten it
     RESERVATION = "reservation"  # an id was reserved and is not complete
     SEQUENCE_LOCK = "sequence_lock"  # the sequence itself is being altered, restarted or dropped
     TABLE_LOCK = "table_lock"  # the positions table is locked against readers
@@ -76,7 +77,7 @@ class HolderKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a position back. `age_s` is the age of its transaction in seconds; None where Postgres does not say."""
+    """What holds a position back. `age_s` is the age of its transaction in seconds; None if unknown."""
 
     kind: HolderKind
     pid: int | None = None
@@ -91,11 +92,11 @@ class Holder:
 class Reading:
     """One stream after one poll. Rows at or below `position`, and a writer's own below its position, are there.
 
-    `position` None: nothing can be said yet, because of transactions older than the first poll; publish nothing.
-    `per_writer` names the known writers; `maximum` is the highest of all these. `last_value` is what the sequence has
-    handed out. `reset` is True once, on the first reading with a position after the sequence fell below what was
-    published: this position replaces higher ones. `refused`: the stream cannot be served as it is, the others can; the
-    position stays. `alarms` are sentences for the log; they stay the same as long as their cause does.
+    `position` None: unknown, because transactions older than the first poll are open; publish nothing. `per_writer` has
+    the known writers; `maximum` is the highest of all positions. `last_value` is the last id that the sequence gave
+    out. `reset` is True once: on the first reading with a position after the sequence fell below the published one.
+    This position replaces higher ones. `refused`: this stream cannot be served as it is; its position stays. `alarms`
+    are sentences for the log. They stay the same as long as their cause lasts.
     """
 
     position: int | None = None
@@ -109,7 +110,7 @@ class Reading:
 
 
 class Watched:
-    """One watched stream: its source, the pure part that works its positions out, and what to tell of its holders."""
+    """One watched stream: its source, the pure part that computes its positions, and its holders."""
 
     def __init__(
         self,
@@ -124,9 +125,9 @@ class Watched:
         self.locks = None if isinstance(source, TableSource) else LockWatch(published, per_writer)
         self.table = TableWatch(published, per_writer) if isinstance(source, TableSource) else None
         self.writers = frozenset(writers)
-        self.inspected = False  # whether its table and sequence have been looked at
+        self.inspected = False  # whether its table and sequence have been checked
         self.refused: StreamRefused | None = None
-        self.unreadable: str | None = None  # what Postgres says when it is read, until it can be read again
+        self.unreadable: str | None = None  # the error of Postgres when it is read, until it can be read again
         self.blocked_by: Holder | None = None
         self._holders: dict[str, Holder] = {}
         self._since: dict[str, float] = {}
@@ -134,20 +135,20 @@ class Watched:
 
     @property
     def watch(self) -> LockWatch | TableWatch:
-        """Whichever of the two it is."""
+        """The lock-watch or the table reader, depending on the stream's method."""
         watch = self.locks or self.table
         assert watch is not None
         return watch
 
     def refuse(self, reason: str) -> None:
-        """Not to be served until `accept`; after that whatever was known of holders counts no more."""
+        """Do not serve the stream until `accept`. What was known of its holders is dropped."""
         self.refused = StreamRefused(reason)
         self.watch.restart()
         self._holders = {}
         self._since = {}
 
     def cannot_read(self, error: DatabaseError) -> None:
-        """Postgres refuses to read what the positions come from, whatever its reason. It concerns this stream only."""
+        """Postgres refuses to read the sequence or positions table, for any reason. Refuse this stream only."""
         table = isinstance(self.source, TableSource)
         what = "positions table" if table else "sequence"
         reason = f'the {what} of stream "{self.name}" cannot be read: {error}'
@@ -159,7 +160,7 @@ class Watched:
         self.refuse(reason)
 
     def accept(self) -> None:
-        """The reason for refusing is gone."""
+        """The reason for the refusal no longer exists."""
         self.refused = None
 
     def unfit(self, found: Mapping[int, Mapping[str, Any]]) -> str | None:
@@ -194,7 +195,7 @@ class Watched:
         self.locks.feed(last_value, inserted, holds, self.writers)
 
     def reading(self, now: float, stuck_after: float) -> Reading:
-        """What there is to say after this poll."""
+        """The reading after this poll."""
         watch = self.watch
         known = watch.position is not None
         per_writer = dict(watch.per_writer) if known else {}
@@ -221,7 +222,7 @@ class Watched:
         return self._holders.get(lowest)
 
     def _note_foreign_reservations(self, last_value: int) -> None:
-        """A reservation listed at the last poll carries a last value read before it, so not above today's."""
+        """Find reservations that are not ours: the bound of a real one is at most the present last value."""
         self._foreign = tuple(
             f"stream {self.name}: pid {holder.pid} ({holder.application_name}) holds an advisory lock in the band of "
             f"the reservations with bound {holder.bound}, which the sequence has not reached: the lock is not one of "
@@ -250,7 +251,7 @@ class Watched:
 
 
 def holder_of(row: Mapping[str, Any], kind: HolderKind, bound: int | None = None) -> Holder:
-    """The person's view of a row that lists a holder."""
+    """The holder that a row of the list describes."""
     return Holder(
         kind=kind,
         pid=row["pid"],

@@ -1,5 +1,6 @@
-"""Presence as it stands in Postgres: settings, daemons and their beats, users, addresses. The rules live in SQL
-(`sql/` beside this file); this is their face in Python. Who syncs at this daemon is `presence`'s business.
+"""Presence in Postgres: settings, daemons and their beats, users, addresses. Calls the functions of presence/sql.
+
+Which devices sync at this daemon is in roster.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BATCH = 1000  # users or addresses in one statement: some ten milliseconds of wo
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The settings (seconds), and a text that changes when what was told may be gone."""
+    """The settings (seconds), and a text that changes when rows that were written may be missing."""
 
     grace: float
     lost_grace: float
@@ -37,7 +38,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A daemon's last sign of life, and how long (seconds) this watcher has seen no other."""
+    """A daemon's last beat, and for how long (seconds) this watcher has seen it unchanged."""
 
     daemon: UUID
     beat: int
@@ -57,7 +58,7 @@ class PresenceBook:
     # --- whether, and how ---
 
     async def enable(self, **seconds: float | None) -> bool:
-        """Install what is missing and have daemons make the stream; False where they did already.
+        """Install what is missing and let daemons make the stream; False if presence was enabled already.
 
         The settings are `grace`, `lost_grace`, `ttl` and `ip_retention`; None leaves one as it is.
 
@@ -73,11 +74,11 @@ class PresenceBook:
         return bool(await call_value(self._db, self._name, "presence_enable", *values))
 
     async def disable(self) -> bool:
-        """Remove the stream, its table and all else that presence keeps; False where there was nothing."""
+        """Remove the stream, its table and all other data of presence; False if there was none."""
         return await schemas.uninstall(self._db, "presence", self._name)
 
     async def is_installed(self) -> bool:
-        """Whether there is anything of presence in this database."""
+        """Whether presence is installed in this database."""
         return bool(
             await self._db.fetch_value("SELECT to_regclass($1) IS NOT NULL", f"{self._schema}.presence_version")
         )
@@ -90,7 +91,7 @@ class PresenceBook:
         return None if row is None else Look(*row)
 
     async def upgrade(self) -> None:
-        """Bring what an older replicad installed up to date. Raises SchemaMissing and SchemaTooNew."""
+        """Upgrade what an older replicad installed. Raises SchemaMissing and SchemaTooNew."""
         await schemas.upgrade(self._db, "presence", self._name)
 
     # --- daemons ---
@@ -101,25 +102,25 @@ class PresenceBook:
         return daemon
 
     async def beat(self, daemon: UUID, beat: int) -> int | None:
-        """A sign of life; returns the beat to give next time, None where the daemon has to enlist anew."""
+        """Send a beat. Returns the beat to give next time; None if the daemon must enlist again."""
         beaten: int | None = await call_value(self._db, self._name, "presence_beat", daemon, beat)
         return beaten
 
     async def beats(self) -> list[Beat]:
-        """All daemons. Call it regularly: silence counts from the first look at a beat."""
+        """All daemons. Call it regularly: the time without a change counts from the first look at a beat."""
         rows = await self._db.fetch(f"SELECT id, beat FROM {self._schema}.presence_daemon")
         silent = self._watch.observe(((row["id"], row["beat"]) for row in rows), self._now())
         return [Beat(daemon, beat, seconds) for (daemon, beat), seconds in silent.items()]
 
     async def bury(self, beat: Beat) -> int | None:
-        """Clear some users of a daemon that was silent for too long; 0 at the end, None where it was not to be."""
+        """Clear some users of a daemon whose beat expired. Returns 0 at the end, None if it has beaten since."""
         users: int | None = await call_value(self._db, self._name, "presence_bury", beat.daemon, beat.beat, BATCH)
         return users
 
     # --- users ---
 
     async def apply(self, daemon: UUID, changes: Sequence[Change]) -> bool:
-        """Write what this daemon sees of some users; False, and nothing written, where it has to enlist anew."""
+        """Write the state of some users at this daemon. False (nothing is written): it must enlist again."""
         ordered = sorted(changes, key=lambda change: change.user)
         return bool(
             await call_value(
@@ -134,13 +135,13 @@ class PresenceBook:
         )
 
     async def retell(self) -> None:
-        """Tell anew of all users who are online and whose rows are gone."""
+        """Write a row again for every user who is online and whose rows were removed."""
         beyond: str | None = ""
         while beyond is not None:
             beyond = await call_value(self._db, self._name, "presence_retell", beyond, BATCH)
 
     async def users(self, limit: int, *, offline: bool = False) -> list[dict[str, Any]]:
-        """The users who are online, by name, or whoever the stream still knows: the newest row of each."""
+        """The newest row of each user who is online, by name; with `offline`, of every user in the stream."""
         await self._require()
         rows = await self._db.fetch(
             f"""
@@ -160,19 +161,19 @@ class PresenceBook:
     # --- addresses ---
 
     async def write_ips(self, sightings: Sequence[Sighting]) -> bool:
-        """Keep from where users were seen; True."""
+        """Store addresses of users; returns True."""
         columns = [[getattr(s, name) for s in sightings] for name in Sighting.COLUMNS]
         keys = [sighting.key for sighting in sightings]
         await call_value(self._db, self._name, "presence_user_ip_write", keys, *columns)
         return True
 
     async def sweep_ips(self) -> int:
-        """Remove some addresses that are older than the settings say; 0 when there are none."""
+        """Remove some addresses that are older than `ip_retention`; returns how many, 0 if there are none."""
         swept: int = await call_value(self._db, self._name, "presence_user_ip_sweep", BATCH)
         return swept
 
     async def ips(self, user: str | None, limit: int) -> list[dict[str, Any]]:
-        """From where a user, or anybody, was seen; the latest first."""
+        """The addresses of a user, or of all users; the latest first."""
         await self._require()
         rows = await self._db.fetch(
             f"""

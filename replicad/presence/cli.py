@@ -1,4 +1,4 @@
-"""`replicad presence`: have daemons make the stream of who is online, and look at what they keep."""
+"""`replicad presence`: enable and disable presence, list users who are online and their addresses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
 _limit_option = option("--limit", type=click.IntRange(1, 1_000_000), default=1000, show_default=True, help="Most rows.")
 
 
-@click.group("presence", cls=ReplicadGroup, short_help="Who is online, as workers say by USER_SYNC.")
+@click.group("presence", cls=ReplicadGroup, short_help="Who is online, as workers report by USER_SYNC.")
 def command() -> None:
-    """Who is online: a stream `presence`, made of what workers say by USER_SYNC and CLEAR_USER_SYNC.
+    """Who is online: a stream `presence`, made of the workers' USER_SYNC and CLEAR_USER_SYNC.
 
     \b
       replicad presence enable
@@ -39,21 +39,23 @@ Examples:
   replicad presence enable
   replicad presence enable --grace 1m --lost-grace 10s""",
 )
-@option("--grace", metavar="SECONDS", help="A user is offline this long after the last device stopped. [default: 30s]")
+@option(
+    "--grace", metavar="SECONDS", help="Time from the end of the last device until the user is offline. [default: 30s]"
+)
 @option(
     "--lost-grace",
     metavar="SECONDS",
-    help="And this long after the worker's connection died; 0 is at once. [default: 30s]",
+    help="Time from the loss of the worker's connection until its users are offline; 0: at once. [default: 30s]",
 )
-@option("--ttl", metavar="SECONDS", help="A daemon that is silent for this long is dead. [default: 15s]")
+@option("--ttl", metavar="SECONDS", help="A daemon without a beat for this time counts as ended. [default: 15s]")
 @option("--ip-retention", metavar="SECONDS", help="How long USER_IP is kept. [default: 672h]")
 @_database_options
 def enable(
     grace: str | None, lost_grace: str | None, ttl: str | None, ip_retention: str | None, **options: Any
 ) -> None:
-    """Have all daemons of the database keep presence, from the next second on.
+    """Let all daemons of the database keep presence. Running daemons begin within a second.
 
-    Said again it changes those settings that are given, and leaves the others.
+    If presence is enabled already, the settings that are given are changed.
     """
     wanted = {
         "grace": _seconds("--grace", grace, 0, 86_400),
@@ -69,17 +71,17 @@ def enable(
 
     new = on_database(options, work, part="stream", install=True)
     click.echo(
-        "stream presence: daemons make it from now on"
+        "presence is enabled: running daemons write the stream presence within 1 s"
         if new
-        else "presence was enabled already; daemons take the settings over"
+        else "presence was enabled already; running daemons use the settings within 1 s"
     )
 
 
 @command.command("disable")
-@option("--yes", is_flag=True, help="Do it: the stream, its rows and the addresses of users are lost.")
+@option("--yes", is_flag=True, help="Do it. The stream, its rows and the addresses of users are lost.")
 @_database_options
 def disable(yes: bool, **options: Any) -> None:
-    """Have no daemon keep presence any more, and remove all that was kept."""
+    """Let no daemon keep presence any more, and remove all its data."""
     if not yes:
         raise UsageError("the stream presence, its rows and the addresses of users would be lost; to do it add --yes")
 
@@ -89,16 +91,16 @@ def disable(yes: bool, **options: Any) -> None:
         return await PresenceBook(db, settings.stream_schema).disable()
 
     gone = on_database(options, work, part="stream")
-    click.echo("presence is disabled, and what it kept is gone" if gone else "presence was not enabled")
+    click.echo("presence is disabled and its data is removed" if gone else "presence was not enabled")
 
 
 @command.command("list")
-@option("--all", "offline", is_flag=True, help="Also who is offline, as far as the stream is not trimmed.")
+@option("--all", "offline", is_flag=True, help="List users who are offline too, if the stream still has a row of them.")
 @_limit_option
 @_json_option
 @_database_options
 def list_users(offline: bool, limit: int, as_json: bool, **options: Any) -> None:
-    """List who is online, since when, and how many daemons see the user's devices."""
+    """List the users who are online, since when, and how many daemons have devices of them."""
 
     async def work(db: Database, settings: DatabaseSettings) -> list[dict[str, Any]]:
         from replicad.presence.book import PresenceBook
@@ -107,7 +109,7 @@ def list_users(offline: bool, limit: int, as_json: bool, **options: Any) -> None
 
     rows = on_database(options, work, part="stream")
     columns = ["user", "state", "since", "last_sync", "daemons"]
-    print_rows(columns, rows, as_json=as_json, nothing="nobody is known" if offline else "nobody is online")
+    print_rows(columns, rows, as_json=as_json, nothing="no user is known" if offline else "no user is online")
 
 
 @command.command("ips")
@@ -116,9 +118,9 @@ def list_users(offline: bool, limit: int, as_json: bool, **options: Any) -> None
 @_json_option
 @_database_options
 def ips(user: str | None, limit: int, as_json: bool, **options: Any) -> None:
-    """List from where users were seen, or USER alone: address, device and user agent, the latest first.
+    """List the addresses, devices and user agents of all users, or of USER, the latest first.
 
-    It is what workers say by USER_IP. Access tokens are kept as hashes, and are not shown.
+    Workers report them by USER_IP. Access tokens are kept as hashes and are not shown.
     """
 
     async def work(db: Database, settings: DatabaseSettings) -> list[dict[str, Any]]:
@@ -128,7 +130,7 @@ def ips(user: str | None, limit: int, as_json: bool, **options: Any) -> None:
 
     rows = on_database(options, work, part="stream")
     columns = ["user", "ip", "device", "last_seen", "user_agent"]
-    print_rows(columns, rows, as_json=as_json, nothing="nothing is kept" + (f" of {user}" if user else ""))
+    print_rows(columns, rows, as_json=as_json, nothing="no address is kept" + (f" of {user}" if user else ""))
 
 
 def _seconds(name: str, text: str | None, low: float, high: float) -> float | None:

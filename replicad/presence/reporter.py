@@ -1,7 +1,7 @@
-"""A worker's word about its users: said on a connection that is kept, and all of it again on every new one.
+"""The worker's side of presence: reports its users on one connection, and all of them again on every new connection.
 
-A daemon holds what was said on a connection that died for a grace period only, so a worker has to notice the loss at
-once and say it anew. What a user's presence is made of it is for the daemons to know.
+A daemon keeps the reports of a lost connection only for a grace period. So the worker must notice the loss at once and
+report again. The daemons decide who is online.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Device = tuple[str, str | None]  # user, device
 
 @dataclass(frozen=True, slots=True)
 class ReporterStatistics:
-    """A moment of a reporter; counts since it was opened. `last_refusal` is what the daemon said."""
+    """A moment of a reporter; counts since it was opened. `last_refusal` is the daemon's last ERROR."""
 
     syncing: int
     connections: int
@@ -54,11 +54,12 @@ async def open_presence(
     tls: ssl.SSLContext | None = None,
     timing: Timing | None = None,
 ) -> AsyncIterator[PresenceReporter]:
-    """A reporter for the length of the block, at the end of which all users of the instance are cleared.
+    """A reporter for the length of the block. At the end of the block all users of the instance are cleared.
 
-    `instance` is the worker's name, different from those of all others. While no daemon can be reached it tries again.
+    `instance` is the worker's name; no other worker may have it. While no daemon can be reached, the reporter tries
+    again.
 
-    Raises what no further try can mend: NotAuthorised, WrongServer.
+    Raises NotAuthorised and WrongServer, which another try would not mend.
     """
     target = Target(host, port, Introduction(instance, None, token), tls, timing=timing or Timing())
     reporter = PresenceReporter(target, instance)
@@ -69,13 +70,13 @@ async def open_presence(
 
 
 class PresenceReporter:
-    """Whose devices sync at one worker; made by `open_presence`. Its methods never wait."""
+    """The users whose devices sync at one worker. Made by `open_presence`. Its methods never wait."""
 
     def __init__(self, target: Target, instance: str) -> None:
         self._target = target
         self._instance = instance
         self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970
-        self._unsaid: dict[Device, UserSync] = {}  # the last word about each device
+        self._unsaid: dict[Device, UserSync] = {}  # the last change of each device that was not sent yet
         self._said = trio.Event()
         self._link: TrioLink | None = None
         self._ended_by: ReplicadError | None = None
@@ -84,12 +85,12 @@ class PresenceReporter:
         self._last_refusal: str | None = None
 
     def start(self, user: str, device: str | None = None, *, at_ms: int | None = None) -> None:
-        """A device of the user syncs here, from now or that time on."""
+        """A device of the user syncs here, from now on or from the given time on."""
         self._syncing[user, device] = _now_ms() if at_ms is None else at_ms
         self._say(user, device, syncing=True, at_ms=self._syncing[user, device])
 
     def end(self, user: str, device: str | None = None, *, at_ms: int | None = None) -> None:
-        """A device of the user syncs here no more."""
+        """A device of the user no longer syncs here."""
         self._syncing.pop((user, device), None)
         self._say(user, device, syncing=False, at_ms=_now_ms() if at_ms is None else at_ms)
 
@@ -111,7 +112,7 @@ class PresenceReporter:
             await trio.sleep(backoff.next_delay())
 
     async def say_goodbye(self) -> None:
-        """The worker shuts down: its users are offline at once."""
+        """Send CLEAR_USER_SYNC: the worker shuts down, and its users go offline at once."""
         with trio.move_on_after(GOODBYE), suppress(ReplicadError):
             self._unsaid.clear()
             if self._link is not None:
@@ -156,7 +157,7 @@ class PresenceReporter:
             raise self._ended_by
 
     async def _listen(self, link: TrioLink) -> None:
-        """Take note of refusals, which leave the connection open; anything else ends it, and wakes `_tell`."""
+        """Count refusals, which leave the connection open. Any other ERROR, and the end of it, wake `_tell`."""
         try:
             while True:
                 block = await link.perform(Receive(math.inf))
@@ -178,5 +179,5 @@ class PresenceReporter:
 
 
 def _now_ms() -> int:
-    """The time of day, which rows carry; nothing is decided by it."""
+    """The wall-clock time in ms, for the rows. Nothing depends on it."""
     return time.time_ns() // 1_000_000

@@ -1,9 +1,9 @@
-"""Who syncs at one daemon, and of which users the database is to be told: no I/O, and time is an argument.
+"""Which devices sync at one daemon, and which users must be written to the database. No I/O; time is an argument.
 
-A user *stays* at an instance (a worker) while any of its devices syncs there, and for a grace period after the last
-of them went; one period where it was said, another where the connection that had said so ended without a word. What an
-instance says on a new connection takes the place of what it said on an old one. A user is online here while there is
-any stay. What other daemons see, and whether the user is online at all, is decided where all of them write.
+A user has a *stay* at an instance (a worker) while any of its devices syncs there, and for a grace period after the
+last device ended. There are two grace periods: one after an `end`, one after a lost connection. What an instance
+reports on a new connection replaces what it reported on an old one. A user is online here while it has any stay.
+Whether the user is online at all is decided in Postgres, where all daemons write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[str, str]  # user, instance
 
 
 class Leaving(enum.Enum):
-    """Why nothing of a user syncs at an instance any more."""
+    """Why no device of a user syncs at an instance any more."""
 
     SAID = "said"
     LOST = "lost"
@@ -31,7 +31,7 @@ class Leaving(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What the database is to know of a user: whether any of its devices syncs here. `last_sync` in ms since 1970."""
+    """A user to be written: whether any of its devices syncs here. `last_sync` is in ms since 1970."""
 
     user: str
     online: bool
@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class RosterStatistics:
-    """A moment of a roster; `places` is what its limit bounds."""
+    """A moment of a roster; `places` is the number that its limit bounds."""
 
     users: int
     devices: int
@@ -51,19 +51,19 @@ class RosterStatistics:
 
 @dataclass(slots=True)
 class _Stay:
-    devices: dict[str | None, int] = field(default_factory=dict)  # the connection that said so last
+    devices: dict[str | None, int] = field(default_factory=dict)  # the connection that reported it last
     leaving: Leaving | None = None
 
 
 @dataclass(slots=True)
 class _User:
-    told: bool | None = False  # what the database knows; None: it was told, and nobody knows whether it has heard
+    told: bool | None = False  # the state in the database; None: a write is under way or its result is unknown
     stays: int = 0
     last_sync: int = 0
 
 
 class Roster:
-    """The users at one daemon. `limit` bounds devices, and users that are leaving or whose leaving is yet to be told.
+    """The users at one daemon. `limit` bounds devices, plus users that are leaving or whose end is not written yet.
 
     `grace` and `lost_grace` are seconds. Every method that ends something takes `now`, seconds of one monotonic clock.
     """
@@ -76,17 +76,17 @@ class Roster:
         self._instances: defaultdict[str, dict[str, None]] = defaultdict(dict)  # users by instance
         self._said_on: defaultdict[int, dict[tuple[Key, str | None], None]] = defaultdict(dict)
         self._until: dict[Leaving, dict[Key, float]] = {kind: {} for kind in Leaving}  # ascending
-        self._changed: dict[str, None] = {}  # what the database is to be told of
+        self._changed: dict[str, None] = {}  # users to be written
         self._devices = 0
-        self._vacant = 0  # users without a stay, kept until the database knows
+        self._vacant = 0  # users without a stay, kept until that is written
 
-    # --- what workers say ---
+    # --- reports of workers ---
 
     def start(self, connection: int, instance: str, user: str, device: str | None, last_sync: int = 0) -> None:
-        """A device syncs at an instance, as said on this connection.
+        """A device syncs at an instance, as reported on this connection.
 
         Raises:
-            PresenceRefused: a name is too long, or there are as many places as there may be; nothing has changed.
+            PresenceRefused: a name is too long, or the limit is reached. Nothing has changed.
         """
         for name in (instance, user, device or ""):
             if len(name.encode()) > MAX_NAME:
@@ -108,7 +108,7 @@ class Roster:
         self._users[user].last_sync = max(self._users[user].last_sync, last_sync)
 
     def end(self, instance: str, user: str, device: str | None, now: float, last_sync: int = 0) -> None:
-        """A device has stopped syncing at an instance, whichever connection says so. Unknown ones are fine."""
+        """A device has stopped syncing at an instance; any connection may report it. Unknown devices are ignored."""
         key = (user, instance)
         if user in self._users:
             self._users[user].last_sync = max(self._users[user].last_sync, last_sync)
@@ -118,7 +118,7 @@ class Roster:
             self._leave_if_empty(key, stay, Leaving.SAID, now)
 
     def clear(self, instance: str, *, only_leaving: bool = False) -> None:
-        """An instance has none of its users any more, at once; or only those that are leaving it."""
+        """End all stays at an instance at once, or (`only_leaving`) only those in a grace period."""
         for user in list(self._instances.get(instance, ())):
             stay = self._stays[user, instance]
             if stay.devices and only_leaving:
@@ -128,7 +128,7 @@ class Roster:
             self._end_stay((user, instance))
 
     def lose(self, connection: int, now: float) -> None:
-        """A connection has ended; what was said on it, and not said anew on another, holds for the grace period."""
+        """A connection has ended. Devices that no other connection has reported since stay for the grace period."""
         for key, device in list(self._said_on.get(connection, ())):
             stay = self._stays[key]
             self._forget_device(key, stay, device)
@@ -137,7 +137,7 @@ class Roster:
     # --- time ---
 
     def configure(self, grace: float, lost_grace: float, now: float) -> None:
-        """Change the grace periods, for those that are leaving already too where that makes them shorter."""
+        """Change the grace periods. Stays that are ending already are shortened, never prolonged."""
         wanted = {Leaving.SAID: grace, Leaving.LOST: lost_grace}
         if wanted == self._grace:
             return
@@ -147,7 +147,7 @@ class Roster:
             self._until[kind] = {key: min(at, latest) for key, at in until.items()}
 
     def next_deadline(self) -> float:
-        """When `expire` has something to do; infinity where nobody is leaving."""
+        """When `expire` must be called; infinity if no stay is ending."""
         return min((next(iter(until.values()), math.inf) for until in self._until.values()), default=math.inf)
 
     def expire(self, now: float) -> None:
@@ -157,15 +157,15 @@ class Roster:
             for key in over:
                 self._end_stay(key)
 
-    # --- what the database is told ---
+    # --- what is written ---
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take` would give anything."""
+        """Whether `take` would return anything."""
         return bool(self._changed)
 
     def take(self, limit: int) -> list[Change]:
-        """Up to so many changes, the oldest first. They are given again until `confirm` says that they were heard."""
+        """Up to `limit` changes, the oldest first. They are returned again until `confirm` is called with them."""
         taken = []
         for name in itertools.islice(self._changed, limit):
             user = self._users[name]
@@ -174,13 +174,13 @@ class Roster:
         return taken
 
     def confirm(self, changes: Iterable[Change]) -> None:
-        """The database has heard these changes, which `take` gave."""
+        """These changes, which `take` returned, are written."""
         for change in changes:
             self._users[change.user].told = change.online
             self._settle(change.user)
 
     def tell_anew(self) -> None:
-        """The database knows nothing of this daemon any more: it is told of all users again."""
+        """The database has nothing of this daemon any more: all users must be written again."""
         for name, user in list(self._users.items()):
             user.told = False
             self._settle(name)
@@ -193,7 +193,7 @@ class Roster:
     # --- how ---
 
     def _has_place(self, user: str, stay: _Stay | None, device: str | None) -> bool:
-        """Whether the device takes no place more than there is: its own, a leaving stay's, or that of a user gone."""
+        """Whether there is room: the device is known, or it replaces an ending stay or a user without a stay."""
         if stay is None:
             return user in self._users and not self._users[user].stays
         return stay.leaving is not None or device in stay.devices
@@ -254,7 +254,7 @@ class Roster:
         self._settle(name)
 
     def _settle(self, name: str) -> None:
-        """Note whether the database is to be told of this user, and forget one of whom there is nothing to know."""
+        """Note whether this user must be written. Forget a user without a stay whose end is written."""
         user = self._users[name]
         online = user.stays > 0
         if user.told != online:

@@ -1,9 +1,9 @@
-"""The daemon's side of presence: what workers say of their users goes, in batches, to where all daemons write it.
+"""The daemon's side of presence: writes the reports of workers to Postgres, in batches.
 
-Whether presence is wanted, and how, is looked up every second. While Postgres is away workers are listened to as
-before, and it is told when it is back. Several daemons watch each other's beats: the users of one that is silent for
-the time to live and a grace period more are cleared by whoever sees it first. A daemon that was taken for dead begins
-anew under another id and tells of all its users again. What a user's state is, is decided by SQL, in `sql/`.
+The settings are read every second. While Postgres is away the daemon goes on accepting reports and writes the result
+when it is back. The daemons watch each other's beats (docs/leases.md). If a daemon's beat does not change for the time
+to live and a grace period, the first daemon that sees it clears the users of that daemon. A daemon that was cleared
+takes a new id and writes all its users again. SQL decides which users are online (presence/sql).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from replicad.presence.roster import Roster, RosterStatistics
 from replicad.presence.user_ips import Sightings, read
 
 LOOK_INTERVAL = 1.0  # seconds between two looks at the settings and at the other daemons' beats
-BEATS = 3  # in a time to live: one may be late
-BURIALS = 10  # statements for the users of dead daemons at one look
+BEATS = 3  # beats in a time to live: one may be late
+BURIALS = 10  # statements for the users of expired daemons at one look
 IP_INTERVAL = 1.0  # seconds in which addresses are gathered
 MAX_IPS = 50_000  # places that wait for Postgres, some 30 MB
 SWEEP_INTERVAL = 60.0  # seconds between two looks for addresses that are too old
@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class PresenceStatistics:
-    """A moment of it; None where presence is not enabled. `told` counts users written since the start."""
+    """A moment of the service; `roster` is None if presence is not enabled. `told`: users written since the start."""
 
     roster: RosterStatistics | None
     ips_waiting: int
@@ -55,7 +55,7 @@ class PresenceStatistics:
 
 
 class PresenceService:
-    """What the sessions of one daemon say of users. Nothing is made of it while presence is not enabled."""
+    """Takes the reports of all sessions of one daemon. They have no effect while presence is not enabled."""
 
     def __init__(self, db: Database, settings: ServerSettings, troubles: Troubles, relay: Relay) -> None:
         self.book = PresenceBook(db, settings.database.stream_schema)
@@ -64,9 +64,9 @@ class PresenceService:
         self._limit = settings.limits.presence_devices
         self._roster: Roster | None = None  # None: not enabled
         self._look: Look | None = None
-        self._checked: str | None = None  # fingerprint under which all that is told was found to be there
-        self._suspected: str | None = None  # one that was seen once
-        self._me: UUID | None = None  # None: not enlisted, or taken for dead
+        self._checked: str | None = None  # the fingerprint under which all rows were found
+        self._suspected: str | None = None  # a new fingerprint that was seen once
+        self._me: UUID | None = None  # None: not enlisted, or cleared by another daemon
         self._beat = 0
         self._sightings = Sightings(MAX_IPS)
         self._sessions: set[int] = set()  # those whose end matters
@@ -103,7 +103,7 @@ class PresenceService:
         """`Service.summary`."""
         return {}
 
-    # --- what workers say ---
+    # --- reports of workers ---
 
     def user_sync(self, session: Peer, command: UserSync) -> None:
         """A user has started or stopped syncing. Raises PresenceRefused."""
@@ -121,16 +121,16 @@ class PresenceService:
         self._woken.set()
 
     def clear(self, command: ClearUserSync, *, elsewhere: bool = False) -> None:
-        """An instance has no users any more.
+        """CLEAR_USER_SYNC: an instance has no users any more.
 
-        Where it said so to another daemon, only those go that no connection here speaks for.
+        `elsewhere`: another daemon got it. Then only users that no connection here reports are removed.
         """
         if self._roster is not None:
             self._roster.clear(command.instance_id, only_leaving=elsewhere)
             self._woken.set()
 
     def user_ip(self, command: UserIp) -> None:
-        """A user was seen somewhere. Raises PresenceRefused."""
+        """USER_IP: an address of a user. Raises PresenceRefused."""
         if self._roster is not None:
             self._sightings.add(read(command))
             self._ips_came.set()
@@ -149,9 +149,9 @@ class PresenceService:
     # --- life ---
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep presence while it is enabled, until cancelled. Started once it was asked whether it is.
+        """Keep presence while it is enabled, until cancelled. `started` is called after the first look at the settings.
 
-        Safe to run again after a failure: what is kept in memory is kept.
+        May be run again after a failure; the users in memory are kept.
         """
         async with trio.open_nursery() as nursery:
             if self._roster is not None:
@@ -191,7 +191,7 @@ class PresenceService:
         nursery.start_soon(self._serve, self._scope)
 
     async def _is_usable(self) -> bool:
-        """Whether what is installed, if anything, is of this version; an older one is upgraded."""
+        """Whether presence is installed in this version. An older version is upgraded."""
         if not await self.book.is_installed():
             self._upgraded = False
         elif not self._upgraded:
@@ -257,7 +257,7 @@ class PresenceService:
         changes = roster.take(BATCH)
         heard = await write_in_pieces(changes, partial(self.book.apply, me), self._refused)
         if self._me != me:
-            return  # begun anew meanwhile
+            return  # it has begun again meanwhile
         if heard:
             roster.confirm(changes)
             self._told += len(changes)
@@ -265,11 +265,14 @@ class PresenceService:
             self._begin_anew(roster)
 
     def _refused(self, error: DatabaseError) -> None:
-        """One user or address that Postgres cannot hold: it must not keep the others from being written."""
+        """Postgres cannot store one user or address. The others are written all the same."""
         self._troubles.record("service", SERVICE, "not_kept", error)
 
     def _begin_anew(self, roster: Roster) -> None:
-        log.warning("presence_begins_anew", reason="this daemon was taken for dead, or the database was set back")
+        log.warning(
+            "presence_begins_anew",
+            reason="another daemon has cleared this one, or the database was restored to an earlier state",
+        )
         self._me = None
         roster.tell_anew()
         self._woken.set()
@@ -293,10 +296,10 @@ class PresenceService:
                 else:
                     self._beat = beat
 
-    # --- what all daemons look after ---
+    # --- what every daemon does for all ---
 
     async def _look_at_daemons(self, look: Look) -> None:
-        """Clear the users of daemons that are dead. Where it takes long, another look goes on with it."""
+        """Clear the users of expired daemons. If there are many, the next look continues."""
         for beat in await self.book.beats():
             if beat.daemon == self._me or beat.silent < look.ttl + look.lost_grace:
                 continue
@@ -309,7 +312,7 @@ class PresenceService:
             log.warning("presence_daemon_dead", daemon=str(beat.daemon), silent=round(beat.silent, 1), users=cleared)
 
     async def _look_at_rows(self, look: Look) -> None:
-        """Tell anew of users whose rows were trimmed, or went with a reset: one look later, when all know of that."""
+        """Write rows again that were trimmed or lost by a reset; one look later, when every daemon has noticed that."""
         if look.fingerprint == self._checked:
             return
         if look.fingerprint == self._suspected:

@@ -1,7 +1,7 @@
-"""What USER_IP says, checked and gathered until it is written: no I/O. An access token is hashed before it is kept.
+"""Addresses from USER_IP: checked, and gathered until they are written. No I/O. Access tokens are hashed at once.
 
-Of the same user, address, device and user agent only the latest word counts, so that what waits is bounded by how many
-of those there are, and refused beyond a limit.
+For the same user, address, device and user agent only the latest time is kept. So memory grows with the number of
+different ones. Beyond a limit further ones are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BIGINT = range(-(2**63), 2**63)
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Where a user was seen. `key` tells places apart, `seen` is ms since 1970."""
+    """An address at which a user was seen. `key` identifies the place, `seen` is in ms since 1970."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = ("user", "ip", "device", "agent", "token_sha256", "seen")
     key: bytes
@@ -36,7 +36,7 @@ class Sighting:
 
 
 def read(command: UserIp) -> Sighting:
-    """What a USER_IP says.
+    """The sighting that a USER_IP reports.
 
     Raises:
         PresenceRefused: a value is of the wrong kind or too long; no value is in the message.
@@ -61,12 +61,12 @@ def read(command: UserIp) -> Sighting:
 
 
 def _is_text(value: object) -> bool:
-    """Whether Postgres can hold it: JSON can also write NUL, and halves of characters."""
+    """Whether Postgres can store it. JSON can also contain NUL and unpaired surrogates."""
     return isinstance(value, str) and "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 class Sightings:
-    """What waits to be written, up to `limit` places."""
+    """The sightings that wait to be written, of at most `limit` places."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -76,10 +76,10 @@ class Sightings:
         return len(self._waiting)
 
     def add(self, sighting: Sighting) -> None:
-        """Keep the latest of a place.
+        """Add a sighting; of each place the latest is kept.
 
         Raises:
-            PresenceRefused: as many places wait as may.
+            PresenceRefused: `limit` places wait already.
         """
         known = self._waiting.get(sighting.key)
         if known is None and len(self._waiting) >= self.limit:
@@ -88,15 +88,15 @@ class Sightings:
             self._waiting[sighting.key] = sighting
 
     def take(self, limit: int) -> list[Sighting]:
-        """Up to so many of them; they wait on until `written`."""
+        """Up to `limit` of them. They stay in the queue until `written` is called."""
         return list(itertools.islice(self._waiting.values(), limit))
 
     def written(self, sightings: list[Sighting]) -> None:
-        """These need not wait any more, unless something newer has come meanwhile."""
+        """Remove these from the queue, unless a newer one of the same place has come."""
         for sighting in sightings:
             if self._waiting.get(sighting.key) is sighting:
                 del self._waiting[sighting.key]
 
     def clear(self) -> None:
-        """Forget all that waits."""
+        """Remove all of them."""
         self._waiting.clear()

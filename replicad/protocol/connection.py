@@ -16,8 +16,8 @@ from replicad.protocol.lines import MAX_LINE, LineTooLong, MixedBuffer
 from replicad.protocol.states import State, after
 from replicad.protocol.words import refuse_controls
 
-PING_INTERVAL = 5.0  # seconds; at least one command is sent in each
-PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING
+PING_INTERVAL = 5.0  # seconds; at least one command is sent in each; Synapse's figure (protocol.md, Keep-alive)
+PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING; Synapse's figure
 LINE_TIMEOUT = 30.0  # seconds in which a line that has begun must end; long enough for a slow typist
 
 

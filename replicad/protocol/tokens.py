@@ -1,10 +1,9 @@
 """Positions as text: vector tokens of streams and cursors of tubes. Pure functions, no state.
 
-A vector position says how far each writer of a stream has got. Its text is the linear minimum, then only
-those writers that are ahead of it, each by its small persistent number: `58~2.61~5.60` means that everything up
-to 58 is finished whoever wrote it, that writer 2 is finished up to 61 and writer 5 up to 60 (the idea of seed 002).
-An epoch may stand in front, `a1b2c3d4!58~2.61`: tokens that outlive a restored backup carry it, because
-ids can climb back to where they were (positions).
+A vector position says how far each writer of a stream has got (docs/positions.md). Its text is the linear minimum, then
+only the writers ahead of it, each by its small persistent number. `58~2.61~5.60` means: everything up to 58 is
+finished, for all writers; writer 2 is finished up to 61, writer 5 up to 60. An epoch may stand in front:
+`a1b2c3d4!58~2.61`. A token that is kept over a restored backup needs it, because ids can climb back to where they were.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The federation sender: facts and updates out of a stream to many HTTP destinations, each in order, none held up.
+"""The sender: delivers facts and updates of streams to many HTTP destinations, each in order (docs/sender.md).
 
-`destination` decides (no I/O), `store` remembers (Postgres), `transport` delivers (HTTP), `sender` puts them together.
+`destination` decides (no I/O), `store` keeps the state in Postgres, `transport` sends HTTP requests, `sender` combines
+them. A destination that is down does not delay the others.
 """

@@ -1,10 +1,10 @@
-"""Who is due when: a heap of names and times, with a bound on what is stale in it. Pure."""
+"""When each destination is due: a heap of names and times, with few stale entries. Pure."""
 
 from __future__ import annotations
 
 import heapq
 
-_SLACK = 64  # stale entries that are not worth a rebuild
+_SLACK = 64  # stale entries that do not cause a rebuild
 
 
 class Agenda:
@@ -19,7 +19,7 @@ class Agenda:
         return len(self._current)
 
     def put(self, name: str, at: float) -> None:
-        """Have `name` due at `at`, in the place of any time before."""
+        """Make `name` due at `at`. An earlier entry of it is replaced."""
         if name in self._current and self._current[name][0] == at:
             return
         self._count += 1
@@ -30,7 +30,7 @@ class Agenda:
             heapq.heapify(self._heap)
 
     def drop(self, name: str) -> None:
-        """Forget about `name`."""
+        """Remove `name`."""
         self._current.pop(name, None)
 
     def pop_due(self, now: float) -> list[str]:
@@ -44,7 +44,7 @@ class Agenda:
         return due
 
     def next_time(self) -> float | None:
-        """When the next one is due; None when there is none."""
+        """The time at which the next one is due, or None."""
         while self._heap and self._current.get(self._heap[0][2]) != self._heap[0][:2]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -1,8 +1,9 @@
-"""Catch-up's courtesy: in the place of the last fact that a destination missed in a room, the room's latest facts.
+"""Catch-up with the latest facts of a room, in place of the last fact that the destination missed in it.
 
-So a destination that comes back is sent the ends of every room by whoever sends first, and not the same middle by
-everybody (seed 003). Whether it may have them, and whether we know enough of the room to tell, only the application
-knows: it names the rooms where the courtesy is in place, and what to send. All others get what was meant for them.
+A destination that was away then gets the latest facts of each room from the first server that reaches it. Other
+servers need not send it older ones. Synapse does the same (docs/sender.md, Outages). Only the application knows
+whether a destination may have these facts. So the application names the rooms and the facts; for every other room the
+destination gets the facts that were meant for it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Latest(Protocol):
     """The application's knowledge of its rooms."""
 
     async def latest(self, destination: str, rooms: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """The latest facts (JSON text, oldest first) of those of the rooms in which they may be sent to a destination.
+        """The latest facts (JSON text, oldest first) of those rooms whose facts the destination may have.
 
-        Rooms are left out where it may not have them, or where nobody can tell (rooms of partial state).
+        Rooms are left out if it may not have them, or if that is unknown (rooms of partial state).
         """
 
 
@@ -34,7 +35,7 @@ class SqlLatest:
         self._sql = sql
 
     async def latest(self, destination: str, rooms: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        """See Latest. Raises RouteFailed where the query returns something else."""
+        """See Latest. Raises RouteFailed if the query returns something else."""
         found: dict[str, list[str]] = {}
         for row in await self._db.fetch(self._sql, destination, list(rooms)):
             if not isinstance(row["pdu"], str):
@@ -44,7 +45,7 @@ class SqlLatest:
 
 
 async def stand_in(page: Page, destination: str, source: Latest, most: int) -> Page:
-    """The page with the latest facts of its rooms in it where there are any, the last `most` of a room at most."""
+    """The page, with the facts of a room replaced by its latest ones, if there are any; at most `most` of a room."""
     rooms = list(dict.fromkeys(pdu.room for pdu in page.pdus if pdu.room is not None))
     found = await source.latest(destination, rooms) if rooms else {}
     pdus: list[Pdu] = []

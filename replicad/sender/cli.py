@@ -1,4 +1,4 @@
-"""`replicad sender`: options into settings, then the federation sender until a signal ends it."""
+"""`replicad sender`: turns options into settings and runs the sender until a signal ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All settings of the command, which one file may hold."""
+    """All settings of the command; one file may have them."""
 
     client: ClientSettings = ClientSettings()  # noqa: RUF009 - frozen, as all settings
     database: DatabaseSettings = DatabaseSettings()  # noqa: RUF009
@@ -53,7 +53,7 @@ Examples:
     "moves",
     metavar="[STREAM=]TOKEN",
     multiple=True,
-    help="Go on there and not where it ended: a token, now or earliest. What lies behind is delivered (again).",
+    help="Continue at this place and not where it ended: a token, now or earliest. Facts after it are sent (again).",
 )
 @settings_options(SenderSettings)
 @settings_options(Routing, "Routing")
@@ -64,12 +64,12 @@ Examples:
 def command(config: Path | None, moves: tuple[str, ...], **options: Any) -> None:
     """Deliver the facts of a stream, and updates, to many HTTP destinations, until SIGTERM or SIGINT.
 
-    Each destination gets every fact that concerns it, in order, however long it or the others are down. What is to be
-    delivered stands in Postgres, so that a sender may be killed at any moment: it goes on where it was, and repeats a
-    request only under the id that it had.
+    Each destination gets every fact that concerns it, in order, however long it or others are down. What is still to be
+    delivered is in Postgres. So a sender may be killed at any moment: it continues where it was, and repeats a request
+    with the same transaction id.
 
-    It needs a daemon (--server) for the stream, and the same database. Several senders share the destinations by name:
-    give each its own --sender-name and all the same --senders.
+    It needs a daemon (--server) for the stream, and the same database. Several senders divide the destinations by name:
+    give each its own --sender-name, and all of them the same --senders.
     """
     program = read_settings(Program, options, file=config)
     try:
@@ -80,7 +80,7 @@ def command(config: Path | None, moves: tuple[str, ...], **options: Any) -> None
         raise EnvironmentRefused("the sender needs httpx: pip install 'replicad[federation]'") from error
     from replicad.sender.feed import client_feed
 
-    sys.path.insert(0, os.getcwd())  # --route finds modules where the command is run, as `python -m` does
+    sys.path.insert(0, os.getcwd())  # --route finds modules in the current folder, as `python -m` does
     tls = program.client.ssl_context()
     program.sender.delivery.ssl_context()  # an unusable file is refused before anything starts
     with database_url(program.database) as url:

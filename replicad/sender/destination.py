@@ -1,13 +1,14 @@
-"""One destination as a state machine: what waits for it, what it is sent next, and when. No I/O, no clock, no chance.
+"""One destination as a state machine: its queue, the next request, and when to send it. No I/O, no clock, no random.
 
-The store (Postgres) has every fact and every update that may not be dropped, until the destination took it; what is in
-memory here is a copy of its beginning. So a queue that would grow too long is not lengthened: `behind` is set and the
-rest is read from the store when the queue is empty. A failure gives all of the copy up at once: a dead destination
-takes no memory, however long it is dead. Above an hour of back-off (`Terms.catch_up_after`) it is `catching_up`: of the
-facts of a room only the latest is left, and updates that may be dropped are (seed 003).
+The store (Postgres) has every fact, and every update that may not be dropped, until the destination has accepted it.
+The queue in memory is a copy of the beginning. When the queue is full it is not lengthened: `behind` is set, and the
+rest is read from the store when the queue is empty. After a failure the queue is dropped, so a destination that is down
+takes no memory. Above an hour of back-off (`Terms.catch_up_after`) the destination is `catching_up`: of each room only
+the latest fact is left, and droppable updates are dropped (docs/sender.md, Outages).
 
-One transaction at a time. It is written down before it is sent, so that it is repeated as it was: after a failure,
-after a kill, and also first in catch-up. The caller does what `wants` says, then `begin`, sends, and says how it ended.
+There is one transaction at a time. It is stored before it is sent, so that it can be repeated unchanged: after a
+failure, after a kill, and at the beginning of catch-up. The caller reads what `wants` says, calls `begin`, sends the
+transaction, and calls `succeeded` or `failed`.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ class Terms:
 
     pdus: int = MAX_PDUS  # in a transaction
     edus: int = MAX_EDUS  # in a transaction
-    transaction_bytes: int = 4 << 20  # bodies in a transaction; one that is larger goes alone
+    transaction_bytes: int = 4 << 20  # bodies in a transaction; a larger body is sent alone
     queue_pdus: int = 500  # held in memory; ten transactions, so that a busy destination seldom reads from the store
     queue_edus: int = 200  # held in memory; two transactions
-    catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over (seed 003)
+    catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over; Synapse's figure
     supersede: bool = True  # False: catch-up delivers every fact, not only the latest of a room
     backoff: Backoff = field(default_factory=Backoff)
 
 
 class Phase(enum.Enum):
-    """What is under way."""
+    """The step that is under way."""
 
     RESTING = "resting"
     LOADING = "loading"
@@ -89,12 +90,12 @@ class Destination:
     def __init__(self, name: str, terms: Terms, memory: Memory, now: float, standing: Standing | None = None) -> None:
         known = standing or Standing()
         self.name = name
-        self.success = known.success  # the destination has everything up to here
+        self.success = known.success  # the destination has all facts up to here
         self.serial = known.serial
         self.failures = known.failures  # in a row
         self.retry_at = None if known.retry_in is None else now + known.retry_in
-        self.proven = known.failures == 0 and known.serial > 0  # its last answer was a good one
-        self.catching_up = known.catching_up and known.outstanding  # else it is done with that
+        self.proven = known.failures == 0 and known.serial > 0  # it accepted the last request
+        self.catching_up = known.catching_up and known.outstanding  # else catch-up is complete
         self.behind = known.outstanding  # the store has facts beyond the queue
         self.edus_behind = known.outstanding  # the store has updates beyond the queue
         self.phase = Phase.RESTING
@@ -104,20 +105,20 @@ class Destination:
         self._terms = terms
         self._memory = memory
         self.newest = known.success  # the highest fact that the store was given for it
-        self._unread = known.outstanding  # the store may have a transaction to repeat
-        self._stale = self.catching_up  # the store has to collapse what it has
-        self._missed_pdus = False  # something came while the store was being read
+        self._unread = known.outstanding  # the store may have a transaction that must be repeated
+        self._stale = self.catching_up  # the store must collapse the rooms
+        self._missed_pdus = False  # a fact came while the store was being read
         self._missed_edus = False
         self._woken = False
         self._pdus: deque[Pdu] = deque()
         self._durable: deque[Edu] = deque()
-        self._edus: dict[object, Edu] = {}  # droppable ones, by key; those without a key by themselves
-        self._held: list[Pdu | Edu] = []  # what the transaction was made of
+        self._edus: dict[object, Edu] = {}  # droppable updates, by key; one without a key under itself
+        self._held: list[Pdu | Edu] = []  # the facts and updates in the transaction
 
     # --- what comes in ---
 
     def enqueue(self, pdu: Pdu) -> bool:
-        """Take note of a fact that the store has just been given; False where the destination has had it already."""
+        """Queue a fact that was stored just now. False if the destination has had it already."""
         if pdu.order <= self.newest:
             return False
         self.newest = pdu.order
@@ -132,7 +133,7 @@ class Destination:
         return True
 
     def expect_edus(self) -> None:
-        """Take note that the store was given updates for it."""
+        """Note that updates for it were stored."""
         self.edus_behind = self._missed_edus = True
 
     def enqueue_edu(self, edu: Edu) -> None:
@@ -166,13 +167,13 @@ class Destination:
         )
 
     def due(self, now: float) -> float | None:
-        """When to visit it: `now`, or the end of its back-off; None while it is being visited or has nothing to do."""
+        """When to visit it: `now`, or the end of its back-off. None while it is visited or has nothing to do."""
         if self.phase is not Phase.RESTING or not self.has_work:
             return None
         return now if self.retry_at is None else max(now, self.retry_at)
 
     def wake(self, now: float) -> None:
-        """The destination is said to be up: its back-off ends now, and the next one begins from the smallest."""
+        """The destination is reported to be up: end its back-off; the next one begins with the shortest pause."""
         self._woken = self.phase is not Phase.RESTING
         self.failures = 0
         if self.retry_at is not None:
@@ -182,7 +183,7 @@ class Destination:
 
     @property
     def wants(self) -> Wanted | None:
-        """What has to be read from the store before `begin`; None when nothing has."""
+        """What must be read from the store before `begin`, or None."""
         if self.transaction is not None:
             return None
         pdus = self.behind and not self._pdus
@@ -193,7 +194,7 @@ class Destination:
         return Wanted(pdus, edus, self._unread, collapse)
 
     def load(self) -> Wanted:
-        """The store is about to be read; hand what it has to `loaded`."""
+        """The store will be read now; pass the result to `loaded`."""
         wanted = self.wants
         self._require(Phase.RESTING)
         if wanted is None:
@@ -229,9 +230,9 @@ class Destination:
     # --- one transaction ---
 
     def begin(self, ts: int) -> bool:
-        """Have `transaction` be the one to send; False where there is nothing to send. Back-off is not looked at.
+        """Make `transaction` the one to send; False if there is nothing to send. Ignores back-off.
 
-        Where it is not `written`, the caller writes it down and sets that before sending. `ts`: ms since 1970.
+        If it is not `written`, the caller stores it and sets `written` before it sends. `ts`: ms since 1970.
         """
         self._require(Phase.RESTING)
         if self.transaction is None:
@@ -244,7 +245,7 @@ class Destination:
         return True
 
     def succeeded(self) -> Transaction:
-        """The destination took the transaction; returns it."""
+        """The destination has accepted the transaction; returns it."""
         done = self._finish()
         self.success = max(self.success, done.upto)
         self.failures = 0
@@ -253,10 +254,12 @@ class Destination:
         return done
 
     def failed(self, now: float, chance: float, *, at_least: float = 0.0, refused: bool = False) -> Transaction | None:
-        """It did not, or nobody knows. Memory is given back; the store is read again when the back-off ends.
+        """The transaction failed, or its outcome is unknown. The queue is dropped; the store is read after the
+        back-off.
 
-        `chance` is from 0 to 1, `at_least` the pause in seconds that the destination asked for. `refused`: it will
-        never take this transaction; once the back-off is in catch-up's range it is given up, and returned. None else.
+        `chance` is from 0 to 1; `at_least` is the pause in seconds that the destination asked for. `refused`: it will
+        never accept this transaction. When the back-off has reached catch-up, the transaction is given up and
+        returned. Otherwise None.
         """
         lost = self._finish()
         self.failures = 1 if self._woken else self.failures + 1
@@ -291,7 +294,7 @@ class Destination:
         return done
 
     def _settle_catch_up(self) -> None:
-        """Catch-up ends when the store has nothing more that is not in the queue (seed 003)."""
+        """Catch-up ends when the store has nothing more that is not in the queue (docs/sender.md, Outages)."""
         if self.catching_up and not (self.behind or self._pdus or self._unread or self.transaction):
             self.catching_up = False
 
@@ -320,7 +323,7 @@ class Destination:
         )
 
     def _take_pdus(self, room: int) -> tuple[list[Pdu], int]:
-        """The oldest facts that fit; those that stand in for one fact are not parted."""
+        """The oldest facts that fit. Facts that replace one fact stay together."""
         taken: list[Pdu] = []
         while self._pdus:
             group = [self._pdus[0]]
@@ -338,7 +341,7 @@ class Destination:
         return taken, room
 
     def _take_edus(self, room: int) -> list[Edu]:
-        """The oldest updates that fit, those that must not be lost first."""
+        """The oldest updates that fit; those that may not be dropped come first."""
         taken: list[Edu] = []
         while len(taken) < self._terms.edus and (self._durable or self._edus):
             edu = self._durable[0] if self._durable else next(iter(self._edus.values()))

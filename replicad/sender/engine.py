@@ -1,8 +1,8 @@
-"""Delivers what destinations wait for: a bounded pool of workers, fed with whoever is due. No intake, no SQL, no HTTP.
+"""Delivers to the destinations that are due, with a bounded number of workers. No intake, no SQL, no HTTP.
 
-No task belongs to a destination; ten thousand idle ones cost their places in a table. Who answered last time is served
-by one set of workers, who did not (or is new) by another, so that however many are dead, and however long each takes to
-time out, the living wait only for each other.
+A destination has no task of its own; ten thousand idle ones cost only entries in a table. One set of workers serves the
+destinations whose last request succeeded. Another set serves those that failed or are new. So destinations that are
+down, and their time-outs, do not delay the others.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ log = structlog.get_logger()
 
 
 class Stored(Protocol):
-    """What the engine needs of the store."""
+    """The methods of the store that the engine needs."""
 
     async def write(self, entries: Sequence[Entry]) -> None:
-        """Write down how destinations stand."""
+        """Store the state of destinations."""
 
     async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
-        """What a destination has yet to take."""
+        """What must still be delivered to a destination."""
 
     async def collapse(self, names: Sequence[str]) -> int:
         """Leave only the latest fact of each room to these destinations."""
@@ -61,7 +61,7 @@ class EngineStatistics:
 
 
 class _Lane:
-    """Destinations that are due, in order; workers wait for them."""
+    """A queue of destinations that are due. Workers wait for them."""
 
     def __init__(self) -> None:
         self._due: deque[Destination] = deque()
@@ -82,7 +82,7 @@ class _Lane:
             self._idle.unpark()
 
     async def take(self) -> Destination | None:
-        """The next one; waits for it. None after `close`."""
+        """Wait for the next one. None after `close`."""
         while not self._due and not self._closed:
             await self._idle.park()
         if self._closed:
@@ -97,7 +97,7 @@ class _Lane:
 
 
 class Engine:
-    """See the module. Everything is called from one trio thread; `run` does the work."""
+    """See the module. All methods are called in one trio thread; `run` does the work."""
 
     def __init__(
         self,
@@ -141,18 +141,18 @@ class Engine:
         return iter(self._destinations)
 
     def meet(self, name: str, standing: Standing) -> None:
-        """A destination that the store knows; what is outstanding is delivered."""
+        """Add a destination of the store; deliver what is outstanding."""
         made = Destination(name, self._terms, self._memory, self._now(), standing)
         self._destinations[name] = made
         self._arrange(made)
 
     def has_had(self, name: str, pdu: Pdu) -> bool:
-        """Whether a fact was already recorded for, or taken by, a destination."""
+        """Whether a fact was already recorded for a destination, or accepted by it."""
         known = self._destinations.get(name)
         return known is not None and pdu.order <= known.newest
 
     def accept(self, pdu: Pdu, names: Iterable[str]) -> None:
-        """Deliver a fact, which the store has, to destinations."""
+        """Deliver a fact to destinations. It is stored already."""
         for name in names:
             destination = self._known(name)
             if destination.enqueue(pdu):
@@ -166,14 +166,14 @@ class Engine:
             self._arrange(destination)
 
     def expect_edus(self, names: Iterable[str]) -> None:
-        """Deliver updates that the store was given."""
+        """Deliver updates that were stored."""
         for name in names:
             destination = self._known(name)
             destination.expect_edus()
             self._arrange(destination)
 
     def wake(self, name: str) -> None:
-        """A destination is said to be up again: its back-off ends."""
+        """A destination is reported to be up again: end its back-off."""
         destination = self._destinations.get(name)
         if destination is not None:
             destination.wake(self._now())
@@ -194,13 +194,13 @@ class Engine:
             services.cancel_scope.cancel()
 
     def close(self) -> None:
-        """Begin nothing new: `run` returns when what is under way has ended and is written down."""
+        """Begin no new request. `run` returns when the requests under way have ended and their results are stored."""
         self._closed = True
         self._proven.close()
         self._probing.close()
 
     async def collapse(self) -> None:
-        """Let the store forget what destinations in catch-up no longer need; once in a while is enough."""
+        """Remove from the store what destinations in catch-up no longer need. Call it now and then."""
         if self._terms.supersede:
             names = [name for name, known in self._destinations.items() if known.catching_up]
             if names:
@@ -229,7 +229,7 @@ class Engine:
         return found
 
     def _arrange(self, destination: Destination) -> None:
-        """Have it visited when it is due."""
+        """Enter it in the agenda for the time at which it is due."""
         if destination in self._proven or destination in self._probing:
             return
         now = self._now()
@@ -263,7 +263,7 @@ class Engine:
             self._arrange(destination)
 
     async def _visit(self, destination: Destination) -> bool:
-        """Send it one transaction; True where it took it and another visit may be worth it at once."""
+        """Send it one transaction. True if it was accepted and there may be another one at once."""
         while destination.wants is not None:
             await self._load(destination)
         if not destination.begin(self._now_ms()):
@@ -327,7 +327,7 @@ class Engine:
         if catching_up and terms.supersede and self._latest is not None and page.pdus:
             try:
                 page = await stand_in(page, destination.name, self._latest, terms.pdus)
-            except ReplicadError as error:  # a courtesy: without it the destination gets what was meant for it
+            except ReplicadError as error:  # without the latest facts the destination gets those that were meant for it
                 log.warning("latest_facts_unknown", destination=destination.name, error=str(error))
         destination.loaded(page, wanted)
 
@@ -339,7 +339,7 @@ class Engine:
         kept: Transaction | None = None,
         error: str | None = None,
     ) -> Entry:
-        """How it stands. `kept` is a transaction to be repeated that the destination no longer has in memory."""
+        """Its state for the store. `kept`: a transaction to be repeated that is no longer in memory."""
         retry_at = destination.retry_at
         return Entry(
             name=destination.name,

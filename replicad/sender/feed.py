@@ -1,4 +1,4 @@
-"""What a sender needs of the daemon: rows in one order, news about servers, and a way to say what is recorded.
+"""What a sender needs of the daemon: rows in linear order, REMOTE_SERVER_UP, and a way to send acks.
 
 `Feed` is the interface, `client_feed` makes the real one of `replicad.client`.
 """
@@ -22,7 +22,7 @@ from replicad.streams.commands import FederationAck
 
 NOW = "NOW"
 EARLIEST = "EARLIEST"
-ACK_RETRY = 1.0  # seconds; nobody waits for an ack
+ACK_RETRY = 1.0  # seconds; nothing waits for an ack
 
 _Also = PositionMoved | Connected | Disconnected | StreamStopped | RemoteServerUp
 _ALSO: tuple[type[_Also], ...] = (PositionMoved, Connected, Disconnected, StreamStopped, RemoteServerUp)
@@ -32,16 +32,16 @@ log = structlog.get_logger()
 
 
 class Feed(Protocol):
-    """A connection to the daemon that comes back when it was lost."""
+    """A connection to the daemon that is made again when it was lost."""
 
     def follow(self) -> AsyncIterator[Told]:
-        """Rows of every stream in ascending order over all writers, and what else a sender should know.
+        """Rows of every stream in ascending order over all writers, and the other events that a sender needs.
 
-        Never ends by itself. Raises ReplicadError where trying again does not help.
+        Never ends by itself. Raises ReplicadError if another try would not help.
         """
 
     def acknowledge(self, sender: str, stream: str, token: int) -> None:
-        """Tell the daemon up to where a stream is recorded, soon. The last word of each stream counts."""
+        """Send soon up to which token a stream is recorded. Of each stream the last token counts."""
 
 
 OpenFeed = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Feed]]
@@ -51,7 +51,7 @@ OpenFeed = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Feed]]
 def client_feed(
     host: str, port: int, *, name: str, token: str | None = None, tls: ssl.SSLContext | None = None
 ) -> OpenFeed:
-    """How to open feeds of the daemon at host:port. The daemon knows us as `name`; `token` is its secret."""
+    """How to open feeds of the daemon at host:port. `name` is our name for the daemon, `token` its secret."""
 
     @asynccontextmanager
     async def open_feed(tokens: Mapping[str, str]) -> AsyncIterator[Feed]:
@@ -68,7 +68,7 @@ class _ClientFeed:
     def __init__(self, client: TrioClient, follower: TrioFollower[Told]) -> None:
         self._client = client
         self._follower = follower
-        self._acks: dict[str, FederationAck] = {}  # by stream; said, and not sent yet
+        self._acks: dict[str, FederationAck] = {}  # by stream; not sent yet
         self._said = trio.Event()
 
     def follow(self) -> AsyncIterator[Told]:
@@ -79,7 +79,7 @@ class _ClientFeed:
         self._said.set()
 
     async def send_acks(self) -> None:
-        """Send the last ack of each stream, again while it does not get through."""
+        """Send the last ack of each stream; try again if it fails."""
         while True:
             await self._said.wait()
             self._said = trio.Event()

@@ -1,8 +1,8 @@
-"""From the feed into Postgres, and only then into the queues and back to the daemon as FEDERATION_ACK.
+"""Records rows of the feed in Postgres. After that they go to the queues, and FEDERATION_ACK to the daemon.
 
-Rows are taken as they come, routed, and recorded for every destination concerned, as many as there are in one
-transaction. What is delivered when is the engine's business. A row that cannot be routed stops the intake there, or
-is skipped, as the settings say; deliveries go on.
+Rows are routed and recorded for every destination that they concern, as many as have come in one transaction. The
+engine delivers them. A row that cannot be routed stops the intake, or is skipped, as the settings say. Deliveries
+continue in both cases.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from replicad.sender.items import Edu, Order, Pdu
 from replicad.sender.routing import Router, SourceRow, Update, body_text
 from replicad.sender.store import Recording, Store
 
-AHEAD = 256  # events that are read ahead of being recorded; beyond it the daemon's socket is left to fill up
-ROWS = 1000  # routed and recorded together: enough to make a commit's cost small beside theirs
-PAIRS = 50_000  # facts times destinations, likewise; a single fact may go beyond it
-STRANGE_NAMES = 1000  # names that are logged before we fall silent
-IDLE_TOKEN = 1.0  # seconds after which a position without rows is written down too
+AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
+ROWS = 1000  # routed and recorded together, so that the cost of a commit is small
+PAIRS = 50_000  # facts times destinations, likewise; a single fact may have more
+STRANGE_NAMES = 1000  # invalid names that are logged at most
+IDLE_TOKEN = 1.0  # seconds after which a position without rows is stored too
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 
 class Restart(Exception):
-    """What was followed is not what it was: begin again from what Postgres says."""
+    """A stream was reset: begin again with the state in Postgres."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class IntakeStatistics:
 
 
 class Intake:
-    """See the module. `mine` says which destinations this sender serves, `accepts` which names can be one's at all."""
+    """See the module. `mine`: whether this sender serves a destination. `accepts`: whether a name is valid."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class Intake:
         self._skip_bad_rows = skip_bad_rows
         self._connected = connected
         self._recorded: dict[str, int | None] = {}
-        self._told: dict[str, int] = {}  # positions without rows that are not written down yet
-        self._moves: MutableMapping[str, str] = {}  # streams whose first position is where to go on
+        self._told: dict[str, int] = {}  # positions without rows that are not stored yet
+        self._moves: MutableMapping[str, str] = {}  # streams that continue at their first position
         self._acknowledged: dict[str, int] = {}
-        self._strange: set[str] = set()  # names that were logged because they can be no destination's
+        self._strange: set[str] = set()  # invalid names that were logged
         self._rows = self._skipped = self._refused_names = 0
 
     def statistics(self) -> IntakeStatistics:
@@ -90,12 +90,12 @@ class Intake:
     async def run(
         self, feed: Feed, recorded: Mapping[str, int | None], moves: MutableMapping[str, str] | None = None
     ) -> None:
-        """Take in until cancelled. `recorded`: up to which token each stream is, None where nothing was recorded yet.
+        """Take rows until cancelled. `recorded`: up to which token each stream is recorded, None if nothing was yet.
 
-        Streams in `moves` go on where their first position is, whatever was recorded, and are then removed from it.
+        Streams in `moves` continue at their first position, whatever was recorded. Then they are removed from `moves`.
 
         Raises:
-            Restart: a stream was reset or went back; the store is in order again.
+            Restart: a stream was reset or went back; the store has been corrected.
             ReplicadError: from the feed or from Postgres.
         """
         self._recorded = dict(recorded)
@@ -119,12 +119,12 @@ class Intake:
     async def _pump(self, feed: Feed, write: trio.MemorySendChannel[Told]) -> None:
         async for event in feed.follow():
             if isinstance(event, RemoteServerUp):
-                self._engine.wake(event.server_name)  # at once, whatever the rows wait for
+                self._engine.wake(event.server_name)  # at once, even if rows wait
             else:
                 await write.send(event)
 
     async def _take(self, feed: Feed, events: Sequence[Told]) -> None:
-        """Work events off in their order, rows of one stream that follow each other together."""
+        """Process events in order. Consecutive rows of one stream are processed together."""
         batches: list[RowBatch] = []
         for event in events:
             if batches and not (isinstance(event, RowBatch) and event.stream == batches[0].stream):
@@ -204,7 +204,7 @@ class Intake:
         self._acknowledge(feed)
 
     def _acknowledge(self, feed: Feed) -> None:
-        """Say up to where all is recorded; said again after a loss of the connection."""
+        """Send acks for all that is recorded; they are sent again after a lost connection."""
         for stream, token in self._recorded.items():
             if token is not None and token != self._acknowledged.get(stream):
                 feed.acknowledge(self._sender, stream, token)
@@ -219,7 +219,7 @@ class Intake:
         route: Callable[[Sequence[SourceRow]], Awaitable[T]],
         record: Callable[[int, T], Awaitable[None]],
     ) -> None:
-        """Route rows and record them, and with that the stream up to `upto`. A bad row holds up none before it."""
+        """Route rows and record them and the token `upto`. Rows before a bad row are recorded."""
         backoff = Backoff(first=1.0, cap=60.0)
         while True:
             pause = backoff.next_delay()
@@ -228,7 +228,7 @@ class Intake:
                 break
             except RouteFailed as error:
                 if len(rows) > 1:
-                    half = len(rows) // 2  # tokens ascend: all below the half's last one are done when the half is
+                    half = len(rows) // 2  # tokens ascend: with this half all tokens below its last one are recorded
                     await self._route(rows[:half], rows[half - 1].token - 1, route, record)
                     await self._route(rows[half:], upto, route, record)
                     return

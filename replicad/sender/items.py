@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MAX_PDUS = 50  # in a transaction (seed 003)
-MAX_EDUS = 100  # in a transaction (the issue of the sender; Matrix has the same figure)
+MAX_PDUS = 50  # in a transaction, as the Matrix specification says (server-server API, /send)
+MAX_EDUS = 100  # in a transaction; the same page
 
 _OVERHEAD = 200  # bytes of the objects around a body, roughly
 

@@ -1,6 +1,6 @@
-"""Writes down how destinations stand, many in one statement: whoever comes while one runs goes with the next.
+"""Stores the state of destinations, many in one statement. Entries that come while one runs go into the next.
 
-So a thousand destinations cost a handful of commits and not a thousand. The last word on a destination counts.
+So a thousand destinations cost a few commits and not a thousand. Of each destination the last entry counts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import trio
 
 from replicad.sender.store import Entry
 
-MOST = 1000  # entries in a statement: enough to make the commit's cost small beside theirs
+MOST = 1000  # entries in a statement, so that the cost of a commit is small
 
 
 class Writing(Protocol):
-    """What the ledger needs of the store."""
+    """The method of the store that the ledger needs."""
 
     async def write(self, entries: list[Entry]) -> None:
         """Write the entries down, all or none."""
@@ -29,7 +29,7 @@ class _Batch:
 
 
 class Ledger:
-    """See the module. `run` does the writing; when it raises, nothing that waits is ever told that it was written."""
+    """See the module. `run` writes. If it raises, calls of `write` that wait never return."""
 
     def __init__(self, store: Writing) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class Ledger:
         self._work = trio.Event()
 
     def post(self, entry: Entry) -> None:
-        """Have an entry written soon. One for the same destination that still waits is replaced."""
+        """Write an entry soon. It replaces one for the same destination that still waits."""
         before = self._next.entries.get(entry.name)
         if before is not None and before.done_edus:
             entry = replace(entry, done_edus=before.done_edus + entry.done_edus)
@@ -46,18 +46,18 @@ class Ledger:
         self._work.set()
 
     async def write(self, entry: Entry) -> None:
-        """Have an entry written; returns when it is."""
+        """Write an entry; returns when it is stored."""
         self.post(entry)
         await self._next.written.wait()
 
     async def settle(self, name: str) -> None:
-        """Wait until nothing about a destination waits to be written."""
+        """Wait until no entry of a destination waits to be written."""
         for batch in (self._running, self._next):
             if batch is not None and name in batch.entries:
                 await batch.written.wait()
 
     async def drain(self) -> None:
-        """Wait until nothing at all waits to be written."""
+        """Wait until no entry waits to be written."""
         while self.waiting:
             await (self._running or self._next).written.wait()
 
@@ -74,7 +74,7 @@ class Ledger:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write all that waits now; only for `run`, and for the end when `run` has ended."""
+        """Write all entries now. Only for `run`, and after `run` has ended."""
         self._running, self._next = self._next, _Batch()
         entries = list(self._running.entries.values())
         for start in range(0, len(entries), MOST):

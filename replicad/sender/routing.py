@@ -1,8 +1,8 @@
-"""Which rows go where: from rows of a stream to facts and updates with their destinations.
+"""Routing: from rows of a stream to facts and updates with their destinations.
 
-Who is in a room, and what a row's fact looks like on the wire, is the application's knowledge. It says so in the row
-itself (`RowRouter`), by a fixed list (`FixedRouter`), in SQL (`SqlRouter`) or in a Python function (`FunctionRouter`).
-Knows nothing of queues. The shards and the validity of names are looked at later.
+The application knows who is in a room, and what a fact looks like on the wire. It says so in the row itself
+(`RowRouter`), by a fixed list (`FixedRouter`), in SQL (`SqlRouter`) or in a Python function (`FunctionRouter`). Which
+sender serves a destination, and whether a name is valid, is checked later.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SourceRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a row says to all of its destinations, in the form that goes over the wire.
+    """A fact of a row, in the form in which it is sent, with its destinations.
 
     `body` is a JSON value, or as a str the JSON text of one; None is the row itself. Of the facts of one `room`
     catch-up needs to deliver the latest only; None: this one is never superseded.
@@ -45,10 +45,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Something short-lived for all of its destinations. `body` as in `Fact`.
+    """A short-lived update with its destinations. `body` as in `Fact`.
 
-    Of those with one `key` only the last counts. `droppable`: of no use when late (typing, presence); kept in memory
-    only, and dropped where it would grow, while others wait in Postgres.
+    Of updates with one `key` only the last counts. `droppable`: useless when it is late (typing, presence). It is kept
+    in memory only and dropped if there are too many; other updates are stored in Postgres.
     """
 
     destinations: Sequence[str]
@@ -58,18 +58,18 @@ class Update:
 
 
 class Router(Protocol):
-    """Turns rows into what they are to their destinations: as many results as rows, None for what concerns nobody."""
+    """Routes rows. There is one result for each row; None for a row without destinations."""
 
     async def facts(self, rows: Sequence[SourceRow]) -> list[Fact | None]:
-        """Route rows of the stream of facts. Raises RouteFailed for a row that it cannot make sense of."""
+        """Route rows of the stream of facts. Raises RouteFailed for a row that cannot be routed."""
 
     async def updates(self, stream: str, rows: Sequence[SourceRow]) -> list[Update | None]:
-        """Route rows of a stream of updates. Raises RouteFailed for a row that it cannot make sense of."""
+        """Route rows of a stream of updates. Raises RouteFailed for a row that cannot be routed."""
 
 
 class RowRouter(Router):
-    """Rows that say it themselves: `{"destinations": [...], "room": ..., "pdu": ...}` and `{"destinations": [...],
-    "edu": ..., "key": ..., "droppable": ...}`. Without `pdu` or `edu` the whole row is sent.
+    """For rows that name their destinations: `{"destinations": [...], "room": ..., "pdu": ...}` and `{"destinations":
+    [...], "edu": ..., "key": ..., "droppable": ...}`. Without `pdu` or `edu` the whole row is sent.
     """
 
     async def facts(self, rows: Sequence[SourceRow]) -> list[Fact | None]:
@@ -98,7 +98,7 @@ class RowRouter(Router):
 
 
 class FixedRouter(RowRouter):
-    """Every row goes, whole, to the same destinations. A row that is an object with a `room` keeps that."""
+    """Sends every row, unchanged, to the same destinations. If a row is an object with a `room`, that is its room."""
 
     def __init__(self, destinations: Sequence[str]) -> None:
         self._destinations = tuple(destinations)
@@ -118,7 +118,7 @@ class FixedRouter(RowRouter):
 
 
 class FunctionRouter:
-    """A user's function of (stream, token, row), the row decoded, that returns a `Fact`, an `Update` or None."""
+    """Calls a function of the user with (stream, token, decoded row); it returns a `Fact`, an `Update` or None."""
 
     def __init__(self, function: Callable[[str, int, Any], object], facts: str) -> None:
         """`facts` is the name of the stream of facts."""
@@ -150,18 +150,18 @@ class SqlRouter:
     """A query of the user's for many rows at once: `$1` are their tokens (bigint[]), `$2` the rows (jsonb[]).
 
     It returns `n` (the place in the arrays, from 1: WITH ORDINALITY) and `destinations` (text[]), and for facts, where
-    wanted, `room` and `pdu`, for updates `edu`, `key` and `droppable`. Rows that it leaves out concern nobody.
+    wanted, `room` and `pdu`, for updates `edu`, `key` and `droppable`. Rows that it leaves out have no destinations.
     """
 
     def __init__(self, db: Database, facts: str | None, updates: str | None) -> None:
-        """Queries, or None for rows that say it themselves."""
+        """Takes queries, or None for rows that name their destinations."""
         self._db = db
         self._facts = facts
         self._updates = updates
         self._rows = RowRouter()
 
     async def check(self) -> None:
-        """Run the queries on no rows. Raises UsageError where one is wrong, with what Postgres says of it."""
+        """Run the queries on no rows. Raises UsageError with the message of Postgres if one is wrong."""
         for name, sql in (("--route-sql", self._facts), ("--update-route-sql", self._updates)):
             if sql is not None:
                 await check_query(self._db, name, sql, "n::integer, destinations::text[]", [], [])
@@ -203,7 +203,7 @@ class SqlRouter:
 
 
 async def check_query(db: Database, name: str, sql: str, columns: str, *args: object) -> None:
-    """Run a user's query on arguments that match nothing. Raises UsageError where it, or a column of it, is wrong."""
+    """Run a user's query on arguments that match nothing. Raises UsageError if it, or one of its columns, is wrong."""
     try:
         await db.fetch(f"SELECT {columns} FROM ({sql.rstrip().rstrip(';')}) AS q LIMIT 0", *args)
     except DatabaseUnavailable:
@@ -216,7 +216,7 @@ def load_function(path: str) -> Callable[[str, int, Any], object]:
     """The function that `module:name` names.
 
     Raises:
-        UsageError: no such module, or nothing in it that can be called.
+        UsageError: there is no such module, or no such function in it.
     """
     module, _, name = path.partition(":")
     try:
@@ -230,7 +230,7 @@ def load_function(path: str) -> Callable[[str, int, Any], object]:
 
 
 def body_text(row: SourceRow, body: object) -> str:
-    """The JSON text to deliver for a row, on one line. Raises RouteFailed where `body` is no JSON."""
+    """The JSON text to deliver for a row, on one line. Raises RouteFailed if `body` is not JSON."""
     if body is None:
         return row.text
     try:
@@ -239,7 +239,7 @@ def body_text(row: SourceRow, body: object) -> str:
             text = body
         else:
             text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        text.encode()  # half of a surrogate pair is no text
+        text.encode()  # raises for an unpaired surrogate
     except (TypeError, ValueError, RecursionError) as error:
         raise RouteFailed(f"what the row with token {row.token} was turned into is no JSON: {error}") from error
     return text
@@ -262,7 +262,7 @@ def _value(row: SourceRow) -> Any:
 
 def _object(row: SourceRow) -> dict[str, Any]:
     found = _value(row)
-    return found if isinstance(found, dict) else {}  # without destinations: concerns nobody
+    return found if isinstance(found, dict) else {}  # without destinations
 
 
 def _names(row: SourceRow, found: object) -> tuple[str, ...]:
@@ -278,7 +278,7 @@ def _names(row: SourceRow, found: object) -> tuple[str, ...]:
 
 
 def _is_text(found: object) -> TypeGuard[str]:
-    """Whether it is a text as Postgres takes one: no NUL, no half of a surrogate pair."""
+    """Whether Postgres can store it as text: no NUL, no unpaired surrogate."""
     return isinstance(found, str) and "\0" not in found and not any("\ud800" <= char <= "\udfff" for char in found)
 
 

@@ -1,7 +1,7 @@
-"""The sender put together: Postgres, the daemon's feed, the engine, and a new beginning whenever one of them is lost.
+"""The sender: runs Postgres's store, the daemon's feed and the engine together, and begins again when one is lost.
 
-A session lasts as long as its connection to Postgres. After one, memory is worth nothing: the next begins with what
-the store says. Where several senders share the destinations, each has its own by name (`sharding`).
+A session lasts as long as its connection to Postgres. The next session begins with the state in the store; what was in
+memory is dropped. If several senders run, each serves a part of the destinations (`sharding`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from replicad.sender.sharding import ownership
 from replicad.sender.store import Store, open_store
 from replicad.sender.transport import open_transport
 
-CONNECTIONS = 6  # one keeps the name and writes, the others read for destinations that catch up
+CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
 STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
 _FATAL = (UsageError, NotAuthorised, WrongServer, SchemaTooNew, StreamError, FederationError)
@@ -51,7 +51,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class SenderStatistics:
-    """A moment of a sender; None where it has no session."""
+    """A moment of a sender; fields are None if it has no session."""
 
     engine: EngineStatistics | None
     intake: IntakeStatistics | None
@@ -60,8 +60,8 @@ class SenderStatistics:
 class Sender:
     """A sender on the database at `url`, its tables in `schema`. `run` once.
 
-    `moves` are streams that go on elsewhere than where they were recorded up to: a token, NOW or EARLIEST. What lies
-    behind the new place is delivered, even if it was before.
+    `moves`: streams that continue at another place than they were recorded up to: a token, NOW or EARLIEST. Facts after
+    that place are delivered, even if they were delivered before.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Sender:
         )
 
     def stop(self) -> None:
-        """Take nothing more in, let what is under way end within the grace of the settings; `run` then returns."""
+        """Take no more rows, let requests under way end within the grace of the settings. Then `run` returns."""
         self.stopping = True
         self._scope.cancel()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Deliver until `stop` or cancelled; started as soon as the daemon has been reached.
+        """Deliver until `stop` or cancelled. `started` is called when the daemon has been reached.
 
         Raises:
-            ReplicadError: it could not start, or trying again does not help.
+            ReplicadError: it could not start, or another try would not help.
         """
         self._task_status = task_status
         backoff = Backoff(first=0.5, cap=30.0)
@@ -123,7 +123,7 @@ class Sender:
                     await trio.sleep(pause)
 
     def _causes(self, error: BaseException) -> list[str]:
-        """What ended a session, in words; raises what should end the sender."""
+        """What ended a session, as text; raises errors that must end the sender."""
         found = leaves(error)
         if not all(isinstance(leaf, ReplicadError | Restart) for leaf in found):
             raise error
@@ -215,7 +215,7 @@ class Sender:
 
 
 async def _open_routing(db: Database, routing: Routing, facts: str) -> tuple[Router, SqlLatest | None]:
-    """What the settings say about routing, checked. Raises UsageError."""
+    """The routers of the settings, checked. Raises UsageError."""
     latest = None
     if routing.latest_sql is not None:
         await check_query(db, "--latest-sql", routing.latest_sql, "room::text, pdu::text", "", [])

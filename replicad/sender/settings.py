@@ -1,4 +1,4 @@
-"""What can be set about a sender: defaults, ranges, reasons. Where the daemon and Postgres are is said elsewhere."""
+"""The settings of a sender: defaults, ranges, reasons. Those of the daemon and Postgres are in replicad.config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def _time(default: float, text: str, low: float, high: float = 30 * _DAY) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where rows go. At most one of `destinations`, `route` and the queries; without any, rows say it themselves."""
+    """How rows are routed. At most one of `destinations`, `route` and the queries; without one, rows name
+    destinations.
+    """
 
     destinations: tuple[str, ...] = setting((), "Every row goes to these destinations.", "NAMES", _names)
     route: str | None = setting(
@@ -75,7 +77,7 @@ class Routing:
     )
     bad_row: str = setting(
         "stop",
-        "What to do with a row that cannot be routed: stop there until somebody helps, or skip it and log that.",
+        "What to do with a row that cannot be routed: stop there until it is mended, or skip it and log that.",
         "stop|skip",
         text_of("stop|skip", "give stop or skip"),
     )
@@ -93,7 +95,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How requests look, and what destinations are allowed."""
+    """The form of requests, their limits, and the certificates of destinations."""
 
     form: str = setting(
         MATRIX,
@@ -103,7 +105,7 @@ class Delivery:
     )
     url: str = setting(
         "",
-        "Where to send, with {destination} and {transaction} in it. Default: as the form says.",
+        "URL of a request, with {destination} and {transaction} in it. Default: that of the form.",
         "TEMPLATE",
         text_of(r"[!-~]{1,1024}", "give a URL without blanks"),
     )
@@ -126,7 +128,7 @@ class Delivery:
     destination_ca: Path | None = setting(
         None, "Certificate authorities (PEM) to trust in destinations. Default: the system's.", "FILE", path
     )
-    destination_timeout: float = _time(  # a dead host answers nothing; a live one answers in tenths
+    destination_timeout: float = _time(  # a host that is down does not answer; others answer in tenths of a second
         10.0, "A connection to a destination must be made within this time.", 0.01
     )
     request_timeout: float = _time(  # a transaction of 50 facts can be a minute's work for a small server
@@ -135,7 +137,7 @@ class Delivery:
     concurrency: int = _count(  # each may have a connection open
         128, "Requests at the same time to destinations that answered last time.", 1, 10_000
     )
-    probes: int = _count(  # what is dead costs a time-out each, and must not cost the others anything
+    probes: int = _count(  # each destination that is down costs a time-out; the others must not wait for it
         64, "Requests at the same time, besides, to destinations that did not, or are new.", 1, 10_000
     )
 
@@ -161,7 +163,7 @@ class Delivery:
             )
 
     def ssl_context(self) -> ssl.SSLContext:
-        """What connections to destinations trust.
+        """The certificates that connections to destinations trust.
 
         Raises:
             UsageError: the file cannot be read or holds no certificate.
@@ -205,7 +207,7 @@ class Bounds:
     retry_first: float = _time(
         5.0, "Pause after the first failure of a destination; each is twice the one before.", 0.01
     )
-    retry_max: float = _time(  # four looks a day at somebody who may be gone for good
+    retry_max: float = _time(  # four tries a day for a destination that may never come back
         6 * 3600.0, "The longest pause.", 0.01
     )
     catch_up_after: float = _time(
@@ -213,11 +215,13 @@ class Bounds:
     )
     catch_up: str = setting(
         "latest",
-        "What is still delivered of a room after that: its latest facts only, or every one.",
+        "Which facts of a room are delivered after that: only the latest, or every one.",
         "latest|every",
         text_of("latest|every", "give latest or every"),
     )
-    sweep_interval: float = _time(60.0, "What was delivered to all is removed from Postgres this often.", 0.1, _DAY)
+    sweep_interval: float = _time(
+        60.0, "Facts that were delivered to all destinations are removed from Postgres this often.", 0.1, _DAY
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -243,7 +247,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class SenderSettings:
-    """All of a sender but where the daemon and Postgres are. `senders` empty: this one is alone.
+    """All settings of a sender, without those of the daemon and Postgres. `senders` empty: there is only this one.
 
     Raises:
         UsageError: something is missing, out of range, or contradicts something else.

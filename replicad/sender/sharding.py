@@ -1,4 +1,4 @@
-"""Which sender serves a destination: highest random weight, so that a sender more moves no more than its own share."""
+"""Which sender serves a destination: highest random weight. One sender more moves only that sender's share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def weight(sender: str, destination: str) -> bytes:
-    """The claim of a sender on a destination; the same in every process and version."""
+    """The weight of a sender for a destination; the same in every process and version."""
     digest = hashlib.blake2b(digest_size=8, key=hashlib.blake2b(sender.encode(), digest_size=16).digest())
     digest.update(destination.encode())
     return digest.digest()

@@ -1,8 +1,8 @@
-"""How a destination knows that a request is ours: a signature over the request, or a secret. Both sides of it; pure.
+"""Signs requests and verifies signatures, so that a destination can check who sent a request. Pure.
 
 The signature is HMAC-SHA256, in hexadecimal, of these lines joined by line feeds: the method, the path with its query,
 the transaction's id, the time in ms at which the transaction was made; then one more line feed and the body as it
-stands on the wire. It covers the id, so that a receiver which remembers ids cannot be made to take a request twice.
+stands on the wire. It covers the id. So a receiver that remembers ids cannot be made to accept a request twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What Postgres keeps of a sender: what each destination has, what it has yet to take, and what it is being sent.
+"""The state of a sender in Postgres: what each destination has, what is still to be delivered, and what is being sent.
 
-After a crash this is the truth. Every write goes through one connection, which also holds the lock on the sender's
-name: where it breaks, nothing more can be written, and whoever holds the lock next reads what is there. Knows no HTTP
-and decides nothing. The SQL stands in `sql/` beside this file.
+After a crash this state counts. All writes go through one connection, which also holds the lock of the sender's name.
+If the connection is lost, nothing more can be written, and the next holder of the lock reads what is there. No HTTP and
+no decisions here. The SQL is in sender/sql.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from replicad.postgres.bridge import Connection, Database, Row, load_sql, quote_
 from replicad.postgres.statements import call_row, call_rows, call_value
 from replicad.sender.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted, make_transaction
 
-PATIENCE = 10.0  # seconds for a predecessor's connection to end: Postgres may notice a killed process late
+PATIENCE = 10.0  # seconds to wait for the connection of an earlier process: Postgres may notice late that it was killed
 LOOK = 0.1  # seconds between two tries meanwhile
 _STANDINGS = 2000  # destinations read at once when a sender starts
 _COLLAPSE = 200  # destinations whose facts are collapsed by one statement
@@ -28,7 +28,7 @@ _COLLAPSE = 200  # destinations whose facts are collapsed by one statement
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a destination stands, in the place of what was written before. `done_edus`: stored updates that it took."""
+    """The state of a destination; replaces the one before. `done_edus`: stored updates that it has accepted."""
 
     name: str
     success: Order
@@ -41,7 +41,7 @@ class Entry:
     done_edus: tuple[int, ...] = ()
 
     def columns(self) -> dict[str, Any]:
-        """The entry as federation_write() takes it."""
+        """The entry as arguments of federation_write()."""
         columns: dict[str, Any] = {
             "name": self.name,
             "token": self.success.token,
@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Recording:
-    """Facts with their destinations, to be recorded in one go. `newcomers`: destinations that may have no row yet."""
+    """Facts with their destinations, to be recorded together. `newcomers`: destinations that may have no row yet."""
 
     pdus: list[Pdu] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Recording:
     newcomers: list[str] = field(default_factory=list)
 
     def add(self, pdu: Pdu, destinations: Sequence[str]) -> None:
-        """One fact more."""
+        """Add a fact."""
         self.pdus.append(pdu)
         self.numbers.extend([len(self.pdus)] * len(destinations))
         self.names.extend(destinations)
@@ -94,7 +94,7 @@ class Store:
         self._sender = sender
 
     async def tokens(self) -> dict[str, int | None]:
-        """Up to which token each stream was recorded; None where nothing was yet."""
+        """Up to which token each stream was recorded; None if nothing was yet."""
         query = f"SELECT stream, token FROM {quote_ident(self._schema)}.federation_sender WHERE name = $1"
         rows = await self._db.fetch(query, self._sender)
         return {row["stream"]: row["token"] for row in rows}
@@ -112,11 +112,11 @@ class Store:
             after = rows[-1]["name"]
 
     async def begin(self, stream: str, token: int) -> None:
-        """Note where all senders begin with a stream of which nothing was recorded yet."""
+        """Store where all senders begin with a stream of which nothing was recorded yet."""
         await self._write("federation_begin", stream, token)
 
     async def record(self, stream: str, upto: int, recording: Recording) -> None:
-        """Record facts for their destinations, and with that the stream up to a token. All of it or nothing."""
+        """Record facts for their destinations, and the stream's token, in one transaction."""
         pdus = recording.pdus
         await self._write(
             "federation_record",
@@ -133,7 +133,9 @@ class Store:
         )
 
     async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> None:
-        """Record updates that may not be dropped, each for a destination, and with that the stream up to a token."""
+        """Record updates that may not be dropped, each for a destination, and the stream's token, in one
+        transaction.
+        """
         await self._write(
             "federation_record_edus",
             self._sender,
@@ -145,11 +147,11 @@ class Store:
         )
 
     async def write(self, entries: Sequence[Entry]) -> None:
-        """Write down how destinations stand; what they have taken is removed. All of it or nothing."""
+        """Store the state of destinations, and remove what they have accepted, in one transaction."""
         await self._write("federation_write", json.dumps([entry.columns() for entry in entries]))
 
     async def collapse(self, names: Sequence[str]) -> int:
-        """Leave only the latest fact of each room to these destinations; returns how many are no longer wanted."""
+        """Keep only the latest fact of each room for these destinations; returns how many were removed."""
         gone = 0
         for start in range(0, len(names), _COLLAPSE):
             gone += await self._write("federation_collapse", list(names[start : start + _COLLAPSE]))
@@ -166,7 +168,7 @@ class Store:
         return forgotten
 
     async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
-        """What it has yet to take: a transaction to repeat, or the oldest facts and updates, at most so many."""
+        """What is still to be delivered: a transaction to repeat, or the oldest facts and updates, a bounded number."""
         if wanted.collapse:
             await self.collapse([name])
         if wanted.transaction:
@@ -195,10 +197,11 @@ class Store:
 async def open_store(
     db: Database, schema: str, sender: str, senders: Sequence[str], streams: Sequence[str]
 ) -> AsyncIterator[Store]:
-    """The store of `sender`, one of `senders`, held until the block ends: no other process runs under that name.
+    """The store of `sender`, one of `senders`, for the length of the block. No other process can use that name
+    meanwhile.
 
     Raises:
-        SenderRefused: one does, or the senders that run do not agree on who they are.
+        SenderRefused: another process uses the name, or running senders have another list of senders.
     """
     async with db.connection() as keeper:
         await keeper.execute(load_sql("federation_keepalive"))

@@ -1,7 +1,7 @@
 """One transaction, one HTTP request, one outcome. Knows nothing of queues, retries or Postgres.
 
-A transaction always becomes the same request, byte for byte. Whether it was taken is said by the status line alone: of
-the answer's body only a little is read, for a short time, so that the connection can be used again.
+A transaction always becomes the same request, byte for byte. Only the status of the answer decides whether it was
+accepted. A little of the body is read, for a short time, so that the connection can be used again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from replicad.sender.settings import MATRIX, Delivery
 
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables
-MAX_ANSWER = 64 << 10  # bytes of an answer's body that are worth reading for the sake of the connection
+MAX_ANSWER = 64 << 10  # bytes of an answer's body that are read, to keep the connection
 ANSWER_TIME = 5.0  # seconds, likewise
 KEEP_IDLE = 30.0  # seconds for which an unused connection is kept
 
 _HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _PLAIN = re.compile(r"[!-~]+")
-_REFUSED = frozenset({400, 413, 414, 415, 422, 431})  # it will say so again: the request itself displeases
+_REFUSED = frozenset({400, 413, 414, 415, 422, 431})  # the request itself is refused; a repeat would be refused too
 _REASON = 200  # characters of a reason that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended. `refused`: the destination will never take it. `retry_after`: seconds it asks us to wait."""
+    """How a request ended. `refused`: the destination will never accept it. `retry_after`: the pause it asks for,
+    in seconds.
+    """
 
     delivered: bool
     reason: str
@@ -50,10 +52,10 @@ class Transport(Protocol):
     """Delivers transactions; any number at the same time."""
 
     def accepts(self, destination: str) -> bool:
-        """Whether a name can be a destination's at all."""
+        """Whether a name is valid for a destination."""
 
     async def send(self, destination: str, transaction: Transaction) -> Outcome:
-        """Deliver a transaction. Failure is an outcome and no exception."""
+        """Deliver a transaction. A failure is an outcome, not an exception."""
 
 
 class HttpTransport:
@@ -65,7 +67,7 @@ class HttpTransport:
         self._method = "PUT" if settings.form == MATRIX else "POST"
 
     def accepts(self, destination: str) -> bool:
-        """Whether a name can stand where the URL has it, and is not our own."""
+        """Whether a name is valid at its place in the URL, and is not our own name."""
         if destination == self._settings.origin or len(destination.encode()) > MAX_NAME:
             return False
         if self._settings.url.startswith("{destination}"):
@@ -75,7 +77,7 @@ class HttpTransport:
         return bool(destination)
 
     def url(self, destination: str, transaction: str) -> str:
-        """Where a transaction of a destination goes. A name that stands in the path is quoted."""
+        """The URL for a transaction of a destination. A name in the path is quoted."""
         template = self._settings.url
         plain = template.startswith("{destination}") or "://{destination}" in template
         name = destination if plain else quote(destination, safe="")
@@ -141,9 +143,9 @@ class HttpTransport:
 async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
     """A transport with its own bounded set of connections, which are closed at the end.
 
-    Raises UsageError where the authorities to trust cannot be read.
+    Raises UsageError if the certificates to trust cannot be read.
     """
-    most = settings.concurrency + settings.probes  # requests at a time; the workers see to it
+    most = settings.concurrency + settings.probes  # requests at a time; there are as many workers
     idle = math.ceil(most / POOLS)
     trusted = settings.ssl_context()
     async with AsyncExitStack() as stack:
@@ -168,7 +170,7 @@ async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        port = parts.port  # raises where it is none
+        port = parts.port  # raises if it is not a port
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and bool(_PLAIN.fullmatch(text))
@@ -186,7 +188,7 @@ def _judge(response: httpx.Response) -> Outcome:
 
 
 async def _drain(response: httpx.Response) -> None:
-    """Read the rest of a short answer, and close; a connection with more to say is thrown away."""
+    """Read the rest of a short answer and close it. With a longer answer the connection is dropped."""
     received = 0
     try:
         with trio.move_on_after(ANSWER_TIME):

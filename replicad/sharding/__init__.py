@@ -1,9 +1,9 @@
-"""Writers of one stream that share its keys: who owns which, how that changes hands, and what makes it safe.
+"""Sharded writers: the writers of one stream divide its keys among themselves (docs/sharded-writers.md).
 
-planning.py decides who should own what, without connection and clock; holdings.py holds what one member owns; keeper.py
-says which queries keep the membership up. writer.py runs these queries for programs on trio, blocking.py for those
-without async; admin.py is for the command line. The rules are kept in Postgres (`sql/`). Nothing here knows what
-is written.
+planning.py decides which writer should own which slot; it has no connection and no clock. holdings.py remembers what
+one writer owns. keeper.py says which queries keep the membership up; writer.py runs them for programs on trio,
+blocking_writer.py for programs without async. admin.py is for the command line. Postgres enforces the rules
+(sharding/sql, docs/leases.md). Nothing here knows what is written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Letting the writers of a stream share its keys, and what an operator sees of it."""
+"""Enables and disables the sharing of a stream's keys, and shows its state to an operator."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from replicad.postgres.statements import call_value, statement
 from replicad.streams.queries import SCHEMA
 from replicad.streams.registry import load_stream
 
-SLOTS = 256  # enough for dozens of writers to get even shares, and few enough to look at in one go
+SLOTS = 256  # enough for even shares among dozens of writers; few enough to read all of them in one query
 
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """One writer: what it has, and for how long (seconds, by Postgres' clock) it has given no sign of life."""
+    """One writer: its slots, and how long ago (seconds, by Postgres' clock) it sent its last beat."""
 
     instance: str
     address: str | None
@@ -28,9 +28,9 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Slots that are nobody's or more than their owner's share, and the transaction that keeps them from moving.
+    """Slots that should move and do not: free ones, or more than their owner's share. With the transaction in the way.
 
-    Without `held` nothing is in flight: nobody has taken them yet. `pid` is None for a prepared transaction too.
+    Without `held` no transaction is in the way: no writer has taken them yet. `pid` is None for a prepared transaction.
     `age` is the transaction's, in seconds.
     """
 
@@ -44,7 +44,7 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class SharingStatus:
-    """How the keys of one stream are shared at one moment. `unowned` counts slots that are nobody's."""
+    """How the keys of one stream are shared at one moment. `unowned` counts free slots."""
 
     stream: str
     slots: int
@@ -54,9 +54,9 @@ class SharingStatus:
 
 
 async def enable(db: Database, stream: str, slots: int = SLOTS, *, schema: str = SCHEMA) -> bool:
-    """Let the writers of the stream share its keys, in so many slots (1 to 4096); installs what that needs.
+    """Let the writers of the stream share its keys, in `slots` slots (1 to 4096); install the SQL that this needs.
 
-    False where they do already. Raises UnknownStream, and StreamRefused where the number is another one.
+    False if they share them already. Raises UnknownStream; StreamRefused if the number of slots is another one.
     """
     await load_stream(db, stream, schema=schema)
     await schemas.install(db, "ownership", schema)
@@ -65,13 +65,13 @@ async def enable(db: Database, stream: str, slots: int = SLOTS, *, schema: str =
 
 
 async def disable(db: Database, stream: str, *, schema: str = SCHEMA) -> None:
-    """End it: writers that still share the keys are refused from now on. Raises UnknownStream, StreamRefused."""
+    """End the sharing. Writers that still take part are refused from now on. Raises UnknownStream, StreamRefused."""
     await require_installed(db, stream, schema)
     await call_value(db, schema, "writer_disable", stream)
 
 
 async def list_shared(db: Database, *, schema: str = SCHEMA) -> list[SharingStatus]:
-    """All streams whose writers share the keys, by name; none where that was never installed."""
+    """All streams whose writers share the keys, by name; none if sharing was never installed."""
     if await schemas.read_installed(db, "ownership", schema) is None:
         return []
     await schemas.require(db, "ownership", schema)
@@ -80,13 +80,13 @@ async def list_shared(db: Database, *, schema: str = SCHEMA) -> list[SharingStat
 
 
 async def show(db: Database, stream: str, *, schema: str = SCHEMA) -> SharingStatus:
-    """One of them. Raises UnknownStream, StreamRefused."""
+    """The state of one stream. Raises UnknownStream, StreamRefused."""
     await require_installed(db, stream, schema)
     return await _status(db, stream, schema)
 
 
 async def require_installed(db: Database, stream: str, schema: str) -> None:
-    """See that the SQL of this is there. Raises SchemaMissing with what to do, and SchemaTooNew."""
+    """Check that the SQL of sharding is installed. Raises SchemaMissing with the remedy, and SchemaTooNew."""
     try:
         await schemas.require(db, "ownership", schema)
     except SchemaMissing as error:

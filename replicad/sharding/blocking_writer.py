@@ -1,8 +1,7 @@
-"""A writer that shares a stream's keys with others, for programs without async, on any DB-API connections to Postgres.
+"""A sharded writer for programs without async, on any DB-API connections to Postgres.
 
-A thread keeps the writer's share on a connection of its own; writes are made on connections of the caller's. What it
-all means is said in writer.py, and decided in keeper.py and holdings.py. Errors of the driver come through as they
-are.
+A thread keeps the membership and the slots, on a connection of its own. Writes use connections of the caller. writer.py
+describes the methods; keeper.py and holdings.py decide. Errors of the driver are raised unchanged.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from replicad.streams.writing.blocking_writer import DbApi
 
 log = get_logger(__name__)
 
-_RETRY: Final = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
+_RETRY: Final = 0.5  # seconds until the keeper tries again after an error of Postgres
 _GRACE: Final = 2.0  # seconds beyond LEAVE, for the last statements
 
 
 class BlockingShardedWriter:
     """One of the writers that share a stream, for any number of threads. A context manager.
 
-    `connect` makes a connection; the keeper's own ones are made by it and closed. The other arguments are those of
-    `open_sharded_writer`. Entering waits until the writer has joined, and raises what `connect` raises, StreamRefused
-    or the driver's error where the stream's keys are not shared, and InstanceTaken.
+    `connect` makes a connection. The keeper makes its own connections with it and closes them. The other arguments are
+    those of `open_sharded_writer`. Entering waits until the writer has joined. It raises what `connect` raises,
+    StreamRefused or the driver's error if the stream's keys are not shared, and InstanceTaken.
     """
 
     def __init__(
@@ -72,20 +71,20 @@ class BlockingShardedWriter:
 
     @contextmanager
     def owning(self, connection: DbApi, key: str, *, wait: float = 0.0) -> Iterator[None]:
-        """The block is a transaction of the connection, in which this writer owns the key.
+        """Run the block in a transaction of the connection, in which this writer owns the key.
 
-        Committed at the end, rolled back on any exception. The connection must be between two transactions, and not in
-        autocommit mode; it is the caller's for other things before and afterwards, and one thread's at a time.
+        It is committed at the end and rolled back on any exception. The connection must not be in a transaction, and
+        not in autocommit mode. The caller may use it otherwise before and after, in one thread at a time.
 
         Raises:
-            NotOwner: the key is another writer's, which the error names, or still nobody's when the wait was over.
+            NotOwner: another writer owns the key (the error names it), or none did until the end of the wait.
         """
         slot = self._begin(connection, key, time.monotonic() + wait)
         try:
             try:
                 yield
             except BaseException:
-                with suppress(Exception):  # drivers differ in what they raise for a connection that is gone
+                with suppress(Exception):  # drivers raise different errors for a lost connection
                     _roll_back(connection)
                 raise
             connection.commit()
@@ -95,17 +94,17 @@ class BlockingShardedWriter:
             self._end(slot)
 
     def owner(self, key: str) -> Owner | None:
-        """Whose the key was at the last look, a fraction of a second ago; None for nobody's. Asks nobody."""
+        """The owner of the key at the last look, a fraction of a second ago, or None. Sends no query."""
         with self._turn:
             return self._holdings.owner(key)
 
     def owns(self, key: str) -> bool:
-        """Whether this writer would try to write the key now. Asks nobody; `owning` is what makes sure."""
+        """Whether this writer would try to write the key now. Sends no query and may be wrong; `owning` checks."""
         with self._turn:
             return not self._closed and self._holdings.is_ready(key, time.monotonic())
 
     def term(self, key: str) -> int | None:
-        """The term under which this writer has the key, or None; it stays while a transaction owns the key."""
+        """The term under which this writer has the key, or None. It stays while a transaction owns the key."""
         with self._turn:
             return self._holdings.term_of(key)
 
@@ -115,7 +114,7 @@ class BlockingShardedWriter:
             return self._holdings.statistics()
 
     def close(self) -> None:
-        """Give everything back, within a bound. Safe to repeat."""
+        """Give all slots back, within a bounded time. May be called again."""
         with self._turn:
             self._closed = True
             self._keeper.leave()
@@ -166,7 +165,7 @@ class BlockingShardedWriter:
             self._called.set()
 
     def _keep(self) -> None:
-        """The thread: rounds of the keeper until it has left, on a new connection whenever one fails."""
+        """The thread: run rounds of the keeper until it has left. When a connection fails, make a new one."""
         while not (self._keeper.has_left or self._failure or (self._closed and self._holdings.term is None)):
             connection: DbApi | None = None
             try:
@@ -201,7 +200,7 @@ class BlockingShardedWriter:
 
 
 def _run(connection: DbApi, schema: str, ask: Ask) -> Any:
-    """Constants instead of parameters: drivers disagree on how parameters are written."""
+    """Run a query with constants: drivers differ in the form of parameters."""
     cursor = connection.cursor()
     try:
         cursor.execute(fill(ask.sql(schema), ask.args, quote_argument))
@@ -215,7 +214,7 @@ def _roll_back(connection: Any) -> None:
 
 
 def _code(error: BaseException) -> str | None:
-    """The SQLSTATE, where the driver puts it: an attribute, or `C` in a dict, as the protocol calls it."""
+    """The SQLSTATE: an attribute of the exception or, in some drivers, `C` in a dict."""
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     fields = error.args[0] if error.args and isinstance(error.args[0], dict) else {}
     return state or fields.get("C")

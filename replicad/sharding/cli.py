@@ -1,4 +1,4 @@
-"""`replicad writers`: let writers of a stream share its keys, and see who has what. How it works: streams/ownership."""
+"""`replicad writers`: let the writers of a stream share its keys, and list their slots (docs/sharded-writers.md)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _database_options = settings_options(DatabaseSettings, "Database")
 _json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
 
 
-@click.group("writers", cls=ReplicadGroup, short_help="Share a stream's keys among its writers.")
+@click.group("writers", cls=ReplicadGroup, short_help="Divide a stream's keys among its writers.")
 def command() -> None:
-    """Share a stream's keys among its writers, which may come, go and die at any time.
+    """Divide a stream's keys among its writers, which may join, leave and fail at any time.
 
     \b
       replicad writers enable events
@@ -42,11 +42,11 @@ def command() -> None:
     default=256,
     show_default=True,
     metavar="N",
-    help="Into how many slots keys are hashed, for good. 256 share evenly among dozens of writers.",
+    help="The number of slots that keys are hashed into. It cannot be changed. 256 are enough for dozens of writers.",
 )
 @_database_options
 def enable(stream: str, slots: int, **options: Any) -> None:
-    """Let the writers of STREAM share its keys; each then writes what it owns, and nobody else does."""
+    """Let the writers of STREAM divide its keys. Each key is then written by its owner only."""
 
     async def work(db: Database, settings: DatabaseSettings) -> bool:
         from replicad.sharding import admin
@@ -61,7 +61,7 @@ def enable(stream: str, slots: int, **options: Any) -> None:
 @_stream
 @_database_options
 def disable(stream: str, **options: Any) -> None:
-    """End the sharing of STREAM. Writers that still take part are refused from now on, so stop them first."""
+    """End the sharing of STREAM. Stop its writers first: those that still take part are refused."""
 
     async def work(db: Database, settings: DatabaseSettings) -> None:
         from replicad.sharding import admin
@@ -69,14 +69,14 @@ def disable(stream: str, **options: Any) -> None:
         await admin.disable(db, stream, schema=settings.stream_schema)
 
     on_database(options, work, part="stream")
-    click.echo(f"stream {stream}: its writers share nothing any more")
+    click.echo(f"stream {stream}: sharing has ended")
 
 
 @command.command("list")
 @_json_option
 @_database_options
 def list_shared(as_json: bool, **options: Any) -> None:
-    """List the streams whose writers share the keys, and how evenly they do."""
+    """List the streams whose writers share the keys, and how evenly the slots are distributed."""
 
     async def work(db: Database, settings: DatabaseSettings) -> list[SharingStatus]:
         from replicad.sharding import admin
@@ -85,7 +85,7 @@ def list_shared(as_json: bool, **options: Any) -> None:
 
     found = on_database(options, work, part="stream")
     rows = [_line(status) for status in found]
-    nothing = "no stream's keys are shared; share one's: replicad writers enable STREAM"
+    nothing = "no stream's keys are shared; to share: replicad writers enable STREAM"
     print_rows(["stream", "slots", "writers", "unowned", "smallest", "largest", "stuck"], rows, as_json=as_json,
         nothing=nothing)  # fmt: skip
 
@@ -95,7 +95,7 @@ def list_shared(as_json: bool, **options: Any) -> None:
 @_json_option
 @_database_options
 def show(stream: str, as_json: bool, **options: Any) -> None:
-    """Show the writers that share STREAM, what each has, and what keeps slots from moving."""
+    """Show the writers that share STREAM, their slots, and what keeps slots from moving."""
 
     async def work(db: Database, settings: DatabaseSettings) -> SharingStatus:
         from replicad.sharding import admin
@@ -108,7 +108,7 @@ def show(stream: str, as_json: bool, **options: Any) -> None:
         stuck = [_stuck(stuck) | {"slots": list(stuck.slots)} for stuck in found.stuck]
         click.echo(as_json_line(_line(found) | {"writers": members, "stuck": stuck}))
         return
-    click.echo(f"stream {stream}: {found.slots} slots, {found.unowned} of them nobody's")
+    click.echo(f"stream {stream}: {found.slots} slots, {found.unowned} of them without an owner")
     if members:
         click.echo(table(["writer", "slots", "share", "silent_s", "ttl_s", "leaving", "address"], members))
     else:
@@ -144,8 +144,8 @@ def _member(member: MemberStatus, slots: int) -> dict[str, Any]:
 
 
 def _stuck(stuck: Stuck) -> dict[str, Any]:
-    """Who holds the slots: `pid 4711 (app)`, or why nobody does."""
-    who = "nobody; no writer has taken them yet"
+    """What holds the slots: `pid 4711 (app)`, or why nothing does."""
+    who = "nothing; no writer has taken them yet"
     if stuck.pid is not None:
         who = f"pid {stuck.pid}" + (f" ({stuck.application_name})" if stuck.application_name else "")
     elif stuck.held:

@@ -1,8 +1,8 @@
-"""What one writer may believe to own, and what it has in flight. Pure: times of one monotonic clock are handed in.
+"""The slots that one writer assumes to own, and its writes in flight. Pure: the caller passes monotonic times.
 
-A belief only spares questions: what makes a write safe is the fence inside of its transaction (`sql/`). It ends
-before others may take over, and a slot that is to be given away is lent to no more writes, until those in flight
-are through.
+The assumption is a hint: it saves a query and may be wrong. The fence in each transaction makes a write safe
+(sharding/sql/public/141_writer_owns.sql, docs/leases.md). The assumption ends before other writers may take over. A
+slot that must be given away takes no new writes until the writes in flight have ended.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final
 from replicad.errors import NotOwner
 from replicad.sharding.planning import Plan, Slot, View, moves, plan, slot_of
 
-TRUST: Final = 0.9  # of the time to live: the others, whose clocks may run faster, wait for the whole of it
+TRUST: Final = 0.9  # of the time to live; the others, whose clocks may run faster, wait for all of it
 DRAIN: Final = 5.0  # seconds that new writes wait for those in flight, so that a slot can be given away
-POSTPONE: Final = 5.0  # seconds until the next attempt, during which they are let in
+POSTPONE: Final = 5.0  # seconds until the next attempt; new writes may begin meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A writer that others can be sent to; `address` is what it said of itself, if anything."""
+    """The writer that owns a key; `address` is the one that it gave when it joined, if any."""
 
     instance: str
     address: str | None
@@ -32,8 +32,8 @@ class Owner:
 class WriterStatistics:
     """A moment of a writer that shares a stream. The last six count since it was opened.
 
-    `postponed`: slots that it should give away, and into which somebody writes for longer than DRAIN. `refused`: writes
-    that the fence stopped after the slot had gone. `joined` is above 1 where it was taken for dead.
+    `postponed`: slots that it should give away, with a write that takes longer than DRAIN. `refused`: writes that the
+    fence refused because the slot had moved. `joined` is above 1 if other writers have expelled it.
     """
 
     owned: int
@@ -50,7 +50,7 @@ class WriterStatistics:
 
 
 class Holdings:
-    """The beliefs of one writer. `term` is that of its membership, None while it is no member."""
+    """The slots of one writer, as it knows them. `term` is that of its membership, None while it is not a member."""
 
     def __init__(self, stream: str, instance: str, ttl: float) -> None:
         self.stream = stream
@@ -67,7 +67,7 @@ class Holdings:
         self._doubted: dict[int, int] = {}  # the term that the fence refused
 
     def saw(self, view: View) -> None:
-        """Take a view. Where it says that this writer is no member any more, nothing is believed."""
+        """Use a new view. If this writer is not a member in it, it owns nothing."""
         if view.version != self.view.version or view.slots is not self.view.slots:
             self._moves = moves(view)
         self.view = view
@@ -76,7 +76,7 @@ class Holdings:
             self.lost()
 
     def joined(self, term: int, sent_at: float) -> None:
-        """A member since the statement that was sent at that time. What was seen before may be of another world."""
+        """This writer is a member since the statement that was sent at that time. Earlier views are dropped."""
         self.view = View()
         self._moves = {}
         self._doubted = {}
@@ -85,11 +85,11 @@ class Holdings:
         self.alive(sent_at)
 
     def alive(self, sent_at: float) -> None:
-        """A sign of life has arrived, which was sent at that time: until when the others leave us alone."""
+        """A beat that was sent then has arrived: no other writer expels this one for the `ttl`."""
         self._trusted_until = sent_at + self._ttl * TRUST
 
     def lost(self) -> None:
-        """No member any more."""
+        """This writer is not a member any more."""
         self.term = None
         self._trusted_until = float("-inf")
         self._draining.clear()
@@ -105,7 +105,9 @@ class Holdings:
             self._postponed.pop(slot.number, None)
 
     def begin(self, key: str, now: float) -> Slot | None:
-        """A write of the key begins, under the term of the slot; None where there is none to be had now."""
+        """Begin a write of the key; returns its slot. None if this writer does not have it now, or is giving it
+        away.
+        """
         slot = self._slot(key)
         if slot is None or not self._owned(slot, now) or slot.number in self._draining:
             return None
@@ -113,7 +115,7 @@ class Holdings:
         return slot
 
     def end(self, slot: Slot) -> bool:
-        """A write is over; true where the slot can be given away now."""
+        """End a write; true if the slot can be given away now."""
         self._in_flight[slot.number] -= 1
         if self._in_flight[slot.number]:
             return False
@@ -121,7 +123,7 @@ class Holdings:
         return slot.number in self._draining
 
     def doubt(self, slot: Slot) -> None:
-        """The fence has refused a write under this slot's term: it is not ours, whatever the view still says."""
+        """The fence has refused a write under this slot's term: the slot is not ours, even if the view says so."""
         self.counts["refused"] += 1
         self._doubted[slot.number] = slot.term
 
@@ -131,7 +133,7 @@ class Holdings:
         return slot is not None and self._owned(slot, now) and slot.number not in self._draining
 
     def is_moving(self, key: str) -> bool:
-        """Whether it may soon be another's, or ours: worth waiting for. Otherwise the owner is the place to go to."""
+        """Whether the slot may soon change hands, so that waiting makes sense. Otherwise go to the owner."""
         slot = self._slot(key)
         holder = None if slot is None else self.view.holder(slot)
         if slot is None or holder is None or holder.instance == self.instance:
@@ -139,18 +141,18 @@ class Holdings:
         return self._moves.get(slot.number) == self.instance
 
     def owner(self, key: str) -> Owner | None:
-        """Whose the key was at the last look, None for nobody's."""
+        """The owner of the key at the last look, or None."""
         slot = self._slot(key)
         holder = None if slot is None else self.view.holder(slot)
         return None if holder is None else Owner(holder.instance, holder.address)
 
     def term_of(self, key: str) -> int | None:
-        """The term under which this writer has the key's slot, by what it knows; None where it has not."""
+        """The term under which this writer has the key's slot, as far as it knows, or None."""
         slot = self._slot(key)
         return slot.term if slot is not None and self._is_ours(slot) else None
 
     def refusal(self, key: str) -> NotOwner:
-        """The error of a write that belongs to another writer, or to none at this moment."""
+        """The error for a write of a key that another writer owns, or that has no owner at this moment."""
         owner = self.owner(key)
         if owner is None or owner.instance == self.instance:
             whose = "changes hands at this moment: try again, or wait for it with wait="
@@ -163,13 +165,13 @@ class Holdings:
         return error
 
     def plan(self) -> Plan:
-        """What this writer has to take and to give, by what it knows."""
+        """The slots that this writer must take and give, as far as it knows."""
         return plan(self.view, self.instance, self._moves)
 
     def drained(self, now: float) -> list[tuple[Slot, str]]:
-        """Of the slots to be given away, those without a write in flight, and their receivers.
+        """The slots to give away that have no write in flight, with their receivers.
 
-        No write begins any more in the others either, for DRAIN seconds, after which they are left alone for a while.
+        In the other slots to give away no new write begins for DRAIN seconds. After that they are left for a while.
         """
         self._postponed = {number: until for number, until in self._postponed.items() if until > now}
         give = [(slot, receiver) for slot, receiver in self.plan().give if slot.number not in self._postponed]

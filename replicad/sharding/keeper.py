@@ -1,8 +1,7 @@
-"""What a writer does again and again to keep its share: look, show signs of life, expel the dead, take, give, leave.
+"""The rounds of a sharded writer: look, send a beat, expel expired writers, take slots, give slots, leave.
 
-The logic of it, once for trio and once for threads: a generator yields questions to Postgres, a driver of a few lines
-puts them and sends the rows back. Any question may fail and end the round; the next one looks anew and finds out what
-came of it. It opens nothing and sleeps for nothing.
+The logic is shared by trio and threads: a generator yields queries, and a driver of a few lines runs them and sends the
+rows back. Any query may fail and end the round; the next round begins with a new look. No I/O and no sleeping here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from replicad.sharding.planning import Member, Slot, View
 
 log = get_logger(__name__)
 
-TTL: Final = 10.0  # seconds without a sign of life, after which a writer's slots are taken over
+TTL: Final = 10.0  # seconds without a beat, after which other writers take a writer's slots
 LOOK: Final = 0.25  # seconds between two looks, or a quarter of a short time to live; a look is one cheap query
 LONGEST_GAP: Final = 1.0  # seconds between two looks that count as watched, at most
 BEATS: Final = 4  # signs of life in a time to live
@@ -62,14 +61,14 @@ class Keeper:
         self._namesake: set[int] = set()  # beats of another process that has our name
         self._leave_by: float | None = None
         self._retired = False
-        self._contested: dict[int, float] = {}  # slots that are nobody's and into which somebody writes: since when
+        self._contested: dict[int, float] = {}  # free slots with a write still in flight: since when
 
     def leave(self) -> None:
-        """From the next round on: give everything back, and be done."""
+        """From the next round on: give everything back and leave."""
         self._leave_by = self._now() + LEAVE
 
     def round(self) -> Asks:
-        """One look, and what follows from it.
+        """One look, and the steps that follow from it.
 
         Raises:
             InstanceTaken: another process has the name and is alive.
@@ -101,11 +100,11 @@ class Keeper:
             yield from self._end()
 
     def _look(self) -> Generator[Ask, Sequence[Sequence[Any]], list[int]]:
-        """Take what is new; returns the beats of those that are dead."""
+        """Read what has changed. Returns the beats of expired writers."""
         view = self._holdings.view
         ((text,),) = yield Ask("writer_look", (self._who[0], view.version), _LOOK_COLUMNS)
         found = json.loads(text)
-        if found["version"] < view.version:  # installed anew, or restored from a backup: nothing that we know holds
+        if found["version"] < view.version:  # installed again, or restored from a backup: drop what we know
             view = View()
             ((text,),) = yield Ask("writer_look", (self._who[0], 0), _LOOK_COLUMNS)
             found = json.loads(text)
@@ -113,7 +112,7 @@ class Keeper:
         changed = _slots(found)
         if found["slots"] == len(view.slots):
             slots = view.replaced(changed)
-        else:  # the first look, or shared anew in another number of slots: all of them are in it
+        else:  # the first look, or another number of slots: the answer has all slots
             slots = tuple(sorted(changed, key=lambda slot: slot.number))
         was_member = self._holdings.term is not None
         self._holdings.saw(View({member.instance: member for member in members}, slots, found["version"]))
@@ -123,7 +122,7 @@ class Keeper:
         return [member.beat for member in members if silent[member.beat] >= member.ttl]
 
     def _join(self, dead: list[int]) -> Asks:
-        """Join, unless another process has our name: then wait until it is dead, or has shown that it is not."""
+        """Join. If another process has our name, wait until its beat has expired or has shown that it is alive."""
         namesake = self._holdings.view.members.get(self._who[1])
         expired = [beat for beat in dead if namesake is not None and namesake.beat == beat]
         if namesake is not None and not expired:
@@ -152,7 +151,7 @@ class Keeper:
         self._beat_due = sent + self._ttl / BEATS
 
     def _take(self) -> Asks:
-        """Take what is nobody's and due to us. Where somebody still writes, wait a little, for one slot at a time."""
+        """Take the free slots that the plan gives to this writer. With a write in flight, wait for one slot."""
         wanted = self._holdings.plan().take
         if wanted:
             yield from self._take_these(wanted, 0.0)

@@ -1,8 +1,8 @@
-"""Which writer should have which slot: decided from one view, by everybody alike. Pure: no connection, no clock.
+"""Decides which writer should have which slot. Every writer computes the same from the same view. Pure.
 
-Every writer makes the plan for itself, from what it has seen last, and does its own part of it. Views may be old: each
-step is tied to the term under which a slot was seen, so that a step from an old view does nothing, and never harm. Once
-all see the same, every step that is done leaves one less to do, and no slot moves that need not.
+Every writer computes the plan from the view that it saw last, and does its own part. A view may be old. So each step
+names the term under which the slot was seen, and a step from an old view does nothing. When all writers have the same
+view, each step leaves one step less to do, and no slot moves without need.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-_HASHED = 4  # bytes of the digest that make the slot; sql/100_writer_slot_of.sql does the same
+_HASHED = 4  # bytes of the digest that make the slot; sharding/sql/100_writer_slot_of.sql does the same
 
 
 def slot_of(key: str, slots: int) -> int:
@@ -22,7 +22,7 @@ def slot_of(key: str, slots: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One slot as it stands in Postgres: whom it was given to last, and under which term."""
+    """One slot as stored in Postgres: its last owner, and the term of that ownership."""
 
     number: int
     owner: str | None
@@ -31,7 +31,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One writer. `term` is that of its membership, `beat` its last sign of life, `ttl` in seconds."""
+    """One writer. `term` is that of its membership, `beat` its last beat; `ttl` is in seconds."""
 
     instance: str
     term: int
@@ -43,19 +43,19 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Members by name, and all slots by number, at one moment. `version` tells a later moment by a larger number."""
+    """Members by name, and all slots by number, at one moment. A later view has a larger `version`."""
 
     members: Mapping[str, Member] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
     version: int = 0
 
     def holder(self, slot: Slot) -> Member | None:
-        """Whose the slot is; None for nobody's: its owner is gone, or came back after the slot was given."""
+        """The owner of the slot. None if the owner is not a member, or joined after the slot was given to it."""
         member = None if slot.owner is None else self.members.get(slot.owner)
         return member if member is not None and member.term < slot.term else None
 
     def replaced(self, changed: Iterable[Slot]) -> tuple[Slot, ...]:
-        """The slots with these in place of older ones; one that is known under a later term stays."""
+        """The slots with these in place of older ones. A slot that is known under a later term stays."""
         newer = [slot for slot in changed if slot.term > self.slots[slot.number].term]
         if not newer:
             return self.slots
@@ -67,17 +67,17 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one writer has to do: slots to take, and slots to give with their receivers."""
+    """The steps of one writer: slots to take, and slots to give with their receivers."""
 
     take: tuple[Slot, ...] = ()
     give: tuple[tuple[Slot, str], ...] = ()
 
 
 def moves(view: View) -> dict[int, str]:
-    """The slots that are not where they should be, and who should have them.
+    """The slots that must move, and the writers that should have them.
 
-    Everybody who stays is due the same number, the remainder one more each, to those who have the most already. So no
-    more slots move than there are beyond that, and nobody's.
+    Every writer that stays gets the same number of slots. The remainder goes, one each, to those with the most slots.
+    So only free slots and slots above the share move.
     """
     held: dict[str, list[int]] = {name: [] for name, member in sorted(view.members.items()) if not member.leaving}
     if not held:
@@ -103,9 +103,9 @@ def _lack(held: Mapping[str, list[int]], due: Mapping[str, int], name: str) -> i
 
 
 def plan(view: View, instance: str, moved: Mapping[int, str] | None = None) -> Plan:
-    """The part of the moves that is this writer's: it takes what is nobody's, and gives what it has too much of.
+    """The moves that this writer must make: it takes free slots, and gives slots above its share.
 
-    `moved` are the view's moves, where they are known already.
+    `moved`: the result of `moves(view)`, if it is known already.
     """
     take, give = [], []
     for number, receiver in (moves(view) if moved is None else moved).items():

@@ -1,8 +1,8 @@
-"""A writer that shares a stream's keys with others, for programs on trio.
+"""A sharded writer for programs on trio.
 
-A task keeps the writer's share on a connection of its own, for as long as the writer is open; each write has a
-connection of the pool and one transaction, which begins with the fence (sql/public/141_writer_owns.sql). All that is
-decided meanwhile is decided in keeper.py and holdings.py.
+A task keeps the membership and the slots while the writer is open, on a connection of its own. Each write uses a
+connection of the pool and one transaction, which begins with the fence (sharding/sql/public/141_writer_owns.sql).
+keeper.py and holdings.py decide.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from replicad.streams.rows import wire_instance
 
 log = get_logger(__name__)
 
-_CHANNEL = "replicad_writers"  # sql/103_writer_find.sql
-_RETRY = 0.5  # seconds until the keeper tries again after Postgres did not do as asked
+_CHANNEL = "replicad_writers"  # sharding/sql/103_writer_find.sql
+_RETRY = 0.5  # seconds until the keeper tries again after an error of Postgres
 _GRACE = 2.0  # seconds beyond LEAVE, for the last statements
 
 
 class _Moved(Exception):
-    """The key has changed hands before the write began: look who has it now."""
+    """The key has changed hands before the write began: find its owner again."""
 
 
 class ShardedWriter:
-    """One of the writers that share a stream. Made by `open_sharded_writer`; any number of tasks may use it at once."""
+    """One of the writers that share a stream. Made by `open_sharded_writer`. Any number of tasks may use it."""
 
     def __init__(
         self, db: Database, stream: str, instance: str, *, address: str | None, ttl: float, schema: str
@@ -56,15 +56,15 @@ class ShardedWriter:
 
     @asynccontextmanager
     async def owning(self, key: str, *, wait: float = 0.0) -> AsyncIterator[Connection]:
-        """A connection in a transaction of its own, in which this writer owns the key: no other writer's can overlap.
+        """A connection in its own transaction, in which this writer owns the key. No other writer's can overlap.
 
-        The transaction is committed at the end and rolled back on any exception; one that idles for longer than the
-        writer's time to live is ended by Postgres. `wait`: for how many seconds to wait where the key changes hands
-        at this moment. Two tasks of this writer may be in a block for one key at once.
+        The transaction is committed at the end and rolled back on any exception. Postgres ends it if it idles for
+        longer than the writer's time to live. `wait`: how many seconds to wait while the key changes hands. Two tasks
+        of this writer may be in a block for the same key at the same time.
 
         Raises:
-            NotOwner: the key is another writer's, which the error names, or still nobody's when the wait was over.
-            DatabaseUnavailable: no connection, or it broke; whether a commit took place is unknown then.
+            NotOwner: another writer owns the key (the error names it), or none did until the end of the wait.
+            DatabaseUnavailable: no connection, or it was lost; whether a commit took place is then unknown.
         """
         deadline = trio.current_time() + wait
         async with AsyncExitStack() as stack:
@@ -78,15 +78,15 @@ class ShardedWriter:
             yield connection
 
     def owner(self, key: str) -> Owner | None:
-        """Whose the key was at the last look, a fraction of a second ago; None for nobody's. Asks nobody."""
+        """The owner of the key at the last look, a fraction of a second ago, or None. Sends no query."""
         return self._holdings.owner(key)
 
     def owns(self, key: str) -> bool:
-        """Whether this writer would try to write the key now. Asks nobody; `owning` is what makes sure."""
+        """Whether this writer would try to write the key now. Sends no query and may be wrong; `owning` checks."""
         return not self._closed and self._holdings.is_ready(key, trio.current_time())
 
     def term(self, key: str) -> int | None:
-        """The term under which this writer has the key, or None; it stays while a transaction owns the key."""
+        """The term under which this writer has the key, or None. It stays while a transaction owns the key."""
         return self._holdings.term_of(key)
 
     def statistics(self) -> WriterStatistics:
@@ -94,7 +94,9 @@ class ShardedWriter:
         return self._holdings.statistics()
 
     async def keep(self, task_status: trio.TaskStatus[None]) -> None:
-        """Keep this writer's share until it has left; started once it has joined. Errors before that are raised."""
+        """Keep the membership and the slots until the writer has left. Started when it has joined; raises errors
+        before.
+        """
         with trio.CancelScope() as self._keeping:
             started = False
             while not self._keeper.has_left:
@@ -113,7 +115,7 @@ class ShardedWriter:
                     await trio.sleep(_RETRY)
 
     async def aclose(self) -> None:
-        """Give everything back, within a bound; what could not be given the others take over after the time to live."""
+        """Give all slots back, within a bounded time. The other writers take what is left after the time to live."""
         self._closed = True
         self._keeper.leave()
         with trio.move_on_after(LEAVE + _GRACE, shield=True):
@@ -124,7 +126,7 @@ class ShardedWriter:
         self._keeping.cancel()
 
     async def _wait_for_next_round(self, notices: Notices) -> None:
-        """Until it is due, or somebody calls, or Postgres tells of a change; that it tells is not relied on."""
+        """Wait until the next round is due, a task asks for it, or a NOTIFY comes. A lost NOTIFY does no harm."""
 
         async def hear() -> None:
             with suppress(DatabaseUnavailable):  # the round will find out
@@ -139,7 +141,7 @@ class ShardedWriter:
         self._called = trio.Event()
 
     async def _round(self, connection: Connection) -> None:
-        """One round of the keeper's, bounded: a Postgres that does not answer is left for a new connection."""
+        """One round of the keeper in a bounded time. If Postgres does not answer, a new connection is made."""
         with trio.move_on_after(max(self._ttl, 1.0)) as patience:
             await self._drive(self._keeper.round(), connection)
         self._tell()
@@ -158,15 +160,15 @@ class ShardedWriter:
         while self._closed or not self._holdings.is_ready(key, trio.current_time()):
             changed = self._changed
             if self._keeper.has_left or trio.current_time() >= deadline or not self._holdings.is_moving(key):
-                await trio.lowlevel.checkpoint()  # two sites that send a key to each other must let their keepers look
+                await trio.lowlevel.checkpoint()  # writers that redirect to each other must let keepers run
                 raise self._holdings.refusal(key)
             with trio.move_on_at(deadline):
                 await changed.wait()
 
     @asynccontextmanager
     async def _begun(self, key: str) -> AsyncIterator[Connection]:
-        """The transaction of a write, behind its fence. Raises _Moved where the key has changed hands meanwhile."""
-        async with self._db.connection() as connection:  # may take long: nothing counts as in flight before
+        """The transaction of a write, after its fence. Raises _Moved if the key has changed hands meanwhile."""
+        async with self._db.connection() as connection:  # may take long; the write counts as in flight only after it
             slot = self._holdings.begin(key, trio.current_time())
             if slot is None:
                 raise _Moved
@@ -198,14 +200,13 @@ class ShardedWriter:
 async def open_sharded_writer(
     db: Database, stream: str, instance: str, *, address: str | None = None, ttl: float = TTL, schema: str = SCHEMA
 ) -> AsyncIterator[ShardedWriter]:
-    """One of the writers that share a stream's keys, for as long as the block lasts.
+    """One of the writers that share a stream's keys, for the length of the block.
 
-    It joins, gets its fair share of the keys from the others within moments, keeps it, and gives all of it back at the
-    end. One connection of `db` is held for that, and each write needs another. `instance` is the name of this writer
-    among all; a process that starts anew under the name of one that died waits for that one's time to live. `address`,
-    at most 500 characters, is told to the others: where the application sends what belongs to this writer. `ttl`
-    (seconds, 0.2 to 3600): after so long without a sign of life its keys are taken over; its own clock, and nobody
-    else's, says when it stops believing in them.
+    It joins, gets its share of the slots from the others, and gives all of it back at the end. It holds one connection
+    of `db`; each write needs another. `instance` is the name of this writer; each writer needs its own. A process that
+    starts under the name of one that was killed waits for that one's time to live. `address` (at most 500 characters)
+    is given to the other writers: where the application sends requests that belong to this writer. `ttl` (seconds, 0.2
+    to 3600): after that time without a beat the others take its slots. By its own clock it stops using them before.
 
     Raises:
         UnknownStream, StreamRefused: there is no such stream, or its writers do not share its keys.

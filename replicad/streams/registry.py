@@ -1,6 +1,6 @@
 """Which tables are streams: add, load, remove; numbers for writers; what was published; resets.
 
-The rules live in SQL (`sql/`), so that psql users get the same refusals; this is their face in Python. It holds
+The rules live in SQL (streams/sql), so that psql users get the same refusals; this is their face in Python. It holds
 no state: everything is in Postgres, where all daemons see it.
 """
 

@@ -1,4 +1,4 @@
-"""Ranges of a stream as finished RDATA lines, written by Postgres itself (fan-out), and a few cheap looks at a range.
+"""Ranges of a stream as finished RDATA lines, written by Postgres itself, and a few cheap looks at a range.
 
 A `RowSource` knows one stream's table and how its rows become lines. It does not know how far it is safe to read:
 whoever calls it brings positions (horizon.py). No row is touched in Python; chunks are cut at line ends, no more.
@@ -24,7 +24,7 @@ from replicad.postgres.bridge import Sink, load_sql, quote_ident, quote_literal
 from replicad.streams import writer_ranges
 
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse
-CHUNK: Final = 128 * 1024  # bytes; sending more at once gained nothing (fan-out)
+CHUNK: Final = 128 * 1024  # bytes; sending more at once gained nothing (measured)
 MAX_INSTANCE: Final = 200  # characters of a writer's name
 MAX_ROW: Final = 64 << 20  # bytes of a line without its end, where a stream has no smaller bound: what clients take
 COUNT_LIMIT: Final = 1_000_000  # rows; beyond it "more" says as much, and counting would take seconds

@@ -1,1 +1,1 @@
-"""What the commands of all features share: options, the connection to a database, output, and failures as sentences."""
+"""What the commands of all features share: options, the connection to a database, output, and messages of failures."""

@@ -1,7 +1,7 @@
 """What all commands share: options made from settings, help in sections, logs, `--debug`.
 
-A command's file declares `command` with `@click.command(cls=ReplicadCommand)` and imports what is slow to import inside
-of its function.
+A command's file declares `command` with `@click.command(cls=ReplicadCommand)`. Modules that are slow to import are
+imported inside its function.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _COMMON = "Common options"
 
 @dataclass
 class Session:
-    """What one run of the command line knows; click's `obj`."""
+    """The state of one run of the command line; click's `obj`."""
 
     debug: bool = False
 
 
 class SectionOption(click.Option):
-    """An option that stands under a heading of its own in the help text."""
+    """An option with a section heading in the help text."""
 
     def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,14 +37,13 @@ class SectionOption(click.Option):
 
 
 option = functools.partial(click.option, cls=SectionOption)
-"""`click.option` for our commands; what is made without it (click's own `--help`) stands under the common options."""
+"""`click.option` for our commands. Options made without it (click's `--help`) are listed as common options."""
 
 
 class ReplicadCommand(click.Command):
     """A command with `--debug` and a help text in sections.
 
-    `log_level` is where its logs start unless the user says otherwise (`info` for what runs for long); None is for
-    commands that log nothing.
+    `log_level` is the default level of its logs (`info` for commands that run for long). None: it logs nothing.
     """
 
     def __init__(self, *args: Any, log_level: str | None = None, **kwargs: Any) -> None:
@@ -57,7 +56,7 @@ class ReplicadCommand(click.Command):
         self.params.append(_debug_option())
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Set logs up where the command has any, then run."""
+        """Configure the logs, if the command has any, then run."""
         if self.log_level is None:
             return super().invoke(ctx)
         chosen = {name: ctx.params.pop(name) for name in ("log_level", "log_format")}
@@ -91,7 +90,7 @@ class ReplicadGroup(click.Group):
 
 
 def _option_of(made: Setting, default: object) -> dict[str, Any]:
-    """What click is told of a setting. Values stay text: `read_settings` parses them, whatever their source."""
+    """The arguments of click for a setting. Values stay text; `read_settings` parses them."""
     text = made.help if default in (None, "", ()) else f"{made.help} [default: {_shown(default, made.unit)}]"
     return {"metavar": made.placeholder, "help": text}
 
@@ -121,9 +120,9 @@ def _debug_option() -> click.Option:
 
 
 def settings_options(kind: type, section: str = "Options", *, several: str | None = None) -> Callable[[F], F]:
-    """Give a command an option for every setting of `kind` itself; those of dataclasses inside it are left out.
+    """Give a command an option for every setting of `kind`, without those of the dataclasses inside it.
 
-    The one called `several` may be given more than once; its value is a tuple.
+    The option named `several` may be given more than once; its value is a tuple.
     """
 
     def decorate(function: F) -> F:

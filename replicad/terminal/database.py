@@ -1,4 +1,4 @@
-"""Commands that work on Postgres itself: which database, and one trio run with a small pool on it."""
+"""For commands that work on Postgres: choose the database, open a small pool, and run one async function."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_POOL = 2  # one statement at a time, and one to look on meanwhile
+_POOL = 2  # connections: one for the work, one for a second query meanwhile
 
 
 @contextmanager
 def database_url(settings: DatabaseSettings) -> Iterator[str]:
-    """The named database's URL, or that of the embedded one, which runs for the length of the block at least."""
+    """The URL of the named database, or of the embedded one, which runs at least until the end of the block."""
     if settings.database is not None:
         yield settings.database
         return
@@ -40,8 +40,8 @@ def on_database(
 ) -> T:
     """Run `work` on the database that the options (those of DatabaseSettings) name, and return its result.
 
-    `part` is what the work needs of our schema. It is only installed or upgraded for a command that does this by its
-    meaning (`install`: the `enable` commands). `statement_timeout`: seconds.
+    `part` is the SQL part that the work needs. It is installed or upgraded only with `install`, which the `enable`
+    commands give. `statement_timeout` is in seconds.
 
     Raises:
         SchemaMissing: the part is not installed, or its version is older than this program's.
@@ -70,7 +70,7 @@ def on_database(
 
 
 async def install_part(db: Database, part: Part, name: str) -> None:
-    """Install or upgrade the part in the schema of that name, and say so where something was done."""
+    """Install or upgrade the part in the schema of that name; print a line if anything was done."""
     from replicad.postgres import schema
 
     outcome = await schema.install(db, part, name)

@@ -1,6 +1,6 @@
-"""How a command ends when it does not end well: one line on stderr, the right exit status, no traceback.
+"""How a command ends when it fails: one line on stderr, the exit status, no traceback.
 
-0 is success, 1 a failure, 2 wrong usage, 130 Ctrl-C. What went wrong is known by the exception's class.
+0 is success, 1 a failure, 2 wrong usage, 130 Ctrl-C. The class of the exception decides.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from replicad.errors import ReplicadError
 from replicad.groups import leaves
 from replicad.masking import mask_secrets
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def report(error: BaseException, *, debug: bool) -> int:
-    """Tell people on stderr what ended the command, and return its exit status. `debug` adds the traceback."""
+    """Print on stderr what ended the command, and return the exit status. `debug` adds the traceback."""
     found = leaves(error)
     if debug:
         say(mask_secrets("".join(traceback.format_exception(error))).rstrip())
@@ -60,12 +60,12 @@ def one_line(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr; nobody listening is no failure."""
+    """Write a line to stderr. A closed stderr is not a failure."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)  # noqa: T201 - the one way out that is no log
 
 
 def abandon_stdout() -> None:
-    """The reader of our output has gone (`replicad tail | head`): let the interpreter's last flush go nowhere."""
+    """The reader has closed our stdout (`replicad tail | head`): discard what the interpreter flushes at its end."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

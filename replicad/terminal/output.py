@@ -14,7 +14,7 @@ JSON_HELP = "Print one JSON object per line instead of a table."
 
 
 def plain_value(value: Any) -> Any:
-    """The value as JSON can carry it: times as ISO text, decimals as numbers."""
+    """The value in a form that JSON has: times as ISO text, decimals as numbers."""
     if isinstance(value, datetime.datetime):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -25,7 +25,7 @@ def plain_value(value: Any) -> Any:
 
 
 def cell(value: Any) -> str:
-    """The value as it stands in a table: nothing for None, lists with commas, whole numbers with thousands."""
+    """The value as text in a table: empty for None, lists with commas, thousands separated in whole numbers."""
     value = plain_value(value)
     if value is None:
         return ""
@@ -41,7 +41,7 @@ def cell(value: Any) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Aligned columns under a heading, numbers to the right; only the last column may be ragged."""
+    """Aligned columns under a heading, numbers to the right. The end of the last column is not padded."""
     kept = list(rows)
     cells = [[cell(row.get(column)) for column in columns] for row in kept]
     right = [
@@ -66,7 +66,7 @@ def as_json_line(row: Mapping[str, Any]) -> str:
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, as_json: bool, nothing: str) -> None:
-    """Print the rows as a table, or one JSON object per line; `nothing` is what to say where there are none."""
+    """Print the rows as a table, or one JSON object per line; `nothing` is printed if there are none."""
     kept = list(rows)
     if as_json:
         for row in kept:

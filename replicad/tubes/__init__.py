@@ -1,1 +1,1 @@
-"""Tubes from Python: leases, pods, acks; the SQL that they call stands in `sql/` beside this file."""
+"""Tubes: leases, pods, acks, backfill. They call the SQL functions of `tubes/sql`."""

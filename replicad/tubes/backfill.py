@@ -52,7 +52,7 @@ class Job:
 
 
 class Reports(Protocol):
-    """Where troubles of tubes are reported, as in `server/troubles.py`."""
+    """Where troubles of tubes are reported, as in `daemon/troubles.py`."""
 
     def begin(self, kind: str, name: str, cause: str, reason: str, *, code: str) -> None: ...
 

@@ -1,8 +1,8 @@
-"""Who may read a partition of a tube, decided without any wall clock.
+"""Leases: which worker may read a partition of a tube. docs/leases.md has the states, the trust window, the failures.
 
 A lease is a row with a term (a number that no other lease ever had) and a beat (a number that no other renewal ever
-had). Whose beat stays the same for the lease's whole time to live (`beats`) may be replaced, exactly that beat. What a
-holder does with an old term is refused by the statements themselves (the functions in `sql/` beside this file).
+had). A lease is expired when its beat has not changed for `ttl` seconds (`replicad.beats`). CLAIM then replaces the
+row, and only if the beat is still the one that was seen. Statements with an old term are refused in SQL (tubes/sql).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.commands import Lease, Part
 
 RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
-LONGEST_GAP = 1.5  # seconds between two looks that count as watched, at most; a daemon looks every second
+LONGEST_GAP = 1.5  # the most seconds that count between two looks; a daemon looks every second
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRow:
-    """One lease as it stands in Postgres. `ttl` in seconds."""
+    """One lease as stored in Postgres. `ttl` is in seconds."""
 
     tube: str
     part: Part
@@ -44,7 +44,7 @@ class LeaseView:
 
     @property
     def expired(self) -> bool:
-        """Whether the holder has been silent for its whole time to live."""
+        """Whether the beat has not changed for the whole time to live."""
         return self.silent >= self.row.ttl
 
 
@@ -59,7 +59,7 @@ class LeaseBook:
         self._watch = BeatWatch[int](LONGEST_GAP)
 
     async def look(self) -> list[LeaseView]:
-        """Read all leases. Call it regularly: silence only counts from the first look that saw a beat."""
+        """Read all leases. Call it regularly: the time without a change counts from the first look at a beat."""
         rows = await self._db.fetch(
             f"SELECT tube, partitions, partition, holder, term, beat, extract(epoch FROM ttl)::float8 AS ttl "
             f"FROM {self._table}"
@@ -84,8 +84,8 @@ class LeaseBook:
         The holder of exactly this lease gets the term that it has.
 
         Raises:
-            LeaseHeld: somebody else has it, and still had it when the wait was over.
-            UnknownTube, PartitionsChanged: as the SQL says.
+            LeaseHeld: another holder has it, or one that overlaps it, and still had it at the end of the wait.
+            UnknownTube, PartitionsChanged: raised by the SQL.
         """
         deadline = self._now() + wait
         while True:
@@ -103,10 +103,10 @@ class LeaseBook:
                 await trio.sleep(min(remaining, RETRY_INTERVAL))
 
     async def renew(self, tube: str, part: Part, term: int) -> Lease:
-        """Say that the holder is alive. `part` is what was claimed, or a part of it.
+        """Renew a lease. `part` is the claimed partition, or a part of it.
 
         Raises:
-            LeaseLost: there is no such lease any more, or it does not cover `part`.
+            LeaseLost: no lease has this term, or it does not cover `part`.
         """
         row = await self._db.fetch_row(
             f"SELECT partitions, partition, extract(epoch FROM ttl)::float8 AS ttl FROM {self._table} "
@@ -123,7 +123,7 @@ class LeaseBook:
         return Lease(tube, claimed, term, row["ttl"])
 
     async def release(self, tube: str, part: Part, term: int) -> bool:
-        """Give the lease back; False when it was not held under that term any more."""
+        """Give the lease back; False if it was no longer held under that term."""
         released: bool = await call_value(
             self._db, self._schema, "tube_lease_release", tube, part.partitions, part.partition, term
         )

@@ -1,6 +1,6 @@
 """Pods of a partition: plan a read, copy it as finished lines, ack it. Each is one statement that carries its fence.
 
-Reading is bounded by the tube's position, which the caller brings (positions): a pod that commits late has a
+Reading is bounded by the tube's position, which the caller brings (docs/positions.md): a pod that commits late has a
 lower seq than what was read already and must not be passed over.
 """
 

@@ -119,8 +119,8 @@ def test_the_command_names_who_holds_rows_back_until_it_is_forgotten(
     run("add", "events", "--table", "public.events", "--id", "id")
     psql(database_url, "INSERT INTO events SELECT FROM generate_series(1, 100)")
     psql(database_url, "SELECT replicad.stream_publish(number, 0, 90, '{}', '{}') FROM replicad.stream")
-    assert run("trim", "events", "--acked") == "0 rows removed\nnobody has acknowledged events yet\n"
-    assert run("acks", "events") == "nobody has acknowledged events\n"
+    assert run("trim", "events", "--acked") == "0 rows removed\nno sender has acknowledged events yet\n"
+    assert run("acks", "events") == "no sender has acknowledged events\n"
     psql(database_url, "SELECT replicad.stream_ack_note('{events,events}', '{0,0}', '{s1,s2}', '{100,60}')")
     said = run("trim", "events", "--acked").splitlines()
     assert said[0] == "60 rows removed; the stream begins after 60"

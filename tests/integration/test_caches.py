@@ -444,7 +444,7 @@ async def test_a_command_line_enables_invalidates_and_tells(
     async with caching("trio", daemon.addresses[0].port, load) as (caches, thing):
         assert await thing(1) == await thing(1) == 1
         assert len(loads) == 2, "not enabled, not cached"
-        assert "serve it from now on" in await replicad("enable", "--writer", "w1", "--writer", "w2")
+        assert "serve it within 1 s" in await replicad("enable", "--writer", "w1", "--writer", "w2")
         await until(lambda: caches.live)
         assert await thing(1) == await thing(1) == 1
         assert len(loads) == 3
@@ -458,4 +458,4 @@ async def test_a_command_line_enables_invalidates_and_tells(
         await replicad("disable")
         await until(lambda: not caches.live)
         await until(lambda: caches.statistics().caches["thing"].entries == 0)
-        assert "so nobody would be told" in await replicad("invalidate", "thing", fails=True)
+        assert "so no worker would get it" in await replicad("invalidate", "thing", fails=True)

@@ -129,7 +129,7 @@ def test_people_see_who_has_what_and_what_does_not_move(url: str, capsys: pytest
     assert "share 16 slots already" in replicad(url, "writers", "enable", "events", "--slots", "16")
     (told,) = replicad(url, "writers", "list", "--json")
     assert (told["stream"], told["slots"], told["writers"], told["unowned"]) == ("events", 16, 0, 16)
-    assert "nobody; no writer has taken them yet" in replicad(url, "writers", "show", "events")
+    assert "nothing; no writer has taken them yet" in replicad(url, "writers", "show", "events")
     with BlockingShardedWriter(lambda: dbapi.connect(url), "events", "a", address="a:1", ttl=5):
         (told,) = replicad(url, "writers", "show", "events", "--json")
         (member,) = told["writers"]

@@ -39,13 +39,13 @@ def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_presence_is_enabled_listed_and_disabled(run: Run, database_url: str) -> None:
     assert "not enabled" in run("list", status=1)
     assert "not enabled" in run("ips", status=1)
-    assert "daemons make it from now on" in run("enable", "--lost-grace", "0", "--ttl", "10s")
+    assert "presence is enabled" in run("enable", "--lost-grace", "0", "--ttl", "10s")
     assert "was enabled" in run("enable", "--grace", "1m")
     settings = "SELECT extract(epoch FROM grace), extract(epoch FROM lost_grace), extract(epoch FROM ttl)"
     shown = psql(database_url, f"{settings} FROM replicad.presence_setting")
     assert [float(number) for number in shown.split("|")] == [60, 0, 10]
-    assert run("list") == "nobody is online\n"
-    assert run("ips", "@a") == "nothing is kept of @a\n"
+    assert run("list") == "no user is online\n"
+    assert run("ips", "@a") == "no address is kept of @a\n"
     psql(database_url, SEEN)
     (online,) = run("list", "--json")
     assert (online["user"], online["state"], online["daemons"]) == ("@a", "online", 1)

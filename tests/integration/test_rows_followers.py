@@ -151,7 +151,7 @@ async def test_the_command_line_skips_a_row_after_saying_what_that_means(
     status, out, _ = await replicad("streams", "skip", "risky", "3", "--yes")
     assert (status, out) == (
         0,
-        "stream risky: id 3 is skipped. The stream has not got there yet, so no reader was sent the row.\n",
+        "stream risky: id 3 is skipped. The stream has not reached it yet, so no reader has got the row.\n",
     )
     with trio.fail_after(60):
         while feed.positions()[0] < 4:

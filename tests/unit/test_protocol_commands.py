@@ -202,9 +202,9 @@ def test_only_the_sides_that_may_send_a_command_can(case: Case) -> None:
         Connection(other, EVERY, now=0).send(case.command, 0)
 
 
-# --- seed 001, its examples ---
+# --- the examples of Synapse's document on TCP replication (docs/protocol-notes.md) ---
 
-SEED_EXAMPLES = """\
+SYNAPSE_EXAMPLES = """\
 > SERVER example.com
 < REPLICATE
 > POSITION events master 53 53
@@ -231,7 +231,7 @@ SEED_EXAMPLES = """\
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("example", SEED_EXAMPLES.splitlines())
+@pytest.mark.parametrize("example", SYNAPSE_EXAMPLES.splitlines())
 def test_the_examples_of_the_original_protocol_come_back_byte_for_byte(example: str) -> None:
     arrow, line = example[0], example[2:]
     assert parse(line, S if arrow == ">" else C).render() == line

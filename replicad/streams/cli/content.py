@@ -1,4 +1,4 @@
-"""What rows of a stream may be: take single ones out, bound their length. Commands of `replicad streams`."""
+"""Commands of `replicad streams` about single rows: leave one out, limit the length of rows."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ Examples:
 )
 @_name
 @click.argument("token", required=False, type=int)
-@option("--yes", is_flag=True, help="Do it; without it the command says what it would do.")
-@option("--reason", metavar="TEXT", help="Why. Default: what the daemons report of the row.")
-@option("--undo", is_flag=True, help="Take the row back into the stream, for readers that have not got there.")
-@option("--list", "as_list", is_flag=True, help="List what was skipped: by whom, when and why.")
+@option("--yes", is_flag=True, help="Do it. Without it the command only prints what it would do.")
+@option("--reason", metavar="TEXT", help="The reason. Default: what the daemons report about the row.")
+@option("--undo", is_flag=True, help="Put the row back into the stream, for readers that have not passed it.")
+@option("--list", "as_list", is_flag=True, help="List the skipped ids: by whom, when and why.")
 @option("--json", "as_json", is_flag=True, help=JSON_HELP)
 @_database_options
 def skip(
     *, name: str, token: int | None, yes: bool, reason: str | None, undo: bool, as_list: bool, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Take the row with the id TOKEN out of the stream NAME: no reader is sent it once daemons know, in about a second.
+    """Leave the row with the id TOKEN out of the stream NAME. Running daemons do so within about a second.
 
-    For a row that cannot be read, or is too long, and cannot be mended. The row stays in its table.
+    Use it for a row that cannot be read, or is too long, and cannot be mended. The row stays in its table.
     """
     if as_list:
         _list(name, as_json, options)
@@ -56,7 +56,7 @@ def skip(
     elif not yes:
         published = on_database(options, _position_of(name), part="stream")
         raise UsageError(
-            f"rows with id {token} would be left out of stream {name} for good: no reader is sent them from now on. "
+            f"rows with id {token} would be left out of stream {name}: no reader gets them from now on. "
             f"{_consequence(token, published)} To do it, add --yes"
         )
     else:
@@ -69,7 +69,7 @@ def skip(
 @option("--max-row", type=int, required=True, metavar="BYTES", help=MAX_ROW_HELP)
 @_database_options
 def alter(name: str, max_row: int, **options: Any) -> None:
-    """Change the bound on the length of rows of the stream NAME; daemons take it over within a second."""
+    """Change the longest row that the stream NAME may have. Running daemons use the new limit within a second."""
 
     async def work(db: Database, settings: DatabaseSettings) -> None:
         from replicad.streams import registry
@@ -115,7 +115,7 @@ def _undo(name: str, token: int, options: dict[str, Any]) -> None:
         raise UsageError(
             f"id {token} of stream {name} is not skipped; `replicad streams skip {name} --list` shows what is"
         )
-    click.echo(f"stream {name}: id {token} belongs to it again; readers that are past it are not sent it")
+    click.echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
 
 
 def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:
@@ -126,13 +126,13 @@ def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:
 
     found = on_database(options, work, part="stream")
     rows = [{"id": one.id, "by": one.by, "at": one.at, "reason": one.reason} for one in found]
-    print_rows(["id", "by", "at", "reason"], rows, as_json=as_json, nothing=f"nothing of stream {name} is skipped")
+    print_rows(["id", "by", "at", "reason"], rows, as_json=as_json, nothing=f"no id of stream {name} is skipped")
 
 
 def _consequence(token: int, published: int | None) -> str:
     if published is not None and token <= published:
-        return f"The stream was published up to {published}: readers that are past {token} may have been sent the row."
-    return "The stream has not got there yet, so no reader was sent the row."
+        return f"The stream was published up to {published}: readers that have passed {token} may have got the row."
+    return "The stream has not reached it yet, so no reader has got the row."
 
 
 CONTENT_COMMANDS: tuple[click.Command, ...] = (skip, alter)

@@ -1,4 +1,4 @@
-"""`replicad streams`: make tables streams, look at them, trim them. What can be a stream is for replicad.streams."""
+"""`replicad streams`: register tables as streams, show them, trim them. replicad.streams decides what can be one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _database_options = settings_options(DatabaseSettings, "Database")
 _json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
 
 
-@click.group("streams", cls=ReplicadGroup, short_help="Make tables streams, watch and trim them.")
+@click.group("streams", cls=ReplicadGroup, short_help="Register tables as streams, show and trim them.")
 def command() -> None:
-    """Make tables streams, watch and trim them. A stream is a table with an id that a sequence feeds.
+    """Register tables as streams, show and trim them. A stream is a table whose id comes from a sequence.
 
     \b
       replicad streams add events --table public.events --id stream_ordering
@@ -55,7 +55,7 @@ Examples:
 )
 @_name
 @option("--table", required=True, metavar="SCHEMA.TABLE", help="Table that holds the rows, named as in SQL.")
-@option("--id", "id_column", required=True, metavar="COLUMN", help="Bigint column that a sequence feeds.")
+@option("--id", "id_column", required=True, metavar="COLUMN", help="Bigint column whose values come from a sequence.")
 @option("--instance-column", metavar="COLUMN", help="Column that names the writer of a row. Default: one writer.")
 @option(
     "--row",
@@ -68,8 +68,8 @@ Examples:
     default="lock_watch",
     show_default=True,
     metavar="METHOD",
-    help="How positions are known. lock_watch asks nothing of the writers; reservation is for ids taken ahead of "
-    "their rows; positions_table reads what the writers publish.",
+    help="How positions are found. lock_watch needs no change in the writers. reservation is for ids that are taken "
+    "before their rows are inserted. positions_table reads what the writers publish.",
 )
 @option("--positions-table", metavar="SCHEMA.TABLE", help="With positions_table: where the writers publish.")
 @option("--sequence", metavar="SCHEMA.NAME", help="Sequence of the ids, where it does not belong to the column.")
@@ -104,10 +104,10 @@ def add(
 @_json_option
 @_database_options
 def list_streams(as_json: bool, **options: Any) -> None:
-    """List the streams: what was published, what waits, who holds them back, and what is wrong.
+    """List the streams: published position, lag, which transaction holds it back, and what is wrong.
 
-    The state is ok or a short code, and the problem says in words what is wrong and what to do. The position is what
-    the running daemons have published; lag is what is committed behind it.
+    The state is ok or a short code. The problem says what is wrong and what to do. The position is what the running
+    daemons have published. The lag is what is committed above it.
     """
 
     async def work(db: Database, settings: DatabaseSettings) -> Overview:
@@ -131,7 +131,7 @@ def list_streams(as_json: bool, **options: Any) -> None:
 @_json_option
 @_database_options
 def show(name: str, as_json: bool, **options: Any) -> None:
-    """Show all there is to know of the stream NAME."""
+    """Show all details of the stream NAME."""
 
     async def work(db: Database, settings: DatabaseSettings) -> StreamStatus:
         from replicad.streams import status
@@ -152,7 +152,7 @@ def show(name: str, as_json: bool, **options: Any) -> None:
 @_name
 @_database_options
 def remove(name: str, **options: Any) -> None:
-    """Make the stream NAME a mere table again; its rows stay."""
+    """Unregister the stream NAME. Its table and rows stay."""
 
     async def work(db: Database, settings: DatabaseSettings) -> None:
         from replicad.streams import registry
@@ -160,7 +160,7 @@ def remove(name: str, **options: Any) -> None:
         await registry.remove(db, name, schema=settings.stream_schema)
 
     on_database(options, work, part="stream")
-    click.echo(f"stream {name} is a mere table again")
+    click.echo(f"stream {name} is removed; its table stays")
 
 
 @command.command(
@@ -172,14 +172,20 @@ Examples:
   replicad streams trim events --acked""",
 )
 @_name
-@option("--before", metavar="TOKEN", help="Rows that a reader at this token no longer needs.")
-@option("--older-than", metavar="SECONDS", help="Rows that were published longer ago than this, as 90m or 168h.")
-@option("--acked", is_flag=True, help="Rows that every known sender has acknowledged; `streams acks` lists them.")
+@option("--before", metavar="TOKEN", help="Remove the rows up to this token.")
+@option(
+    "--older-than", metavar="SECONDS", help="Remove rows that were published longer ago than this, such as 90m or 168h."
+)
+@option(
+    "--acked",
+    is_flag=True,
+    help="Remove rows that every known sender has acknowledged; `streams acks` lists the senders.",
+)
 @_database_options
 def trim(name: str, before: str | None, older_than: str | None, acked: bool, **options: Any) -> None:
     """Delete the oldest rows of the stream NAME from its table, in small transactions.
 
-    A reader that comes with an older token afterwards is told so.
+    A reader that subscribes with an older token afterwards is refused with token_expired.
     """
     age = None if older_than is None else timedelta(seconds=_seconds("--older-than", older_than))
     if sum((before is not None, age is not None, acked)) != 1:
@@ -208,7 +214,11 @@ Examples:
   replicad streams acks events --forget sender3""",
 )
 @_name
-@option("--forget", metavar="INSTANCE", help="This sender will not come back: it holds `trim --acked` back no more.")
+@option(
+    "--forget",
+    metavar="INSTANCE",
+    help="Remove this sender from the list, so that it no longer holds `trim --acked` back.",
+)
 @_json_option
 @_database_options
 def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> None:
@@ -225,16 +235,16 @@ def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> N
     if forget is not None and not forgotten:
         raise UsageError(f"--forget: {forget!r} has acknowledged nothing of {name}; the senders: {_names(senders)}")
     rows = [{"instance": one.instance, "token": one.token, "acked_at": one.acked_at} for one in senders]
-    print_rows(["instance", "token", "acked_at"], rows, as_json=as_json, nothing=f"nobody has acknowledged {name}")
+    print_rows(["instance", "token", "acked_at"], rows, as_json=as_json, nothing=f"no sender has acknowledged {name}")
 
 
 command.add_command(stream_writers.command)
 
 
 def _held_back(name: str, senders: list[SenderAck]) -> str:
-    """Why no more was removed: the sender that is furthest behind."""
+    """Which sender kept more rows from being removed: the one that is furthest behind."""
     if not senders:
-        return f"nobody has acknowledged {name} yet"
+        return f"no sender has acknowledged {name} yet"
     last = senders[0]
     if last.token is None:
         return f"{last.instance} has acknowledged nothing, so nothing is removed"
@@ -266,7 +276,7 @@ def _line(status: StreamStatus) -> dict[str, Any]:
 
 
 def _holder(holder: Holder) -> str:
-    """Who it is, in a line: `pid 4711 (app) for 12.0 s: UPDATE ...`."""
+    """The holder in one line: `pid 4711 (app) for 12.0 s: UPDATE ...`."""
     who = f"prepared transaction {holder.gid}" if holder.gid is not None else f"pid {holder.pid}"
     if holder.pid is None and holder.gid is None:
         who = f"writer {holder.application_name}" if holder.application_name else "a session that has locked the table"

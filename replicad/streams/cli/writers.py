@@ -1,4 +1,4 @@
-"""`replicad streams writers`: the writers of a stream, and retiring those that write no more."""
+"""`replicad streams writers`: list the writers of a stream, and retire those that no longer write."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Examples:
   replicad streams writers events --retire-idle-since 120000""",
 )
 @click.argument("name")
-@option("--retire", multiple=True, metavar="INSTANCE", help="This writer writes no more; several times for several.")
-@option("--retire-idle-since", type=int, metavar="TOKEN", help="So do all writers that have no row above this token.")
+@option("--retire", multiple=True, metavar="INSTANCE", help="Retire this writer. May be given several times.")
+@option("--retire-idle-since", type=int, metavar="TOKEN", help="Retire all writers that have no row above this token.")
 @option(
     "--quiet-for",
     metavar="SECONDS",
-    help=f"What is retired must have written nothing for this time. [default: {_QUIET:g}]",
+    help=f"Retire only writers that have written nothing for this time. [default: {_QUIET:g}]",
 )
 @option("--json", "as_json", is_flag=True, help=JSON_HELP)
 @settings_options(DatabaseSettings, "Database")
@@ -50,8 +50,8 @@ def command(
 ) -> None:
     """List the writers of the stream NAME, or retire some of them.
 
-    A retired writer is no longer named to readers. Its number stays its own, so no token loses its meaning, and it is
-    named again when it writes again.
+    The daemon no longer lists a retired writer to readers. The writer keeps its number, so tokens stay valid. When it
+    writes again, it is listed again.
     """
     if retire and retire_idle_since is not None:
         raise UsageError("give --retire or --retire-idle-since, one of them")
@@ -70,7 +70,7 @@ def command(
 
     done, found = on_database(options, work, part="stream")
     if done is not None and not as_json:
-        click.echo(f"{done:,} writers retired; running daemons take it over within a second or so")
+        click.echo(f"{done:,} writers retired; running daemons do the same within about a second")
         return
     rows = [_line(writer) for writer in found]
     columns = ["number", "writer", "position", "state", "retired_at"]

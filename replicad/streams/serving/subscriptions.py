@@ -92,7 +92,7 @@ class Subscriptions:
         else:
             await self._replicate_one(command, command.stream)
 
-    # --- every stream, from now on (seed 001) ---
+    # --- every stream, from now on (as in Synapse) ---
 
     async def _replicate_all(self) -> None:
         if self._streams:

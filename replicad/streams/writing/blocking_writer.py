@@ -1,7 +1,7 @@
 """The writer library for programs without async, on any DB-API connection to Postgres (psycopg, pg8000, ADBC, ...).
 
 `BlockingWriter` has a connection of its own, `next_id` and `next_ids` work in a transaction of the caller's. What they
-mean, and why it is safe, is said in writers.py; Postgres does the work. Errors of the driver come through as they are.
+mean, and why it is safe, is said in writer.py; Postgres does the work. Errors of the driver come through as they are.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Three forms, for streams whose method is reservation:
   id; its rows may be inserted on any connection inside the block; at the end it is complete, with a row or without.
 - `next_id` and `next_ids`: inside a transaction of the caller's, on asyncpg's connection or one that looks like it, in
   any event loop. The id is complete when that transaction ends.
-- `blocking.py`: the same two for programs without async.
+- `blocking_writer.py`: the same two for programs without async.
 
-Protection is an advisory lock of the session (sql/public/150_stream_reserve.sql): a writer that dies lets go of it,
-and an id that outlived it is refused by the table itself. Nothing needs to be told when writers come and go.
+Protection is an advisory lock of the session (streams/sql/public/150_stream_reserve.sql): a writer that dies lets go
+of it, and an id that outlived it is refused by the table itself. Nothing needs to be told when writers come and go.
 """
 
 from __future__ import annotations

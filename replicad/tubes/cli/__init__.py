@@ -1,1 +1,1 @@
-"""`replicad tubes`: making tubes, attaching tables, filling and looking at them."""
+"""`replicad tubes`: make tubes, attach tables, fill tubes and show what is in them."""

@@ -1,4 +1,4 @@
-"""What is in tubes: touch, insert, backfill, stats, and what is parked. Commands of `replicad tubes`."""
+"""Commands of `replicad tubes` on the content of tubes: touch, insert, backfill, stats, parked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replicad.tubes.cli.islands import Tubes, island_options, json_option, on_is
 from replicad.tubes.cli.shards import MAX_SHARD, parse_shards
 
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
-_PROGRESS_IDS = 100_000  # ids between two words about progress
+_PROGRESS_IDS = 100_000  # ids between two lines about progress
 _OPERATIONS = click.Choice(["I", "U", "D", "T", "B"], case_sensitive=False)
 
 _tube = click.argument("tube")
@@ -49,7 +49,7 @@ Examples:
 def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | None, **options: Any) -> None:
     """Put ids into TUBE by hand.
 
-    - reads them from stdin, with blanks, commas or line ends between them.
+    With - as ID, ids are read from stdin, separated by blanks, commas or line ends.
     """
     _check_json(payload)
     if not ids and payload is None:
@@ -93,11 +93,11 @@ Example:
 def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
     """Put every id that QUERY returns into TUBE.
 
-    QUERY returns the columns id and row_number and is run in one transaction. How far it is goes to stderr.
+    QUERY must return the columns id and row_number. It runs in one transaction. Progress is printed on stderr.
     """
 
     async def work(tubes: Tubes) -> int:
-        expected = None  # nobody knows how many ids a query returns before it has
+        expected = None  # the number of ids that a query returns is unknown before it ends
         count = await tubes.value_with_progress(
             "tube_pods_insert", tube, query, shard, op.upper(), expected, _PROGRESS_IDS
         )
@@ -114,10 +114,10 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
 @option("--shards", metavar="N|N-M|all", default="all", show_default=True, help="Which shards.")
 @island_options
 def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
-    """Have every id of the attached tables touched once.
+    """Put every id of the attached tables into TUBE once.
 
-    These touches come behind all others. The daemon makes them, shard after shard; one that is at it already is left
-    alone. `stats` shows how far it is.
+    Workers get these pods after all others. The daemon writes them, shard after shard. A shard whose backfill is
+    running already is left alone. `stats` shows the progress.
     """
     ranges = parse_shards(shards)
 
@@ -139,8 +139,8 @@ def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
 def stats(tube: str | None, as_json: bool, **options: Any) -> None:
     """Show what is in each partition of each tube.
 
-    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates. A tube whose table cannot be read has no
-    numbers, and its state says why.
+    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates. If the table of a tube cannot be read, its
+    numbers are empty and its state gives the reason.
     """
 
     async def work(tubes: Tubes) -> list[dict[str, Any]]:
@@ -184,7 +184,7 @@ def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _ranges(shards: Sequence[int]) -> str:
-    """Sorted numbers in short: 1-3,7; every nth number as 1,5,9..."""
+    """Sorted numbers in short form: 1-3,7; a long list is cut off."""
     parts = []
     for _, group in itertools.groupby(enumerate(shards), key=lambda pair: pair[1] - pair[0]):
         run = [shard for _, shard in group]
@@ -192,9 +192,9 @@ def _ranges(shards: Sequence[int]) -> str:
     return ",".join(parts) if len(parts) <= 8 else f"{','.join(parts[:7])},... ({len(shards)})"
 
 
-@click.group("parked", cls=ReplicadGroup, short_help="List, replay or drop what failed too often.")
+@click.group("parked", cls=ReplicadGroup, short_help="List, replay or drop ids that failed too often.")
 def parked() -> None:
-    """List, replay or drop what failed too often: ids that a worker took out of the way, with their error."""
+    """List, replay or drop parked ids: a worker took them out of the tube because they failed too often."""
 
 
 @parked.command("list")
@@ -202,7 +202,7 @@ def parked() -> None:
 @json_option
 @island_options
 def parked_list(tube: str, as_json: bool, **options: Any) -> None:
-    """List what is parked in TUBE: since when, how often it was tried, and why it failed."""
+    """List the parked ids of TUBE: since when, how often they were tried, and the error."""
     rows = with_island(on_islands(options, lambda tubes: tubes.rows("tube_parked_list", tube)))
     columns = ["parked", "shard", "op", "ids", "tries", "parked_at", "error"]
     print_rows(
@@ -219,7 +219,7 @@ def parked_list(tube: str, as_json: bool, **options: Any) -> None:
 @option("--all", "everything", is_flag=True, help="Everything that is parked.")
 @island_options
 def parked_replay(tube: str, numbers: tuple[int, ...], everything: bool, **options: Any) -> None:
-    """Put what is parked under these NUMBERs back into TUBE."""
+    """Put the parked ids with these NUMBERs back into TUBE."""
     _parked("tube_parked_replay", "put back", tube, numbers, everything=everything, options=options)
 
 
@@ -229,7 +229,7 @@ def parked_replay(tube: str, numbers: tuple[int, ...], everything: bool, **optio
 @option("--all", "everything", is_flag=True, help="Everything that is parked.")
 @island_options
 def parked_drop(tube: str, numbers: tuple[int, ...], everything: bool, **options: Any) -> None:
-    """Forget what is parked under these NUMBERs."""
+    """Delete the parked ids with these NUMBERs."""
     _parked("tube_parked_drop", "dropped", tube, numbers, everything=everything, options=options)
 
 

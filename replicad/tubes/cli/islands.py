@@ -1,4 +1,4 @@
-"""Commands on tubes, on one database or on several ("islands"): the same work on each, and whose result is whose."""
+"""Run a command on the tubes of one database, or of several ("islands"), and name the database of each result."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Tubes:
         return await call_value(self.db, self.schema, function, *args)
 
     async def states(self) -> dict[str, str]:
-        """What is wrong with each tube; those that are ok are left out."""
+        """What is wrong with each tube, by name. Tubes that are ok are left out."""
         from replicad.tubes.cli.states import tube_states
 
         return await tube_states(self.db, self.schema, self.stream_schema)
 
     async def value_with_progress(self, function: str, *args: object) -> Any:
-        """As `value`; what the function tells of its progress goes to stderr as it comes."""
+        """As `value`; the progress that the function reports is printed on stderr."""
         from replicad.postgres.statements import call_value
 
         async with self.db.connection() as connection:
@@ -58,7 +58,7 @@ class Tubes:
                 return await call_value(connection, self.schema, function, *args)
 
     async def find_tables(self, names: Sequence[str], shards: Sequence[ShardRange] | None) -> list[str]:
-        """The tables that a command names: as they are, or (`shards`) those of that name in the shards' schemas.
+        """The tables that a command names. With `shards`: the tables of that name in the schemas of the shards.
 
         Raises:
             UsageError: a qualified name together with shards.
@@ -90,9 +90,9 @@ def on_islands(
     *,
     statement_timeout: float | None = 60,
 ) -> list[tuple[str | None, T]]:
-    """Run `work` on every database that was named, or on the usual one; pairs of its name and the result.
+    """Run `work` on every database that was named, or on the default one. Returns pairs of name and result.
 
-    The name (host and database) is None where there is one database only. The first failure ends the command.
+    The name (host and database) is None if there is only one database. The first failure ends the command.
     """
     databases: Sequence[str] = options.get("database") or ()
     found: list[tuple[str | None, T]] = []
@@ -107,5 +107,5 @@ def on_islands(
 
 
 def with_island(found: Sequence[tuple[str | None, Sequence[Mapping[str, Any]]]]) -> list[dict[str, Any]]:
-    """The rows of all islands together, each with its `island` where there are several."""
+    """The rows of all islands in one list; if there are several, each row has its `island`."""
     return [{**({} if name is None else {"island": name}), **dict(row.items())} for name, rows in found for row in rows]

@@ -1,4 +1,4 @@
-"""`--shards N, N-M or all`: which shards a command means, and in which schemas they are. Parsing only."""
+"""Parses `--shards N, N-M or all`, and finds the shard in the name of a schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ShardRange:
 
 
 def parse_shards(text: str) -> tuple[ShardRange, ...]:
-    """Read `7`, `1-100`, several of them with commas, or `all`.
+    """Parse `7`, `1-100`, several of them separated by commas, or `all`.
 
     Raises:
         UsageError: not of that form, or a range that ends before it begins.
@@ -38,13 +38,13 @@ def parse_shards(text: str) -> tuple[ShardRange, ...]:
         last = int(match[2] or match[1])
         if not first <= last <= MAX_SHARD:
             raise UsageError(
-                f"--shards: {part.strip()} is no range; the first shard comes first, {MAX_SHARD} is the last"
+                f"--shards: {part.strip()} is no range; give the lower number first, and none above {MAX_SHARD}"
             )
         found.append(ShardRange(first, last))
     return tuple(found)
 
 
 def shard_of_schema(schema: str) -> int | None:
-    """The number that ends a schema's name (12 for `shard_0012`), None where there is none that fits."""
+    """The number at the end of a schema's name (12 for `shard_0012`), or None."""
     match = re.search(r"([0-9]+)$", schema)
     return int(match[1]) if match and int(match[1]) <= MAX_SHARD else None

@@ -1,4 +1,4 @@
-"""What is wrong with each tube: what the catalogs show, what this session may do, and what running daemons report."""
+"""What is wrong with each tube, from the catalogs, the rights of this session, and the reports of running daemons."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 async def tube_states(db: Database, tube_schema: str, stream_schema: str) -> dict[str, str]:
-    """The reasons by tube; a tube with which nothing is wrong is left out.
+    """The reasons by tube. Tubes that are ok are left out.
 
-    Where what daemons report cannot be read (no right, no such table), there is what the tubes' tables show.
+    If the reports of daemons cannot be read (no right, no such table), they are left out too.
     """
     from replicad.streams import troubles
     from replicad.tubes.pods import load_tubes
@@ -41,7 +41,7 @@ async def tube_states(db: Database, tube_schema: str, stream_schema: str) -> dic
 
 
 async def _read_only(db: Database) -> list[str]:
-    """A sentence where this session may not write: a daemon of this user may not either, nor report its troubles."""
+    """A sentence if this session may not write. A daemon of the same user may not write either."""
     if await db.fetch_value("SELECT current_setting('transaction_read_only')") == "off":
         return []
     return [

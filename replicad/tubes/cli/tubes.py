@@ -1,4 +1,4 @@
-"""`replicad tubes`: which tubes there are and which tables are attached to them. Their contents: tubes_content.py."""
+"""`replicad tubes`: create, list and drop tubes, attach and detach tables. content.py has what is in tubes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from replicad.tubes.cli.shards import parse_shards
 shards_option = option(
     "--shards",
     metavar="N|N-M|all",
-    help="Take TABLE from these shards' schemas: those whose names end in the number.",
+    help="Use the table TABLE in every schema whose name ends in one of these numbers.",
 )
 
 
-@click.group("tubes", cls=ReplicadGroup, short_help="Create, fill, watch and mend tubes.")
+@click.group("tubes", cls=ReplicadGroup, short_help="Create, fill and inspect tubes.")
 def command() -> None:
-    """Create, fill, watch and mend tubes: queues of the ids of touched rows.
+    """Create, fill and inspect tubes: queues of the ids of touched rows.
 
     \b
       replicad tubes create cities --partitions 4
@@ -40,21 +40,25 @@ def command() -> None:
     type=int,
     default=1,
     show_default=True,
-    help="Workers that can share it; a shard is in one.",
+    help="How many workers can share the tube. Each shard belongs to one partition.",
 )
-@option("--predicate", metavar="SQL", help="Only rows for which this is true; over the columns of attached tables.")
+@option(
+    "--predicate",
+    metavar="SQL",
+    help="Record only rows for which this is true. It may use the columns of the attached tables.",
+)
 @island_options
 def create(tube: str, partitions: int, predicate: str | None, **options: Any) -> None:
-    """Create TUBE, or make one that exists be as asked."""
+    """Create TUBE, or change an existing one to these options."""
     on_islands(options, lambda tubes: tubes.value("tube_ensure_exists", tube, partitions, predicate))
     click.echo(f"tube {tube}: {partitions} partition{'s' if partitions != 1 else ''}")
 
 
 @command.command("alter")
 @click.argument("tube")
-@option("--partitions", metavar="N", type=int, help="The new number of partitions; workers claim anew.")
+@option("--partitions", metavar="N", type=int, help="The new number of partitions. Workers must claim again.")
 @option("--predicate", metavar="SQL", help="The new predicate.")
-@option("--no-predicate", is_flag=True, help="From now on every row.")
+@option("--no-predicate", is_flag=True, help="Remove the predicate: record every row.")
 @island_options
 def alter(tube: str, partitions: int | None, predicate: str | None, no_predicate: bool, **options: Any) -> None:
     """Change the partitions or the predicate of TUBE.
@@ -79,12 +83,12 @@ def alter(tube: str, partitions: int | None, predicate: str | None, no_predicate
 
 @command.command("drop")
 @click.argument("tube")
-@option("--yes", is_flag=True, help="Drop it even where it holds pods that nobody has read.")
+@option("--yes", is_flag=True, help="Drop it even if it has pods that were not acknowledged.")
 @island_options
 def drop(tube: str, yes: bool, **options: Any) -> None:
     """Detach all tables of TUBE and drop it.
 
-    Its pods, its leases and what is parked go with it.
+    Its pods, its leases and its parked ids are lost.
     """
 
     async def work(tubes: Tubes) -> None:
@@ -95,11 +99,11 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
             if row["tube"] == tube
         ]
         if sum(held) and not yes:
-            raise UsageError(f"tube {tube} holds {sum(held):,} pods that nobody has read; to lose them add --yes")
+            raise UsageError(f"tube {tube} holds {sum(held):,} pods that were not acknowledged; to lose them add --yes")
         await tubes.value("tube_ensure_absent", tube)
 
     on_islands(options, work)
-    click.echo(f"tube {tube} is gone")
+    click.echo(f"tube {tube} is dropped")
 
 
 @command.command("list")
@@ -109,8 +113,8 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
 def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
     """List the tubes and the tables attached to them.
 
-    With TABLE (schema.table), the tubes of that one. The state is ok, or says what is wrong with the tube: its table
-    is gone or may not be read, or what a running daemon reports of it.
+    With TABLE (schema.table): only the tubes of that table. The state is ok, or what is wrong with the tube: its table
+    was dropped or may not be read, or what a running daemon reports.
     """
 
     async def work(tubes: Tubes) -> list[dict[str, Any]]:
@@ -140,19 +144,25 @@ Examples:
     "--shard",
     metavar="N",
     type=int,
-    help="Shard of the rows. Default: the number that ends the name of the table's schema.",
+    help="Shard of the rows. Default: the number at the end of the name of the table's schema.",
 )
 @shards_option
-@option("--predicate", metavar="SQL", help="Only rows for which this is true, on top of the tube's own predicate.")
-@option("--routing", metavar="SQL", help="Expression on a row that yields its shard, instead of one for the table.")
+@option(
+    "--predicate",
+    metavar="SQL",
+    help="Record only rows for which this is true, in addition to the tube's own predicate.",
+)
+@option(
+    "--routing", metavar="SQL", help="Expression on a row that yields its shard, in place of one shard for the table."
+)
 @island_options
 def attach(
     *, tube: str, tables: tuple[str, ...], shard: int | None, shards: str | None, predicate: str | None,
     routing: str | None, **options: Any,
 ) -> None:  # fmt: skip
-    """Have what is written to TABLE touch TUBE.
+    """Record changes of TABLE in TUBE from now on.
 
-    The table has a column `id`, bigint or smaller. Rows that are there already are not touched: see `backfill`.
+    The table must have a column `id`, bigint or smaller. Existing rows are not recorded; use `backfill` for them.
     """
     ranges = parse_shards(shards) if shards is not None else None
 
@@ -172,9 +182,9 @@ def attach(
 @shards_option
 @island_options
 def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: Any) -> None:
-    """Have what is written to TABLE no longer touch TUBE.
+    """Record changes of TABLE in TUBE no longer.
 
-    Pods that are there stay.
+    Pods that are in the tube stay.
     """
     ranges = parse_shards(shards) if shards is not None else None
 

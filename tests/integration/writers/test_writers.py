@@ -23,7 +23,7 @@ from replicad.streams.writing.writer import open_writer
 
 from .conftest import KILL_ONE, Facts, until
 
-SEED_EXAMPLE = [
+SYNAPSE_EXAMPLE = [
     ("reserve", 2, 1), ("reserve", 3, 1), ("complete", 3, 1), ("complete", 2, 3), ("reserve", 4, 3), ("reserve", 5, 3),
     ("reserve", 6, 3), ("complete", 5, 3), ("complete", 4, 5), ("complete", 6, 6),
 ]  # fmt: skip
@@ -38,7 +38,7 @@ async def test_positions_follow_the_example_of_the_definition(facts: Facts, name
     async with AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(open_writer(facts.db, "facts", name)) for name in names]
         blocks: dict[int, AsyncExitStack] = {}
-        for action, number, expected in SEED_EXAMPLE:
+        for action, number, expected in SYNAPSE_EXAMPLE:
             writer = opened[number % len(opened)]
             if action == "reserve":
                 blocks[number] = AsyncExitStack()
@@ -164,7 +164,7 @@ async def test_programs_without_async_follow_the_same_example(facts: Facts) -> N
         writer = blocking.BlockingWriter(dbapi.connect(facts.url), "facts", "one")
         with writer:
             blocks: dict[int, ExitStack] = {}
-            for action, number, expected in SEED_EXAMPLE:
+            for action, number, expected in SYNAPSE_EXAMPLE:
                 if action == "reserve":
                     blocks[number] = ExitStack()
                     assert blocks[number].enter_context(writer.get_next()) == number

@@ -1,7 +1,7 @@
 -- First statement of a poll: how far each watched sequence has got, and how far the WAL.
 -- $1 oid[]: sequences. One row for each that still exists; `readable` is whether we may read it.
 -- last_value is NULL while no id was taken since the sequence was made, restarted or set with is_called = false. Never
--- `SELECT last_value FROM sequence`: that reads without the buffer's lock and can be up to 32 ahead (positions).
+-- `SELECT last_value FROM sequence`: that reads without the buffer's lock and can be up to 32 ahead (docs/positions.md).
 -- inserted is evaluated after last_value (the select list is, from left to right): the WAL that makes last_value
 -- durable ends at or before it. Blocks while somebody alters the sequence: run it with a lock_timeout.
 SELECT

@@ -1,0 +1,119 @@
+"""What comments and docstrings refer a reader to is in the repository: pages, files of code, files of SQL.
+
+A clone has nothing else. So no text of the package cites a private document, and no text names a file that was moved.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "replicad"
+
+# Words by which texts have cited what only their author had.
+PRIVATE = re.compile(
+    r"\bseeds?\s+\d+"
+    r"|\bdesign:"
+    r"|(?<!\w)\((?:the )?(?:positions|fan-?out|isolation|generations|tubes|faults|access|protocol-facts)(?:\.md)?\)",
+    re.IGNORECASE,
+)
+PAGE = re.compile(r"\b(?:docs/[\w./-]+\.(?:md|py)|protocol\.md|README\.md|CHANGELOG\.md)")
+CODE = re.compile(r"(?<![\w./*-])((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|sql))\b")
+IN_PAGES = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sql|toml|json))`")
+PLACEHOLDER = re.compile(r"^synapse/|NNN_|/N\.sql|/name\.sql|^sql/part\.toml$")  # files of others, and forms of names
+KEYS = {"schema/up.sql", "tube/010_tube_registry.sql"}  # of the texts of SQL parts (schema_text.load): no paths
+
+
+def of_python(path: Path) -> Iterator[str]:
+    """The comments and docstrings of a module, each as one line."""
+    source = path.read_text(encoding="utf-8")
+    block: list[str] = []
+    before = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != before + 1:
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("# "))
+            before = token.start[0]
+    yield " ".join(block)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield " ".join(node.value.value.split())
+
+
+def of_sql(path: Path) -> Iterator[str]:
+    """The comments of a file of SQL, as one line."""
+    yield " ".join(re.findall(r"--\s?(.*)", path.read_text(encoding="utf-8")))
+
+
+@cache
+def texts() -> list[tuple[str, str]]:
+    """Every comment and docstring of the package, with the file that it stands in."""
+    found = []
+    for read, pattern in ((of_python, "*.py"), (of_sql, "*.sql")):
+        for path in sorted(PACKAGE.rglob(pattern)):
+            found += [(path.relative_to(ROOT).as_posix(), text) for text in read(path) if text]
+    return found
+
+
+def test_there_are_texts_to_look_at() -> None:
+    assert len(texts()) > 2000
+    assert {"replicad/tubes/leases.py", "replicad/tubes/sql/012_tube_lease.sql"} <= {where for where, _ in texts()}
+
+
+def test_no_text_cites_a_document_that_a_clone_does_not_have() -> None:
+    cited = [f"{where}: {found.group()}" for where, text in texts() for found in PRIVATE.finditer(text)]
+    assert cited == [], "cite a page of docs/, protocol.md or a public standard, or state the reason itself"
+
+
+def test_every_page_that_a_text_names_exists() -> None:
+    named = {(where, page) for where, text in texts() for page in PAGE.findall(text)}
+    assert len(named) > 10
+    assert sorted((where, page) for where, page in named if not (ROOT / page).is_file()) == []
+
+
+def test_every_file_of_code_that_a_text_names_exists() -> None:
+    files = [
+        f"/{path.relative_to(ROOT).as_posix()}"
+        for folder in ("replicad", "pyspark_replicad", "tests", "bench", "docs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".sql")
+    ]
+    named = {(where, name) for where, text in texts() for name in CODE.findall(PAGE.sub("", text))}
+    assert len(named) > 20
+    gone = [(where, name) for where, name in named if not any(file.endswith(f"/{name}") for file in files)]
+    assert sorted((where, name) for where, name in gone if name not in KEYS) == [], "was it moved or renamed?"
+
+
+def test_every_file_of_code_that_a_page_names_exists() -> None:
+    pages = [ROOT / "README.md", ROOT / "protocol.md", *(ROOT / "docs").glob("*.md")]
+    named = {(page.name, name) for page in pages for name in IN_PAGES.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 80
+    roots = (ROOT, ROOT / "replicad", ROOT / "tests", ROOT / "docs")  # pages leave the folder of the package out
+    gone = [(page, name) for page, name in named if not any((root / name).is_file() for root in roots)]
+    assert sorted((page, name) for page, name in gone if not PLACEHOLDER.search(name)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["sent in each (seed 001, keep alives)", "Seed 12 says so", "in order (design: positions):", "safe (positions)."],
+)
+def test_a_private_citation_is_found(text: str) -> None:
+    assert PRIVATE.search(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["the seed of a random number", "self.seal(told)", "why it is safe (docs/positions.md)", "stream_check(positions)"],
+)
+def test_what_is_no_private_citation_passes(text: str) -> None:
+    assert not PRIVATE.search(text)

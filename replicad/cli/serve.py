@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ def command(config: Path | None, **options: Any) -> None:
     REPLICAD_MAX_LINE. The command line goes before the environment, the environment before the file.
     The secret for AUTH comes from --token-file or from REPLICAD_TOKEN.
     """
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # until the daemon handles them
+        if signal.getsignal(number) is signal.SIG_DFL and not (number is signal.SIGHUP and sys.stderr.isatty()):
+            signal.signal(number, lambda *_: None)
     settings = read_settings(ServerSettings, options, file=config)
 
     from replicad.daemon.daemon import serve

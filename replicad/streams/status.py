@@ -20,13 +20,14 @@ from replicad.postgres.horizon import Holder, HolderKind, Horizon, Reading
 from replicad.postgres.statements import statement
 from replicad.streams import registry, troubles
 from replicad.streams.queries import SCHEMA, Impatient, is_locked
-from replicad.streams.registry import Published, Stream, horizon_source, row_source
+from replicad.streams.registry import Method, Published, Stream, horizon_source, row_source
 from replicad.streams.rows import COUNT_LIMIT
 from replicad.streams.troubles import Reported
 
 OK = "ok"
 NO_DAEMON = "no_daemon"  # rows wait, and no daemon is connected that could send them
 STALLED = "stalled"  # rows wait, a daemon is there, and nobody says why
+IDS_AHEAD = "ids_ahead"  # rows have ids that the sequence has not reached
 LOCKED = "locked"  # the table cannot be looked at
 SETTLED = 5.0  # seconds that a position rests, with rows waiting, before we look again whether it is stuck
 SECOND_LOOK = 2.5  # seconds for that; a daemon notes its positions every second
@@ -197,6 +198,8 @@ async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> Str
     if locker is not None and problem is None:
         state, problem = LOCKED, f"table {stream.table} is locked by another session, so its rows cannot be read"
     held_by = locker or reading.held_by
+    if problem is None and waiting and held_by is None:
+        state, problem = await _ids_ahead(db, stream, schema)
     if problem is None and waiting and not seen.daemon:
         state, problem = NO_DAEMON, "rows wait, and no daemon is connected that could send them: start `replicad serve`"
     return StreamStatus(
@@ -236,6 +239,22 @@ async def _count(db: Database, stream: Stream, position: int | None, schema: str
     # to the end of the table, not to last_value: ids may have been handed out since it was read
     source = row_source(stream, schema=schema)
     return await source.count(Impatient(db), -_LAST_ID if after is None else after, _LAST_ID)
+
+
+async def _ids_ahead(db: Database, stream: Stream, schema: str) -> tuple[str, str | None]:
+    """Rows with ids that the sequence has not reached yet wait until it does; a writer chose these ids."""
+    if stream.method is not Method.LOCK_WATCH or stream.sequence_oid is None:
+        return OK, None
+    ends = await row_source(stream, schema=schema).ends(Impatient(db), -_LAST_ID, _LAST_ID)
+    # Read after the rows: every id that was taken from the sequence is at or below it.
+    last = await db.fetch_value("SELECT pg_sequence_last_value($1::oid)", stream.sequence_oid)
+    if ends is None or ends[1] <= (last or 0):
+        return OK, None
+    return IDS_AHEAD, (
+        f"the table has ids up to {ends[1]}, and its sequence stands at {last or 0}: rows above it are sent when the "
+        "sequence gets there. Writers must take ids from the column's default; after a bulk load with ids of its own "
+        f"set the sequence: SELECT setval('{stream.sequence}', {ends[1]})"
+    )
 
 
 def _lag_seconds(

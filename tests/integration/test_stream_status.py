@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,30 @@ async def test_ids_of_any_size_are_listed(db: Database, kind: str) -> None:
     assert (found.position, found.lag_rows) == (2, 1)
     source = registry.row_source(stream)
     assert await source.last_tokens(db, 0, (1 << 63) - 1) == {"master": 3}
+
+
+async def test_rows_with_ids_above_the_sequence_are_said_to_wait_and_why(
+    db: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    await db.execute("CREATE TABLE small (id bigserial PRIMARY KEY)")
+    await registry.add(db, "small", "small", "id")
+    await daemon.publisher.find("small")
+    await db.execute("INSERT INTO small DEFAULT VALUES")
+    async with netcat() as nc:
+        await nc.send("REPLICATE small EARLIEST")
+        await nc.until("RDATA small master 1 .*")
+        assert (await status.show(db, "small")).state == "ok"
+        await db.execute("INSERT INTO small VALUES (1000)")
+        found = await status.show(db, "small")
+        assert (found.state, found.lag_rows) == ("ids_ahead", 1)
+        assert "ids up to 1000, and its sequence stands at 1" in str(found.problem)
+        remedy = re.search("SELECT setval.*", str(found.problem))
+        assert remedy is not None
+        await db.fetch_value(remedy[0])
+        await nc.until("RDATA small master 1000 .*")
+    with trio.fail_after(PATIENCE):
+        while (await status.show(db, "small")).state != "ok":
+            await trio.sleep(0.1)
 
 
 async def test_locked_tables_make_no_list_hang_and_their_holder_is_named(

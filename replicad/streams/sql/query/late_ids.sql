@@ -8,7 +8,7 @@ SELECT
 FROM (
     SELECT one.id, count(*) AS rows
     FROM (
-        SELECT t.{id}::bigint AS id FROM {table} AS t WHERE t.{id} > $1 AND t.{id} <= $2{apart} ORDER BY t.{id} DESC LIMIT $3
+        SELECT t.{id}::bigint AS id FROM {table} AS t WHERE t.{id} > $1::bigint AND t.{id} <= $2::bigint{apart} ORDER BY t.{id} DESC LIMIT $3
     ) AS one
     GROUP BY one.id
 ) AS found

@@ -327,6 +327,12 @@ class DownstreamError(ReplicadError):
     code = "downstream"
 
 
+class SparkWorkerLost(ReplicadError):
+    """A Python worker of Spark did not start within ten seconds, or died; the next try may find a less busy machine."""
+
+    code = "spark_worker_lost"
+
+
 # --- federation ------------------------------------------------------------------------------------
 
 

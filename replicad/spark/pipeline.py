@@ -25,6 +25,7 @@ from replicad.errors import (
     EnvironmentRefused,
     LeaseLost,
     ReplicadError,
+    SparkWorkerLost,
     UsageError,
 )
 from replicad.eventlog import get_logger
@@ -54,7 +55,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed i
 _PATIENCE = 60.0  # seconds for the batch in hand when a pipeline is to end
 _LOOK = 0.2  # seconds between two looks at whether the query has ended or is to end
 _KEYS = {"_shard": pa.int32(), "_seq": pa.int64()}
-_MAY_PASS = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost)  # all else needs a person
+_MAY_PASS = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # all else needs a person
 
 
 def run(
@@ -292,6 +293,7 @@ def _make_checkpoint(config: PipelineConfig) -> None:
 
 # --- what went wrong, in one sentence -------------------------------------------------------------------
 
+_LOST = re.compile(r"Python worker (?:failed to connect back|exited unexpectedly)[^\n]*")
 _OURS = re.compile(r"replicad\.errors\.([A-Za-z]+): (.+)")
 
 
@@ -308,4 +310,5 @@ def explain(error: BaseException, cause: BaseException | None = None) -> BaseExc
             kind: Any = getattr(errors, name, None)
             if isinstance(kind, type) and issubclass(kind, ReplicadError):
                 return kind(sentence.strip())
-    return error
+    lost = _LOST.search(str(error))
+    return error if lost is None else SparkWorkerLost(f"{lost[0]}; is the machine too busy, or its memory used up?")

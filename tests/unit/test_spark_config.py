@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replicad.errors import EnvironmentRefused, UsageError
+from replicad.errors import EnvironmentRefused, SparkWorkerLost, UsageError
 from replicad.spark.java import find_java, parse_version
 from replicad.spark.pipeline import explain
 from replicad.spark.pipeline_config import PipelineConfig, load_config
@@ -146,6 +146,8 @@ def test_what_ended_a_query_is_found_in_what_spark_says() -> None:
     wrapped = RuntimeError("Job aborted ...\nreplicad.errors.LeaseHeld: tube t is held by me\n\tat org.apache...")
     found = explain(wrapped)
     assert (type(found).__name__, str(found)) == ("LeaseHeld", "tube t is held by me")
+    late = explain(RuntimeError("[STREAM_FAILED] terminated with exception: Python worker failed to connect back."))
+    assert isinstance(late, SparkWorkerLost)
     assert explain(RuntimeError("something else")).args == ("something else",)
     assert str(explain(RuntimeError("outer"), UsageError("inner"))) == "inner"
 

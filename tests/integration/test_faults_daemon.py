@@ -249,10 +249,10 @@ async def test_ids_that_go_back_are_a_reset_with_a_new_epoch_and_never_silence(
         await nc.expect("ERROR bad_token: .*")
 
 
-async def test_a_standby_is_refused_with_the_reason(tmp_path: Path, postgres_url: str) -> None:
-    primary = tmp_path / "primary"
+async def test_a_standby_is_refused_with_the_reason(tmp_path: Path, postgres_folder: Path, postgres_url: str) -> None:
+    primary = postgres_folder / "primary"
     with EmbeddedPostgres(primary) as server:
-        copy = tmp_path / "standby"
+        copy = postgres_folder / "standby"
         copy.mkdir()
         await trio.run_process(
             [str(find_programs() / "pg_basebackup"), "-D", str(copy / "data"), "-d", server.url, "-R", "-c", "fast"]

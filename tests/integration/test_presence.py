@@ -209,9 +209,9 @@ async def test_a_restart_with_the_data_intact_goes_on_where_the_stream_was(
 
 async def published(database: Database) -> int:
     with trio.fail_after(PATIENCE):
-        while not (found := await registry.published(database)).get("presence"):
+        while not (at := (await registry.published(database)).get("presence")) or not at.position:
             await trio.sleep(0.05)
-    return found["presence"].position
+    return at.position
 
 
 @pytest.mark.parametrize(

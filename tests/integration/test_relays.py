@@ -18,7 +18,7 @@ from replicad.daemon.relay import MAX_LINE, Relay, channel_of
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
 from replicad.protocol.command import Command
-from replicad.protocol.commands import RemoteServerUp
+from replicad.protocol.commands import CORE, RemoteServerUp
 from tests.conftest import psql
 from tests.daemons import Daemon
 
@@ -101,7 +101,8 @@ async def test_a_line_that_is_too_long_is_refused_and_goes_to_nobody(netcat: Con
 
 async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(database: Database) -> None:
     heard: list[Command] = []
-    relay = Relay(database, "replicad", heard.append, Troubles())
+    relay = Relay(database, "replicad", CORE, Troubles())
+    relay.on(RemoteServerUp, heard.append)
 
     async def say(*messages: str) -> None:
         for message in messages:
@@ -135,15 +136,17 @@ async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicad.daemon.relay.MAX_WAITING", 10_000)
-    relay = Relay(database, "replicad", lambda _: None, Troubles())
+    relay = Relay(database, "replicad", CORE, Troubles())
     for number in range(1000):
         relay.tell(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
     kept = 10_000 // size
     assert relay.statistics().dropped == 1000 - kept
     heard: list[Command] = []
+    listener = Relay(database, "replicad", CORE, Troubles())
+    listener.on(RemoteServerUp, heard.append)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Relay(database, "replicad", heard.append, Troubles()).run)
+        nursery.start_soon(listener.run)
         # That a LISTEN was sent is no proof that it is in force: what is told before it commits is heard by nobody.
         with trio.fail_after(PATIENCE):
             while not heard:

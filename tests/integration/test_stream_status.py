@@ -65,7 +65,9 @@ async def test_rows_with_ids_above_the_sequence_are_said_to_wait_and_why(
     async with netcat() as nc:
         await nc.send("REPLICATE small EARLIEST")
         await nc.until("RDATA small master 1 .*")
-        assert (await status.show(db, "small")).state == "ok"
+        with trio.fail_after(PATIENCE):
+            while (await status.show(db, "small")).lag_rows:  # until the daemon has noted what it published
+                await trio.sleep(0.1)
         await db.execute("INSERT INTO small VALUES (1000)")
         found = await status.show(db, "small")
         assert (found.state, found.lag_rows) == ("ids_ahead", 1)
@@ -228,14 +230,14 @@ async def test_add_says_whether_a_daemon_is_there(db: Database, database_url: st
     assert added.stdout == "stream a registered; the daemons that are running serve it within 1 s\n"
 
 
-async def test_on_a_standby_the_list_says_so_for_every_stream(tmp_path: Path) -> None:
-    primary = tmp_path / "primary"
+async def test_on_a_standby_the_list_says_so_for_every_stream(postgres_folder: Path) -> None:
+    primary = postgres_folder / "primary"
     with EmbeddedPostgres(primary) as server:
         async with open_database(server.url, size=2, application_name="test") as database:
             await schema.install(database, "stream", "replicad")
             await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY)")
             await registry.add(database, "events", "events", "id")
-        copy = tmp_path / "standby"
+        copy = postgres_folder / "standby"
         copy.mkdir()
         await trio.run_process(
             [str(find_programs() / "pg_basebackup"), "-D", str(copy / "data"), "-d", server.url, "-R", "-c", "fast"]

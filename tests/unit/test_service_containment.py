@@ -20,7 +20,7 @@ from replicad.daemon.supervision import STEADY, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
 from replicad.postgres.horizon import Reading
-from replicad.protocol.commands import RemoteServerUp
+from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.acks import Ack
 from replicad.streams.commands import FederationAck
 from replicad.streams.serving import ack_service as acks_module
@@ -230,7 +230,7 @@ async def test_a_relay_that_cannot_listen_still_sends_and_one_that_failed_to_sen
     error: Exception, autojump_clock: MockClock
 ) -> None:
     postgres, troubles = FakePostgres(error), Troubles()
-    relay = Relay(postgres, "replicad", Mock(), troubles)  # type: ignore[arg-type]
+    relay = Relay(postgres, "replicad", CORE, troubles)  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep_running, relay.run, "service", "relay", troubles)
         relay.tell(RemoteServerUp("lost"))

@@ -20,11 +20,11 @@ from replicad.caches.following import (
     wishes,
 )
 from replicad.caches.registry import MAX_STALENESS, Caches
-from replicad.client.backoff import Backoff
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import Connected, Reset, RowBatch
 from replicad.errors import ConnectionLost, ReplicadError
+from replicad.retry import Backoff
 
 _JOIN = 10.0  # seconds for the thread to end; closing its connection ends every wait in it
 

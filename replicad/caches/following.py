@@ -11,10 +11,10 @@ from typing import Protocol
 
 from replicad.caches.course import Course
 from replicad.caches.registry import Caches
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
 from replicad.client.pursuit import FollowWishes
 from replicad.eventlog import get_logger
+from replicad.retry import Backoff
 
 STREAM = "caches"
 Also = PositionMoved | Connected | Disconnected | TakenUpto

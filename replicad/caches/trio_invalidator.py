@@ -17,10 +17,10 @@ from replicad.caches.following import (
     wishes,
 )
 from replicad.caches.registry import MAX_STALENESS, Caches
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected
 from replicad.client.trio_client import TrioClient
 from replicad.errors import ReplicadError
+from replicad.retry import Backoff
 
 
 class CacheInvalidator(Caches):

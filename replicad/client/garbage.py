@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.ledger import Ledger
 from replicad.client.pods import Pod
 from replicad.errors import DownstreamError
 from replicad.eventlog import get_logger
+from replicad.retry import Backoff
 
 StaleIds = Callable[[int, int, int], Awaitable[Sequence[int]]]
 

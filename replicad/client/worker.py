@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.garbage import FRUITLESS_STEPS, StaleIds, collect, start_of
 from replicad.client.ledger import Ledger, Touch
 from replicad.client.pods import Pod
@@ -36,6 +35,7 @@ from replicad.errors import (
 from replicad.eventlog import get_logger
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.tokens import START
+from replicad.retry import Backoff
 from replicad.tubes.commands import Part
 
 Handle = Callable[["Batch"], Awaitable[None]]
@@ -334,7 +334,7 @@ class _Partition:
         return None
 
     def _pause(self, tries: int) -> float:
-        return min(self._settings.backoff_cap, self._settings.backoff_first * math.pow(2, min(tries, 30)))
+        return Backoff(self._settings.backoff_first, self._settings.backoff_cap).whole(tries)
 
     def _finish(self, touches: list[Touch]) -> None:
         self._ledger.done(touches)

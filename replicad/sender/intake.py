@@ -16,10 +16,10 @@ from typing import TypeVar
 import structlog
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
 from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, StreamRefused
 from replicad.protocol.commands import RemoteServerUp
+from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.feed import Feed, Told
 from replicad.sender.items import Edu, Order, Pdu

@@ -15,7 +15,6 @@ from functools import lru_cache
 import structlog
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.errors import (
     FederationError,
     NotAuthorised,
@@ -31,6 +30,7 @@ from replicad.errors import (
 from replicad.groups import leaves
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database, open_database
+from replicad.retry import Backoff
 from replicad.sender.catchup import SqlLatest
 from replicad.sender.engine import Engine, EngineStatistics
 from replicad.sender.feed import EARLIEST, NOW, OpenFeed

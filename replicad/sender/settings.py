@@ -9,8 +9,8 @@ from pathlib import Path
 
 from replicad.config.declaring import check_ranges, path, plain, seconds, setting, size, text_of, whole_number
 from replicad.errors import UsageError
-from replicad.sender.backoff import Backoff
-from replicad.sender.destination import Terms
+from replicad.retry import Backoff
+from replicad.sender.destination import JITTER, Terms
 from replicad.sender.items import MAX_EDUS, MAX_PDUS
 
 MATRIX = "matrix"
@@ -241,7 +241,7 @@ class Bounds:
             queue_edus=self.update_queue,
             catch_up_after=self.catch_up_after,
             supersede=self.catch_up == "latest",
-            backoff=Backoff(self.retry_first, self.retry_max),
+            backoff=Backoff(self.retry_first, self.retry_max, jitter=JITTER),
         )
 
 

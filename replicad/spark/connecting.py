@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from replicad.client.blocking_client import Endpoint
-from replicad.errors import ReplicadError, UsageError
+from replicad.errors import UsageError
+from replicad.retry import Backoff, Retries
 from replicad.spark.options import SourceOptions
 
 LONGEST_PAUSE = 5.0  # seconds between two tries
@@ -46,32 +43,12 @@ def _token(options: SourceOptions) -> str | None:
     return lines[0]
 
 
-@dataclass(slots=True)
-class Retries:
-    """Counts the tries of one piece of work, with a pause between two that doubles."""
-
-    left: int
-    pause: float
-    sleep: Callable[[float], None] = time.sleep
-
-    @classmethod
-    def of(cls, options: SourceOptions) -> Self:
-        """As many and as long as the options say."""
-        return cls(options.num_retries, options.retry_interval)
-
-    def pause_or_raise(self, error: ReplicadError) -> None:
-        """Wait before the next try; raise `error` where there is none left."""
-        if self.left <= 0:
-            raise error
-        self.left -= 1
-        self.sleep(self.pause)
-        self.pause = min(self.pause * 2, LONGEST_PAUSE)
+def retries_of(options: SourceOptions) -> Retries:
+    """As many tries as the options say, with their pauses."""
+    return Retries(options.retry_interval, LONGEST_PAUSE, most=options.num_retries)
 
 
 def patience_of(options: SourceOptions) -> float:
     """Seconds that all the pauses between tries add up to, for what retries by itself."""
-    total, pause = 0.0, options.retry_interval
-    for _ in range(options.num_retries):
-        total += pause
-        pause = min(pause * 2, LONGEST_PAUSE)
-    return total
+    backoff = Backoff(options.retry_interval, LONGEST_PAUSE)
+    return sum(backoff.whole(tries) for tries in range(options.num_retries))

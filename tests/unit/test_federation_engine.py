@@ -11,7 +11,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from replicad.sender.backoff import Backoff
+from replicad.retry import Backoff
 from replicad.sender.destination import Terms
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu, Transaction
@@ -127,7 +127,7 @@ async def test_after_three_days_of_503_a_destination_is_caught_up_with_and_the_o
         assert engine.statistics().catching_up == 0
     attempts = world.transport.attempts["sick.example"]
     pauses = [later - earlier for earlier, later in pairwise(attempts)]
-    assert max(pauses) <= world.terms.backoff.most
+    assert max(pauses) <= world.terms.backoff.cap
     assert len(attempts) < 40
     got = world.transport.bodies("sick.example")
     repeated = next(iter(world.transport.taken["sick.example"].values()))
@@ -195,7 +195,7 @@ async def test_a_transaction_whose_answer_was_lost_is_repeated_under_its_id_over
         await trio.sleep(chance.random())
         return TAKEN
 
-    world = World(answer, backoff=Backoff(first=0.1, most=1.0), pdus=3, queue_pdus=4)
+    world = World(answer, backoff=Backoff(first=0.1, cap=1.0, jitter=0.2), pdus=3, queue_pdus=4)
     bodies: list[str] = []
     lost = 0
     for _ in range(60):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replicad.config.declaring import check_ranges, path, plain, seconds, setting, size, text_of, whole_number
+from replicad.config.secrets import trust
 from replicad.errors import UsageError
 from replicad.retry import Backoff
 from replicad.sender.destination import JITTER, Terms
@@ -168,10 +169,7 @@ class Delivery:
         Raises:
             UsageError: the file cannot be read or holds no certificate.
         """
-        try:
-            return ssl.create_default_context(cafile=self.destination_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise UsageError(f"--destination-ca {self.destination_ca} cannot be used: {error}") from error
+        return trust(self.destination_ca, "--destination-ca")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from replicad.client.blocking_client import Endpoint
-from replicad.errors import UsageError
+from replicad.config.secrets import read_token
 from replicad.retry import Backoff, Retries
 from replicad.spark.options import SourceOptions
 
@@ -23,24 +21,12 @@ def endpoint_of(options: SourceOptions, *, timeout: float | None = None) -> Endp
     return Endpoint(
         options.host,
         options.port,
-        token=_token(options),
+        token=options.token if options.token_file is None else read_token(options.token_file, "option tokenFile"),
         server_name=options.server_name,
         connect_timeout=options.connect_timeout if timeout is None else timeout,
         tls_ca=options.tls_ca,
         **({} if timeout is None else {"answer_timeout": timeout}),
     )
-
-
-def _token(options: SourceOptions) -> str | None:
-    if options.token_file is None:
-        return options.token
-    try:
-        lines = Path(options.token_file).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"option tokenFile: {options.token_file} cannot be read: {error}") from error
-    if len(lines) != 1:
-        raise UsageError(f"option tokenFile: {options.token_file} must hold one word, the token")
-    return lines[0]
 
 
 def retries_of(options: SourceOptions) -> Retries:

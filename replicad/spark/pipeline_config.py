@@ -19,7 +19,8 @@ from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.tables import NUMERIC_FORMS, ShardSet, TableRule
+from replicad.spark.tables import NUMERIC_FORMS, TableRule
+from replicad.tubes.shards import ShardSet
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
+from replicad.terminal.command import ReplicadCommand, ReplicadGroup, json_option, option
 from replicad.terminal.output import print_rows
-from replicad.tubes.cli.islands import Tubes, island_options, json_option, on_islands, parse_shards, with_island
+from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
 
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
 _PROGRESS_IDS = 100_000  # ids between two lines about progress

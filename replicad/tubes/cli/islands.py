@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from replicad.config.settings import DatabaseSettings
 from replicad.errors import TubeRefused, UsageError
-from replicad.terminal.command import option, settings_options
+from replicad.terminal.command import settings_options
 from replicad.terminal.database import on_database
 from replicad.terminal.failures import say
-from replicad.terminal.output import JSON_HELP
 from replicad.tubes.shards import ShardSet, shard_of_schema
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 island_options = settings_options(DatabaseSettings, "Database", several="database")
-json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
 
 
 @dataclass(frozen=True, slots=True)

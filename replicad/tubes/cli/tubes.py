@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from replicad.errors import UnknownTube, UsageError
-from replicad.terminal.command import ReplicadGroup, option
+from replicad.terminal.command import ReplicadGroup, json_option, option
 from replicad.terminal.output import print_rows
 from replicad.tubes.cli.content import CONTENT_COMMANDS
-from replicad.tubes.cli.islands import Tubes, island_options, json_option, on_islands, parse_shards, with_island
+from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
 
 shards_option = option(
     "--shards",

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from replicad.client.answers import Answer
@@ -142,9 +141,7 @@ class BlockingClient(Requests):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- how ---

@@ -10,12 +10,12 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from replicad.config.declaring import load, path, read_file, setting, text_of
+from replicad.config.declaring import choice, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
 from replicad.config.secrets import read_token, trust, word
 from replicad.errors import UsageError
@@ -210,21 +210,13 @@ def colour_allowed(environ: Mapping[str, str] | None = None) -> bool:
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("auto", "text", "json")
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
-    return text_of("|".join(names), f"give one of {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
     """What goes to stderr, and how it looks."""
 
-    log_level: str = setting("info", "How much to log.", "|".join(LOG_LEVELS), _one_of(LOG_LEVELS))
-    log_format: str = setting(
-        "auto",
-        "How log lines look; auto is text on a terminal and JSON elsewhere.",
-        "|".join(LOG_FORMATS),
-        _one_of(LOG_FORMATS),
+    log_level: str = choice("info", "How much to log.", *LOG_LEVELS)
+    log_format: str = choice(
+        "auto", "How log lines look; auto is text on a terminal and JSON elsewhere.", "auto", "text", "json"
     )

@@ -19,7 +19,6 @@ from pyspark.sql import functions as F
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.eventlog import get_logger
-from replicad.spark import arrow
 from replicad.spark.enrich import Enricher
 from replicad.spark.reports import BatchReport, Outcome, PipelineResult
 from replicad.spark.sinks.base import Batch, Shape, Sink
@@ -36,6 +35,7 @@ from replicad.spark.tasks import (
     run_whole,
 )
 from replicad.spark.touches import Control
+from replicad.tubes.columns import schema as pods_schema
 
 GARBAGE_PER_STEP = 100_000  # ids that are asked for at once: bounds the driver's memory
 _FRUITLESS_STEPS = 10  # of garbage collection in which the downstream still names the same ids
@@ -192,7 +192,7 @@ class _Garbage:
 def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
     """A pod of operation G as the source would yield it, in one partition: the shard has one owner here too."""
     row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist(), "payload": None, "ts": None}
-    return spark.createDataFrame(pa.Table.from_pylist([row], schema=arrow.schema(payload=True))).coalesce(1)
+    return spark.createDataFrame(pa.Table.from_pylist([row], schema=pods_schema(payload=True))).coalesce(1)
 
 
 def _collect(frame: DataFrame) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ class PipelineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepResult:
     """What the tasks of one step returned, together."""
 
     pods: int
@@ -89,7 +89,7 @@ class Outcome:
     applied: tuple[Applied, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Outcome:
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> StepResult:
         """Add up the summary rows of tasks (see `tasks.SUMMARY_DDL`)."""
         controls = [Control(*control) for row in rows for control in json.loads(row["controls"])]
         oldest = [row["oldest"] for row in rows if row["oldest"] is not None]

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 
 from replicad.spark.enrich import Changes, Enricher, conform
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.touches import Touches, collect
 
 Batches = Iterator[pa.RecordBatch]
@@ -54,7 +54,7 @@ class LookUps(Iterable[Changes]):
         return self.enricher.changes(self.touches)
 
 
-def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: Batch) -> Callable[[Batches], Batches]:
+def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: BatchId) -> Callable[[Batches], Batches]:
     """Deduplicate, look up, write: for `mapInArrow` on the source's rows."""
 
     def work(batches: Batches) -> Batches:
@@ -92,7 +92,7 @@ def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
     return work
 
 
-def run_sink(sink: Sink, shape: Shape, batch: Batch, tasks: int) -> Callable[[Batches], Batches]:
+def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[Batches], Batches]:
     """Write what a transform returned (`_kind` W) and delete the touched ids (`_kind` D) that it did not return.
 
     All rows of a shard are in one of the `tasks` tasks.

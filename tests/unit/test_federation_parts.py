@@ -18,9 +18,9 @@ from replicad.retry import Backoff
 from replicad.sender.agenda import Agenda
 from replicad.sender.catchup import stand_in
 from replicad.sender.items import START, Order, Page, Pdu, make_transaction
-from replicad.sender.ledger import Ledger
 from replicad.sender.routing import Fact, FixedRouter, FunctionRouter, RowRouter, SourceRow, Update, body_text
 from replicad.sender.sharding import owner, ownership
+from replicad.sender.state_writer import StateWriter
 from replicad.sender.store import Entry
 
 # --- when ---
@@ -115,25 +115,25 @@ class SlowStore:
 
 async def test_entries_that_come_while_one_is_written_share_the_next_write_and_the_last_word_counts() -> None:
     store = SlowStore()
-    ledger = Ledger(store)
+    states = StateWriter(store)
     done: list[str] = []
 
     async def write(name: str) -> None:
-        await ledger.write(Entry(name, START, 1))
+        await states.write(Entry(name, START, 1))
         done.append(name)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ledger.run)
+        nursery.start_soon(states.run)
         nursery.start_soon(write, "a")
         await wait_all_tasks_blocked()
         for serial in range(5):
-            ledger.post(Entry("b", START, serial, done_edus=(serial,)))
+            states.post(Entry("b", START, serial, done_edus=(serial,)))
         nursery.start_soon(write, "c")
-        nursery.start_soon(ledger.settle, "b")
+        nursery.start_soon(states.settle, "b")
         await wait_all_tasks_blocked()
         assert done == []
         store.gate.set()
-        await ledger.drain()
+        await states.drain()
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert done == ["a", "c"]

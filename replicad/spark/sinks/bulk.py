@@ -26,7 +26,7 @@ from replicad.errors import DownstreamError, UsageError
 from replicad.masking import mask_secrets
 from replicad.retry import Retries
 from replicad.spark.enrich import Changes
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 MAX_BYTES = 5 << 20  # of one request; both products advise some megabytes
 _TIMEOUT = 60.0  # seconds for one request
@@ -70,7 +70,7 @@ class BulkSink(Sink):
         if status >= 400:
             raise UsageError(f"{mask_secrets(self.url)} refuses us with status {status}: {_shortened(answer)}")
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Put and delete documents, some megabytes at a time."""
         written = deleted = 0
         for change in changes:

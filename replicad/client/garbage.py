@@ -26,15 +26,6 @@ FRUITLESS_STEPS = 10  # in which the downstream names the same ids again after t
 log = get_logger(__name__)
 
 
-def start_of(pod: Pod) -> int | None:
-    """The `start_seq` of a `backfill_end` control pod; None for any other pod."""
-    payload = pod.payload if not pod.ids and isinstance(pod.payload, dict) else {}
-    if payload.get("type") != "backfill_end":
-        return None
-    found = str(payload.get("start_seq", ""))
-    return int(found) if found.isdecimal() else None
-
-
 async def collect(
     stale_ids: StaleIds,
     ledger: Ledger,

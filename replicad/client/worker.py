@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.client.garbage import FRUITLESS_STEPS, StaleIds, collect, start_of
+from replicad.client.garbage import FRUITLESS_STEPS, StaleIds, collect
 from replicad.client.ledger import Ledger, Touch
-from replicad.client.pods import Pod
+from replicad.client.pods import Pod, garbage_before
 from replicad.client.refusals import may_pass
 from replicad.client.trio_client import TrioClient
 from replicad.errors import (
@@ -264,7 +264,7 @@ class _Partition:
         for pod in found.pods:
             if not pod.ids and self._worker._control is not None:
                 await self._worker._control(pod)
-            before = None if self._worker._stale_ids is None else start_of(pod)
+            before = None if pod.ids or self._worker._stale_ids is None else garbage_before(pod.payload)
             self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=before is not None)
             if before is not None:
                 self._ends.append((pod, before))

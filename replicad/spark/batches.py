@@ -142,7 +142,7 @@ class BatchRunner:
         done = _Garbage()
         for control in controls:
             log.info("control_pod", kind=control.kind, shard=control.shard, seq=control.seq)
-            if control.kind == "backfill_end" and control.start_seq is not None:
+            if control.start_seq is not None:
                 self._collect_shard(spark, batch, control, done)
         return done
 

@@ -25,18 +25,9 @@ SUMMARY_DDL = (
     "pods bigint, ids bigint, `distinct` bigint, oldest double, controls string, "
     "written bigint, deleted bigint, repeated boolean, note string"
 )
+_ARROW = {"bigint": pa.int64(), "double": pa.float64(), "string": pa.string(), "boolean": pa.bool_()}
 _SUMMARY = pa.schema(
-    [
-        ("pods", pa.int64()),
-        ("ids", pa.int64()),
-        ("distinct", pa.int64()),
-        ("oldest", pa.float64()),
-        ("controls", pa.string()),
-        ("written", pa.int64()),
-        ("deleted", pa.int64()),
-        ("repeated", pa.bool_()),
-        ("note", pa.string()),
-    ]
+    [(name.strip("`"), _ARROW[kind]) for name, kind in (column.split() for column in SUMMARY_DDL.split(", "))]
 )
 KIND, NOTE = "_kind", "_note"
 WRITE, DELETE, STATISTICS = "W", "D", "S"

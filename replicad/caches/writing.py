@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from replicad.errors import UsageError
-from replicad.postgres.dbapi import DbApi, commits_by_itself, run
+from replicad.postgres.dbapi import DbApi, commits_by_itself, fetch_in_transaction, run
 from replicad.postgres.literals import quote_ident
 
 SCHEMA: Final = "replicad"
@@ -61,11 +61,7 @@ def _json(value: object) -> str:
 
 
 async def _ask(connection: Any, sql: str, *args: object) -> None:
-    in_transaction = getattr(connection, "is_in_transaction", None)
-    if in_transaction is not None and not in_transaction():
-        raise UsageError(_APART)
-    fetch = getattr(connection, "fetch_value", None) or connection.fetchval
-    await fetch(sql, *args)
+    await fetch_in_transaction(connection, sql, args, UsageError(_APART))
 
 
 def _run(connection: DbApi, sql: str, *args: object) -> None:

@@ -12,7 +12,7 @@ import importlib
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,17 +94,13 @@ def setting(
 
     `secret` keeps the value out of the command line, of messages and of repr(); `in_repr=False` out of repr() alone.
     """
-    spec = {
-        "default": default,
-        "help": help,
-        "placeholder": placeholder,
-        "parse": parse,
-        "minimum": minimum,
-        "maximum": maximum,
-        "unit": unit,
-        "on_command_line": not secret,
-    }
+    spec = Setting("", default, help, placeholder, parse, minimum, maximum, unit, on_command_line=not secret)
     made: T = field(default=default, repr=in_repr and not secret, metadata={_KEY: spec})
+    return made
+
+
+def _setting_in(entry: Field[Any]) -> Setting:
+    made: Setting = replace(entry.metadata[_KEY], name=entry.name)
     return made
 
 
@@ -112,7 +108,7 @@ def settings_of(kind: type, *, nested: bool = True) -> Iterator[Setting]:
     """Every setting of a settings dataclass and (`nested`) of the dataclasses inside it, in the order of the fields."""
     for entry in fields(kind):
         if _KEY in entry.metadata:
-            yield Setting(name=entry.name, **entry.metadata[_KEY])
+            yield _setting_in(entry)
         elif nested and is_dataclass(entry.default):
             yield from settings_of(type(entry.default))
 
@@ -124,7 +120,7 @@ def check_ranges(settings: Any, *ordered: tuple[str, str]) -> None:
     """
     for entry in fields(settings):
         if _KEY in entry.metadata:
-            made = Setting(name=entry.name, **entry.metadata[_KEY])
+            made = _setting_in(entry)
             made.check(getattr(settings, entry.name), made.option)
     for less, more in ordered:
         low, high = getattr(settings, less), getattr(settings, more)
@@ -145,7 +141,7 @@ def load(
         if _KEY not in entry.metadata:
             values[entry.name] = load(type(entry.default), options, environ, file)
             continue
-        made = Setting(name=entry.name, **entry.metadata[_KEY])
+        made = _setting_in(entry)
         candidates = (
             (made.option, options.get(made.name)),
             (made.variable, environ.get(made.variable) or None),

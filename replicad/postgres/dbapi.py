@@ -1,4 +1,4 @@
-"""Statements on DB-API connections of the user's own driver (psycopg, pg8000, ADBC, ...).
+"""Statements on connections of the user's own driver: DB-API (psycopg, pg8000, ADBC, ...), or asyncpg.
 
 Errors of the driver are raised unchanged. Drivers differ in more than the standard says; what is known of it is here.
 """
@@ -31,6 +31,15 @@ def run(connection: DbApi, sql: str, args: Sequence[object]) -> Sequence[Any]:
         return rows
     finally:
         cursor.close()
+
+
+async def fetch_in_transaction(connection: Any, sql: str, args: Sequence[object], refusal: Exception) -> Any:
+    """The value of a query on a connection of asyncpg, or replicad's own. Raises `refusal` outside of a transaction."""
+    in_transaction = getattr(connection, "is_in_transaction", None)
+    if in_transaction is not None and not in_transaction():
+        raise refusal
+    fetch = getattr(connection, "fetch_value", None) or connection.fetchval
+    return await fetch(sql, *args)
 
 
 def commits_by_itself(connection: object) -> bool:

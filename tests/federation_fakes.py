@@ -13,7 +13,7 @@ import trio
 
 from replicad.sender.items import START, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
 from replicad.sender.store import Entry, Recording
-from replicad.sender.transport import Outcome
+from replicad.sender.transport import SendResult
 
 
 @dataclass
@@ -124,7 +124,7 @@ class MemoryStore:
         return self.shelves[name].page(wanted, pdus=pdus, pdu_bytes=pdu_bytes, edus=edus)
 
 
-Answer = Callable[[str, Transaction], Awaitable[Outcome]]
+Answer = Callable[[str, Transaction], Awaitable[SendResult]]
 
 
 class ScriptedTransport:
@@ -140,7 +140,7 @@ class ScriptedTransport:
     def accepts(self, destination: str) -> bool:
         return True
 
-    async def send(self, destination: str, transaction: Transaction) -> Outcome:
+    async def send(self, destination: str, transaction: Transaction) -> SendResult:
         assert destination not in self.in_flight, "two requests at the same time"
         self.in_flight.add(destination)
         self.attempts[destination].append(trio.current_time())

@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
 from replicad.caches.following import (
     ALSO,
+    ENDED,
     RETRY_CAP,
     RETRY_FIRST,
     STREAM,
     Also,
     Following,
-    log,
     wishes,
 )
-from replicad.caches.registry import MAX_STALENESS, Caches
-from replicad.client.backoff import Backoff
+from replicad.caches.registry import Caches
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import Connected, Reset, RowBatch
-from replicad.errors import ConnectionLost, ReplicadError
+from replicad.errors import ConnectionLost
+from replicad.retry import Backoff
 
 _JOIN = 10.0  # seconds for the thread to end; closing its connection ends every wait in it
 
 
 class CacheInvalidator(Caches):
-    """The caches of a program, kept up to date by a thread. Make it where caches are declared, at a module's top."""
+    """The caches of a program, kept up to date by a thread. Make it where caches are declared, at a module's top.
 
-    def __init__(
-        self,
-        *,
-        max_staleness: float = MAX_STALENESS,
-        tolerate: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """The arguments are those of `registry.Caches`."""
-        super().__init__(max_staleness=max_staleness, tolerate=tolerate, now=now)
-        self._is_live = threading.Event()
+    The arguments are those of `registry.Caches`.
+    """
 
     @contextmanager
     def following(
@@ -67,19 +58,6 @@ class CacheInvalidator(Caches):
         """Wait until the caches are live. Raises ConnectionLost, with the reason, after `timeout` seconds."""
         if not self._is_live.wait(timeout):
             raise ConnectionLost(f"the caches are not live after {timeout:g} s: {self.problem}")
-
-    def stand(self, *, live: bool, problem: str | None = None) -> None:
-        """As in Caches; wakes the threads in `wait_live`."""
-        super().stand(live=live, problem=problem)
-        if live:
-            self._is_live.set()
-        else:
-            self._is_live.clear()
-
-    def forked(self) -> None:
-        """As in Caches."""
-        self._is_live = threading.Event()
-        super().forked()
 
 
 class _Thread:
@@ -108,22 +86,13 @@ class _Thread:
         if self._follower is not None:
             self._follower.close()
         self._thread.join(_JOIN)
-        self._following.stop("following the stream has ended")
+        self._following.stop(ENDED)
 
     def _run(self) -> None:
         pause = Backoff(RETRY_FIRST, RETRY_CAP)
         while not self._stop.is_set():
-            why = "following the stream has ended"
-            try:
+            with self._following.session():
                 self._follow(pause)
-            except ReplicadError as error:
-                why = str(error)
-                log.warning("caches_not_followed", stream=self._stream, code=error.code, error=why)
-            except Exception as error:  # noqa: BLE001 - a storage's own, say; whatever it is, nothing stays live
-                why = repr(error)
-                log.exception("caches_not_followed", stream=self._stream, error=why)
-            finally:
-                self._following.stop(why)
             self._stop.wait(pause.next_delay())
 
     def _follow(self, pause: Backoff) -> None:

@@ -10,16 +10,14 @@ import click
 
 from replicad.config.settings import DatabaseSettings
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadGroup, option, settings_options
+from replicad.terminal.command import ReplicadGroup, database_options, json_option, option
 from replicad.terminal.database import install_part, on_database
-from replicad.terminal.output import JSON_HELP, print_rows
+from replicad.terminal.output import print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
 
 T = TypeVar("T")
-
-_database_options = settings_options(DatabaseSettings, "Database")
 
 
 @click.group("caches", cls=ReplicadGroup, short_help="Invalidate cache entries of all workers.")
@@ -42,7 +40,7 @@ def command() -> None:
     help="Make sessions with this application_name a writer of their own. Its open transactions do not hold back the "
     "invalidations of others. May be given several times. All other sessions are one writer, master.",
 )
-@_database_options
+@database_options
 def enable(writers: tuple[str, ...], **options: Any) -> None:
     """Install the SQL functions that writers call, and make the stream `caches`. Run it again to add writers.
 
@@ -59,7 +57,7 @@ def enable(writers: tuple[str, ...], **options: Any) -> None:
 
 
 @command.command("disable")
-@_database_options
+@database_options
 def disable(**options: Any) -> None:
     """Remove the stream with its rows. Later invalidations write nothing.
 
@@ -82,7 +80,7 @@ Examples:
 )
 @click.argument("name")
 @click.argument("keys", nargs=-1)
-@_database_options
+@database_options
 def invalidate(name: str, keys: tuple[str, ...], **options: Any) -> None:
     """Invalidate the entry KEYS of the cache or group NAME at all workers; without KEYS all its entries.
 
@@ -99,8 +97,8 @@ def invalidate(name: str, keys: tuple[str, ...], **options: Any) -> None:
 
 
 @command.command("names")
-@option("--json", "as_json", is_flag=True, help=JSON_HELP)
-@_database_options
+@json_option
+@database_options
 def names(as_json: bool, **options: Any) -> None:
     """List the caches that the newest 100,000 invalidations name."""
 

@@ -6,17 +6,20 @@ The driver follows the stream from `NOW` and passes every event to `take`. When 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from replicad.caches.course import Course
 from replicad.caches.registry import Caches
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
 from replicad.client.pursuit import FollowWishes
+from replicad.errors import ReplicadError
 from replicad.eventlog import get_logger
+from replicad.retry import Backoff
 
 STREAM = "caches"
+ENDED = "following the stream has ended"
 Also = PositionMoved | Connected | Disconnected | TakenUpto
 ALSO: tuple[type[Also], ...] = (PositionMoved, Connected, Disconnected, TakenUpto)  # the driver asks its follower so
 RETRY_FIRST = 0.5  # seconds until following is begun anew after something that trying again may not mend
@@ -87,6 +90,21 @@ class Following:
             self._caches.stand(live=True)
             if self._told:  # the log has said that they were not live
                 log.info("caches_live", stream=self._stream)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """For the block in which the driver follows the stream. Errors end it, are logged, and are not raised."""
+        why = ENDED
+        try:
+            yield
+        except ReplicadError as error:
+            why = str(error)
+            log.warning("caches_not_followed", stream=self._stream, code=error.code, error=why)
+        except Exception as error:
+            why = repr(error)
+            log.exception("caches_not_followed", stream=self._stream, error=why)
+        finally:
+            self.stop(why)
 
     def stop(self, why: str) -> None:
         """The driver has ended."""

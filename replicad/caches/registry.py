@@ -65,6 +65,8 @@ class Caches:
     clock in seconds.
     """
 
+    _new_event: Any = staticmethod(threading.Event)
+
     def __init__(
         self,
         *,
@@ -84,6 +86,7 @@ class Caches:
         self._members: dict[str, Member] = {}
         self._groups: dict[str, list[_Share]] = {"cs_cache_fake": []}
         self._rows = self._malformed = 0
+        self._is_live = self._new_event()  # set while the caches are live; replaced when they are no longer
         _every.add(self)
 
     # --- declaring ---
@@ -248,6 +251,10 @@ class Caches:
                     member.void()
             self.problem = None if live else problem
             self.live = live
+            if live:
+                self._is_live.set()
+            elif self._is_live.is_set():
+                self._is_live = self._new_event()
 
     def statistics(self) -> CachesStatistics:
         """Counts, as one frozen value."""
@@ -264,6 +271,7 @@ class Caches:
         if self.live or self._followed:
             self.problem = "this process was forked from one that follows the stream; follow it here as well"
         self.live = self._followed = False
+        self._is_live = self._new_event()
         self._lost_at = None
         for member in self._members.values():
             member.forked()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import trio
 
 from replicad.caches.following import (
@@ -13,32 +10,22 @@ from replicad.caches.following import (
     RETRY_FIRST,
     STREAM,
     Following,
-    log,
     wishes,
 )
-from replicad.caches.registry import MAX_STALENESS, Caches
-from replicad.client.backoff import Backoff
+from replicad.caches.registry import Caches
 from replicad.client.events import Connected
 from replicad.client.trio_client import TrioClient
-from replicad.errors import ReplicadError
+from replicad.retry import Backoff
 
 
 class CacheInvalidator(Caches):
     """The caches of a program, kept up to date by a task. Make it where caches are declared, at the top of a module.
 
-    Cached functions, plain or async, may be called from any task and any thread.
+    Cached functions, plain or async, may be called from any task and any thread. The arguments are those of
+    `registry.Caches`.
     """
 
-    def __init__(
-        self,
-        *,
-        max_staleness: float = MAX_STALENESS,
-        tolerate: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """The arguments are those of `registry.Caches`."""
-        super().__init__(max_staleness=max_staleness, tolerate=tolerate, now=now)
-        self._is_live = trio.Event()
+    _new_event = staticmethod(trio.Event)
 
     async def run(
         self,
@@ -66,8 +53,7 @@ class CacheInvalidator(Caches):
         pause = Backoff(RETRY_FIRST, RETRY_CAP)
         started = False
         while True:
-            why = "following the stream has ended"
-            try:
+            with following.session():
                 async with client.follow({stream: "NOW"}, also=ALSO, **wishes(self, backoff)) as follower:
                     async for event in follower:
                         if isinstance(event, Connected):
@@ -76,25 +62,9 @@ class CacheInvalidator(Caches):
                         if self.live and not started:
                             started = True
                             task_status.started()
-            except ReplicadError as error:
-                why = str(error)
-                log.warning("caches_not_followed", stream=stream, code=error.code, error=why)
-            except Exception as error:  # noqa: BLE001 - a storage's own, say; whatever it is, nothing stays live
-                why = repr(error)
-                log.exception("caches_not_followed", stream=stream, error=why)
-            finally:
-                following.stop(why)
             await trio.sleep(pause.next_delay())
 
     async def wait_live(self) -> None:
         """Wait until the caches are live."""
         while not self.live:
             await self._is_live.wait()
-
-    def stand(self, *, live: bool, problem: str | None = None) -> None:
-        """As in Caches; wakes the tasks in `wait_live`. Called only in the task of `run`."""
-        super().stand(live=live, problem=problem)
-        if live:
-            self._is_live.set()
-        elif self._is_live.is_set():
-            self._is_live = trio.Event()

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from replicad.errors import UsageError
-from replicad.postgres.literals import fill, quote_ident
+from replicad.postgres.dbapi import DbApi, commits_by_itself, fetch_in_transaction, run
+from replicad.postgres.literals import quote_ident
 
 SCHEMA: Final = "replicad"
-
-
-class Cursors(Protocol):
-    """The methods of a DB-API connection that are used here."""
-
-    def cursor(self) -> Any: ...
 
 
 async def invalidate(connection: Any, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
@@ -42,13 +37,13 @@ async def invalidate_many(
     await _ask(connection, _statement("invalidate_cache_many", schema), func, _json([list(keys) for keys in entries]))
 
 
-def blocking_invalidate(connection: Cursors, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
+def blocking_invalidate(connection: DbApi, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
     """As `invalidate`, on a DB-API connection (psycopg, pg8000, ADBC, ...)."""
     _run(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(list(keys)))
 
 
 def blocking_invalidate_many(
-    connection: Cursors, func: str, entries: Iterable[Sequence[Any]], *, schema: str = SCHEMA
+    connection: DbApi, func: str, entries: Iterable[Sequence[Any]], *, schema: str = SCHEMA
 ) -> None:
     """As `invalidate_many`, on a DB-API connection."""
     _run(connection, _statement("invalidate_cache_many", schema), func, _json([list(keys) for keys in entries]))
@@ -66,23 +61,13 @@ def _json(value: object) -> str:
 
 
 async def _ask(connection: Any, sql: str, *args: object) -> None:
-    in_transaction = getattr(connection, "is_in_transaction", None)
-    if in_transaction is not None and not in_transaction():
-        raise UsageError(_APART)
-    fetch = getattr(connection, "fetch_value", None) or connection.fetchval
-    await fetch(sql, *args)
+    await fetch_in_transaction(connection, sql, args, UsageError(_APART))
 
 
-def _run(connection: Cursors, sql: str, *args: object) -> None:
-    """Run a statement with constants: drivers differ in the form of parameters."""
-    if getattr(connection, "autocommit", False) is True:  # not part of DB-API, but what psycopg and others call it
+def _run(connection: DbApi, sql: str, *args: object) -> None:
+    if commits_by_itself(connection):
         raise UsageError(_APART)
-    cursor = connection.cursor()
-    try:
-        cursor.execute(fill(sql, args))
-        cursor.fetchall()
-    finally:
-        cursor.close()
+    run(connection, sql, args)
 
 
 _APART = "a change and its invalidation belong together: begin a transaction, change, invalidate, commit."

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from replicad.client.answers import Answer
@@ -24,7 +23,8 @@ from replicad.client.refusals import keeps_in_step
 from replicad.client.requests import Introduction
 from replicad.client.sockets import SocketLink, Target, open_link
 from replicad.client.steps import STEPS
-from replicad.errors import ConnectionLost, LocalProtocolError, UsageError
+from replicad.config.secrets import trust
+from replicad.errors import ConnectionLost, LocalProtocolError
 from replicad.protocol.connection import Timing
 from replicad.tubes.commands import CursorAt
 
@@ -54,12 +54,7 @@ class Endpoint:
         Raises:
             UsageError: the file cannot be read or holds no certificate.
         """
-        if self.tls_ca is None:
-            return None
-        try:
-            return ssl.create_default_context(cafile=None if self.tls_ca == "system" else self.tls_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise UsageError(f"{self.tls_ca} cannot be used as a certificate authority: {error}") from error
+        return None if self.tls_ca is None else trust(self.tls_ca, "tls_ca")
 
     def connect(self, name: str) -> BlockingClient:
         """A client that calls itself `name`; it connects with its first request.
@@ -146,9 +141,7 @@ class BlockingClient(Requests):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- how ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from replicad.client.following import Followed, Tokens
@@ -88,7 +87,5 @@ class BlockingFollower(Followed, Iterator[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -13,26 +13,17 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.ledger import Ledger
 from replicad.client.pods import Pod
 from replicad.errors import DownstreamError
 from replicad.eventlog import get_logger
+from replicad.retry import Backoff
 
 StaleIds = Callable[[int, int, int], Awaitable[Sequence[int]]]
 
 FRUITLESS_STEPS = 10  # in which the downstream names the same ids again after they were processed
 
 log = get_logger(__name__)
-
-
-def start_of(pod: Pod) -> int | None:
-    """The `start_seq` of a `backfill_end` control pod; None for any other pod."""
-    payload = pod.payload if not pod.ids and isinstance(pod.payload, dict) else {}
-    if payload.get("type") != "backfill_end":
-        return None
-    found = str(payload.get("start_seq", ""))
-    return int(found) if found.isdecimal() else None
 
 
 async def collect(

@@ -38,6 +38,17 @@ def parse_pods(lines: bytes) -> list[Pod]:
         raise RemoteProtocolError(f"a pod is not JSON of the form that was agreed on: {error!r:.300}") from error
 
 
+def garbage_before(payload: Any) -> int | None:
+    """The `start_seq` in the payload of a control pod that ends a backfill; None for any other payload.
+
+    What a downstream holds of the shard for a touch with a lower seq is garbage.
+    """
+    if not isinstance(payload, dict) or payload.get("type") != "backfill_end":
+        return None
+    found = str(payload.get("start_seq", ""))
+    return int(found) if found.isdecimal() else None
+
+
 def _pod(row: dict[str, Any]) -> Pod:
     ts = datetime.fromisoformat(row["ts"])
     return Pod(row["seq"], row["op"], row["shard"], row["ids"], row.get("payload"), ts)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, StreamStopped, TakenUpto
 from replicad.client.follower import BatchLimits, Follower
 from replicad.client.refusals import (
@@ -37,6 +36,7 @@ from replicad.protocol.command import Command
 from replicad.protocol.commands import Error
 from replicad.protocol.connection import Connection
 from replicad.protocol.lines import LineTooLong
+from replicad.retry import Backoff
 from replicad.streams.commands import Replicate, Streams, Taken
 
 FOREVER = float("inf")  # between two rows of a quiet stream nothing but PINGs comes

@@ -12,41 +12,19 @@ from typing import NamedTuple, TypedDict
 
 from replicad.client.refusals import refusal
 from replicad.client.steps import Receive, Send, Steps
+from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import RemoteProtocolError, WrongServer
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Auth, Error, Name, Ping, Server
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor
 from replicad.streams.commands import Streams
-from replicad.tubes.commands import (
-    MAX_BLOCK,
-    Ack,
-    Acked,
-    Arrow,
-    Claim,
-    CursorAt,
-    Lease,
-    Park,
-    Parked,
-    Part,
-    Pods,
-    Release,
-    Renew,
-    Report,
-    Tube,
-)
+from replicad.tubes.commands import COMMANDS, MAX_BLOCK, Ack, Arrow, CursorAt, Park, Part, Pods
 
-# What answers each request, besides ERROR.
+_BY_NAME = {kind.NAME: kind for kind in VOCABULARY}
+# What answers each request, besides ERROR; of an answer in several parts, the last.
 ANSWERS: dict[type[Command], type[Command]] = {
-    Streams: Streams,
-    Tube: Tube,
-    Claim: Lease,
-    Renew: Lease,
-    Release: Release,
-    Pods: CursorAt,
-    Ack: Acked,
-    Park: Parked,
-    Report: Report,
+    kind: _BY_NAME[kind.ANSWER.rpartition("then ")[2].split()[0]] for kind in (Streams, *COMMANDS) if kind.ANSWER
 }
 SEQS_PER_LINE = 20_000  # of 19 digits and a comma at most: well below the longest line that a daemon takes
 MAX_ERROR = 10_000  # characters; a traceback's end says what happened

@@ -19,20 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from replicad.client.refusals import again, is_notice, refusal
+from replicad.client.link import Link
 from replicad.client.requests import Introduction, greet
 from replicad.client.steps import Receive, Send, Steps
-from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import ConnectionLost, ReplicadError
 from replicad.protocol.command import Command
-from replicad.protocol.commands import Error, Ping
-from replicad.protocol.connection import Connection, Due, Timing
-from replicad.protocol.words import Side
+from replicad.protocol.commands import Ping
+from replicad.protocol.connection import Due, Timing
 
 T = TypeVar("T")
 
 READ_BYTES = 1 << 18  # one read takes what a fast sender has put there meanwhile
-MAX_ROW = 64 << 20  # bytes in a line of the server; the largest row that Postgres' own limits make likely
 _SHORTEST_PAUSE = 0.05  # seconds between two looks of the thread, whatever is due
 _PLAIN_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
@@ -107,7 +104,7 @@ def reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class SocketLink:
+class SocketLink(Link):
     """An open connection. One thread at a time runs steps on it; `tick` may be called by another one meanwhile.
 
     Any failure closes it for good. Use `busy` around requests: while nobody is busy, what comes is read and
@@ -115,24 +112,13 @@ class SocketLink:
     """
 
     def __init__(self, sock: socket.socket, target: Target, clock: Callable[[], float]) -> None:
-        self.target = target
-        self.server_name = ""
-        self.connection = Connection(Side.CLIENT, VOCABULARY, now=clock(), timing=target.timing, max_line=MAX_ROW)
+        super().__init__(target, clock())
         self._sock = sock
         self._clock = clock
         self._lock = threading.Lock()
-        self._deadline = float("inf")
-        self._busy = True
-        self._reading = False
-        self._ended: ReplicadError | None = None
         self._stop = threading.Event()
 
     # --- for the owner ---
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is of no more use."""
-        return self._ended is not None
 
     def begin(self) -> bool:
         """Before a request: False where the connection turned out to have ended meanwhile."""
@@ -272,37 +258,24 @@ class SocketLink:
         self._fail(ConnectionLost(f"the connection to {self.target} broke: {reason(error)}"))
         self._check_open()
 
-    def _check_open(self) -> None:
-        if self._ended is not None:
-            raise again(self._ended)
-
     def _mind_the_time(self) -> None:
         """Do what is due, under the lock.
 
         Raises:
             ConnectionLost: the peer is silent, or does not finish a line.
         """
-        match self.connection.due(self._clock()):
-            case Due.PING:
-                self._write(self.connection.send(Ping(), self._clock()))
-            case Due.PEER_SILENT:
-                self._fail(ConnectionLost(f"{self.target} has been silent for {self.target.timing.peer_timeout:g} s"))
-                self._check_open()
-            case Due.UNFINISHED_LINE:
-                self._fail(ConnectionLost(f"{self.target} began a line and did not end it"))
-                self._check_open()
-            case None:
-                pass
+        due = self.connection.due(self._clock())
+        if due is Due.PING:
+            self._write(self.connection.send(Ping(), self._clock()))
+        elif due is not None:
+            self._fail(self._overdue(due))
+            self._check_open()
 
     def _pass_over(self) -> None:
         """Read what came while nobody was asking; under the lock."""
         try:
             while not self.closed and (block := self._read_nowait()) is not None:
-                for line in block.split(b"\n"):
-                    command = self.connection.understand(line)
-                    if isinstance(command, Error) and not is_notice(error := refusal(command.text)):
-                        raise error
-                self.connection.check()
+                self._look_at(block)
         except ReplicadError as error:
             self._fail(error)
 

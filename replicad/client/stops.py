@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replicad.errors import ReplicadError, RowUnreadable
+from replicad.retry import Backoff
 
 FIRST_PAUSE = 0.5  # seconds; the server itself tries the row again that often at first
 MAX_PAUSE = 10.0
@@ -17,9 +18,10 @@ MAX_PAUSE = 10.0
 @dataclass(slots=True)
 class _Stop:
     row_id: int | None  # None: the server refused the stream
-    pause: float
-    waited: float  # seconds for this row, or since it was accepted last, the pause included
-    again_at: float  # on this connection
+    backoff: Backoff
+    pause: float = 0.0
+    waited: float = 0.0  # seconds for this row, or since it was accepted last, the pause included
+    again_at: float = 0.0  # on this connection
     stands: bool = True  # it has stopped on this connection
 
 
@@ -42,12 +44,14 @@ class Stops:
     def stopped(self, stream: str, error: ReplicadError, now: float) -> float:
         """Begin a pause for the stream; returns its length."""
         row_id = error.row_id if isinstance(error, RowUnreadable) else None
-        pause, waited = FIRST_PAUSE, 0.0
-        known = self._stops.get(stream)
-        if known is not None and known.row_id == row_id:
-            pause, waited = min(2 * known.pause, MAX_PAUSE), known.waited
-        self._stops[stream] = _Stop(row_id, pause, waited + pause, now + pause)
-        return pause
+        stop = self._stops.get(stream)
+        if stop is None or stop.row_id != row_id:
+            stop = self._stops[stream] = _Stop(row_id, Backoff(FIRST_PAUSE, MAX_PAUSE, jitter=0.0))
+        stop.pause = stop.backoff.next_delay()
+        stop.waited += stop.pause
+        stop.again_at = now + stop.pause
+        stop.stands = True
+        return stop.pause
 
     def accepted(self, stream: str) -> None:
         """The server has accepted the subscription. It may still stop before the same row: that pause is kept."""

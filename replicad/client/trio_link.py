@@ -12,18 +12,16 @@ from typing import Any, TypeVar
 
 import trio
 
-from replicad.client.refusals import again, is_notice, refusal
+from replicad.client.link import Link
 from replicad.client.requests import greet
-from replicad.client.sockets import MAX_ROW, READ_BYTES, Target, reason
+from replicad.client.sockets import READ_BYTES, Target, reason
 from replicad.client.steps import Receive, Send, Steps
-from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import ConnectionLost, ReplicadError
 from replicad.groups import leaves
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.command import Command
-from replicad.protocol.commands import Error, Ping
-from replicad.protocol.connection import Connection, Due
-from replicad.protocol.words import Side
+from replicad.protocol.commands import Ping
+from replicad.protocol.connection import Due
 
 T = TypeVar("T")
 
@@ -81,7 +79,7 @@ def _why(error: BaseException) -> str:
     return reason(leaves(error.__cause__ or error)[0])
 
 
-class TrioLink:
+class TrioLink(Link):
     """An open connection. One task at a time runs steps on it. Any failure closes it for good.
 
     Use `begin` and `end` around requests: while nobody is busy, what comes is passed over, so that PINGs do not pile up
@@ -89,27 +87,14 @@ class TrioLink:
     """
 
     def __init__(self, stream: trio.abc.Stream, target: Target) -> None:
-        self.target = target
-        self.server_name = ""
-        self.connection = Connection(
-            Side.CLIENT, VOCABULARY, now=trio.current_time(), timing=target.timing, max_line=MAX_ROW
-        )
+        super().__init__(target, trio.current_time())
         self._stream = stream
         self._sending = trio.Lock()
         self._into, self._blocks = trio.open_memory_channel[bytes](1)
         self._asked = trio.Event()  # the owner wants a block
-        self._deadline = float("inf")
-        self._busy = True
-        self._reading = False
-        self._ended: ReplicadError | None = None
         self._scope = trio.CancelScope()
 
     # --- for the owner ---
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is of no more use."""
-        return self._ended is not None
 
     def begin(self) -> bool:
         """Before a request: False where the connection turned out to have ended meanwhile."""
@@ -261,24 +246,17 @@ class TrioLink:
                 case Due.PING:
                     with contextlib.suppress(ReplicadError):  # noted, and raised to the owner when it asks next
                         await self.send((Ping(),))
-                case Due.PEER_SILENT:
-                    silence = self.target.timing.peer_timeout
-                    self._fail(ConnectionLost(f"{self.target} has been silent for {silence:g} s"))
-                case Due.UNFINISHED_LINE:
-                    self._fail(ConnectionLost(f"{self.target} began a line and did not end it"))
                 case None:
                     await trio.sleep_until(self.connection.next_deadline())
+                case overdue:
+                    self._fail(self._overdue(overdue))
 
     # --- the end ---
 
     def _pass_over(self, block: bytes) -> None:
         """Look at what came while nobody was asking."""
         try:
-            for line in block.split(b"\n"):
-                command = self.connection.understand(line)
-                if isinstance(command, Error) and not is_notice(error := refusal(command.text)):
-                    raise error
-            self.connection.check()
+            self._look_at(block)
         except ReplicadError as error:
             self._fail(error)
 
@@ -288,7 +266,3 @@ class TrioLink:
             self._ended = error
             self._into.close()
             self._scope.cancel()
-
-    def _check_open(self) -> None:
-        if self._ended is not None:
-            raise again(self._ended)

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.client.backoff import Backoff
-from replicad.client.garbage import FRUITLESS_STEPS, StaleIds, collect, start_of
+from replicad.client.garbage import FRUITLESS_STEPS, StaleIds, collect
 from replicad.client.ledger import Ledger, Touch
-from replicad.client.pods import Pod
+from replicad.client.pods import Pod, garbage_before
 from replicad.client.refusals import may_pass
 from replicad.client.trio_client import TrioClient
 from replicad.errors import (
@@ -36,6 +35,7 @@ from replicad.errors import (
 from replicad.eventlog import get_logger
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.tokens import START
+from replicad.retry import Backoff
 from replicad.tubes.commands import Part
 
 Handle = Callable[["Batch"], Awaitable[None]]
@@ -264,7 +264,7 @@ class _Partition:
         for pod in found.pods:
             if not pod.ids and self._worker._control is not None:
                 await self._worker._control(pod)
-            before = None if self._worker._stale_ids is None else start_of(pod)
+            before = None if pod.ids or self._worker._stale_ids is None else garbage_before(pod.payload)
             self._ledger.add(pod.seq, pod.shard, pod.op, pod.ids, held=before is not None)
             if before is not None:
                 self._ends.append((pod, before))
@@ -334,7 +334,7 @@ class _Partition:
         return None
 
     def _pause(self, tries: int) -> float:
-        return min(self._settings.backoff_cap, self._settings.backoff_first * math.pow(2, min(tries, 30)))
+        return Backoff(self._settings.backoff_first, self._settings.backoff_cap).whole(tries)
 
     def _finish(self, touches: list[Touch]) -> None:
         self._ledger.done(touches)

@@ -8,10 +8,11 @@ message where the check fails. Which settings there are stands in `config`.
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,17 +94,13 @@ def setting(
 
     `secret` keeps the value out of the command line, of messages and of repr(); `in_repr=False` out of repr() alone.
     """
-    spec = {
-        "default": default,
-        "help": help,
-        "placeholder": placeholder,
-        "parse": parse,
-        "minimum": minimum,
-        "maximum": maximum,
-        "unit": unit,
-        "on_command_line": not secret,
-    }
+    spec = Setting("", default, help, placeholder, parse, minimum, maximum, unit, on_command_line=not secret)
     made: T = field(default=default, repr=in_repr and not secret, metadata={_KEY: spec})
+    return made
+
+
+def _setting_in(entry: Field[Any]) -> Setting:
+    made: Setting = replace(entry.metadata[_KEY], name=entry.name)
     return made
 
 
@@ -111,17 +108,25 @@ def settings_of(kind: type, *, nested: bool = True) -> Iterator[Setting]:
     """Every setting of a settings dataclass and (`nested`) of the dataclasses inside it, in the order of the fields."""
     for entry in fields(kind):
         if _KEY in entry.metadata:
-            yield Setting(name=entry.name, **entry.metadata[_KEY])
+            yield _setting_in(entry)
         elif nested and is_dataclass(entry.default):
             yield from settings_of(type(entry.default))
 
 
-def check_ranges(settings: Any) -> None:
-    """Check every number of a settings object that was made in Python instead of read; for `__post_init__`."""
+def check_ranges(settings: Any, *ordered: tuple[str, str]) -> None:
+    """Check every number of a settings object that was made in Python instead of read; for `__post_init__`.
+
+    `ordered` are pairs of names: the first of them may not be above the second.
+    """
     for entry in fields(settings):
         if _KEY in entry.metadata:
-            made = Setting(name=entry.name, **entry.metadata[_KEY])
+            made = _setting_in(entry)
             made.check(getattr(settings, entry.name), made.option)
+    for less, more in ordered:
+        low, high = getattr(settings, less), getattr(settings, more)
+        if low > high:
+            said = [f"--{name.replace('_', '-')} {plain(value)}" for name, value in ((less, low), (more, high))]
+            raise UsageError(f"{' is above '.join(said)}; lower the one or raise the other")
 
 
 def load(
@@ -136,7 +141,7 @@ def load(
         if _KEY not in entry.metadata:
             values[entry.name] = load(type(entry.default), options, environ, file)
             continue
-        made = Setting(name=entry.name, **entry.metadata[_KEY])
+        made = _setting_in(entry)
         candidates = (
             (made.option, options.get(made.name)),
             (made.variable, environ.get(made.variable) or None),
@@ -149,18 +154,36 @@ def load(
     return kind(**values)
 
 
+def read_toml(path: Path, where: str = "") -> dict[str, Any]:
+    """The content of a TOML file. Raises UsageError, whose message begins with `where`, if it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{where}{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{where}{path} is not TOML: {error}") from error
+
+
+def load_object(path: str, where: str) -> Any:
+    """What `module:name` names, for an option that names a function or a class of the user's.
+
+    Raises:
+        UsageError: there is no such module, or nothing of that name in it; the message begins with `where`.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{where}: {path} cannot be loaded ({error}); write it like my_module:my_name") from error
+
+
 def read_file(path: Path, kind: type) -> dict[str, str]:
     """Read a TOML file of `key = value` lines into texts by setting name.
 
     Raises:
         UsageError: no such file, not TOML, or a key that is no setting of `kind`.
     """
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config: {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config: {path} is not TOML: {error}") from error
+    found = read_toml(path, "--config: ")
     known = {made.name for made in settings_of(kind)}
     for key, value in found.items():
         if key not in known:
@@ -215,3 +238,32 @@ def path(text: str) -> Path:
     if not text or "\0" in text:
         raise ValueError("give a path")
     return Path(text).expanduser()
+
+
+def choice_of(*names: str) -> Callable[[str], str]:
+    """A parser for one of a few words."""
+    listed = ", ".join(names[:-1]) + f" or {names[-1]}"
+    return text_of("|".join(map(re.escape, names)), f"give {listed}")
+
+
+# --- kinds of settings: `setting` with the parser, placeholder and unit of the kind ------------------
+
+
+def count(default: int, help: str, low: int, high: int) -> int:
+    """A setting that is a whole number."""
+    return setting(default, help, "N", whole_number, minimum=low, maximum=high)
+
+
+def duration(default: float, help: str, low: float, high: float) -> float:
+    """A setting that is a time in seconds."""
+    return setting(default, help, "SECONDS", seconds, minimum=low, maximum=high, unit="seconds")
+
+
+def amount(default: int, help: str, low: int, high: int) -> int:
+    """A setting that is a number of bytes."""
+    return setting(default, help, "BYTES", size, minimum=low, maximum=high, unit="bytes")
+
+
+def choice(default: str, help: str, *names: str) -> str:
+    """A setting that is one of a few words."""
+    return setting(default, help, "|".join(names), choice_of(*names))

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replicad.config.declaring import check_ranges, plain, seconds, setting, size, whole_number
-from replicad.errors import UsageError
+from replicad.config.declaring import amount, check_ranges, count, duration
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _DAY = 86400.0
 
 
-def _bytes(default: int, text: str, low: int, high: int) -> int:
-    return setting(default, text, "BYTES", size, minimum=low, maximum=high, unit="bytes")
-
-
 def _time(default: float, text: str, low: float, high: float = _DAY) -> float:
-    return setting(default, text, "SECONDS", seconds, minimum=low, maximum=high, unit="seconds")
-
-
-def _count(default: int, text: str, low: int, high: int) -> int:
-    return setting(default, text, "N", whole_number, minimum=low, maximum=high)
+    return duration(default, text, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +22,7 @@ class Limits:
         UsageError: a value out of its range, or two that contradict each other.
     """
 
-    max_line: int = _bytes(
+    max_line: int = amount(
         _MIB,
         "Longest line taken from a client: longer than any sane row, and bearable once per client.",
         4 * _KIB,
@@ -40,10 +31,10 @@ class Limits:
     line_timeout: float = _time(  # a line is a packet or two; whoever needs longer sends it byte by byte
         30.0, "A line that a client began must end within this time.", 0.1
     )
-    max_connections: int = _count(  # 10,000 workers, and headroom for people and probes
+    max_connections: int = count(  # 10,000 workers, and headroom for people and probes
         12_000, "Connections at the same time; one more is told so and closed.", 1, 1_000_000
     )
-    max_pending: int = _count(  # read ahead of their answers; requests for streams and for tubes are queued apart
+    max_pending: int = count(  # read ahead of their answers; requests for streams and for tubes are queued apart
         256,
         "Requests of one client that may wait for their answers; a client that sends one more is disconnected.",
         1,
@@ -59,13 +50,13 @@ class Limits:
     stall_timeout: float = _time(  # enough for a hiccup of a network; an answer from Postgres hangs on it
         60.0, "A client that takes nothing of an answer for this long is disconnected.", 0.1
     )
-    journal_bytes: int = _bytes(  # the only memory that grows with the traffic, whatever the number of clients
+    journal_bytes: int = amount(  # the only memory that grows with the traffic, whatever the number of clients
         64 * _MIB,
         "Memory for rows on their way to clients, shared by all. A client that falls behind it is cut off.",
         _MIB,
         64 * _GIB,
     )
-    journal_chunks: int = _count(
+    journal_chunks: int = count(
         8192, "Chunks in the journal; bounds the bookkeeping where chunks are small.", 16, 10_000_000
     )
     journal_seconds: float = _time(  # a client that is minutes behind is better served from Postgres
@@ -77,10 +68,10 @@ class Limits:
     poll_max: float = _time(  # twenty cheap statements a second when nothing happens
         0.05, "Postgres is asked for news this often while nothing moves.", 0.001, 60
     )
-    database_connections: int = _count(  # poller, publisher, leases, acks and requests; none waits for a person
+    database_connections: int = count(  # poller, publisher, leases, acks and requests; none waits for a person
         8, "Connections to Postgres for everything but catch-ups.", 3, 500
     )
-    catchup_connections: int = _count(  # a thousand reconnecting clients take turns
+    catchup_connections: int = count(  # a thousand reconnecting clients take turns
         4, "Connections to Postgres for clients that resume from an old token or read pods.", 1, 500
     )
     connect_timeout: float = _time(10.0, "A connection to Postgres must be made within this time.", 0.1, 600)
@@ -92,21 +83,10 @@ class Limits:
         3600.0, "The longest lease that a client may ask for.", 0.5
     )
     wait_max: float = _time(300.0, "The longest that a request may wait for pods or for a lease.", 0)
-    presence_devices: int = _count(  # about 1 KB each
+    presence_devices: int = count(  # about 1 KB each
         500_000, "Devices whose syncing presence keeps; one more is refused.", 1, 100_000_000
     )
     stop_grace: float = _time(5.0, "On SIGTERM or SIGINT everything ends within this time.", 0.1, 600)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
-        for less, more in (
-            ("poll_min", "poll_max"),
-            ("ping_interval", "peer_timeout"),
-            ("lease_ttl", "lease_ttl_max"),
-        ):
-            low, high = getattr(self, less), getattr(self, more)
-            if low > high:
-                names = [f"--{name.replace('_', '-')}" for name in (less, more)]
-                raise UsageError(
-                    f"{names[0]} {plain(low)} is above {names[1]} {plain(high)}; lower the one or raise the other"
-                )
+        check_ranges(self, ("poll_min", "poll_max"), ("ping_interval", "peer_timeout"), ("lease_ttl", "lease_ttl_max"))

@@ -10,13 +10,14 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from replicad.config.declaring import load, path, read_file, setting, text_of
+from replicad.config.declaring import choice, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
+from replicad.config.secrets import read_token, trust, word
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
 
@@ -26,7 +27,6 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9009
 
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})")
-_WORD = text_of(r"[!-~]{1,1024}", "give one word of printable ASCII without blanks")  # it stands on a line of the wire
 _SCHEMA = text_of(r"[^\0]{1,63}", "give the name of a schema, at most 63 characters")  # Postgres cuts longer names off
 
 
@@ -111,8 +111,8 @@ class ServerSettings:
         "HOST:PORT",
         parse_address,
     )
-    server_name: str = setting("", "Name that SERVER tells to clients. Default: the machine's name.", "NAME", _WORD)
-    token: str | None = setting(None, "Secret that clients must send with AUTH.", "TOKEN", _WORD, secret=True)
+    server_name: str = setting("", "Name that SERVER tells to clients. Default: the machine's name.", "NAME", word)
+    token: str | None = setting(None, "Secret that clients must send with AUTH.", "TOKEN", word, secret=True)
     token_file: Path | None = setting(
         None, "File with the secret that clients must send with AUTH. Default: everybody may connect.", "FILE", path
     )
@@ -155,7 +155,7 @@ class ClientSettings:
     server: Address = setting(
         Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", "HOST:PORT", parse_address
     )
-    token: str | None = setting(None, "Secret that the daemon asks for.", "TOKEN", _WORD, secret=True)
+    token: str | None = setting(None, "Secret that the daemon asks for.", "TOKEN", word, secret=True)
     token_file: Path | None = setting(None, "File with the secret that the daemon asks for.", "FILE", path)
     tls_ca: Path | None = setting(
         None, "Connect with TLS and trust this certificate authority (PEM); `system` trusts the system's.", "FILE", path
@@ -172,12 +172,7 @@ class ClientSettings:
         Raises:
             UsageError: the file cannot be read or holds no certificate.
         """
-        if self.tls_ca is None:
-            return None
-        try:
-            return ssl.create_default_context(cafile=None if str(self.tls_ca) == "system" else str(self.tls_ca))
-        except (OSError, ssl.SSLError) as error:
-            raise UsageError(f"--tls-ca {self.tls_ca} cannot be used: {error}") from error
+        return None if self.tls_ca is None else trust(self.tls_ca, "--tls-ca")
 
 
 def _take_token(settings: ServerSettings | ClientSettings) -> None:
@@ -188,23 +183,6 @@ def _take_token(settings: ServerSettings | ClientSettings) -> None:
         raise UsageError("REPLICAD_TOKEN and --token-file are both set; give one of them")
     object.__setattr__(settings, "token", read_token(settings.token_file))
     object.__setattr__(settings, "token_file", None)
-
-
-def read_token(file: Path) -> str:
-    """Read a secret from the first line of a file.
-
-    Raises:
-        UsageError: the file cannot be read, or its first line is no token.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"--token-file: {file} cannot be read: {why}") from error
-    try:
-        return _WORD(lines[0].strip() if lines else "")
-    except ValueError as error:
-        raise UsageError(f"--token-file: the first line of {file} is no token; {error}") from None
 
 
 def read_settings(
@@ -232,21 +210,13 @@ def colour_allowed(environ: Mapping[str, str] | None = None) -> bool:
 
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("auto", "text", "json")
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
-    return text_of("|".join(names), f"give one of {', '.join(names)}")
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
     """What goes to stderr, and how it looks."""
 
-    log_level: str = setting("info", "How much to log.", "|".join(LOG_LEVELS), _one_of(LOG_LEVELS))
-    log_format: str = setting(
-        "auto",
-        "How log lines look; auto is text on a terminal and JSON elsewhere.",
-        "|".join(LOG_FORMATS),
-        _one_of(LOG_FORMATS),
+    log_level: str = choice("info", "How much to log.", *LOG_LEVELS)
+    log_format: str = choice(
+        "auto", "How log lines look; auto is text on a terminal and JSON elsewhere.", "auto", "text", "json"
     )

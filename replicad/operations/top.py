@@ -13,10 +13,10 @@ import click
 
 from replicad.config.settings import DatabaseSettings, colour_allowed, read_settings
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
-from replicad.terminal.command import ReplicadCommand, option
+from replicad.terminal.command import ReplicadCommand, json_option, option
 from replicad.terminal.database import database_url
 from replicad.terminal.output import as_json_line, table
-from replicad.tubes.cli.islands import island_options, json_option
+from replicad.tubes.cli.islands import island_options
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database

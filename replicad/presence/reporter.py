@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
 from replicad.client.requests import Introduction
 from replicad.client.sockets import Target
@@ -27,6 +26,7 @@ from replicad.nurseries import open_plain_nursery
 from replicad.presence.commands import ClearUserSync, UserSync
 from replicad.protocol.commands import Error
 from replicad.protocol.connection import Timing
+from replicad.retry import Backoff
 
 BATCH = 500  # commands in one piece
 GOODBYE = 1.0  # seconds for CLEAR_USER_SYNC at the end, best effort

@@ -78,7 +78,7 @@ def command(config: Path | None, moves: tuple[str, ...], **options: Any) -> None
         if error.name not in {"httpx", "httpcore", "h11", "anyio"}:
             raise
         raise EnvironmentRefused("the sender needs httpx: pip install 'replicad[federation]'") from error
-    from replicad.sender.feed import client_feed
+    from replicad.sender.upstream import client_upstream
 
     sys.path.insert(0, os.getcwd())  # --route finds modules in the current folder, as `python -m` does
     tls = program.client.ssl_context()
@@ -88,7 +88,7 @@ def command(config: Path | None, moves: tuple[str, ...], **options: Any) -> None
             program.sender,
             url=url,
             schema=program.database.stream_schema,
-            open_feed=client_feed(
+            open_upstream=client_upstream(
                 program.client.server.host,
                 program.client.server.port,
                 name=f"sender-{program.sender.sender_name}",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from replicad.errors import LocalProtocolError
-from replicad.sender.backoff import Backoff
+from replicad.retry import Backoff
 from replicad.sender.items import (
     MAX_EDUS,
     MAX_PDUS,
@@ -33,6 +33,8 @@ from replicad.sender.items import (
     make_transaction,
 )
 
+JITTER = 0.2  # the largest part of a pause that is randomly left off
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -45,7 +47,7 @@ class Terms:
     queue_edus: int = 200  # held in memory; two transactions
     catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over; Synapse's figure
     supersede: bool = True  # False: catch-up delivers every fact, not only the latest of a room
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = field(default_factory=lambda: Backoff(5.0, 6 * 3600.0, jitter=JITTER))
 
 
 class Phase(enum.Enum):
@@ -257,18 +259,20 @@ class Destination:
         """The transaction failed, or its outcome is unknown. The queue is dropped; the store is read after the
         back-off.
 
-        `chance` is from 0 to 1; `at_least` is the pause in seconds that the destination asked for. `refused`: it will
-        never accept this transaction. When the back-off has reached catch-up, the transaction is given up and
-        returned. Otherwise None.
+        `chance` is as for `Backoff.delay`; `at_least` is the pause in seconds that the destination asked for.
+        `refused`: it will never accept this transaction. When the back-off has reached catch-up, the transaction is
+        given up and returned. Otherwise None.
         """
         lost = self._finish()
         self.failures = 1 if self._woken else self.failures + 1
-        self.retry_at = now + self._terms.backoff.pause(self.failures, chance, at_least)
+        backoff = self._terms.backoff
+        pause = max(backoff.delay(self.failures - 1, chance), at_least)
+        self.retry_at = now + min(backoff.cap, pause)
         self.proven = False
         self._release(self._pdus)
         self._release(self._durable)
         self.behind = self.edus_behind = self._unread = True
-        if self._terms.backoff.interval(self.failures) > self._terms.catch_up_after:
+        if backoff.whole(self.failures - 1) > self._terms.catch_up_after:
             self.catching_up = True
             self.dropped += len(self._edus)
             self._release(list(self._edus.values()))

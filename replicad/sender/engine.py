@@ -21,9 +21,9 @@ from replicad.sender.agenda import Agenda
 from replicad.sender.catchup import Latest, stand_in
 from replicad.sender.destination import Destination, Terms
 from replicad.sender.items import Edu, Memory, Page, Pdu, Standing, Transaction, Wanted
-from replicad.sender.ledger import Ledger
+from replicad.sender.state_writer import StateWriter
 from replicad.sender.store import Entry
-from replicad.sender.transport import Outcome, Transport
+from replicad.sender.transport import SendResult, Transport
 
 TURN = 4  # transactions in a row for one destination while others wait
 _PAGES = 4  # transactions that are read from the store at once, unless it is for catch-up
@@ -114,7 +114,7 @@ class Engine:
         chance: Callable[[], float] = random,
     ) -> None:
         """`memory` bounds the bodies in all queues (bytes); `now` is monotonic (seconds), `now_ms` the wall clock."""
-        self.ledger = Ledger(store)
+        self.states = StateWriter(store)
         self._store = store
         self._transport = transport
         self._terms = terms
@@ -184,13 +184,13 @@ class Engine:
     async def run(self) -> None:
         """Deliver until `close`; raises what the store raises."""
         async with trio.open_nursery() as services:
-            services.start_soon(self.ledger.run)
+            services.start_soon(self.states.run)
             services.start_soon(self._watch_clock)
             async with trio.open_nursery() as workers:
                 for lane, count in self._workers:
                     for _ in range(count):
                         workers.start_soon(self._work, lane)
-            await self.ledger.drain()
+            await self.states.drain()
             services.cancel_scope.cancel()
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Engine:
         transaction = destination.transaction
         assert transaction is not None
         if not destination.written:
-            await self.ledger.write(self._entry(destination))
+            await self.states.write(self._entry(destination))
             destination.written = True
         self._in_flight += 1
         try:
@@ -282,18 +282,18 @@ class Engine:
             self._counts["transactions"] += 1
             self._counts["facts"] += len(transaction.pdus)
             destination.succeeded()
-            self.ledger.post(self._entry(destination, done=transaction))
+            self.states.post(self._entry(destination, done=transaction))
         else:
             self._fail(destination, transaction, outcome)
         return outcome.delivered
 
-    def _fail(self, destination: Destination, transaction: Transaction, outcome: Outcome) -> None:
+    def _fail(self, destination: Destination, transaction: Transaction, outcome: SendResult) -> None:
         self._counts["failures"] += 1
         was_catching_up = destination.catching_up
         now = self._now()
         given_up = destination.failed(now, self._chance(), at_least=outcome.retry_after, refused=outcome.refused)
         kept = None if given_up else transaction
-        self.ledger.post(self._entry(destination, done=given_up, kept=kept, error=outcome.reason))
+        self.states.post(self._entry(destination, done=given_up, kept=kept, error=outcome.reason))
         assert destination.retry_at is not None
         fields = {
             "destination": destination.name,
@@ -314,7 +314,7 @@ class Engine:
     async def _load(self, destination: Destination) -> None:
         catching_up = destination.catching_up
         wanted = destination.load()
-        await self.ledger.settle(destination.name)
+        await self.states.settle(destination.name)
         terms = self._terms
         pages = 1 if catching_up else _PAGES
         page = await self._store.page(

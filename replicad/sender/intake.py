@@ -1,4 +1,4 @@
-"""Records rows of the feed in Postgres. After that they go to the queues, and FEDERATION_ACK to the daemon.
+"""Records in Postgres the rows that the daemon sends. After that they go to the queues, and FEDERATION_ACK to it.
 
 Rows are routed and recorded for every destination that they concern, as many as have come in one transaction. The
 engine delivers them. A row that cannot be routed stops the intake, or is skipped, as the settings say. Deliveries
@@ -16,15 +16,15 @@ from typing import TypeVar
 import structlog
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
 from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, StreamRefused
 from replicad.protocol.commands import RemoteServerUp
+from replicad.retry import Backoff
 from replicad.sender.engine import Engine
-from replicad.sender.feed import Feed, Told
 from replicad.sender.items import Edu, Order, Pdu
 from replicad.sender.routing import Router, SourceRow, Update, body_text
 from replicad.sender.store import Recording, Store
+from replicad.sender.upstream import Told, Upstream
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
 ROWS = 1000  # routed and recorded together, so that the cost of a commit is small
@@ -66,7 +66,7 @@ class Intake:
         skip_bad_rows: bool = False,
         connected: Callable[[], None] = lambda: None,
     ) -> None:
-        """`connected` is called whenever the feed has a connection."""
+        """`connected` is called whenever there is a connection to the daemon."""
         self._store = store
         self._engine = engine
         self._router = router
@@ -88,7 +88,7 @@ class Intake:
         return IntakeStatistics(self._rows, self._skipped, self._refused_names)
 
     async def run(
-        self, feed: Feed, recorded: Mapping[str, int | None], moves: MutableMapping[str, str] | None = None
+        self, upstream: Upstream, recorded: Mapping[str, int | None], moves: MutableMapping[str, str] | None = None
     ) -> None:
         """Take rows until cancelled. `recorded`: up to which token each stream is recorded, None if nothing was yet.
 
@@ -96,48 +96,48 @@ class Intake:
 
         Raises:
             Restart: a stream was reset or went back; the store has been corrected.
-            ReplicadError: from the feed or from Postgres.
+            ReplicadError: from the upstream or from Postgres.
         """
         self._recorded = dict(recorded)
         self._moves = moves if moves is not None else {}
         write, read = trio.open_memory_channel[Told](AHEAD)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._pump, feed, write)
+            nursery.start_soon(self._pump, upstream, write)
             while True:
                 events: list[Told] = []
                 with trio.move_on_after(IDLE_TOKEN if self._told else math.inf):
                     events.append(await read.receive())
                 if not events:
-                    await self._write_positions(feed)
+                    await self._write_positions(upstream)
                 while events and len(events) < ROWS:
                     try:
                         events.append(read.receive_nowait())
                     except trio.WouldBlock:
                         break
-                await self._take(feed, events)
+                await self._take(upstream, events)
 
-    async def _pump(self, feed: Feed, write: trio.MemorySendChannel[Told]) -> None:
-        async for event in feed.follow():
+    async def _pump(self, upstream: Upstream, write: trio.MemorySendChannel[Told]) -> None:
+        async for event in upstream.follow():
             if isinstance(event, RemoteServerUp):
                 self._engine.wake(event.server_name)  # at once, even if rows wait
             else:
                 await write.send(event)
 
-    async def _take(self, feed: Feed, events: Sequence[Told]) -> None:
+    async def _take(self, upstream: Upstream, events: Sequence[Told]) -> None:
         """Process events in order. Consecutive rows of one stream are processed together."""
         batches: list[RowBatch] = []
         for event in events:
             if batches and not (isinstance(event, RowBatch) and event.stream == batches[0].stream):
-                await self._take_rows(feed, batches)
+                await self._take_rows(upstream, batches)
                 batches = []
             if isinstance(event, RowBatch):
                 batches.append(event)
             else:
-                await self._take_other(feed, event)
+                await self._take_other(upstream, event)
         if batches:
-            await self._take_rows(feed, batches)
+            await self._take_rows(upstream, batches)
 
-    async def _take_other(self, feed: Feed, event: Told) -> None:
+    async def _take_other(self, upstream: Upstream, event: Told) -> None:
         match event:
             case PositionMoved():
                 await self._position(event)
@@ -150,7 +150,7 @@ class Intake:
                 log.info("daemon_connected", server=event.server_name)
                 self._connected()
                 self._acknowledged.clear()
-                self._acknowledge(feed)
+                self._acknowledge(upstream)
             case Disconnected():
                 log.warning("daemon_lost", error=str(event.error), retry_in=round(event.retry_in, 3))
             case StreamStopped():
@@ -180,7 +180,7 @@ class Intake:
         forgotten = await self._store.rewind(stream, token, names)
         log.warning("stream_rewound", stream=stream, position=token, facts_forgotten=forgotten)
 
-    async def _take_rows(self, feed: Feed, batches: Sequence[RowBatch]) -> None:
+    async def _take_rows(self, upstream: Upstream, batches: Sequence[RowBatch]) -> None:
         stream, upto = batches[0].stream, batches[-1].token
         if batches[0].token <= 0:
             raise StreamRefused(f"stream {stream} has ids that are not above 0, such as {batches[0].token}")
@@ -193,21 +193,21 @@ class Intake:
         self._rows += len(rows)
         self._recorded[stream] = upto
         self._told.pop(stream, None)
-        self._acknowledge(feed)
+        self._acknowledge(upstream)
 
-    async def _write_positions(self, feed: Feed) -> None:
+    async def _write_positions(self, upstream: Upstream) -> None:
         for stream, token in self._told.items():
             if token > (self._recorded.get(stream) or 0):
                 await self._store.record(stream, token, Recording())
                 self._recorded[stream] = token
         self._told.clear()
-        self._acknowledge(feed)
+        self._acknowledge(upstream)
 
-    def _acknowledge(self, feed: Feed) -> None:
+    def _acknowledge(self, upstream: Upstream) -> None:
         """Send acks for all that is recorded; they are sent again after a lost connection."""
         for stream, token in self._recorded.items():
             if token is not None and token != self._acknowledged.get(stream):
-                feed.acknowledge(self._sender, stream, token)
+                upstream.acknowledge(self._sender, stream, token)
                 self._acknowledged[stream] = token
 
     # --- routing ---

@@ -7,12 +7,12 @@ sender serves a destination, and whether a name is valid, is checked later.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard, TypeVar
 
+from replicad.config.declaring import load_object
 from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, UsageError
 from replicad.postgres.bridge import Database, Row
 from replicad.sqlstates import BAD_DATA, means
@@ -218,11 +218,7 @@ def load_function(path: str) -> Callable[[str, int, Any], object]:
     Raises:
         UsageError: there is no such module, or no such function in it.
     """
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--route: {path} cannot be loaded: {error}") from error
+    found = load_object(path, "--route")
     if not callable(found):
         raise UsageError(f"--route: {path} is no function")
     function: Callable[[str, int, Any], object] = found

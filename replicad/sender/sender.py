@@ -1,4 +1,4 @@
-"""The sender: runs Postgres's store, the daemon's feed and the engine together, and begins again when one is lost.
+"""The sender: runs the store, the connection to the daemon and the engine together, and begins again if one is lost.
 
 A session lasts as long as its connection to Postgres. The next session begins with the state in the store; what was in
 memory is dropped. If several senders run, each serves a part of the destinations (`sharding`).
@@ -15,7 +15,6 @@ from functools import lru_cache
 import structlog
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.errors import (
     FederationError,
     NotAuthorised,
@@ -31,15 +30,16 @@ from replicad.errors import (
 from replicad.groups import leaves
 from replicad.postgres import schema as schemas
 from replicad.postgres.bridge import Database, open_database
+from replicad.retry import Backoff
 from replicad.sender.catchup import SqlLatest
 from replicad.sender.engine import Engine, EngineStatistics
-from replicad.sender.feed import EARLIEST, NOW, OpenFeed
 from replicad.sender.intake import Intake, IntakeStatistics, Restart
 from replicad.sender.routing import FixedRouter, FunctionRouter, Router, SqlRouter, check_query, load_function
 from replicad.sender.settings import Routing, SenderSettings
 from replicad.sender.sharding import ownership
 from replicad.sender.store import Store, open_store
 from replicad.sender.transport import open_transport
+from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
 
 CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
@@ -70,13 +70,13 @@ class Sender:
         *,
         url: str,
         schema: str,
-        open_feed: OpenFeed,
+        open_upstream: OpenUpstream,
         moves: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
         self._url = url
         self._schema = schema
-        self._open_feed = open_feed
+        self._open_upstream = open_upstream
         self._moves = dict(moves or {})
         self._mine = lru_cache(NAMES_CACHED)(ownership(settings.sender_name, settings.senders))
         self._engine: Engine | None = None
@@ -184,12 +184,12 @@ class Sender:
             stream: self._moves.get(stream) or _token(recorded[stream], self._settings.start)
             for stream in self._settings.streams
         }
-        async with self._open_feed(tokens) as feed, trio.open_nursery() as services:
+        async with self._open_upstream(tokens) as upstream, trio.open_nursery() as services:
             services.start_soon(self._keep_house, store, engine)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.run)
                 with self._until_stop():
-                    await intake.run(feed, recorded, self._moves)
+                    await intake.run(upstream, recorded, self._moves)
                 engine.close()
                 nursery.cancel_scope.deadline = trio.current_time() + self._settings.sender_grace
             services.cancel_scope.cancel()

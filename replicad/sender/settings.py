@@ -7,10 +7,11 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicad.config.declaring import check_ranges, path, plain, seconds, setting, size, text_of, whole_number
+from replicad.config.declaring import amount, check_ranges, choice, count, duration, path, setting, text_of
+from replicad.config.secrets import trust
 from replicad.errors import UsageError
-from replicad.sender.backoff import Backoff
-from replicad.sender.destination import Terms
+from replicad.retry import Backoff
+from replicad.sender.destination import JITTER, Terms
 from replicad.sender.items import MAX_EDUS, MAX_PDUS
 
 MATRIX = "matrix"
@@ -35,12 +36,8 @@ def _sql(text: str) -> str:
     return text
 
 
-def _count(default: int, text: str, low: int, high: int) -> int:
-    return setting(default, text, "N", whole_number, minimum=low, maximum=high)
-
-
 def _time(default: float, text: str, low: float, high: float = 30 * _DAY) -> float:
-    return setting(default, text, "SECONDS", seconds, minimum=low, maximum=high, unit="seconds")
+    return duration(default, text, low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +72,11 @@ class Routing:
         "SQL",
         _sql,
     )
-    bad_row: str = setting(
+    bad_row: str = choice(
         "stop",
         "What to do with a row that cannot be routed: stop there until it is mended, or skip it and log that.",
-        "stop|skip",
-        text_of("stop|skip", "give stop or skip"),
+        "stop",
+        "skip",
     )
 
     def __post_init__(self) -> None:
@@ -97,11 +94,11 @@ class Routing:
 class Delivery:
     """The form of requests, their limits, and the certificates of destinations."""
 
-    form: str = setting(
+    form: str = choice(
         MATRIX,
         "matrix: PUT in the form of Matrix federation. webhook: POST of JSON, the destination being a URL.",
-        f"{MATRIX}|{WEBHOOK}",
-        text_of(f"{MATRIX}|{WEBHOOK}", f"give {MATRIX} or {WEBHOOK}"),
+        MATRIX,
+        WEBHOOK,
     )
     url: str = setting(
         "",
@@ -112,11 +109,8 @@ class Delivery:
     origin: str = setting(
         "", "Name of this server in the matrix form; it is never sent anything.", "NAME", text_of(_NAME, "give a name")
     )
-    sign: str = setting(
-        "none",
-        "hmac signs every request with the secret, bearer sends it as a bearer token.",
-        "none|hmac|bearer",
-        text_of("none|hmac|bearer", "give none, hmac or bearer"),
+    sign: str = choice(
+        "none", "hmac signs every request with the secret, bearer sends it as a bearer token.", "none", "hmac", "bearer"
     )
     federation_secret: str | None = setting(
         None,
@@ -134,10 +128,10 @@ class Delivery:
     request_timeout: float = _time(  # a transaction of 50 facts can be a minute's work for a small server
         60.0, "A destination must have answered a request within this time.", 0.01
     )
-    concurrency: int = _count(  # each may have a connection open
+    concurrency: int = count(  # each may have a connection open
         128, "Requests at the same time to destinations that answered last time.", 1, 10_000
     )
-    probes: int = _count(  # each destination that is down costs a time-out; the others must not wait for it
+    probes: int = count(  # each destination that is down costs a time-out; the others must not wait for it
         64, "Requests at the same time, besides, to destinations that did not, or are new.", 1, 10_000
     )
 
@@ -168,42 +162,25 @@ class Delivery:
         Raises:
             UsageError: the file cannot be read or holds no certificate.
         """
-        try:
-            return ssl.create_default_context(cafile=self.destination_ca)
-        except (OSError, ssl.SSLError) as error:
-            raise UsageError(f"--destination-ca {self.destination_ca} cannot be used: {error}") from error
+        return trust(self.destination_ca, "--destination-ca")
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """The bounds of queues, transactions and back-off."""
 
-    pdus: int = _count(MAX_PDUS, "Facts in a transaction.", 1, MAX_PDUS)
-    edus: int = _count(MAX_EDUS, "Updates in a transaction.", 1, MAX_EDUS)
-    transaction_bytes: int = setting(
-        4 << 20,
-        "Facts and updates in a transaction, unless one alone is larger.",
-        "BYTES",
-        size,
-        minimum=1024,
-        maximum=1 << 30,
-        unit="bytes",
+    pdus: int = count(MAX_PDUS, "Facts in a transaction.", 1, MAX_PDUS)
+    edus: int = count(MAX_EDUS, "Updates in a transaction.", 1, MAX_EDUS)
+    transaction_bytes: int = amount(
+        4 << 20, "Facts and updates in a transaction, unless one alone is larger.", 1024, 1 << 30
     )
-    queue: int = _count(  # ten transactions: a busy destination seldom needs Postgres
+    queue: int = count(  # ten transactions: a busy destination seldom needs Postgres
         500, "Facts of one destination in memory; what is beyond is read from Postgres.", 1, 1_000_000
     )
-    update_queue: int = _count(  # two transactions
+    update_queue: int = count(  # two transactions
         200, "Droppable updates of one destination in memory; beyond it the oldest are dropped.", 1, 1_000_000
     )
-    memory: int = setting(
-        256 << 20,
-        "Facts and updates in memory, of all destinations together.",
-        "BYTES",
-        size,
-        minimum=1 << 20,
-        maximum=1 << 40,
-        unit="bytes",
-    )
+    memory: int = amount(256 << 20, "Facts and updates in memory, of all destinations together.", 1 << 20, 1 << 40)
     retry_first: float = _time(
         5.0, "Pause after the first failure of a destination; each is twice the one before.", 0.01
     )
@@ -213,23 +190,15 @@ class Bounds:
     catch_up_after: float = _time(
         3600.0, "A destination whose pause is longer than this is caught up with: see --catch-up.", 0.0
     )
-    catch_up: str = setting(
-        "latest",
-        "Which facts of a room are delivered after that: only the latest, or every one.",
-        "latest|every",
-        text_of("latest|every", "give latest or every"),
+    catch_up: str = choice(
+        "latest", "Which facts of a room are delivered after that: only the latest, or every one.", "latest", "every"
     )
     sweep_interval: float = _time(
         60.0, "Facts that were delivered to all destinations are removed from Postgres this often.", 0.1, _DAY
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
-        if self.retry_first > self.retry_max:
-            raise UsageError(
-                f"--retry-first {plain(self.retry_first)} is above --retry-max {plain(self.retry_max)}; lower the one "
-                "or raise the other"
-            )
+        check_ranges(self, ("retry_first", "retry_max"))
 
     def terms(self) -> Terms:
         """The bounds of one destination."""
@@ -241,7 +210,7 @@ class Bounds:
             queue_edus=self.update_queue,
             catch_up_after=self.catch_up_after,
             supersede=self.catch_up == "latest",
-            backoff=Backoff(self.retry_first, self.retry_max),
+            backoff=Backoff(self.retry_first, self.retry_max, jitter=JITTER),
         )
 
 
@@ -259,12 +228,7 @@ class SenderSettings:
     senders: tuple[str, ...] = setting(
         (), "All senders, this one too; they share the destinations. Default: this one alone.", "NAMES", _names
     )
-    start: str = setting(
-        "now",
-        "Where to begin with a stream of which nothing was recorded yet.",
-        "now|earliest",
-        text_of("now|earliest", "give now or earliest"),
-    )
+    start: str = choice("now", "Where to begin with a stream of which nothing was recorded yet.", "now", "earliest")
     sender_grace: float = _time(5.0, "On SIGTERM or SIGINT requests under way get this time to end.", 0.0, 600)
     routing: Routing = Routing()
     delivery: Delivery = Delivery(form=WEBHOOK)  # a default that needs no --origin; reading settings makes its own

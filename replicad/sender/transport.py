@@ -37,7 +37,7 @@ _REASON = 200  # characters of a reason that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SendResult:
     """How a request ended. `refused`: the destination will never accept it. `retry_after`: the pause it asks for,
     in seconds.
     """
@@ -54,7 +54,7 @@ class Transport(Protocol):
     def accepts(self, destination: str) -> bool:
         """Whether a name is valid for a destination."""
 
-    async def send(self, destination: str, transaction: Transaction) -> Outcome:
+    async def send(self, destination: str, transaction: Transaction) -> SendResult:
         """Deliver a transaction. A failure is an outcome, not an exception."""
 
 
@@ -110,21 +110,21 @@ class HttpTransport:
             )
         return request
 
-    async def send(self, destination: str, transaction: Transaction) -> Outcome:
+    async def send(self, destination: str, transaction: Transaction) -> SendResult:
         """See Transport. Takes no longer than the request's time-out."""
         try:
             request = self.request(destination, transaction)
         except (httpx.InvalidURL, UnicodeError) as error:
-            return Outcome(False, _reason("url", error), refused=True)
-        outcome: Outcome | None = None
+            return SendResult(False, _reason("url", error), refused=True)
+        outcome: SendResult | None = None
         with trio.move_on_after(self._settings.request_timeout):
             try:
                 response = await self._client(destination).send(request, stream=True)
                 outcome = _judge(response)
                 await _drain(response)
             except (httpx.HTTPError, httpx.StreamError, OSError) as error:
-                outcome = outcome or Outcome(False, _reason("request", error))
-        return outcome or Outcome(False, f"no answer within {self._settings.request_timeout:g} s")
+                outcome = outcome or SendResult(False, _reason("request", error))
+        return outcome or SendResult(False, f"no answer within {self._settings.request_timeout:g} s")
 
     def _client(self, destination: str) -> httpx.AsyncClient:
         return self._clients[crc32(destination.encode()) % len(self._clients)]
@@ -176,10 +176,10 @@ def _is_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and bool(_PLAIN.fullmatch(text))
 
 
-def _judge(response: httpx.Response) -> Outcome:
+def _judge(response: httpx.Response) -> SendResult:
     status = response.status_code
     wait = response.headers.get("retry-after", "")
-    return Outcome(
+    return SendResult(
         delivered=200 <= status < 300,
         reason=f"status {status}",
         refused=status in _REFUSED,

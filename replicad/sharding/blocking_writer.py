@@ -13,14 +13,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from replicad.eventlog import get_logger
-from replicad.postgres.literals import fill, quote_argument
+from replicad.postgres.dbapi import DbApi, close_quietly, roll_back_quietly, run, sqlstate_of
 from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
 from replicad.sharding.planning import Slot
 from replicad.sqlstates import NOT_OWNER, means
 from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import wire_instance
-from replicad.streams.writing.blocking_writer import DbApi
 
 log = get_logger(__name__)
 
@@ -84,8 +83,7 @@ class BlockingShardedWriter:
             try:
                 yield
             except BaseException:
-                with suppress(Exception):  # drivers raise different errors for a lost connection
-                    _roll_back(connection)
+                roll_back_quietly(connection)
                 raise
             connection.commit()
             with self._turn:
@@ -146,11 +144,11 @@ class BlockingShardedWriter:
 
     def _pass_fence(self, connection: DbApi, key: str, slot: Slot) -> bool:
         try:
-            _run(connection, self._schema, Ask("writer_owns", (self.stream, key, self.instance, slot.term)))
+            args = (self.stream, key, self.instance, slot.term)
+            run(connection, Ask("writer_owns", args).sql(self._schema), args)
         except Exception as error:
-            with suppress(Exception):  # as above
-                _roll_back(connection)
-            if not means(_code(error), NOT_OWNER):
+            roll_back_quietly(connection)
+            if not means(sqlstate_of(error), NOT_OWNER):
                 raise
             with self._turn:
                 self._holdings.doubt(slot)
@@ -183,8 +181,7 @@ class BlockingShardedWriter:
                 self._called.wait(_RETRY)
             finally:
                 if connection is not None:
-                    with suppress(Exception):  # as above
-                        connection.close()
+                    close_quietly(connection)
 
     def _round(self, connection: DbApi) -> None:
         asks = self._keeper.round()
@@ -193,28 +190,7 @@ class BlockingShardedWriter:
             while True:
                 with self._turn:
                     ask = asks.send(rows)
-                rows = _run(connection, self._schema, ask)
+                rows = run(connection, ask.sql(self._schema), ask.args)
                 connection.commit()
         with self._turn:
             self._turn.notify_all()
-
-
-def _run(connection: DbApi, schema: str, ask: Ask) -> Any:
-    """Run a query with constants: drivers differ in the form of parameters."""
-    cursor = connection.cursor()
-    try:
-        cursor.execute(fill(ask.sql(schema), ask.args, quote_argument))
-        return cursor.fetchall()
-    finally:
-        cursor.close()
-
-
-def _roll_back(connection: Any) -> None:
-    connection.rollback()
-
-
-def _code(error: BaseException) -> str | None:
-    """The SQLSTATE: an attribute of the exception or, in some drivers, `C` in a dict."""
-    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-    fields = error.args[0] if error.args and isinstance(error.args[0], dict) else {}
-    return state or fields.get("C")

@@ -6,21 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicad.config.settings import DatabaseSettings
-from replicad.terminal.command import ReplicadGroup, option, settings_options
-from replicad.terminal.database import on_database
-from replicad.terminal.output import JSON_HELP, as_json_line, print_rows, table
+from replicad.terminal.command import ReplicadGroup, database_options, json_option, option
+from replicad.terminal.database import on_streams
+from replicad.terminal.output import as_json_line, print_rows, table
 
 if TYPE_CHECKING:
-    from replicad.postgres.bridge import Database
     from replicad.sharding.admin import MemberStatus, SharingStatus, Stuck
 
 _MOST_SLOTS = 4096
 _SHOWN = 8  # slots that a line names
 
 _stream = click.argument("stream")
-_database_options = settings_options(DatabaseSettings, "Database")
-_json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
 
 
 @click.group("writers", cls=ReplicadGroup, short_help="Divide a stream's keys among its writers.")
@@ -44,46 +40,37 @@ def command() -> None:
     metavar="N",
     help="The number of slots that keys are hashed into. It cannot be changed. 256 are enough for dozens of writers.",
 )
-@_database_options
+@database_options
 def enable(stream: str, slots: int, **options: Any) -> None:
     """Let the writers of STREAM divide its keys. Each key is then written by its owner only."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> bool:
-        from replicad.sharding import admin
+    from replicad.sharding import admin
 
-        return await admin.enable(db, stream, slots, schema=settings.stream_schema)
-
-    made = on_database(options, work, part="stream")
+    made = on_streams(options, lambda db, schema: admin.enable(db, stream, slots, schema=schema))
     click.echo(f"stream {stream}: its writers share {slots} slots" + ("" if made else " already"))
 
 
 @command.command("disable")
 @_stream
-@_database_options
+@database_options
 def disable(stream: str, **options: Any) -> None:
     """End the sharing of STREAM. Stop its writers first: those that still take part are refused."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> None:
-        from replicad.sharding import admin
+    from replicad.sharding import admin
 
-        await admin.disable(db, stream, schema=settings.stream_schema)
-
-    on_database(options, work, part="stream")
+    on_streams(options, lambda db, schema: admin.disable(db, stream, schema=schema))
     click.echo(f"stream {stream}: sharing has ended")
 
 
 @command.command("list")
-@_json_option
-@_database_options
+@json_option
+@database_options
 def list_shared(as_json: bool, **options: Any) -> None:
     """List the streams whose writers share the keys, and how evenly the slots are distributed."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> list[SharingStatus]:
-        from replicad.sharding import admin
+    from replicad.sharding import admin
 
-        return await admin.list_shared(db, schema=settings.stream_schema)
-
-    found = on_database(options, work, part="stream")
+    found = on_streams(options, lambda db, schema: admin.list_shared(db, schema=schema))
     rows = [_line(status) for status in found]
     nothing = "no stream's keys are shared; to share: replicad writers enable STREAM"
     print_rows(["stream", "slots", "writers", "unowned", "smallest", "largest", "stuck"], rows, as_json=as_json,
@@ -92,17 +79,14 @@ def list_shared(as_json: bool, **options: Any) -> None:
 
 @command.command("show")
 @_stream
-@_json_option
-@_database_options
+@json_option
+@database_options
 def show(stream: str, as_json: bool, **options: Any) -> None:
     """Show the writers that share STREAM, their slots, and what keeps slots from moving."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> SharingStatus:
-        from replicad.sharding import admin
+    from replicad.sharding import admin
 
-        return await admin.show(db, stream, schema=settings.stream_schema)
-
-    found = on_database(options, work, part="stream")
+    found = on_streams(options, lambda db, schema: admin.show(db, stream, schema=schema))
     members = [_member(member, found.slots) for member in found.members]
     if as_json:
         stuck = [_stuck(stuck) | {"slots": list(stuck.slots)} for stuck in found.stuck]

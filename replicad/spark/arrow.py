@@ -19,26 +19,14 @@ import pyarrow.json as pj
 from replicad.client.requests import PodBlock
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.tokens import Cursor
+from replicad.tubes.columns import schema
 from replicad.tubes.commands import Part
 
 TARGET_BYTES = 1 << 20  # of lines in one RecordBatch: large enough for parsing to outweigh the call, small in memory
 _MAX_BYTES = (1 << 31) - 1  # what one block of pyarrow.json may have
 _PAYLOAD_KEY = re.compile(rb',\s*"payload"\s*:')  # no value before it can contain that
-_LIST = pa.list_(pa.field("element", pa.int64()))
-_FIELDS = [
-    pa.field("seq", pa.int64()),
-    pa.field("op", pa.string()),
-    pa.field("shard", pa.int32()),
-    pa.field("ids", _LIST),
-]
-_TS = pa.field("ts", pa.timestamp("us", tz="UTC"))
-_PAYLOAD = pa.field("payload", pa.string())
-_PARSED = pa.schema([*_FIELDS, _TS])
-
-
-def schema(*, payload: bool) -> pa.Schema:
-    """The Arrow schema of the source's rows; the columns in `source` say the same to Spark."""
-    return pa.schema([*_FIELDS, _PAYLOAD, _TS]) if payload else _PARSED
+_PARSED = schema(payload=False)
+_LIST = _PARSED.field("ids").type
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +66,7 @@ class PodReader:
         table = _parse(rows)
         if table.num_rows != count:
             raise RemoteProtocolError(f"{count} lines of tube {self.tube} held {table.num_rows} pods")
-        columns = [_one_chunk(table.column(field.name)) for field in _FIELDS]
+        columns = [_one_chunk(table.column(field.name)) for field in _PARSED if field.name != "ts"]
         columns[3] = columns[3].cast(_LIST)
         if self.payload:
             columns.append(pa.array(payloads or [None] * count, pa.string()))

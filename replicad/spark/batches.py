@@ -19,10 +19,9 @@ from pyspark.sql import functions as F
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.eventlog import get_logger
-from replicad.spark import arrow
 from replicad.spark.enrich import Enricher
-from replicad.spark.reports import BatchReport, Outcome, PipelineResult
-from replicad.spark.sinks.base import Batch, Shape, Sink
+from replicad.spark.reports import BatchReport, PipelineResult, StepResult
+from replicad.spark.sinks.base import BatchId, Shape, Sink
 from replicad.spark.tasks import (
     DELETE,
     KIND,
@@ -36,6 +35,7 @@ from replicad.spark.tasks import (
     run_whole,
 )
 from replicad.spark.touches import Control
+from replicad.tubes.columns import schema as pods_schema
 
 GARBAGE_PER_STEP = 100_000  # ids that are asked for at once: bounds the driver's memory
 _FRUITLESS_STEPS = 10  # of garbage collection in which the downstream still names the same ids
@@ -73,7 +73,7 @@ class BatchRunner:
         elif self.mark is not None:
             self.mark.unlink(missing_ok=True)
         try:
-            batch = Batch(_query_id(pods.sparkSession), number)
+            batch = BatchId(_query_id(pods.sparkSession), number)
             outcome = self._run(pods, batch)
             garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
         except BaseException as error:
@@ -104,18 +104,18 @@ class BatchRunner:
 
     # --- the tasks of one step ---
 
-    def _run(self, pods: DataFrame, batch: Batch) -> Outcome:
+    def _run(self, pods: DataFrame, batch: BatchId) -> StepResult:
         if self.transform is None:
             work = run_whole(self.enricher, self.sink, self.shape, batch)
-            outcome = Outcome.of(_collect(pods.mapInArrow(work, SUMMARY_DDL)))
+            outcome = StepResult.of(_collect(pods.mapInArrow(work, SUMMARY_DDL)))
         else:
             outcome = self._run_with_transform(pods, batch, self.transform)
         deleted = self.sink.commit(batch, outcome.applied)
         return outcome if deleted is None else replace(outcome, deleted=deleted)
 
     def _run_with_transform(
-        self, pods: DataFrame, batch: Batch, transform: Callable[[DataFrame], DataFrame]
-    ) -> Outcome:
+        self, pods: DataFrame, batch: BatchId, transform: Callable[[DataFrame], DataFrame]
+    ) -> StepResult:
         enriched = pods.mapInArrow(
             run_enrichment(self.enricher), spark_schema(enriched_schema(self.enricher))
         ).persist()
@@ -131,22 +131,22 @@ class BatchRunner:
             rows = _collect(placed.mapInArrow(work, SUMMARY_DDL))
             notes = enriched.where(F.col(KIND) == STATISTICS).select(NOTE).collect()
             blank = {"written": 0, "deleted": 0, "repeated": False, "note": ""}
-            return Outcome.of([*rows, *({**json.loads(row[0]), **blank} for row in notes)])
+            return StepResult.of([*rows, *({**json.loads(row[0]), **blank} for row in notes)])
         finally:
             enriched.unpersist()
 
     # --- garbage ---
 
-    def _collect_garbage(self, spark: SparkSession, batch: Batch, controls: tuple[Control, ...]) -> _Garbage:
+    def _collect_garbage(self, spark: SparkSession, batch: BatchId, controls: tuple[Control, ...]) -> _Garbage:
         """After the end of a backfill: what the downstream holds from before it is asked for like any touch."""
         done = _Garbage()
         for control in controls:
             log.info("control_pod", kind=control.kind, shard=control.shard, seq=control.seq)
-            if control.kind == "backfill_end" and control.start_seq is not None:
+            if control.start_seq is not None:
                 self._collect_shard(spark, batch, control, done)
         return done
 
-    def _collect_shard(self, spark: SparkSession, batch: Batch, control: Control, done: _Garbage) -> None:
+    def _collect_shard(self, spark: SparkSession, batch: BatchId, control: Control, done: _Garbage) -> None:
         assert control.start_seq is not None
         seen: pa.Array | None = None
         fruitless, settled = 0, False
@@ -163,7 +163,7 @@ class BatchRunner:
                 continue
             settled = False
             done.step += 1
-            step = Batch(batch.query, batch.number, done.step)
+            step = BatchId(batch.query, batch.number, done.step)
             outcome = self._run(_touch(spark, control, stale), step)
             if outcome.repeated:  # this step was done before a crash, for other ids
                 continue
@@ -192,7 +192,7 @@ class _Garbage:
 def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
     """A pod of operation G as the source would yield it, in one partition: the shard has one owner here too."""
     row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist(), "payload": None, "ts": None}
-    return spark.createDataFrame(pa.Table.from_pylist([row], schema=arrow.schema(payload=True))).coalesce(1)
+    return spark.createDataFrame(pa.Table.from_pylist([row], schema=pods_schema(payload=True))).coalesce(1)
 
 
 def _collect(frame: DataFrame) -> list[dict[str, Any]]:

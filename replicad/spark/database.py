@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused
 from replicad.masking import mask_secrets
+from replicad.retry import Retries
 from replicad.sqlstates import means
 
 T = TypeVar("T")
@@ -104,20 +105,17 @@ def patiently(
     Raises:
         DatabaseError: Postgres refused, or stayed away.
     """
-    deadline = now() + patience
-    pause = _FIRST_PAUSE
+    retries = Retries(_FIRST_PAUSE, _LONGEST_PAUSE, patience=patience, now=now, sleep=sleep)
     while True:
         try:
             return work(connection(url, transactional=transactional))
         except Exception as error:
             forget(url, transactional=transactional)
             known = error if isinstance(error, DatabaseError) else _driver_error(error)
-            if not isinstance(known, DatabaseUnavailable) or now() + pause > deadline:
+            if not isinstance(known, DatabaseUnavailable) or not retries.pause():
                 if known is error or known is None:
                     raise
                 raise known from error
-        sleep(pause)
-        pause = min(pause * 2, _LONGEST_PAUSE)
 
 
 def _driver_error(error: Exception) -> DatabaseError | None:

@@ -14,13 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TypeVar
 
 from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, CursorAhead, DatabaseUnavailable, LeaseHeld, LeaseLost, ReplicadError
 from replicad.protocol.tokens import Cursor
-from replicad.spark.connecting import Retries, endpoint_of
+from replicad.spark.connecting import endpoint_of, retries_of
 from replicad.spark.options import SourceOptions
 from replicad.tubes.commands import CursorAt, Part
 
@@ -130,12 +129,13 @@ class TubeHold:
 
     def _connected(self, request: Callable[[BlockingClient], T]) -> T:
         """Run a request, again where its connection is lost. All requests bear being repeated."""
-        retries = Retries.of(self._options)
+        retries = retries_of(self._options)
         while True:
             try:
                 return request(self._client)
-            except (ConnectionLost, DatabaseUnavailable) as error:
-                retries.pause_or_raise(error)
+            except (ConnectionLost, DatabaseUnavailable):
+                if not retries.pause():
+                    raise
 
     # --- the lease ---
 
@@ -212,7 +212,5 @@ class TubeHold:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

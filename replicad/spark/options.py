@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from typing import Any
 
-from replicad.config.declaring import seconds, text_of, whole_number
+from replicad.config.declaring import Setting, choice_of, seconds, text_of, whole_number
+from replicad.config.secrets import word
 from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import Vector
 from replicad.tubes.commands import ENCODINGS
@@ -44,40 +45,15 @@ _USE_NAMES = {
     Use.STREAM_BATCH: "a batch read of a stream",
 }
 
-_word = text_of(r"[!-~]{1,1024}", "give one word of printable ASCII without blanks")
 _path = text_of(r"[^\0]{1,4096}", "give a path")
 
 
-def _count(least: int, most: int = 1 << 62) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        value = whole_number(text)
-        if not least <= value <= most:
-            raise ValueError(f"give a whole number from {least} to {most}")
-        return value
-
-    return read
-
-
-def _time(least: float, most: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = seconds(text)
-        if not least <= value <= most:
-            raise ValueError(f"give seconds from {least:g} to {most:g}, such as 30s, 500ms or 2m")
-        return value
-
-    return read
-
-
 def _flag(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError("give true or false")
-    return text.lower() == "true"
+    return choice_of("true", "false")(text.lower()) == "true"
 
 
 def _encoding(text: str) -> str:
-    if text.lower() not in (AUTO, *ENCODINGS):
-        raise ValueError(f"give {AUTO}, {' or '.join(ENCODINGS)}")
-    return text.lower()
+    return choice_of(AUTO, *ENCODINGS)(text.lower())
 
 
 def _islands(text: str) -> tuple[Island, ...]:
@@ -113,27 +89,19 @@ class Island:
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option: its name in Spark, how its text becomes a value, where it may be used, and what it does."""
-
-    name: str
-    parse: Callable[[str], Any]
-    use: Use
-    help: str
-
-
-def _option(name: str, parse: Callable[[str], Any], default: Any, use: Use, help: str) -> Any:
-    secret = name == "token"
-    return field(default=default, repr=not secret, metadata={"option": Option(name, parse, use, help)})
+def _option(name: str, parse: Callable[[str], Any], default: Any, use: Use, help: str, *bounds: float) -> Any:
+    """A field of SourceOptions. `bounds` of a number: the minimum, or minimum and maximum."""
+    low, high = (*bounds, None, None)[:2]
+    made = Setting(name, default, help, "", parse, low, high, on_command_line=name != "token")
+    return field(default=default, repr=made.on_command_line, metadata={"option": made, "use": use})
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """All options of a source, read and checked. Times are seconds; None where there is no default."""
 
-    host: str = _option("host", _word, "127.0.0.1", Use.ALL, "host of the daemon")
-    port: int = _option("port", _count(1, 65535), 9009, Use.ALL, "port of the daemon")
+    host: str = _option("host", word, "127.0.0.1", Use.ALL, "host of the daemon")
+    port: int = _option("port", whole_number, 9009, Use.ALL, "port of the daemon", 1, 65535)
     islands: tuple[Island, ...] | None = _option(
         "islands",
         _islands,
@@ -141,21 +109,21 @@ class SourceOptions:
         Use.TUBE_STREAM,
         "several daemons in place of host and port, each with a tube of that name: name=host:port,...",
     )
-    token: str | None = _option("token", _word, None, Use.ALL, "secret that the daemon asks for")
+    token: str | None = _option("token", word, None, Use.ALL, "secret that the daemon asks for")
     token_file: str | None = _option(
         "tokenFile", _path, None, Use.ALL, "file with that secret, readable wherever a task may run"
     )
     tls_ca: str | None = _option(
         "tlsCa", _path, None, Use.ALL, "connect with TLS and trust this authority (PEM file, or `system`)"
     )
-    server_name: str | None = _option("serverName", _word, None, Use.ALL, "name that the daemon must give")
-    connect_timeout: float = _option("connectTimeout", _time(0.001, 3600), 10.0, Use.ALL, "limit for one connection")
-    num_retries: int = _option("numRetries", _count(0, 1000), 10, Use.ALL, "retries after a lost connection")
+    server_name: str | None = _option("serverName", word, None, Use.ALL, "name that the daemon must give")
+    connect_timeout: float = _option("connectTimeout", seconds, 10.0, Use.ALL, "limit for one connection", 0.001, 3600)
+    num_retries: int = _option("numRetries", whole_number, 10, Use.ALL, "retries after a lost connection", 0, 1000)
     retry_interval: float = _option(
-        "retryInterval", _time(0, 3600), 0.1, Use.ALL, "pause before the first retry; each one doubles, up to 5 s"
+        "retryInterval", seconds, 0.1, Use.ALL, "pause before the first retry; each one doubles, up to 5 s", 0, 3600
     )
-    tube: str | None = _option("tube", _word, None, Use.TUBE, "tube to read")
-    stream: str | None = _option("stream", _word, None, Use.STREAM, "stream to read")
+    tube: str | None = _option("tube", word, None, Use.TUBE, "tube to read")
+    stream: str | None = _option("stream", word, None, Use.STREAM, "stream to read")
     starting_offsets: str = _option(
         "startingOffsets",
         _starting_offsets,
@@ -163,40 +131,56 @@ class SourceOptions:
         Use.ALL,
         "where a new query begins: earliest (tubes); earliest, latest or a token (streams)",
     )
-    max_pods: int = _option("maxPodsPerTrigger", _count(1), 10_000, Use.TUBE_STREAM, "pods in a micro-batch at most")
+    max_pods: int = _option(
+        "maxPodsPerTrigger", whole_number, 10_000, Use.TUBE_STREAM, "pods in a micro-batch at most", 1
+    )
     max_ids: int | None = _option(
-        "maxIdsPerTrigger", _count(1), None, Use.TUBE_STREAM, "ids in a micro-batch, about; a pod is never split"
+        "maxIdsPerTrigger", whole_number, None, Use.TUBE_STREAM, "ids in a micro-batch, about; a pod is never split", 1
     )
     max_backfill_pods: int = _option(
-        "maxBackfillPodsPerTrigger", _count(0), 1_000, Use.TUBE_STREAM, "backfill pods among them; 0 leaves them out"
+        "maxBackfillPodsPerTrigger",
+        whole_number,
+        1_000,
+        Use.TUBE_STREAM,
+        "backfill pods among them; 0 leaves them out",
+        0,
     )
-    min_pods: int | None = _option("minPodsPerTrigger", _count(1), None, Use.TUBE_STREAM, "wait for that many pods")
+    min_pods: int | None = _option(
+        "minPodsPerTrigger", whole_number, None, Use.TUBE_STREAM, "wait for that many pods", 1
+    )
     max_trigger_delay: float = _option(
-        "maxTriggerDelay", _time(0.001, 86400), 900.0, Use.TUBE_STREAM, "but no longer than that"
+        "maxTriggerDelay", seconds, 900.0, Use.TUBE_STREAM, "but no longer than that", 0.001, 86400
     )
     max_offsets: int = _option(
-        "maxOffsetsPerTrigger", _count(1), 100_000, Use.STREAM_STREAM, "how far a token moves in a micro-batch at most"
+        "maxOffsetsPerTrigger",
+        whole_number,
+        100_000,
+        Use.STREAM_STREAM,
+        "how far a token moves in a micro-batch at most",
+        1,
     )
     poll_timeout: float = _option(
-        "pollTimeout", _time(0, 300), 1.0, Use.STREAMING, "how long a trigger waits for something to come"
+        "pollTimeout", seconds, 1.0, Use.STREAMING, "how long a trigger waits for something to come", 0, 300
     )
-    consumer: str | None = _option("consumer", _word, None, Use.TUBE, "name under which the lease is held")
+    consumer: str | None = _option("consumer", word, None, Use.TUBE, "name under which the lease is held")
     holder: str | None = _option(
         "holder",
-        _word,
+        word,
         None,
         Use.TUBE_STREAM,
         "exact holder of the lease, for a program that restarts its own query; default: one that nobody else has",
     )
     lease_ttl: float = _option(
-        "leaseTtl", _time(0.1, 86400), 30.0, Use.TUBE, "time after which the lease of a dead query is free"
+        "leaseTtl", seconds, 30.0, Use.TUBE, "time after which the lease of a dead query is free", 0.1, 86400
     )
     lease_wait: float | None = _option(
         "leaseWait",
-        _time(0, 30 * 86400),
+        seconds,
         None,
         Use.TUBE,
         "how long to wait for a tube that another query holds; default: until a dead one's lease has run out",
+        0,
+        30 * 86400,
     )
     include_payload: bool = _option("includePayload", _flag, False, Use.TUBE, "add the column payload (JSON text)")
     encoding: str = _option(
@@ -227,8 +211,9 @@ class SourceOptions:
         return self.lease_ttl + LEASE_SLACK if self.lease_wait is None else self.lease_wait
 
 
-OPTIONS: tuple[Option, ...] = tuple(entry.metadata["option"] for entry in fields(SourceOptions))
+OPTIONS: tuple[Setting, ...] = tuple(entry.metadata["option"] for entry in fields(SourceOptions))
 _FIELDS = {entry.metadata["option"].name: entry.name for entry in fields(SourceOptions)}
+_USES: dict[str, Use] = {entry.metadata["option"].name: entry.metadata["use"] for entry in fields(SourceOptions)}
 _BY_KEY = {option.name.lower(): option for option in OPTIONS}
 
 
@@ -243,13 +228,8 @@ def parse_options(given: Mapping[str, str], *, streaming: bool | None = None) ->
         option = _BY_KEY.get(key.lower())
         if option is None:
             raise _unknown(key)
-        if text is None:
-            continue
-        try:
-            values[option.name] = option.parse(text)
-        except ValueError as error:
-            shown = "the value" if option.name == "token" else repr(text)
-            raise UsageError(f"option {option.name}: {shown} does not fit; {error}") from None
+        if text is not None:
+            values[option.name] = option.read(text, f"option {option.name}")
     options = SourceOptions(**{_FIELDS[name]: value for name, value in values.items()})
     _check(options, values, streaming)
     return options
@@ -268,9 +248,9 @@ def _check(options: SourceOptions, given: Mapping[str, Any], streaming: bool | N
         raise UsageError("option islands names hosts and ports itself; leave host and port out")
     use = _use(options.tube is not None, streaming)
     for name in given:
-        if not _BY_KEY[name.lower()].use & use:
+        if not _USES[name] & use:
             where = " or ".join(text for flag, text in _USE_NAMES.items() if flag & use)
-            fitting = ", ".join(option.name for option in OPTIONS if option.use & use)
+            fitting = ", ".join(name for name, fits in _USES.items() if fits & use)
             raise UsageError(f"option {name} does not go with {where}; there are {fitting}")
     if options.tube is not None and options.starting_offsets != EARLIEST:
         raise UsageError(

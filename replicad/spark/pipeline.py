@@ -29,6 +29,7 @@ from replicad.errors import (
     UsageError,
 )
 from replicad.eventlog import get_logger
+from replicad.retry import Backoff
 from replicad.spark.database import forget
 from replicad.spark.enrich import Enricher
 from replicad.spark.holding import TubeHold, holder_name
@@ -106,7 +107,7 @@ class _Run:
         self._failures = 0  # in a row, without a batch in between
 
     def to_the_end(self) -> PipelineResult:
-        pause = _FIRST_PAUSE
+        backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, jitter=0.0)
         while True:
             batches = self._result.batches
             try:
@@ -115,16 +116,18 @@ class _Run:
                 if isinstance(error, DatabaseRefused):
                     raise
                 if self._result.batches > batches:
-                    self._failures, pause = 0, _FIRST_PAUSE
+                    self._failures = 0
+                    backoff.reset()
                 self._failures += 1
                 if self._failures >= self._config.tries:
                     if not self._park(error):
                         raise
-                    self._failures, pause = 0, _FIRST_PAUSE
+                    self._failures = 0
+                    backoff.reset()
+                pause = backoff.next_delay()
                 log.warning("batch_failed", tries=self._failures, retry_in=pause, error=str(error))
                 if self._pause(pause):
                     return self._result
-                pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _once(self) -> PipelineResult:
         """Start the query and wait for its end."""

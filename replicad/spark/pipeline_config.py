@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replicad.config.declaring import seconds
+from replicad.config.declaring import load_object, read_toml, seconds
 from replicad.errors import UsageError
 from replicad.spark.options import SourceOptions, parse_options
 from replicad.spark.sinks.base import Sink
@@ -19,7 +17,8 @@ from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.tables import NUMERIC_FORMS, ShardSet, TableRule
+from replicad.spark.tables import NUMERIC_FORMS, TableRule
+from replicad.tubes.shards import ShardSet
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -129,14 +128,13 @@ _KEYS: dict[str, set[str]] = {
     "enrich": {"database", "table", "tables", "id", "columns", "numeric"},
     "run": {"checkpoint", "trigger", "name", "transform", "tries"},
 }
-_SINK_KEYS = {
-    "parquet": {"folder", "rows_per_file"},
-    "postgres": {"url", "table"},
-    "delta": {"uri", "storage"},
-    "bulk": {"url", "index", "api_key", "document_id", "ca"},
-    "class": set[str](),
+_SINKS: dict[str, type[ParquetSink | PostgresSink | DeltaSink | BulkSink]] = {
+    "parquet": ParquetSink,
+    "postgres": PostgresSink,
+    "delta": DeltaSink,
+    "bulk": BulkSink,
 }
-_SINK_NEEDS = {"parquet": ("folder",), "postgres": ("table",), "delta": ("uri",), "bulk": ("url", "index")}
+_NOT_IN_FILES = {"patience"}  # fields of sinks that are for programs
 
 
 def load_config(path: Path, *, database: str | None = None, trigger: str | None = None) -> PipelineConfig:
@@ -145,12 +143,7 @@ def load_config(path: Path, *, database: str | None = None, trigger: str | None 
     Raises:
         UsageError: the file cannot be read, or what it says cannot be; the message names the key.
     """
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from error
+    found = read_toml(path)
     unknown = found.keys() - {"source", "enrich", "downstream", "run"}
     if unknown:
         raise UsageError(
@@ -196,7 +189,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         trigger=trigger or run.get("trigger", AVAILABLE_NOW),
         name=run.get("name", "pipeline"),
         tries=run.get("tries", 5),
-        transform=_load("[run] transform", run["transform"]) if "transform" in run else None,
+        transform=load_object(str(run["transform"]), "[run] transform") if "transform" in run else None,
     )
 
 
@@ -237,35 +230,27 @@ def _tables(enrich: Mapping[str, Any]) -> str | list[TableRule]:
 
 def _sink(section: dict[str, Any], folder: Path, database: str) -> Sink:
     kind = section.pop("kind", None)
-    if kind not in _SINK_KEYS:
-        raise UsageError(f"[downstream] kind: {kind!r} is none of {', '.join(_SINK_KEYS)}")
+    if kind not in (*_SINKS, "class"):
+        raise UsageError(f"[downstream] kind: {kind!r} is none of {', '.join((*_SINKS, 'class'))}")
     if kind == "class":
-        made = _load("[downstream] class", _required(section, "downstream", "class"))
+        made = load_object(str(_required(section, "downstream", "class")), "[downstream] class")
         section.pop("class")
         try:
             return CustomSink(made(**section))
         except TypeError as error:
             raise UsageError(f"[downstream] class: {error}") from error
-    _known("[downstream]", section, _SINK_KEYS[kind])
-    for key in _SINK_NEEDS[kind]:
-        _required(section, "downstream", key)
+    settable = [entry for entry in fields(_SINKS[kind]) if entry.name not in _NOT_IN_FILES]
+    _known("[downstream]", section, {entry.name for entry in settable})
+    if kind == "postgres":
+        section.setdefault("url", database)
+    for entry in settable:
+        if entry.default is MISSING and entry.default_factory is MISSING:
+            _required(section, "downstream", entry.name)
     if kind == "parquet":
-        return ParquetSink(**{**section, "folder": folder / section["folder"]})
-    if kind == "delta":
-        uri = section["uri"] if "://" in section["uri"] else str(folder / section["uri"])
-        return DeltaSink(**{**section, "uri": uri})
-    if kind == "bulk":
-        return BulkSink(**section)
-    return PostgresSink(**{"url": database, **section})
-
-
-def _load(where: str, text: str) -> Any:
-    """What `module:name` names."""
-    module, _, name = str(text).partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{where}: {text!r} cannot be loaded ({error}); write it like my_module:my_name") from error
+        section["folder"] = folder / section["folder"]
+    elif kind == "delta" and "://" not in section["uri"]:
+        section["uri"] = str(folder / section["uri"])
+    return _SINKS[kind](**section)
 
 
 def _text(value: object) -> str:

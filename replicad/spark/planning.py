@@ -159,7 +159,7 @@ def _to_the_end(ask: Ask, part: Part, place: Place, backfill: int | None) -> Pla
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Goal:
     """Where an AvailableNow query ends: what was there when it began. `cursors` by partition."""
 
     cursors: Sequence[Cursor]

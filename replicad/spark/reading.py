@@ -16,7 +16,7 @@ from replicad.client.blocking_client import BlockingClient
 from replicad.errors import ConnectionLost, DatabaseUnavailable, DataLoss, EncodingUnavailable
 from replicad.protocol.tokens import Cursor
 from replicad.spark.arrow import PodReader, block_batch, last_cursor
-from replicad.spark.connecting import Retries, endpoint_of
+from replicad.spark.connecting import endpoint_of, retries_of
 from replicad.spark.offsets import Range
 from replicad.spark.options import AUTO, SourceOptions
 from replicad.tubes.commands import ARROW, LINES
@@ -46,7 +46,7 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
         ConnectionLost: and it stayed so for all retries.
     """
     options, wanted = partition.options, partition.range
-    retries = Retries.of(options)
+    retries = retries_of(options)
     encoding = LINES if options.encoding == LINES else ARROW
     after, pods = wanted.after, 0
     while True:
@@ -61,8 +61,9 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
             if options.encoding != AUTO:
                 raise
             encoding = LINES
-        except (ConnectionLost, DatabaseUnavailable) as error:
-            retries.pause_or_raise(error)
+        except (ConnectionLost, DatabaseUnavailable):
+            if not retries.pause():
+                raise
     _prove_complete(options, wanted, pods)
 
 

@@ -33,17 +33,9 @@ class BatchReport:
 
     def counts(self) -> dict[str, object]:
         """As it is logged, and told to the daemon for `replicad top`."""
-        return {
-            "batch": self.number,
-            "pods": self.pods,
-            "ids": self.ids,
-            "written": self.written,
-            "deleted": self.deleted,
-            "garbage": self.garbage,
-            "repeated": self.repeated,
-            "seconds": round(self.seconds, 3),
-            "lag": None if self.lag is None else round(self.lag, 3),
-        }
+        counts = {name: getattr(self, name) for name in ("pods", "ids", "written", "deleted", "garbage", "repeated")}
+        lag = None if self.lag is None else round(self.lag, 3)
+        return {"batch": self.number, **counts, "seconds": round(self.seconds, 3), "lag": lag}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,7 @@ class PipelineResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepResult:
     """What the tasks of one step returned, together."""
 
     pods: int
@@ -89,7 +81,7 @@ class Outcome:
     applied: tuple[Applied, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Outcome:
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> StepResult:
         """Add up the summary rows of tasks (see `tasks.SUMMARY_DDL`)."""
         controls = [Control(*control) for row in rows for control in json.loads(row["controls"])]
         oldest = [row["oldest"] for row in rows if row["oldest"] is not None]

@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
+from replicad.client.blocking_follow import BlockingFollower
 from replicad.client.events import PositionMoved, Reset, RowBatch
 from replicad.errors import BadToken, ConnectionLost, DataLoss, TokenAhead, TokenExpired
 from replicad.protocol.tokens import Vector
@@ -28,6 +29,8 @@ from replicad.spark.options import EARLIEST, LATEST, SourceOptions
 _FIRST = "EARLIEST"  # the wire's word for the first row that is retained
 ROWS_PER_BATCH = 10_000  # rows in one RecordBatch
 SCHEMA = pa.schema([("stream", pa.string()), ("instance", pa.string()), ("token", pa.int64()), ("row", pa.string())])
+
+_Told = RowBatch | Reset | PositionMoved
 
 log = logging.getLogger("replicad.spark")
 
@@ -124,21 +127,13 @@ def position(options: SourceOptions, known: Vector | None, wait: float) -> Vecto
     Raises:
         UnknownStream, ConnectionLost, NotAuthorised.
     """
-    assert options.stream is not None
-    client = endpoint_of(options).connect("spark/position")
     deadline = time.monotonic() + wait
-    follower = client.follow(
-        {options.stream: "NOW"},
-        linear=True,
-        patience=patience_of(options),
-        first_patience=patience_of(options),
-        also=(PositionMoved,),
-    )
+    follower = _follow(options, "NOW")
     timer = threading.Timer(max(wait, 0.0), follower.close)
     found: Vector | None = None
     with follower:
         for _ in follower:
-            found = Vector.parse(follower.token(options.stream) or "")
+            found = _reached(options, follower)
             if found != known or time.monotonic() >= deadline:
                 break
             if not timer.is_alive():
@@ -158,17 +153,26 @@ def _beginning(options: SourceOptions) -> Vector:
 
 def _ask(options: SourceOptions, token: str) -> Vector:
     """Where a subscription from a token begins, as the daemon says: checked, and with the epoch."""
-    assert options.stream is not None
-    client = endpoint_of(options).connect("spark/position")
-    patience = patience_of(options)
-    events = client.follow(
-        {options.stream: token}, linear=True, patience=patience, first_patience=patience, also=(PositionMoved,)
-    )
-    with events:
+    with _follow(options, token) as events:
         for event in events:
             if isinstance(event, PositionMoved):
-                return Vector.parse(events.token(options.stream) or "")
+                return _reached(options, events)
     raise ConnectionLost(f"{options.what} did not say where it begins")
+
+
+def _follow(options: SourceOptions, token: str, name: str = "spark/position") -> BlockingFollower[_Told]:
+    """The stream from a token, in linear order; `name` is ours for the daemon."""
+    assert options.stream is not None
+    patience = patience_of(options)
+    return (
+        endpoint_of(options)
+        .connect(name)
+        .follow({options.stream: token}, linear=True, patience=patience, first_patience=patience, also=(PositionMoved,))
+    )
+
+
+def _reached(options: SourceOptions, events: BlockingFollower[_Told]) -> Vector:
+    return Vector.parse(events.token(options.stream or "") or "")
 
 
 def read_stretch(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
@@ -191,17 +195,12 @@ def read_stretch(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
 
 
 def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch]:
-    assert options.stream is not None
     if after.minimum >= upto:
         return
-    begin, patience = str(after) if after.minimum >= 0 else _FIRST, patience_of(options)
+    begin = str(after) if after.minimum >= 0 else _FIRST
     while True:
-        client = endpoint_of(options).connect("spark/task")
-        events = client.follow(
-            {options.stream: begin}, linear=True, patience=patience, first_patience=patience, also=(PositionMoved,)
-        )
         try:
-            with events:
+            with _follow(options, begin, "spark/task") as events:
                 yield from _up_to(events, upto)
         except (TokenExpired, TokenAhead, BadToken) as error:
             if options.fail_on_data_loss or begin == _FIRST:
@@ -215,7 +214,7 @@ def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch
             return
 
 
-def _up_to(events: Iterable[RowBatch | Reset | PositionMoved], upto: int) -> Iterator[RowBatch]:
+def _up_to(events: Iterable[_Told], upto: int) -> Iterator[RowBatch]:
     for event in events:
         if isinstance(event, Reset):
             raise TokenExpired(f"{event.stream} was reset ({event.reason})")

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from replicad.errors import UsageError
 from replicad.spark.database import patiently, quote
+from replicad.tubes.shards import ALL_SHARDS, ShardSet
 
 NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or ready for arithmetic
 RESERVED = "_"  # columns that begin so are ours: _shard, _seq
@@ -28,34 +29,6 @@ WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND n.nspname !~ '^pg_' AND n.nspna
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSet:
-    """A set of shards: `all`, `7`, `0-15`, `0-15,32`."""
-
-    text: str
-    ranges: tuple[tuple[int, int], ...]  # inclusive; empty: all
-
-    @classmethod
-    def parse(cls, text: str) -> ShardSet:
-        """Read such a text.
-
-        Raises:
-            ValueError: not of that form.
-        """
-        if text.strip().lower() == "all":
-            return cls("all", ())
-        ranges = []
-        for piece in text.split(","):
-            found = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", piece)
-            if found is None or int(found[1]) > int(found[2] or found[1]):
-                raise ValueError("give shards such as all, 7, 0-15 or 0-15,32")
-            ranges.append((int(found[1]), int(found[2] or found[1])))
-        return cls(text, tuple(ranges))
-
-    def __contains__(self, shard: int) -> bool:
-        return not self.ranges or any(low <= shard <= high for low, high in self.ranges)
-
-
-@dataclass(frozen=True, slots=True)
 class TableRule:
     """The table of some shards: an SQL name in which `{shard}` stands for the number.
 
@@ -63,7 +36,7 @@ class TableRule:
     """
 
     table: str
-    shards: ShardSet = ShardSet("all", ())
+    shards: ShardSet = ALL_SHARDS
     database: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 
 from replicad.spark.enrich import Changes, Enricher, conform
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.touches import Touches, collect
 
 Batches = Iterator[pa.RecordBatch]
@@ -25,18 +25,9 @@ SUMMARY_DDL = (
     "pods bigint, ids bigint, `distinct` bigint, oldest double, controls string, "
     "written bigint, deleted bigint, repeated boolean, note string"
 )
+_ARROW = {"bigint": pa.int64(), "double": pa.float64(), "string": pa.string(), "boolean": pa.bool_()}
 _SUMMARY = pa.schema(
-    [
-        ("pods", pa.int64()),
-        ("ids", pa.int64()),
-        ("distinct", pa.int64()),
-        ("oldest", pa.float64()),
-        ("controls", pa.string()),
-        ("written", pa.int64()),
-        ("deleted", pa.int64()),
-        ("repeated", pa.bool_()),
-        ("note", pa.string()),
-    ]
+    [(name.strip("`"), _ARROW[kind]) for name, kind in (column.split() for column in SUMMARY_DDL.split(", "))]
 )
 KIND, NOTE = "_kind", "_note"
 WRITE, DELETE, STATISTICS = "W", "D", "S"
@@ -54,7 +45,7 @@ class LookUps(Iterable[Changes]):
         return self.enricher.changes(self.touches)
 
 
-def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: Batch) -> Callable[[Batches], Batches]:
+def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: BatchId) -> Callable[[Batches], Batches]:
     """Deduplicate, look up, write: for `mapInArrow` on the source's rows."""
 
     def work(batches: Batches) -> Batches:
@@ -92,7 +83,7 @@ def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
     return work
 
 
-def run_sink(sink: Sink, shape: Shape, batch: Batch, tasks: int) -> Callable[[Batches], Batches]:
+def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[Batches], Batches]:
     """Write what a transform returned (`_kind` W) and delete the touched ids (`_kind` D) that it did not return.
 
     All rows of a shard are in one of the `tasks` tasks.

@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from replicad.client.pods import garbage_before
+
 TOUCH_SCHEMA = pa.schema([("shard", pa.int32()), ("id", pa.int64()), ("seq", pa.int64())])
 
 
@@ -32,10 +34,7 @@ class Control:
     @property
     def start_seq(self) -> int | None:
         """Where the backfill began that this pod ends: what the downstream holds from before is garbage."""
-        try:
-            return int(self.payload["start_seq"])
-        except (KeyError, TypeError, ValueError):
-            return None
+        return garbage_before(self.payload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from replicad.protocol.tokens import START, Cursor
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.offsets import TubeOffset
 from replicad.spark.options import SourceOptions
-from replicad.spark.planning import Budget, Target, plan_all, plan_batch
+from replicad.spark.planning import Budget, Goal, plan_all, plan_batch
 from replicad.spark.reading import TubePartition, read_range
 from replicad.tubes.commands import CursorAt, Part
 
@@ -49,7 +49,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         self._acked: TubeOffset | None = None
         self._planned: TubeOffset | None = None  # the end of a batch that may be under way; None: nothing is
         self._available_now = False
-        self._target: Target | None = None
+        self._target: Goal | None = None
         self._idle_at: TubeOffset | None = None  # where the last trigger found nothing
         self._short_since: float | None = None  # since when there are fewer pods than minPodsPerTrigger
         self._reported: tuple[float, dict[str, Any]] | None = None
@@ -182,7 +182,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             return self._wait_for_pods(hold, begin, budget)
         if self._target is None or len(self._target.cursors) != begin.partitions:
             everything = plan_all(hold.plan, begin, _only_zero(options.max_backfill_pods))
-            self._target = Target([place.cursor for place in everything.places])
+            self._target = Goal([place.cursor for place in everything.places])
         if self._target.reached(begin):
             hold.release()  # all is acked and the query ends now; should Spark ask again, it is claimed again
             return begin

@@ -7,14 +7,16 @@ imported inside its function.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
 
-from replicad.config.declaring import Setting, plain, settings_of
-from replicad.config.settings import LogSettings, colour_allowed, read_settings
+from replicad.config.declaring import Setting, plain, seconds, settings_of
+from replicad.config.settings import DatabaseSettings, LogSettings, colour_allowed, read_settings
+from replicad.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,3 +136,27 @@ def settings_options(kind: type, section: str = "Options", *, several: str | Non
         return function
 
     return decorate
+
+
+database_options = settings_options(DatabaseSettings, "Database")
+json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of a table.")
+
+
+class Seconds(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
+    """The type of an option that is a time: `30`, `0.5`, `500ms`, `2m` or `1h`, as a number of seconds."""
+
+    name = "seconds"
+
+    def __init__(self, low: float = 0, high: float = math.inf) -> None:
+        self._low, self._high = low, high
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
+        """Raises UsageError with the name of the option."""
+        where = param.opts[0] if param is not None else self.name
+        try:
+            found = seconds(str(value))
+        except ValueError as error:
+            raise UsageError(f"{where}: {value!r} does not fit; {error}") from None
+        if not self._low <= found <= self._high:
+            raise UsageError(f"{where}: {value!r} does not fit; give {self._low:g} to {self._high:g} seconds")
+        return found

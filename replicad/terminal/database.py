@@ -69,6 +69,13 @@ def on_database(
         return trio.run(run, url)
 
 
+def on_streams(
+    options: Mapping[str, str | None], work: Callable[[Database, str], Awaitable[T]], *, install: bool = False
+) -> T:
+    """As `on_database`, for what needs no more than the schema of the streams."""
+    return on_database(options, lambda db, found: work(db, found.stream_schema), part="stream", install=install)
+
+
 async def install_part(db: Database, part: Part, name: str) -> None:
     """Install or upgrade the part in the schema of that name; print a line if anything was done."""
     from replicad.postgres import schema

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-JSON_HELP = "Print one JSON object per line instead of a table."
-
 
 def plain_value(value: Any) -> Any:
     """The value in a form that JSON has: times as ISO text, decimals as numbers."""

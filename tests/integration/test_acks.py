@@ -10,7 +10,7 @@ import trio
 from replicad.cli import app
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.sender.feed import client_feed
+from replicad.sender.upstream import client_upstream
 from replicad.streams import acks, registry, trimming
 from tests.conftest import install, psql
 from tests.daemons import Daemon
@@ -84,17 +84,17 @@ async def test_trimming_removes_what_all_senders_have_and_nothing_more(filled: D
 
     assert await removed() == 0, "nobody is known"
     address = daemon.addresses[0]
-    async with client_feed(address.host, address.port, name="s1")({"events": "50"}) as feed:
-        feed.acknowledge("s1", "events", 70)
-        feed.acknowledge("s1", "events", 80)
+    async with client_upstream(address.host, address.port, name="s1")({"events": "50"}) as upstream:
+        upstream.acknowledge("s1", "events", 70)
+        upstream.acknowledge("s1", "events", 80)
         await known(filled, "events", s1=80)
         assert await removed() == 80
         await schema.install(filled, "federation", "replicad")
         await filled.execute("INSERT INTO replicad.federation_sender VALUES ('s2', 'events', NULL, '{s1,s2}')")
-        feed.acknowledge("s1", "events", 100)
+        upstream.acknowledge("s1", "events", 100)
         await known(filled, "events", s1=100, s2=None)
         assert await removed() == 0, "a sender that has said nothing needs all of it"
-        feed.acknowledge("s2", "events", 85)
+        upstream.acknowledge("s2", "events", 85)
         await known(filled, "events", s1=100, s2=85)
     assert await removed() == 5
     await filled.execute("DELETE FROM replicad.federation_sender")  # s2 is gone for good, and still in the way

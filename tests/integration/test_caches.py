@@ -23,13 +23,13 @@ from replicad.caches import trio_invalidator
 from replicad.caches.guard import Guard, Ticket
 from replicad.caches.registry import Caches, CachesStatistics
 from replicad.caches.writing import invalidate, invalidate_many
-from replicad.client.backoff import Backoff
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.trio_client import open_client
 from replicad.errors import StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.protocol.connection import Timing
+from replicad.retry import Backoff
 from replicad.streams import trimming
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon

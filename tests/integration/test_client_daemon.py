@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import RowBatch, StreamsChanged
 from replicad.client.pods import parse_pods
 from replicad.errors import BadToken, CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged, UnknownTube
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import START, Cursor
+from replicad.retry import Backoff
 from replicad.streams import registry
 from replicad.tubes.commands import Part
 from tests.conftest import PATIENCE

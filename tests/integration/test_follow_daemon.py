@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import RowBatch
 from replicad.client.trio_client import open_client
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
+from replicad.retry import Backoff
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon

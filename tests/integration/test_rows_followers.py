@@ -8,7 +8,7 @@ import sys
 import pytest
 import trio
 
-from replicad.client import sockets, trio_link
+from replicad.client import link
 from replicad.client.blocking_client import BlockingClient
 from replicad.client.events import Connected, Disconnected, RowBatch, StreamStopped
 from replicad.client.trio_client import open_client
@@ -100,8 +100,7 @@ async def test_patience_bounds_how_long_a_row_is_waited_for(risky: Database, dae
 async def test_a_line_beyond_the_bound_of_a_client_names_stream_token_and_remedy(
     database: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, blocking: bool
 ) -> None:
-    monkeypatch.setattr(sockets, "MAX_ROW", 5000)  # as if the server had a higher bound than its clients
-    monkeypatch.setattr(trio_link, "MAX_ROW", 5000)
+    monkeypatch.setattr(link, "MAX_ROW", 5000)  # as if the server had a higher bound than its clients
     await database.execute("CREATE TABLE big (id bigserial PRIMARY KEY, body text)")
     await registry.add(database, "big", "public.big", "id", row="to_json(body)")
     await database.execute("INSERT INTO big (body) VALUES ('x'), (repeat('y', 9000))")

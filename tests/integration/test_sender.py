@@ -16,9 +16,9 @@ from replicad.errors import StreamRestarted, UnknownStream, UsageError
 from replicad.groups import sole_leaf
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
-from replicad.sender.feed import client_feed
 from replicad.sender.sender import Sender
 from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
+from replicad.sender.upstream import client_upstream
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -68,8 +68,8 @@ def start_sender(daemon: Daemon, receiver: Receiver, database_url: str) -> Start
             bounds=bounds,
         )
         address = daemon.addresses[0]
-        feed = client_feed(address.host, address.port, name=settings.sender_name)
-        sender = Sender(settings, url=database_url, schema="replicad", open_feed=feed, moves=moves)
+        upstream = client_upstream(address.host, address.port, name=settings.sender_name)
+        sender = Sender(settings, url=database_url, schema="replicad", open_upstream=upstream, moves=moves)
         async with trio.open_nursery() as nursery:
             await nursery.start(sender.run)
             yield sender
@@ -176,14 +176,14 @@ async def test_the_daemon_is_told_only_what_postgres_has(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acks: list[int] = []
-    from replicad.sender import feed
+    from replicad.sender import upstream
 
     def acknowledge(self: object, sender: str, stream: str, token: int) -> None:
         assert sender == "sender"
         if stream == "facts":
             acks.append(token)
 
-    monkeypatch.setattr(feed._ClientFeed, "acknowledge", acknowledge)
+    monkeypatch.setattr(upstream._ClientUpstream, "acknowledge", acknowledge)
     locked = "SELECT token FROM replicad.federation_sender WHERE stream = 'facts'"
     async with start_sender():
         async with facts.connection() as other, other.transaction():

@@ -11,7 +11,7 @@ import trio
 from replicad.sender import signing
 from replicad.sender.items import Order, make_transaction
 from replicad.sender.settings import Delivery
-from replicad.sender.transport import HttpTransport, Outcome, open_transport
+from replicad.sender.transport import HttpTransport, SendResult, open_transport
 from tests.conftest import PATIENCE
 
 from ..federation_receiver import Receiver, Reply
@@ -33,7 +33,7 @@ def delivery(receiver: Receiver, path: str = "/{destination}/{transaction}", **c
     return Delivery(**(base | changes))
 
 
-async def send(receiver: Receiver, **changes: Any) -> Outcome:
+async def send(receiver: Receiver, **changes: Any) -> SendResult:
     async with open_transport(delivery(receiver, **changes)) as transport:
         return await transport.send("a.example", MADE)
 
@@ -41,7 +41,7 @@ async def send(receiver: Receiver, **changes: Any) -> Outcome:
 async def test_the_matrix_form_is_a_put_with_the_transaction_in_the_path(receiver: Receiver) -> None:
     path = "/{destination}/_matrix/federation/v1/send/{transaction}"
     outcome = await send(receiver, form="matrix", origin="us.example", path=path)
-    assert outcome == Outcome(True, "status 200")
+    assert outcome == SendResult(True, "status 200")
     (request,) = receiver.requests
     assert (request.method, request.target) == ("PUT", f"/a.example/_matrix/federation/v1/send/{MADE.id}")
     assert request.json == {
@@ -95,17 +95,17 @@ async def test_a_bearer_token_is_sent_as_such(receiver: Receiver) -> None:
 @pytest.mark.parametrize(
     ("reply", "outcome"),
     [
-        (Reply(204, body=b""), Outcome(True, "status 204")),
-        (Reply(503), Outcome(False, "status 503")),
-        (Reply(429, (("retry-after", "17"),)), Outcome(False, "status 429", retry_after=17.0)),
-        (Reply(503, (("retry-after", "Sat, 21 Nov 2026 00:00:00 GMT"),)), Outcome(False, "status 503")),
-        (Reply(302, (("location", "http://127.0.0.1:1/"),)), Outcome(False, "status 302")),
-        (Reply(404), Outcome(False, "status 404")),
-        (Reply(413), Outcome(False, "status 413", refused=True)),
+        (Reply(204, body=b""), SendResult(True, "status 204")),
+        (Reply(503), SendResult(False, "status 503")),
+        (Reply(429, (("retry-after", "17"),)), SendResult(False, "status 429", retry_after=17.0)),
+        (Reply(503, (("retry-after", "Sat, 21 Nov 2026 00:00:00 GMT"),)), SendResult(False, "status 503")),
+        (Reply(302, (("location", "http://127.0.0.1:1/"),)), SendResult(False, "status 302")),
+        (Reply(404), SendResult(False, "status 404")),
+        (Reply(413), SendResult(False, "status 413", refused=True)),
     ],
-    ids=lambda value: value.reason if isinstance(value, Outcome) else "",
+    ids=lambda value: value.reason if isinstance(value, SendResult) else "",
 )
-async def test_the_status_line_decides(receiver: Receiver, reply: Reply, outcome: Outcome) -> None:
+async def test_the_status_line_decides(receiver: Receiver, reply: Reply, outcome: SendResult) -> None:
     receiver.behave = lambda _: reply
     assert await send(receiver) == outcome
 

@@ -40,8 +40,8 @@ from replicad.protocol.commands import Auth, Error, Ping, Server
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor, Vector
 from replicad.protocol.words import Side
-from replicad.spark.arrow import schema
 from replicad.streams.commands import Position, Rdata, Replicate, Writers
+from replicad.tubes.columns import schema
 from replicad.tubes.commands import (
     ARROW,
     Ack,

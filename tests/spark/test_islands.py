@@ -20,7 +20,8 @@ from replicad.spark.database import forget
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.sinks import parquet
 from replicad.spark.sinks.parquet import ParquetSink
-from replicad.spark.tables import ShardSet, TableRule
+from replicad.spark.tables import TableRule
+from replicad.tubes.shards import ShardSet
 from tests.conftest import PATIENCE
 
 QUICK = {"pollTimeout": "0", "retryInterval": "10ms", "leaseTtl": "1s", "leaseWait": "0", "numRetries": "3"}

@@ -19,7 +19,7 @@ from replicad.errors import DownstreamError, UsageError
 from replicad.spark.database import forget
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks import manifest, parquet
-from replicad.spark.sinks.base import Batch, Shape
+from replicad.spark.sinks.base import BatchId, Shape
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
@@ -53,7 +53,7 @@ def parquet_rows(folder: Path) -> dict[tuple[int, int], str]:
 
 
 def put(sink: ParquetSink, number: int, *tasks: list[Changes], step: int = 0) -> None:
-    batch = Batch("q", number, step)
+    batch = BatchId("q", number, step)
     sink.commit(batch, [sink.apply(SHAPE, batch, task, found) for task, found in enumerate(tasks)])
 
 
@@ -89,7 +89,7 @@ def test_a_batch_that_was_not_committed_is_not_seen_and_comes_again(tmp_path: Pa
     sink = ParquetSink(tmp_path)
     sink.prepare(SHAPE)
     put(sink, 0, changes({(1, 1): "old"}))
-    sink.apply(SHAPE, Batch("q", 1), 0, changes({(1, 1): "half"}))  # and the driver dies
+    sink.apply(SHAPE, BatchId("q", 1), 0, changes({(1, 1): "half"}))  # and the driver dies
     assert parquet_rows(tmp_path) == {(1, 1): "old"}
     ParquetSink(tmp_path).prepare(SHAPE)
     put(ParquetSink(tmp_path), 1, changes({(1, 1): "new"}))
@@ -100,9 +100,9 @@ def test_a_committed_batch_that_comes_again_is_not_applied_again(tmp_path: Path)
     sink = ParquetSink(tmp_path)
     sink.prepare(SHAPE)
     put(sink, 4, changes({(1, 1): "first"}))
-    again = sink.apply(SHAPE, Batch("q", 4), 0, changes({(1, 1): "second"}))
+    again = sink.apply(SHAPE, BatchId("q", 4), 0, changes({(1, 1): "second"}))
     assert again.repeated
-    sink.commit(Batch("q", 4), [again])
+    sink.commit(BatchId("q", 4), [again])
     put(sink, 3, changes({(1, 1): "late"}))
     assert parquet_rows(tmp_path) == {(1, 1): "first"}
     put(sink, 4, changes({(1, 1): "garbage step"}), step=1)
@@ -112,10 +112,10 @@ def test_a_committed_batch_that_comes_again_is_not_applied_again(tmp_path: Path)
 def test_of_two_writers_one_is_refused_and_nothing_is_mixed(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     sink.prepare(SHAPE)
-    mine = sink.apply(SHAPE, Batch("mine", 0), 0, changes({(1, 1): "mine"}))
+    mine = sink.apply(SHAPE, BatchId("mine", 0), 0, changes({(1, 1): "mine"}))
     put(sink, 0, changes({(1, 2): "theirs"}))
     with pytest.raises(DownstreamError, match="another pipeline writes"):
-        sink.commit(Batch("mine", 0), [mine])
+        sink.commit(BatchId("mine", 0), [mine])
     assert parquet_rows(tmp_path) == {(1, 2): "theirs"}
 
 
@@ -173,13 +173,13 @@ def test_a_postgres_table_takes_a_batch_once(url: str) -> None:
     sink = PostgresSink(url, 'dw."Cit ies"')
     sink.prepare(SHAPE)
     sink.prepare(SHAPE)
-    done = sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}))
+    done = sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}))
     assert (done.written, done.deleted, done.repeated) == (2, 0, False)
-    assert sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "again"})).repeated
-    assert not sink.apply(SHAPE, Batch("q", 0), 1, changes({(2, 1): "other task"})).repeated
-    done = sink.apply(SHAPE, Batch("q", 1), 0, changes({(1, 2): "B"}, [(1, 1), (1, 99)]))
+    assert sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "again"})).repeated
+    assert not sink.apply(SHAPE, BatchId("q", 0), 1, changes({(2, 1): "other task"})).repeated
+    done = sink.apply(SHAPE, BatchId("q", 1), 0, changes({(1, 2): "B"}, [(1, 1), (1, 99)]))
     assert (done.written, done.deleted) == (1, 1)
-    assert sink.apply(SHAPE, Batch("q", 0, 5), 0, changes({(1, 2): "zombie"})).repeated
+    assert sink.apply(SHAPE, BatchId("q", 0, 5), 0, changes({(1, 2): "zombie"})).repeated
     assert postgres_rows(url) == {(1, 2): "B", (2, 1): "other task"}
     assert sink.stale_ids(SHAPE, 1, 2, 10).to_pylist() == [2]
     assert psql(url, "SELECT batch, written, deleted FROM dw.replicad_batches WHERE task = 0") == "1|1|1"
@@ -194,9 +194,9 @@ def test_a_task_that_fails_in_the_middle_leaves_nothing(url: str) -> None:
         raise RuntimeError("the executor dies")
 
     with pytest.raises(RuntimeError):
-        sink.apply(SHAPE, Batch("q", 0), 0, half())
+        sink.apply(SHAPE, BatchId("q", 0), 0, half())
     assert postgres_rows(url) == {}
-    assert not sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "whole"})).repeated
+    assert not sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "whole"})).repeated
     assert postgres_rows(url) == {(1, 1): "whole"}
 
 
@@ -214,10 +214,10 @@ def test_a_zombie_in_the_middle_of_a_batch_makes_its_successor_wait_and_then_ski
         assert go_on.wait(PATIENCE)
 
     def zombie() -> None:
-        results["first"] = sink.apply(SHAPE, Batch("q", 0), 0, slow())
+        results["first"] = sink.apply(SHAPE, BatchId("q", 0), 0, slow())
 
     def successor() -> None:
-        results["second"] = other.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "x"}))
+        results["second"] = other.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "x"}))
 
     results: dict[str, Any] = {}
     thread = threading.Thread(target=zombie)
@@ -269,9 +269,9 @@ class Mine:
 
 def test_an_own_class_is_told_what_to_write_and_delete() -> None:
     sink = CustomSink(Mine())
-    done = sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (2, 1): "b"}, [(2, 7)]))
+    done = sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "a", (2, 1): "b"}, [(2, 7)]))
     assert (done.written, done.deleted, sink.target.rows) == (2, 1, {(1, 1): "a", (2, 1): "b"})  # type: ignore[attr-defined]
-    sink.apply(SHAPE, Batch("q", 1), 0, changes({}, [(1, 1)]))
+    sink.apply(SHAPE, BatchId("q", 1), 0, changes({}, [(1, 1)]))
     assert sink.stale_ids(SHAPE, 2, 9, 10).to_pylist() == [1]
 
 
@@ -284,7 +284,7 @@ def test_an_own_class_that_lacks_a_method_or_fails_is_named() -> None:
             raise OSError("disk full")
 
     with pytest.raises(DownstreamError, match="Broken did not take batch 3: OSError: disk full"):
-        CustomSink(Broken()).apply(SHAPE, Batch("q", 3), 0, changes({(1, 1): "a"}))
+        CustomSink(Broken()).apply(SHAPE, BatchId("q", 3), 0, changes({(1, 1): "a"}))
 
 
 # --- a search index ---
@@ -309,9 +309,9 @@ def test_an_index_follows_and_a_repeated_batch_is_harmless(index: IndexServer) -
     sink = bulk(index)
     sink.prepare(SHAPE)
     for _ in range(2):
-        done = sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}, [(1, 9)]))
+        done = sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}, [(1, 9)]))
         assert (done.written, done.deleted) == (2, 0)
-    done = sink.apply(SHAPE, Batch("q", 1), 0, changes({(1, 1): "A"}, [(1, 2)], seq=5))
+    done = sink.apply(SHAPE, BatchId("q", 1), 0, changes({(1, 1): "A"}, [(1, 2)], seq=5))
     assert (done.written, done.deleted) == (1, 1)
     assert index_rows(index) == {(1, 1): "A"}
     assert sink.stale_ids(SHAPE, 1, 6, 10).to_pylist() == [1]
@@ -323,16 +323,16 @@ def test_a_busy_index_is_asked_again_for_what_it_did_not_take(
 ) -> None:
     monkeypatch.setattr("replicad.spark.sinks.bulk._FIRST_PAUSE", 0.01)
     index.busy, index.away = 3, 2
-    bulk(index).apply(SHAPE, Batch("q", 0), 0, changes({(1, number): "x" for number in range(5)}))
+    bulk(index).apply(SHAPE, BatchId("q", 0), 0, changes({(1, number): "x" for number in range(5)}))
     assert len(index.documents) == 5
     index.busy = 10**6
     with pytest.raises(DownstreamError, match="too busy for 1 documents"):
-        bulk(index, patience=0.05).apply(SHAPE, Batch("q", 1), 0, changes({(1, 1): "y"}))
+        bulk(index, patience=0.05).apply(SHAPE, BatchId("q", 1), 0, changes({(1, 1): "y"}))
 
 
 def test_requests_to_an_index_are_bounded(index: IndexServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicad.spark.sinks.bulk.MAX_BYTES", 1000)
-    bulk(index).apply(SHAPE, Batch("q", 0), 0, changes({(1, number): "x" * 50 for number in range(100)}))
+    bulk(index).apply(SHAPE, BatchId("q", 0), 0, changes({(1, number): "x" * 50 for number in range(100)}))
     assert len(index.documents) == 100
     assert index.requests.count("/_bulk") > 10
 
@@ -340,7 +340,7 @@ def test_requests_to_an_index_are_bounded(index: IndexServer, monkeypatch: pytes
 def test_what_an_index_refuses_is_said_and_secrets_are_not(index: IndexServer) -> None:
     index.refuse = "1:2"
     with pytest.raises(DownstreamError, match=r"refuses document 1:2: .*mapper_parsing"):
-        bulk(index).apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}))
+        bulk(index).apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "a", (1, 2): "b"}))
     with pytest.raises(UsageError, match="refuses us with status 401"):
         BulkSink(f"http://elastic:wrong@127.0.0.1:{index.port}", "cities").prepare(SHAPE)
     with pytest.raises(DownstreamError, match="no answer from") as caught:
@@ -361,7 +361,7 @@ def test_documents_hold_every_type_as_json(index: IndexServer) -> None:
     )
     row = {"id": 1, "name": "Ågren\n", "_shard": 1, "_seq": 1, "at": 0, "raw": b"\x00", "tags": ["a", None]}
     found = [Changes(pa.Table.from_pylist([row], shape.schema), KEYS.empty_table())]
-    bulk(index, document_id="{id}").apply(shape, Batch("q", 0), 0, found)
+    bulk(index, document_id="{id}").apply(shape, BatchId("q", 0), 0, found)
     document = index.documents["1"]
     assert document["name"] == "Ågren\n"
     assert (document["at"], document["raw"], document["tags"]) == ("1970-01-01T00:00:00+00:00", "AA==", ["a", None])
@@ -379,15 +379,15 @@ def delta_rows(uri: Path) -> dict[tuple[int, int], str]:
 def test_a_delta_table_takes_a_batch_once_and_whole(tmp_path: Path) -> None:
     sink = DeltaSink(str(tmp_path / "t"))
     sink.prepare(SHAPE)
-    first = [sink.apply(SHAPE, Batch("q", 0), task, changes({(task, 1): "a", (task, 2): "b"})) for task in (0, 1)]
+    first = [sink.apply(SHAPE, BatchId("q", 0), task, changes({(task, 1): "a", (task, 2): "b"})) for task in (0, 1)]
     assert delta_rows(tmp_path / "t") == {}
-    sink.commit(Batch("q", 0), first)
+    sink.commit(BatchId("q", 0), first)
     DeltaSink(str(tmp_path / "t")).prepare(SHAPE)
     assert len(delta_rows(tmp_path / "t")) == 4
-    assert sink.apply(SHAPE, Batch("q", 0), 0, changes({(0, 1): "again"})).repeated
-    late = [sink.apply(SHAPE, Batch("q", 1), 0, changes({(0, 1): "A"}, [(0, 2), (0, 9)], seq=7))]
-    assert sink.commit(Batch("q", 1), late) == 1
-    assert sink.commit(Batch("q", 1), late[:0]) == 0
+    assert sink.apply(SHAPE, BatchId("q", 0), 0, changes({(0, 1): "again"})).repeated
+    late = [sink.apply(SHAPE, BatchId("q", 1), 0, changes({(0, 1): "A"}, [(0, 2), (0, 9)], seq=7))]
+    assert sink.commit(BatchId("q", 1), late) == 1
+    assert sink.commit(BatchId("q", 1), late[:0]) == 0
     assert delta_rows(tmp_path / "t") == {(0, 1): "A", (1, 1): "a", (1, 2): "b"}
     assert sink.stale_ids(SHAPE, 1, 7, 10).to_pylist() == [1, 2]
     assert list((tmp_path / "t" / "_replicad" / "q").iterdir()) == []
@@ -398,8 +398,8 @@ def test_a_delta_table_takes_a_batch_once_and_whole(tmp_path: Path) -> None:
 def test_a_zombies_commit_of_a_delta_batch_changes_nothing(tmp_path: Path) -> None:
     sink = DeltaSink(str(tmp_path / "t"))
     sink.prepare(SHAPE)
-    zombie = [sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "zombie"}))]
-    successor = [sink.apply(SHAPE, Batch("q", 0), 0, changes({(1, 1): "successor"}))]
-    sink.commit(Batch("q", 0), successor)
-    sink.commit(Batch("q", 0), zombie)
+    zombie = [sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "zombie"}))]
+    successor = [sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "successor"}))]
+    sink.commit(BatchId("q", 0), successor)
+    sink.commit(BatchId("q", 0), zombie)
     assert delta_rows(tmp_path / "t") == {(1, 1): "successor"}

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.client.backoff import Backoff
 from replicad.client.pods import Pod, parse_pods
 from replicad.client.refusals import concerns_one_request, may_pass, refusal
 from replicad.client.requests import ANSWERS, Introduction, ask, ask_for_pods, greet
@@ -31,6 +30,7 @@ from replicad.protocol.command import Command
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor
 from replicad.protocol.words import Side
+from replicad.retry import Backoff
 from replicad.tubes.commands import Part
 from tests import vocabulary as c
 from tests.vocabulary import COMMANDS, EVERY

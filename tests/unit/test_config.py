@@ -216,7 +216,7 @@ def test_a_number_parser_gives_a_finite_number_or_says_no(parse: object, text: s
 
 
 def test_logs_have_four_levels_and_colour_can_be_forbidden() -> None:
-    with pytest.raises(UsageError, match="debug, info, warning, error"):
+    with pytest.raises(UsageError, match="debug, info, warning or error"):
         read_settings(LogSettings, {"log_level": "loud"}, environ={})
     assert read_settings(LogSettings, {}, defaults={"log_level": "warning"}, environ={}).log_level == "warning"
     assert colour_allowed({})

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicad.errors import LocalProtocolError
-from replicad.sender.backoff import Backoff
+from replicad.retry import Backoff
 from replicad.sender.destination import Destination, Phase, Terms
 from replicad.sender.items import Edu, Memory, Order, Page, Pdu, Standing, Transaction, Wanted
 from replicad.sender.store import Entry
 
 from ..federation_fakes import Shelf
 
-BACKOFF = Backoff(first=1.0, most=20.0, jitter=0.5)
+BACKOFF = Backoff(first=1.0, cap=20.0, jitter=0.5)
 TERMS = Terms(pdus=3, edus=2, transaction_bytes=60, queue_pdus=4, queue_edus=2, catch_up_after=3.0, backoff=BACKOFF)
 MEMORY = 5000
 
@@ -144,9 +144,9 @@ class DestinationModel(RuleBasedStateMachine):
         self.write(kept=None if given_up else sent, done=given_up)
         assert self.destination.retry_at is not None
         pause = self.destination.retry_at - self.now
-        interval = BACKOFF.interval(self.destination.failures)
-        assert interval * (1 - BACKOFF.jitter) <= pause <= BACKOFF.most
-        assert pause <= max(interval, min(at_least, BACKOFF.most))
+        interval = BACKOFF.whole(self.destination.failures - 1)
+        assert interval * (1 - BACKOFF.jitter) <= pause <= BACKOFF.cap
+        assert min(at_least, BACKOFF.cap) <= pause <= max(interval, min(at_least, BACKOFF.cap))
         assert self.destination.due(self.now) == self.destination.retry_at
         assert self.destination.catching_up or interval <= self.terms.catch_up_after
         if given_up is not None:
@@ -370,5 +370,5 @@ def test_waking_while_a_probe_is_under_way_makes_its_failure_count_as_the_first(
     destination.loaded(Page(pdus=(Pdu(Order(1, 0), None, "1"),)), wanted)
     destination.begin(0)
     destination.wake(5.0)
-    destination.failed(6.0, 0.0)
+    destination.failed(6.0, 1.0)
     assert (destination.failures, destination.retry_at) == (1, 7.0)

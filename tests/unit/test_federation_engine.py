@@ -11,22 +11,22 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from replicad.sender.backoff import Backoff
+from replicad.retry import Backoff
 from replicad.sender.destination import Terms
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu, Transaction
 from replicad.sender.store import Recording
-from replicad.sender.transport import Outcome
+from replicad.sender.transport import SendResult
 
 from ..federation_fakes import Answer, MemoryStore, ScriptedTransport
 
-TAKEN = Outcome(True, "status 200")
-DOWN = Outcome(False, "status 503")
+TAKEN = SendResult(True, "status 200")
+DOWN = SendResult(False, "status 503")
 HOUR = 3600.0
 DAY = 24 * HOUR
 
 
-async def always(_destination: str, _transaction: Transaction) -> Outcome:
+async def always(_destination: str, _transaction: Transaction) -> SendResult:
     return TAKEN
 
 
@@ -84,7 +84,7 @@ async def test_every_live_destination_gets_everything_in_order_while_one_in_ten_
     dead = set(names[::10])
     live = [name for name in names if name not in dead]
 
-    async def answer(destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(destination: str, _transaction: Transaction) -> SendResult:
         await trio.sleep(60 if destination in dead else 0.05)
         return DOWN if destination in dead else TAKEN
 
@@ -108,7 +108,7 @@ async def test_every_live_destination_gets_everything_in_order_while_one_in_ten_
 async def test_after_three_days_of_503_a_destination_is_caught_up_with_and_the_others_saw_nothing(
     jumping: MockClock,
 ) -> None:
-    async def answer(destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(destination: str, _transaction: Transaction) -> SendResult:
         return DOWN if destination == "sick.example" and trio.current_time() < 3 * DAY else TAKEN
 
     world = World(answer)
@@ -127,7 +127,7 @@ async def test_after_three_days_of_503_a_destination_is_caught_up_with_and_the_o
         assert engine.statistics().catching_up == 0
     attempts = world.transport.attempts["sick.example"]
     pauses = [later - earlier for earlier, later in pairwise(attempts)]
-    assert max(pauses) <= world.terms.backoff.most
+    assert max(pauses) <= world.terms.backoff.cap
     assert len(attempts) < 40
     got = world.transport.bodies("sick.example")
     repeated = next(iter(world.transport.taken["sick.example"].values()))
@@ -138,7 +138,7 @@ async def test_after_three_days_of_503_a_destination_is_caught_up_with_and_the_o
 
 
 async def test_with_every_fact_wanted_catch_up_skips_none(jumping: MockClock) -> None:
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         return DOWN if trio.current_time() < DAY else TAKEN
 
     world = World(answer, supersede=False)
@@ -155,7 +155,7 @@ async def test_in_catch_up_a_rooms_latest_facts_stand_in_where_the_application_s
             assert destination == "a.example"
             return {"public": ['"end1"', '"end2"']}
 
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         return DOWN if trio.current_time() < DAY else TAKEN
 
     world = World(answer)
@@ -172,7 +172,7 @@ async def test_in_catch_up_a_rooms_latest_facts_stand_in_where_the_application_s
 async def test_a_server_that_is_up_again_is_sent_to_at_once(jumping: MockClock) -> None:
     down = True
 
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         return DOWN if down else TAKEN
 
     world = World(answer)
@@ -191,11 +191,11 @@ async def test_a_server_that_is_up_again_is_sent_to_at_once(jumping: MockClock) 
 async def test_a_transaction_whose_answer_was_lost_is_repeated_under_its_id_over_kills(jumping: MockClock) -> None:
     chance = Random(7)
 
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         await trio.sleep(chance.random())
         return TAKEN
 
-    world = World(answer, backoff=Backoff(first=0.1, most=1.0), pdus=3, queue_pdus=4)
+    world = World(answer, backoff=Backoff(first=0.1, cap=1.0, jitter=0.2), pdus=3, queue_pdus=4)
     bodies: list[str] = []
     lost = 0
     for _ in range(60):
@@ -217,7 +217,7 @@ async def test_a_transaction_whose_answer_was_lost_is_repeated_under_its_id_over
 
 
 async def test_back_off_goes_on_where_it_was_after_a_kill(jumping: MockClock) -> None:
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         return DOWN
 
     world = World(answer)
@@ -237,8 +237,8 @@ async def test_back_off_goes_on_where_it_was_after_a_kill(jumping: MockClock) ->
 
 
 async def test_what_a_destination_refuses_for_good_does_not_stop_it_for_ever(jumping: MockClock) -> None:
-    async def answer(_destination: str, transaction: Transaction) -> Outcome:
-        return Outcome(False, "status 400", refused=True) if '"f1"' in transaction.pdus else TAKEN
+    async def answer(_destination: str, transaction: Transaction) -> SendResult:
+        return SendResult(False, "status 400", refused=True) if '"f1"' in transaction.pdus else TAKEN
 
     world = World(answer, pdus=1)
     async with world.running():
@@ -251,7 +251,7 @@ async def test_what_a_destination_refuses_for_good_does_not_stop_it_for_ever(jum
 
 
 async def test_updates_that_must_not_be_lost_survive_kills_and_an_outage(jumping: MockClock) -> None:
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         return DOWN if trio.current_time() < DAY else TAKEN
 
     world = World(answer)
@@ -279,7 +279,7 @@ async def test_a_thousand_destinations_share_a_few_writes(jumping: MockClock) ->
 
 
 async def test_a_full_memory_delays_nothing_and_loses_nothing(jumping: MockClock) -> None:
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         await trio.sleep(1)
         return TAKEN
 
@@ -294,7 +294,7 @@ async def test_a_full_memory_delays_nothing_and_loses_nothing(jumping: MockClock
 
 
 async def test_closing_lets_what_is_under_way_end_and_writes_it_down(jumping: MockClock) -> None:
-    async def answer(_destination: str, _transaction: Transaction) -> Outcome:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
         await trio.sleep(3)
         return TAKEN
 

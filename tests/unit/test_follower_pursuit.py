@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, Gap, Reset, RowBatch, StreamsChanged, TakenUpto
 from replicad.client.pursuit import FIRST_REFUSALS, GAPS, LOOK_INTERVAL, REFUSALS, FollowOptions, Pursuit
 from replicad.client.steps import Connect, Receive, Send, Sleep
@@ -24,6 +23,7 @@ from replicad.errors import (
 from replicad.protocol.commands import RemoteServerUp
 from replicad.protocol.connection import Connection
 from replicad.protocol.words import Side
+from replicad.retry import Backoff
 from tests.vocabulary import EVERY
 
 EPOCH = "a1b2c3d4"

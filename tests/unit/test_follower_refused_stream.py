@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged, StreamStopped, TakenUpto
 from replicad.client.pursuit import REFUSALS, FollowOptions, Pursuit
 from replicad.client.stops import MAX_PAUSE
 from replicad.errors import BadToken, DatabaseRefused, ReplicadError, StreamRefused, TableReplaced, UnknownStream
+from replicad.retry import Backoff
 from tests.unit.test_follower_pursuit import EPOCH, LOST, Clock, Drive, accepted
 
 UNKNOWN = "ERROR unknown_stream: there is no stream 'other'; the streams are: events\n"

@@ -20,6 +20,7 @@ from replicad.config.declaring import setting, settings_of, whole_number
 
 PACKAGE = Path(replicad.__file__).parent
 CHECKS = ("__post_init__", "_check_trigger")  # methods that read values in order to refuse them
+KINDS = {"setting", "count", "duration", "amount", "choice"}  # what declares a setting
 PLAIN = {"replicad.spark.pipeline_config": "PipelineConfig", "replicad.spark.options": "SourceOptions"}
 
 
@@ -34,7 +35,7 @@ def declares_settings(tree: ast.Module) -> bool:
     return any(
         isinstance(node, ast.ImportFrom)
         and node.module == "replicad.config.declaring"
-        and any(name.name == "setting" for name in node.names)
+        and any(name.name in KINDS for name in node.names)
         for node in tree.body
     )
 

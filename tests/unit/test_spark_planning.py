@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from replicad.protocol.tokens import Cursor
 from replicad.spark.offsets import TubeOffset
-from replicad.spark.planning import Budget, Target, plan_all, plan_batch, shares
+from replicad.spark.planning import Budget, Goal, plan_all, plan_batch, shares
 from replicad.tubes.commands import CursorAt, Part
 
 
@@ -112,7 +112,7 @@ def test_plan_all_gets_everything_from_a_daemon_that_gives_little_at_once(tube: 
 def test_an_available_now_run_ends_although_regular_pods_keep_coming() -> None:
     tube = tube_of((5, 30), (5, 0))
     budget = Budget(4, None, 2)
-    target = Target([place.cursor for place in plan_all(tube, tube.start()).places])
+    target = Goal([place.cursor for place in plan_all(tube, tube.start()).places])
     offset, seq = tube.start(), 10_000
     batches = 0
     while not target.reached(offset):

@@ -9,10 +9,9 @@ from typing import Any
 
 import click
 
-from replicad.config.declaring import seconds
 from replicad.config.settings import ClientSettings, read_settings
 from replicad.errors import ConnectionLost, RemoteError, UsageError
-from replicad.terminal.command import ReplicadCommand, option, settings_options
+from replicad.terminal.command import ReplicadCommand, Seconds, option, settings_options
 
 _LONGEST_GREETING = 4096  # bytes; SERVER and a name
 
@@ -20,8 +19,14 @@ _LONGEST_GREETING = 4096  # bytes; SERVER and a name
 @click.command("ping", cls=ReplicadCommand, short_help="Check that a daemon answers; for health checks.")
 @click.argument("address", required=False, metavar="[HOST:PORT]")
 @settings_options(ClientSettings)
-@option("--timeout", metavar="SECONDS", default="5", show_default=True, help="How long to wait for the answer.")
-def command(address: str | None, timeout: str, **options: Any) -> None:
+@option(
+    "--timeout",
+    type=Seconds(),
+    default="5",
+    show_default=True,
+    help="How long to wait for the answer.",
+)
+def command(address: str | None, timeout: float, **options: Any) -> None:
     """Connect to a daemon, wait for its SERVER line and print its name. Exit status 0 if it came, 1 if not.
 
     HOST:PORT is short for --server HOST:PORT; the variable REPLICAD_SERVER does as well.
@@ -31,12 +36,8 @@ def command(address: str | None, timeout: str, **options: Any) -> None:
             raise UsageError("HOST:PORT and --server are both given; give one of them")
         options["server"] = address
     settings = read_settings(ClientSettings, options)
-    try:
-        limit = seconds(timeout)
-    except ValueError as error:
-        raise UsageError(f"--timeout: {timeout!r} does not fit; {error}") from None
     started = time.monotonic()
-    name = greet(settings, limit)
+    name = greet(settings, timeout)
     click.echo(f"{name} at {settings.server} answered in {(time.monotonic() - started) * 1000:.1f} ms")
 
 

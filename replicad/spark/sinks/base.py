@@ -29,7 +29,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Batch:
+class BatchId:
     """A micro-batch: the query's id, the batch's number, and the step in it (0 is the batch itself, then garbage).
 
     Within a query (number, step) only ever grows, except that the last ones may come again.
@@ -70,7 +70,7 @@ class Sink(ABC):
         """
 
     @abstractmethod
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """In a task: take its changes. Tasks of a batch are numbered alike when it comes again; -1 is the driver
         itself.
 
@@ -78,7 +78,7 @@ class Sink(ABC):
         iterating saves the look-up.
         """
 
-    def commit(self, batch: Batch, applied: Sequence[Applied]) -> int | None:
+    def commit(self, batch: BatchId, applied: Sequence[Applied]) -> int | None:
         """On the driver, after all tasks: make the batch visible. When it returns the batch may be acked.
 
         Returns how many rows were deleted where only now that is known, None where `apply` has counted them.

@@ -15,7 +15,6 @@ import json
 import os
 import ssl
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +24,9 @@ import pyarrow as pa
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.masking import mask_secrets
+from replicad.retry import Retries
 from replicad.spark.enrich import Changes
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 MAX_BYTES = 5 << 20  # of one request; both products advise some megabytes
 _TIMEOUT = 60.0  # seconds for one request
@@ -70,7 +70,7 @@ class BulkSink(Sink):
         if status >= 400:
             raise UsageError(f"{mask_secrets(self.url)} refuses us with status {status}: {_shortened(answer)}")
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Put and delete documents, some megabytes at a time."""
         written = deleted = 0
         for change in changes:
@@ -116,7 +116,7 @@ class BulkSink(Sink):
 
     def _bulk(self, lines: list[Line]) -> int:
         deleted = 0
-        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        retries = Retries(_FIRST_PAUSE, _LONGEST_PAUSE, patience=self.patience)
         while lines:
             body = b"".join(part + b"\n" for line in lines for part in line if part)
             items = self._checked("POST", "/_bulk", body)["items"]
@@ -129,11 +129,8 @@ class BulkSink(Sink):
                 elif done["status"] >= 300 and not (action == "delete" and done["status"] == 404):
                     reason = json.dumps(done.get("error"))[:500]
                     raise DownstreamError(f"index {self.index} refuses document {done.get('_id')}: {reason}")
-            if again and time.monotonic() + pause > deadline:
+            if again and not retries.pause():
                 raise DownstreamError(f"index {self.index} stays too busy for {len(again)} documents; they come again")
-            if again:
-                time.sleep(pause)
-                pause = min(pause * 2, _LONGEST_PAUSE)
             lines = again
         return deleted
 
@@ -141,12 +138,12 @@ class BulkSink(Sink):
 
     def _checked(self, method: str, path: str, body: bytes | None, *, missing: bool = False) -> dict[str, Any]:
         """A request that must succeed; `missing`: an index that is not there yet is an empty answer."""
-        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        retries = Retries(_FIRST_PAUSE, _LONGEST_PAUSE, patience=self.patience)
         while True:
             try:
                 status, answer = self._request(method, path, body)
             except DownstreamError:
-                if time.monotonic() + pause > deadline:
+                if not retries.pause():
                     raise
             else:
                 if status < 300:
@@ -154,10 +151,8 @@ class BulkSink(Sink):
                     return found
                 if status == 404 and missing:
                     return {}
-                if status not in _BUSY or time.monotonic() + pause > deadline:
+                if status not in _BUSY or not retries.pause():
                     raise DownstreamError(f"{method} {path} ended with status {status}: {_shortened(answer)}")
-            time.sleep(pause)
-            pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         parts = urlsplit(self.url)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from replicad.errors import DownstreamError, ReplicadError, UsageError
 from replicad.spark.enrich import Changes
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 
 @runtime_checkable
@@ -58,7 +58,7 @@ class CustomSink(Sink):
     def prepare(self, shape: Shape) -> None:
         """Nothing: the class prepares itself."""
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Hand the changes over, chunk by chunk."""
         written = deleted = 0
         for change in changes:

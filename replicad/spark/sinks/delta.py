@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.enrich import Changes, conform
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 STAGING = "_replicad"  # folders that begin with _ are no part of a Delta table, and VACUUM leaves them alone
 _GONE = "_gone"
@@ -62,7 +62,7 @@ class DeltaSink(Sink):
             if info.is_file and info.mtime.timestamp() < time.time() - _ORPHAN_AGE:
                 store.delete_file(info.path)
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """Stage the changes in a file of their own."""
         if self._holds(batch):
             return Applied(repeated=True)
@@ -80,7 +80,7 @@ class DeltaSink(Sink):
                 deleted += change.deletes.num_rows
         return Applied(written, deleted, note=json.dumps(path))
 
-    def commit(self, batch: Batch, applied: Sequence[Applied]) -> int | None:
+    def commit(self, batch: BatchId, applied: Sequence[Applied]) -> int | None:
         """Merge what was staged, in one commit; nothing where the batch is in already."""
         store, _ = _store(self.uri)
         files = [json.loads(done.note) for done in applied if done.note]
@@ -120,13 +120,13 @@ class DeltaSink(Sink):
     def _table(self) -> Any:
         return _deltalake().DeltaTable(self.uri, storage_options=self.storage or None)
 
-    def _holds(self, batch: Batch) -> bool:
+    def _holds(self, batch: BatchId) -> bool:
         """Whether the batch, or a later one of its query, is in the table."""
         last: int | None = self._table().transaction_version(batch.query)
         return last is not None and last >= _version(batch)
 
 
-def _version(batch: Batch) -> int:
+def _version(batch: BatchId) -> int:
     return batch.number << _STEPS | batch.step
 
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from replicad.errors import DownstreamError
-from replicad.spark.sinks.base import Batch, Shape
+from replicad.spark.sinks.base import BatchId, Shape
 
 FORMAT = 1
 KEPT_VERSIONS = 8  # a reader has this many batches' time to open the files that it was told of
@@ -59,11 +59,11 @@ class Manifest:
         """Rows in this version."""
         return sum(leaf.rows for leaves in self.shards.values() for leaf in leaves)
 
-    def holds(self, batch: Batch) -> bool:
+    def holds(self, batch: BatchId) -> bool:
         """Whether the batch, or a later one of its query, is in."""
         return self.applied.get(batch.query, (-1, 0)) >= (batch.number, batch.step)
 
-    def with_batch(self, batch: Batch, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
+    def with_batch(self, batch: BatchId, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
         """The next version: the shards of `changed` have new leaves, and the batch is in."""
         shards = {**self.shards, **{shard: tuple(leaves) for shard, leaves in changed.items()}}
         applied = {query: at for query, at in self.applied.items() if query != batch.query}

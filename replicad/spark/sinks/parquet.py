@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks import manifest
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.sinks.manifest import Leaf, Manifest
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ParquetSink(Sink):
         for path in manifest.orphans(self.folder, time.time() - _ORPHAN_AGE):
             path.unlink(missing_ok=True)
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Write new files for what the changes touch. They are not the table's before `commit`."""
         base = self._latest()
         if base.holds(batch):
@@ -87,7 +87,7 @@ class ParquetSink(Sink):
         note = {str(shard): [[x.low, x.file, x.rows, x.min_seq] for x in leaves] for shard, leaves in shards.items()}
         return Applied(len(writes), deleted, note=json.dumps({"base": base.version, "shards": note}))
 
-    def commit(self, batch: Batch, applied: Sequence[Applied]) -> None:
+    def commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:
         """Publish the next version of the table, unless the batch is in it already."""
         base = self._latest()
         if base.holds(batch):
@@ -124,7 +124,7 @@ class ParquetSink(Sink):
         )
 
     def _rewrite_shard(
-        self, base: Manifest, batch: Batch, shard: int, writes: pa.Table, deletes: pa.Table
+        self, base: Manifest, batch: BatchId, shard: int, writes: pa.Table, deletes: pa.Table
     ) -> tuple[list[Leaf], int]:
         """The leaves of a shard after the changes, and how many rows were deleted."""
         leaves = list(base.shards.get(shard, ()))
@@ -145,7 +145,7 @@ class ParquetSink(Sink):
             made.extend(self._write(pa.concat_tables([kept, mine_w]).sort_by(id_), batch, shard, id_))
         return made, deleted
 
-    def _write(self, rows: pa.Table, batch: Batch, shard: int, id_: str) -> list[Leaf]:
+    def _write(self, rows: pa.Table, batch: BatchId, shard: int, id_: str) -> list[Leaf]:
         """Write rows sorted by id into as few files as their size allows; none for no rows."""
         if not len(rows):
             return []

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from replicad.errors import UsageError
 from replicad.spark.database import PATIENCE, patiently, quote
 from replicad.spark.enrich import Changes
-from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 _TYPES = {
     pa.bool_(): "boolean", pa.int8(): "smallint", pa.int16(): "smallint", pa.int32(): "integer", pa.int64(): "bigint",
@@ -102,7 +102,7 @@ class PostgresSink(Sink):
                 f"or drop the table to have it made anew (its columns are {', '.join(there)})"
             )
 
-    def apply(self, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+    def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """One transaction: the batch's number, the writes, the deletes."""
 
         def work(driver: Any) -> Applied:
@@ -113,7 +113,7 @@ class PostgresSink(Sink):
 
         return patiently(self.url, work, transactional=True, patience=self.patience)
 
-    def _apply(self, cursor: Any, shape: Shape, batch: Batch, task: int, changes: Iterable[Changes]) -> Applied:
+    def _apply(self, cursor: Any, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         who = (batch.query, self.table, task)
         if not _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step):
             return Applied(repeated=True)

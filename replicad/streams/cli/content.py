@@ -6,20 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicad.config.settings import DatabaseSettings
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, option, settings_options
-from replicad.terminal.database import on_database
-from replicad.terminal.output import JSON_HELP, print_rows
+from replicad.terminal.command import ReplicadCommand, database_options, json_option, option
+from replicad.terminal.database import on_streams
+from replicad.terminal.output import print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
-    from replicad.streams.registry import Skipped
 
 MAX_ROW_HELP = "Longest line that the stream may send, in bytes; it stops before a longer row. Default: 64 MiB."
 
 _name = click.argument("name")
-_database_options = settings_options(DatabaseSettings, "Database")
 
 
 @click.command(
@@ -37,8 +34,8 @@ Examples:
 @option("--reason", metavar="TEXT", help="The reason. Default: what the daemons report about the row.")
 @option("--undo", is_flag=True, help="Put the row back into the stream, for readers that have not passed it.")
 @option("--list", "as_list", is_flag=True, help="List the skipped ids: by whom, when and why.")
-@option("--json", "as_json", is_flag=True, help=JSON_HELP)
-@_database_options
+@json_option
+@database_options
 def skip(
     *, name: str, token: int | None, yes: bool, reason: str | None, undo: bool, as_list: bool, as_json: bool,
     **options: Any,
@@ -54,64 +51,58 @@ def skip(
     elif undo:
         _undo(name, token, options)
     elif not yes:
-        published = on_database(options, _position_of(name), part="stream")
+        published = on_streams(options, _position_of(name))
         raise UsageError(
             f"rows with id {token} would be left out of stream {name}: no reader gets them from now on. "
             f"{_consequence(token, published)} To do it, add --yes"
         )
     else:
-        published = on_database(options, _skip(name, token, reason), part="stream")
+        published = on_streams(options, _skip(name, token, reason))
         click.echo(f"stream {name}: id {token} is skipped. {_consequence(token, published)}")
 
 
 @click.command("alter", cls=ReplicadCommand, epilog="\b\nExample:\n  replicad streams alter events --max-row 16777216")
 @_name
 @option("--max-row", type=int, required=True, metavar="BYTES", help=MAX_ROW_HELP)
-@_database_options
+@database_options
 def alter(name: str, max_row: int, **options: Any) -> None:
     """Change the longest row that the stream NAME may have. Running daemons use the new limit within a second."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> None:
-        from replicad.streams import registry
+    from replicad.streams import registry
 
-        await registry.set_max_row(db, name, max_row, schema=settings.stream_schema)
-
-    on_database(options, work, part="stream")
+    on_streams(options, lambda db, schema: registry.set_max_row(db, name, max_row, schema=schema))
     click.echo(f"stream {name}: rows have at most {max_row} bytes")
 
 
 def _position_of(name: str) -> Any:
-    async def work(db: Database, settings: DatabaseSettings) -> int | None:
+    async def work(db: Database, schema: str) -> int | None:
         from replicad.streams import registry
 
-        await registry.load_stream(db, name, schema=settings.stream_schema)
-        found = (await registry.published(db, schema=settings.stream_schema)).get(name)
+        await registry.load_stream(db, name, schema=schema)
+        found = (await registry.published(db, schema=schema)).get(name)
         return None if found is None else found.position
 
     return work
 
 
 def _skip(name: str, token: int, reason: str | None) -> Any:
-    async def work(db: Database, settings: DatabaseSettings) -> int | None:
+    async def work(db: Database, schema: str) -> int | None:
         from replicad.streams import registry, troubles
 
         why = reason
         if why is None:
-            known = await troubles.load(db, schema=settings.stream_schema)
+            known = await troubles.load(db, schema=schema)
             about = (one for one in known if (one.kind, one.name) == ("stream", name) and f" id {token} " in one.reason)
             why = next((one.reason for one in about), "")
-        return await registry.skip(db, name, token, why, schema=settings.stream_schema)
+        return await registry.skip(db, name, token, why, schema=schema)
 
     return work
 
 
 def _undo(name: str, token: int, options: dict[str, Any]) -> None:
-    async def work(db: Database, settings: DatabaseSettings) -> bool:
-        from replicad.streams import registry
+    from replicad.streams import registry
 
-        return await registry.unskip(db, name, token, schema=settings.stream_schema)
-
-    if not on_database(options, work, part="stream"):
+    if not on_streams(options, lambda db, schema: registry.unskip(db, name, token, schema=schema)):
         raise UsageError(
             f"id {token} of stream {name} is not skipped; `replicad streams skip {name} --list` shows what is"
         )
@@ -119,12 +110,9 @@ def _undo(name: str, token: int, options: dict[str, Any]) -> None:
 
 
 def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:
-    async def work(db: Database, settings: DatabaseSettings) -> list[Skipped]:
-        from replicad.streams import registry
+    from replicad.streams import registry
 
-        return await registry.skips(db, name, schema=settings.stream_schema)
-
-    found = on_database(options, work, part="stream")
+    found = on_streams(options, lambda db, schema: registry.skips(db, name, schema=schema))
     rows = [{"id": one.id, "by": one.by, "at": one.at, "reason": one.reason} for one in found]
     print_rows(["id", "by", "at", "reason"], rows, as_json=as_json, nothing=f"no id of stream {name} is skipped")
 

@@ -7,27 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicad.config.declaring import seconds
-from replicad.config.settings import DatabaseSettings
 from replicad.errors import UsageError
 from replicad.streams.cli import writers as stream_writers
 from replicad.streams.cli.content import CONTENT_COMMANDS, MAX_ROW_HELP
-from replicad.terminal.command import ReplicadGroup, option, settings_options
-from replicad.terminal.database import on_database
+from replicad.terminal.command import ReplicadGroup, Seconds, database_options, json_option, option
+from replicad.terminal.database import on_streams
 from replicad.terminal.failures import say
-from replicad.terminal.output import JSON_HELP, as_json_line, print_rows
+from replicad.terminal.output import as_json_line, print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
     from replicad.postgres.horizon import Holder
     from replicad.streams.acks import SenderAck
-    from replicad.streams.status import Overview, StreamStatus
+    from replicad.streams.status import StreamStatus
 
 _LONGEST_QUERY = 60  # characters of a holder's query in a table
 
 _name = click.argument("name")
-_database_options = settings_options(DatabaseSettings, "Database")
-_json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
 
 
 @click.group("streams", cls=ReplicadGroup, short_help="Register tables as streams, show and trim them.")
@@ -74,24 +70,24 @@ Examples:
 @option("--positions-table", metavar="SCHEMA.TABLE", help="With positions_table: where the writers publish.")
 @option("--sequence", metavar="SCHEMA.NAME", help="Sequence of the ids, where it does not belong to the column.")
 @option("--max-row", type=int, default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
-@_database_options
+@database_options
 def add(
     *, name: str, table: str, id_column: str, instance_column: str | None, row: str | None, method: str,
     positions_table: str | None, sequence: str | None, max_row: int, **options: Any,
 ) -> None:  # fmt: skip
     """Make a table the stream NAME, with no change to the application that writes it."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> tuple[str, tuple[str, ...], bool]:
+    async def work(db: Database, schema: str) -> tuple[str, tuple[str, ...], bool]:
         from replicad.streams import registry
 
         added = await registry.add(
             db, name, table, id_column, instance_column=instance_column, row=row, method=method,
-            positions_table=positions_table, sequence=sequence, max_row=max_row, schema=settings.stream_schema,
+            positions_table=positions_table, sequence=sequence, max_row=max_row, schema=schema,
         )  # fmt: skip
-        daemon = await registry.daemon_connected(db, schema=settings.stream_schema)
+        daemon = await registry.daemon_connected(db, schema=schema)
         return added.stream.name, added.notes, daemon
 
-    made, notes, daemon = on_database(options, work, part="stream")
+    made, notes, daemon = on_streams(options, work)
     if daemon:
         click.echo(f"stream {made} registered; the daemons that are running serve it within 1 s")
     else:
@@ -101,8 +97,8 @@ def add(
 
 
 @command.command("list")
-@_json_option
-@_database_options
+@json_option
+@database_options
 def list_streams(as_json: bool, **options: Any) -> None:
     """List the streams: published position, lag, which transaction holds it back, and what is wrong.
 
@@ -110,12 +106,9 @@ def list_streams(as_json: bool, **options: Any) -> None:
     daemons have published. The lag is what is committed above it.
     """
 
-    async def work(db: Database, settings: DatabaseSettings) -> Overview:
-        from replicad.streams import status
+    from replicad.streams import status
 
-        return await status.overview(db, schema=settings.stream_schema)
-
-    found = on_database(options, work, part="stream")
+    found = on_streams(options, lambda db, schema: status.overview(db, schema=schema))
     rows = [_details(one) if as_json else _line(one) for one in found.streams]
     columns = ["name", "state", "position", "lag_rows", "lag_s", "writers", "held_back_by"]
     if any(row.get("problem") for row in rows):
@@ -128,17 +121,14 @@ def list_streams(as_json: bool, **options: Any) -> None:
 
 @command.command("show")
 @_name
-@_json_option
-@_database_options
+@json_option
+@database_options
 def show(name: str, as_json: bool, **options: Any) -> None:
     """Show all details of the stream NAME."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> StreamStatus:
-        from replicad.streams import status
+    from replicad.streams import status
 
-        return await status.show(db, name, schema=settings.stream_schema)
-
-    details = _details(on_database(options, work, part="stream"))
+    details = _details(on_streams(options, lambda db, schema: status.show(db, name, schema=schema)))
     if as_json:
         click.echo(as_json_line(details))
         return
@@ -150,16 +140,13 @@ def show(name: str, as_json: bool, **options: Any) -> None:
 
 @command.command("remove")
 @_name
-@_database_options
+@database_options
 def remove(name: str, **options: Any) -> None:
     """Unregister the stream NAME. Its table and rows stay."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> None:
-        from replicad.streams import registry
+    from replicad.streams import registry
 
-        await registry.remove(db, name, schema=settings.stream_schema)
-
-    on_database(options, work, part="stream")
+    on_streams(options, lambda db, schema: registry.remove(db, name, schema=schema))
     click.echo(f"stream {name} is removed; its table stays")
 
 
@@ -174,33 +161,34 @@ Examples:
 @_name
 @option("--before", metavar="TOKEN", help="Remove the rows up to this token.")
 @option(
-    "--older-than", metavar="SECONDS", help="Remove rows that were published longer ago than this, such as 90m or 168h."
+    "--older-than",
+    type=Seconds(),
+    help="Remove rows that were published longer ago than this, such as 90m or 168h.",
 )
 @option(
     "--acked",
     is_flag=True,
     help="Remove rows that every known sender has acknowledged; `streams acks` lists the senders.",
 )
-@_database_options
-def trim(name: str, before: str | None, older_than: str | None, acked: bool, **options: Any) -> None:
+@database_options
+def trim(name: str, before: str | None, older_than: float | None, acked: bool, **options: Any) -> None:
     """Delete the oldest rows of the stream NAME from its table, in small transactions.
 
     A reader that subscribes with an older token afterwards is refused with token_expired.
     """
-    age = None if older_than is None else timedelta(seconds=_seconds("--older-than", older_than))
+    age = None if older_than is None else timedelta(seconds=older_than)
     if sum((before is not None, age is not None, acked)) != 1:
         raise UsageError("give --before, --older-than or --acked, one of them")
 
-    async def work(db: Database, settings: DatabaseSettings) -> tuple[int, int | None, list[SenderAck]]:
+    async def work(db: Database, schema: str) -> tuple[int, int | None, list[SenderAck]]:
         from replicad.streams import acks
         from replicad.streams.trimming import trim as trim_stream
 
-        schema = settings.stream_schema
         senders = await acks.load(db, name, schema=schema) if acked else []
         done = await trim_stream(db, name, before=before, older_than=age, acked=acked, schema=schema)
         return done.rows, done.upto, senders
 
-    rows, upto, senders = on_database(options, work, part="stream")
+    rows, upto, senders = on_streams(options, work)
     click.echo(f"{rows:,} rows removed" + ("" if upto is None else f"; the stream begins after {upto}"))
     if acked:
         click.echo(_held_back(name, senders))
@@ -219,19 +207,18 @@ Examples:
     metavar="INSTANCE",
     help="Remove this sender from the list, so that it no longer holds `trim --acked` back.",
 )
-@_json_option
-@_database_options
+@json_option
+@database_options
 def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> None:
     """List the senders of the stream NAME, and up to which token each has acknowledged it by FEDERATION_ACK."""
 
-    async def work(db: Database, settings: DatabaseSettings) -> tuple[bool, list[SenderAck]]:
+    async def work(db: Database, schema: str) -> tuple[bool, list[SenderAck]]:
         from replicad.streams import acks
 
-        schema = settings.stream_schema
         forgotten = forget is not None and await acks.forget(db, name, forget, schema=schema)
         return forgotten, await acks.load(db, name, schema=schema)
 
-    forgotten, senders = on_database(options, work, part="stream")
+    forgotten, senders = on_streams(options, work)
     if forget is not None and not forgotten:
         raise UsageError(f"--forget: {forget!r} has acknowledged nothing of {name}; the senders: {_names(senders)}")
     rows = [{"instance": one.instance, "token": one.token, "acked_at": one.acked_at} for one in senders]
@@ -253,13 +240,6 @@ def _held_back(name: str, senders: list[SenderAck]) -> str:
 
 def _names(senders: list[SenderAck]) -> str:
     return ", ".join(sender.instance for sender in senders) or "none"
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise UsageError(f"{name}: {text!r} does not fit; {error}") from None
 
 
 def _line(status: StreamStatus) -> dict[str, Any]:

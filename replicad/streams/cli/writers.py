@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicad.config.declaring import seconds
-from replicad.config.settings import DatabaseSettings
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, option, settings_options
-from replicad.terminal.database import on_database
-from replicad.terminal.output import JSON_HELP, print_rows
+from replicad.terminal.command import ReplicadCommand, Seconds, database_options, json_option, option
+from replicad.terminal.database import on_streams
+from replicad.terminal.output import print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
     from replicad.streams.stream_writers import StreamWriter
-
-_QUIET = 60.0  # seconds, as streams.stream_writers.QUIET
 
 
 @click.command(
@@ -34,17 +30,19 @@ Examples:
 @option("--retire-idle-since", type=int, metavar="TOKEN", help="Retire all writers that have no row above this token.")
 @option(
     "--quiet-for",
-    metavar="SECONDS",
-    help=f"Retire only writers that have written nothing for this time. [default: {_QUIET:g}]",
+    type=Seconds(),
+    default="60",  # as streams.stream_writers.QUIET
+    show_default=True,
+    help="Retire only writers that have written nothing for this time.",
 )
-@option("--json", "as_json", is_flag=True, help=JSON_HELP)
-@settings_options(DatabaseSettings, "Database")
+@json_option
+@database_options
 def command(
     *,
     name: str,
     retire: tuple[str, ...],
     retire_idle_since: int | None,
-    quiet_for: str | None,
+    quiet_for: float,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -55,20 +53,19 @@ def command(
     """
     if retire and retire_idle_since is not None:
         raise UsageError("give --retire or --retire-idle-since, one of them")
-    quiet = _QUIET if quiet_for is None else _seconds(quiet_for)
 
-    async def work(db: Database, settings: DatabaseSettings) -> tuple[int | None, list[StreamWriter]]:
+    async def work(db: Database, schema: str) -> tuple[int | None, list[StreamWriter]]:
         from replicad.streams import stream_writers
 
-        schema, names = settings.stream_schema, list(retire)
+        names = list(retire)
         if retire_idle_since is not None:
             names = await stream_writers.idle_since(db, name, retire_idle_since, schema=schema)
         done = None
         if names or retire_idle_since is not None:
-            done = await stream_writers.retire(db, name, names, quiet=quiet, schema=schema)
+            done = await stream_writers.retire(db, name, names, quiet=quiet_for, schema=schema)
         return done, await stream_writers.load(db, name, schema=schema)
 
-    done, found = on_database(options, work, part="stream")
+    done, found = on_streams(options, work)
     if done is not None and not as_json:
         click.echo(f"{done:,} writers retired; running daemons do the same within about a second")
         return
@@ -85,10 +82,3 @@ def _line(writer: StreamWriter) -> dict[str, Any]:
         "state": "retired" if writer.retired else "listed",
         "retired_at": writer.retired_at,
     }
-
-
-def _seconds(text: str) -> float:
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise UsageError(f"--quiet-for: {text!r} does not fit; {error}") from None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from replicad.errors import StreamRefused
-from replicad.postgres.literals import fill, quote_argument
+from replicad.postgres.dbapi import DbApi, close_quietly, commits_by_itself, run
 from replicad.postgres.statements import rows_call, value_call
 from replicad.streams.queries import SCHEMA
 from replicad.streams.rows import MASTER, wire_instance
@@ -20,16 +20,6 @@ from replicad.streams.writing.inflight import InFlight, Reservation
 from replicad.streams.writing.writer import MAX_IN_FLIGHT, RESERVED, Positions, parse_ids, session_name
 
 _TURN: Final = 60.0  # seconds to wait for the connection while other threads use it
-
-
-class DbApi(Protocol):
-    """What is needed of a DB-API connection."""
-
-    def cursor(self) -> Any: ...
-
-    def commit(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class BlockingWriter:
@@ -94,8 +84,7 @@ class BlockingWriter:
 
     def close(self) -> None:
         """Close the connection, which lets go of everything. Safe to repeat."""
-        with suppress(Exception):  # drivers differ in what they raise for a connection that is gone
-            self._connection.close()
+        close_quietly(self._connection)
 
     def _reserve(self, n: int) -> Reservation:
         with self._taken():
@@ -128,7 +117,7 @@ class BlockingWriter:
 
     def _ask(self, sql: str, *args: object) -> Sequence[Any]:
         """Run a statement in a transaction of its own; the locks are the session's and outlast it."""
-        rows = _run(self._connection, sql, args)
+        rows = run(self._connection, sql, args)
         self._connection.commit()
         return rows
 
@@ -149,28 +138,17 @@ def next_id(connection: DbApi, stream: str, *, schema: str = SCHEMA) -> int:
         StreamRefused: the connection is in autocommit mode, where an id would be complete at once.
     """
     _must_have_transactions(connection)
-    ((found,),) = _run(connection, value_call(schema, "stream_next", 1), (stream,))
+    ((found,),) = run(connection, value_call(schema, "stream_next", 1), (stream,))
     return int(found)
 
 
 def next_ids(connection: DbApi, stream: str, n: int, *, schema: str = SCHEMA) -> tuple[int, ...]:
     """As `next_id`, n ids at once (1 to 10,000), ascending."""
     _must_have_transactions(connection)
-    ((found,),) = _run(connection, value_call(schema, "stream_next_mult", 2, "text"), (stream, n))
+    ((found,),) = run(connection, value_call(schema, "stream_next_mult", 2, "text"), (stream, n))
     return parse_ids(found)
 
 
 def _must_have_transactions(connection: object) -> None:
-    if getattr(connection, "autocommit", False) is True:  # not part of DB-API, but what psycopg and others call it
+    if commits_by_itself(connection):
         raise StreamRefused("an id is reserved for one transaction: turn autocommit off, take the id, insert, commit.")
-
-
-def _run(connection: DbApi, sql: str, args: Sequence[object]) -> Sequence[Any]:
-    """Constants instead of parameters: drivers disagree on how parameters are written."""
-    cursor = connection.cursor()
-    try:
-        cursor.execute(fill(sql, args, quote_argument))
-        rows: Sequence[Any] = cursor.fetchall()
-        return rows
-    finally:
-        cursor.close()

@@ -23,6 +23,7 @@ import trio
 
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.bridge import Connection, Database
+from replicad.postgres.dbapi import fetch_in_transaction
 from replicad.postgres.statements import call_rows, call_value, value_call
 from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.rows import MASTER, wire_instance
@@ -238,12 +239,8 @@ async def next_ids(connection: Asks | Connection, stream: str, n: int, *, schema
 
 
 async def _ask(connection: Asks | Connection, sql: str, *args: object) -> Any:
-    if isinstance(connection, Connection):
-        return await connection.fetch_value(sql, *args)
-    in_transaction = getattr(connection, "is_in_transaction", None)
-    if in_transaction is not None and not in_transaction():
-        raise StreamRefused("an id is reserved for one transaction: begin it, take the id, insert, commit.")
-    return await connection.fetchval(sql, *args)
+    refusal = StreamRefused("an id is reserved for one transaction: begin it, take the id, insert, commit.")
+    return await fetch_in_transaction(connection, sql, args, refusal)
 
 
 def session_name(instance: str) -> tuple[str, str, bool]:

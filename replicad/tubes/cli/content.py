@@ -13,10 +13,9 @@ from typing import Any
 import click
 
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
+from replicad.terminal.command import ReplicadCommand, ReplicadGroup, json_option, option
 from replicad.terminal.output import print_rows
-from replicad.tubes.cli.islands import Tubes, island_options, json_option, on_islands, with_island
-from replicad.tubes.cli.shards import MAX_SHARD, parse_shards
+from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
 
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
 _PROGRESS_IDS = 100_000  # ids between two lines about progress
@@ -119,12 +118,11 @@ def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
     Workers get these pods after all others. The daemon writes them, shard after shard. A shard whose backfill is
     running already is left alone. `stats` shows the progress.
     """
-    ranges = parse_shards(shards)
+    chosen = parse_shards(shards)
 
     async def work(tubes: Tubes) -> int:
         counts = [
-            await tubes.value("tube_backfill_schedule", tube, order_by, part.first, min(part.last, MAX_SHARD))
-            for part in ranges
+            await tubes.value("tube_backfill_schedule", tube, order_by, first, last) for first, last in chosen.ranges
         ]
         return sum(counts)
 

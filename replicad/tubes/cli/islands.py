@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from replicad.config.settings import DatabaseSettings
 from replicad.errors import TubeRefused, UsageError
-from replicad.terminal.command import option, settings_options
+from replicad.terminal.command import settings_options
 from replicad.terminal.database import on_database
 from replicad.terminal.failures import say
-from replicad.terminal.output import JSON_HELP
-from replicad.tubes.cli.shards import ShardRange, shard_of_schema
+from replicad.tubes.shards import ShardSet, shard_of_schema
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 island_options = settings_options(DatabaseSettings, "Database", several="database")
-json_option = option("--json", "as_json", is_flag=True, help=JSON_HELP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Tubes:
             with connection.remarks(say):
                 return await call_value(connection, self.schema, function, *args)
 
-    async def find_tables(self, names: Sequence[str], shards: Sequence[ShardRange] | None) -> list[str]:
+    async def find_tables(self, names: Sequence[str], shards: ShardSet | None) -> list[str]:
         """The tables that a command names. With `shards`: the tables of that name in the schemas of the shards.
 
         Raises:
@@ -74,7 +72,7 @@ class Tubes:
                 raise UsageError(f"{name} names its schema, and --shards does so as well; give the table's name alone")
             there = await self.db.fetch(load_sql("tables_of_shards"), name)
             of_shards = [(row["tbl"], shard_of_schema(row["schema"])) for row in there]
-            wanted = [tbl for tbl, shard in of_shards if any(shard in r for r in shards if shard is not None)]
+            wanted = [tbl for tbl, shard in of_shards if shard is not None and shard in shards]
             if not wanted:
                 raise TubeRefused(
                     f"no schema of these shards has a table {name}; a shard's schema is one whose name ends in its "
@@ -82,6 +80,14 @@ class Tubes:
                 )
             found += wanted
         return found
+
+
+def parse_shards(text: str) -> ShardSet:
+    """The value of --shards. Raises UsageError if it does not fit."""
+    try:
+        return ShardSet.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--shards: {text!r} does not fit; {error}") from None
 
 
 def on_islands(

@@ -7,11 +7,10 @@ from typing import Any
 import click
 
 from replicad.errors import UnknownTube, UsageError
-from replicad.terminal.command import ReplicadGroup, option
+from replicad.terminal.command import ReplicadGroup, json_option, option
 from replicad.terminal.output import print_rows
 from replicad.tubes.cli.content import CONTENT_COMMANDS
-from replicad.tubes.cli.islands import Tubes, island_options, json_option, on_islands, with_island
-from replicad.tubes.cli.shards import parse_shards
+from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
 
 shards_option = option(
     "--shards",
@@ -164,10 +163,10 @@ def attach(
 
     The table must have a column `id`, bigint or smaller. Existing rows are not recorded; use `backfill` for them.
     """
-    ranges = parse_shards(shards) if shards is not None else None
+    chosen = None if shards is None else parse_shards(shards)
 
     async def work(tubes: Tubes) -> list[str]:
-        named = await tubes.find_tables(tables, ranges)
+        named = await tubes.find_tables(tables, chosen)
         for table in named:
             await tubes.value("tube_table_ensure_attached", tube, table, shard, predicate, routing)
         return named
@@ -186,11 +185,11 @@ def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: An
 
     Pods that are in the tube stay.
     """
-    ranges = parse_shards(shards) if shards is not None else None
+    chosen = None if shards is None else parse_shards(shards)
 
     async def work(tubes: Tubes) -> list[str]:
         await _tube(tubes, tube)
-        named = await tubes.find_tables(tables, ranges)
+        named = await tubes.find_tables(tables, chosen)
         for table in named:
             await tubes.value("tube_table_ensure_detached", tube, table)
         return named

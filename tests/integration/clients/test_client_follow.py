@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from replicad.client.backoff import Backoff
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamsChanged
 from replicad.errors import (
     BadToken,
@@ -24,6 +23,7 @@ from replicad.errors import (
     WrongServer,
 )
 from replicad.protocol.connection import Timing
+from replicad.retry import Backoff
 from replicad.tubes.commands import Part
 from tests import vocabulary as c
 

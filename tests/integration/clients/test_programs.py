@@ -21,7 +21,7 @@ BLOCKING = """
 import logging, sys
 from replicad.caches.blocking_invalidator import CacheInvalidator
 from replicad.client import Connected, Disconnected
-from replicad.client.backoff import Backoff
+from replicad.retry import Backoff
 from replicad.client.blocking_client import BlockingClient
 from replicad.tubes.commands import Part
 
@@ -62,7 +62,7 @@ import logging, sys
 import trio
 from replicad.caches.trio_invalidator import CacheInvalidator
 from replicad.client import Connected, Disconnected
-from replicad.client.backoff import Backoff
+from replicad.retry import Backoff
 from replicad.client.trio_client import open_client
 from replicad.tubes.commands import Part
 

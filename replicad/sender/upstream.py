@@ -1,6 +1,6 @@
-"""What a sender needs of the daemon: rows in linear order, REMOTE_SERVER_UP, and a way to send acks.
+"""What a sender needs of its daemon: rows in linear order, REMOTE_SERVER_UP, and a way to send acks.
 
-`Feed` is the interface, `client_feed` makes the real one of `replicad.client`.
+`Upstream` is the interface, `client_upstream` makes the real one of `replicad.client`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Told = RowBatch | Reset | _Also
 log = structlog.get_logger()
 
 
-class Feed(Protocol):
+class Upstream(Protocol):
     """A connection to the daemon that is made again when it was lost."""
 
     def follow(self) -> AsyncIterator[Told]:
@@ -44,27 +44,27 @@ class Feed(Protocol):
         """Send soon up to which token a stream is recorded. Of each stream the last token counts."""
 
 
-OpenFeed = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Feed]]
-"""Opens a feed of streams, each behind a token: a number, NOW or EARLIEST."""
+OpenUpstream = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Upstream]]
+"""Connects to the daemon and follows streams, each behind a token: a number, NOW or EARLIEST."""
 
 
-def client_feed(
+def client_upstream(
     host: str, port: int, *, name: str, token: str | None = None, tls: ssl.SSLContext | None = None
-) -> OpenFeed:
-    """How to open feeds of the daemon at host:port. `name` is our name for the daemon, `token` its secret."""
+) -> OpenUpstream:
+    """How to open upstreams of the daemon at host:port. `name` is our name for the daemon, `token` its secret."""
 
     @asynccontextmanager
-    async def open_feed(tokens: Mapping[str, str]) -> AsyncIterator[Feed]:
+    async def open_upstream(tokens: Mapping[str, str]) -> AsyncIterator[Upstream]:
         async with open_client(host, port, name=name, token=token, tls=tls) as client:
             async with client.follow(tokens, linear=True, also=_ALSO) as follower, open_plain_nursery() as nursery:
-                feed = _ClientFeed(client, follower)
-                nursery.start_soon(feed.send_acks)
-                yield feed
+                upstream = _ClientUpstream(client, follower)
+                nursery.start_soon(upstream.send_acks)
+                yield upstream
 
-    return open_feed
+    return open_upstream
 
 
-class _ClientFeed:
+class _ClientUpstream:
     def __init__(self, client: TrioClient, follower: TrioFollower[Told]) -> None:
         self._client = client
         self._follower = follower

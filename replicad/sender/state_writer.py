@@ -16,7 +16,7 @@ MOST = 1000  # entries in a statement, so that the cost of a commit is small
 
 
 class Writing(Protocol):
-    """The method of the store that the ledger needs."""
+    """The method of the store that this needs."""
 
     async def write(self, entries: list[Entry]) -> None:
         """Write the entries down, all or none."""
@@ -28,7 +28,7 @@ class _Batch:
     written: trio.Event = field(default_factory=trio.Event)
 
 
-class Ledger:
+class StateWriter:
     """See the module. `run` writes. If it raises, calls of `write` that wait never return."""
 
     def __init__(self, store: Writing) -> None:

@@ -1,0 +1,42 @@
+"""Reads the files that settings name for secrets: the token, and the certificate authorities to trust."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from replicad.config.declaring import text_of
+from replicad.errors import UsageError
+
+SYSTEM = "system"  # in place of a file: the authorities that the operating system trusts
+
+word = text_of(r"[!-~]{1,1024}", "give one word of printable ASCII without blanks")  # it stands on a line of the wire
+
+
+def read_token(file: Path | str, source: str = "--token-file") -> str:
+    """Read a secret from the first line of a file. `source` is the option that named the file.
+
+    Raises:
+        UsageError: the file cannot be read, or its first line is no token.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{source}: {file} cannot be read: {why}") from error
+    try:
+        return word(lines[0].strip() if lines else "")
+    except ValueError as error:
+        raise UsageError(f"{source}: the first line of {file} is no token; {error}") from None
+
+
+def trust(authority: Path | str | None, source: str) -> ssl.SSLContext:
+    """TLS for a client that trusts a certificate authority (a PEM file). `system` and None: those of the system.
+
+    Raises:
+        UsageError: the file cannot be read or holds no certificate; `source` is the option that named it.
+    """
+    try:
+        return ssl.create_default_context(cafile=None if str(authority) == SYSTEM else authority)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{source} {authority} cannot be used as a certificate authority: {error}") from error

@@ -28,7 +28,7 @@ class Command:
     VERB: ClassVar[str | None]
     """What a client must be allowed to do; None: every client may."""
     ANSWER: ClassVar[str]
-    """The name of the command that answers it, with its usage; empty where nothing does."""
+    """What answers it, for the protocol's page: the command, with arguments where they differ; empty where nothing does."""
     EARLIER: ClassVar[Callable[[str], str] | None]
     """Turns the arguments of an earlier form of the command into those of the present one."""
     _read: ClassVar[Callable[[str], list[Any]]]

@@ -4,8 +4,8 @@
     python sharded_writers.py
 
 Each room is a counter. Two writers must never count in one room at the same time. Prints how many slots each writer
-has while a second writer joins, a third one joins and is killed, and the second one leaves. At the end every room was counted
-without a gap.
+has while a second writer joins, a third one joins and is killed, and the second one leaves. At the end every room was
+counted without a gap.
 """
 
 from __future__ import annotations

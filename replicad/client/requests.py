@@ -12,45 +12,26 @@ from typing import NamedTuple, TypedDict
 
 from replicad.client.refusals import refusal
 from replicad.client.steps import Receive, Send, Steps
+from replicad.client.vocabulary import VOCABULARY
 from replicad.errors import RemoteProtocolError, WrongServer
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Auth, Error, Name, Ping, Server
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor
-from replicad.streams.commands import Streams
 from replicad.tubes.commands import (
     MAX_BLOCK,
     Ack,
-    Acked,
     Arrow,
-    Claim,
     CursorAt,
-    Lease,
     Park,
-    Parked,
     Part,
     Pods,
-    Release,
-    Renew,
-    Report,
-    Tube,
 )
 
-# What answers each request, besides ERROR.
-ANSWERS: dict[type[Command], type[Command]] = {
-    Streams: Streams,
-    Tube: Tube,
-    Claim: Lease,
-    Renew: Lease,
-    Release: Release,
-    Pods: CursorAt,
-    Ack: Acked,
-    Park: Parked,
-    Report: Report,
-}
 SEQS_PER_LINE = 20_000  # of 19 digits and a comma at most: well below the longest line that a daemon takes
 MAX_ERROR = 10_000  # characters; a traceback's end says what happened
-_ALL_ANSWERS = frozenset(ANSWERS.values())
+_FOLLOWED = {"POSITION", "TAKEN"}  # a client that has subscribed gets them between a request and its answer
+_ANSWERS = frozenset(kind.ANSWER for kind in VOCABULARY if kind.ANSWER) - _FOLLOWED
 
 
 class Bounds(TypedDict, total=False):
@@ -245,9 +226,9 @@ def _answer(request: Command, command: Command) -> Command | None:
     """The command if it answers the request, None if it is something in between."""
     if isinstance(command, Error):
         raise refusal(command.text)
-    if type(command) not in _ALL_ANSWERS:
+    if command.NAME not in _ANSWERS:
         return None
-    if type(command) is not ANSWERS[type(request)]:
+    if command.NAME != request.ANSWER:
         raise RemoteProtocolError(f"{command.NAME} came where the answer to {request.NAME} was expected")
     _check_about(request, command)
     return command

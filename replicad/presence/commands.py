@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicad.protocol.command import Command, command
+from replicad.protocol.command import Command, command, declared_in
 from replicad.protocol.fields import INTEGER, WORD, choice, json_array_of, text, word, word_or
 from replicad.protocol.words import Side
 
@@ -42,4 +42,4 @@ class UserIp(Command):
     data: str = text("[access_token, ip, user_agent, device_id, last_seen]", json_array_of(5))
 
 
-COMMANDS = (UserSync, ClearUserSync, UserIp)
+COMMANDS = declared_in(__name__)

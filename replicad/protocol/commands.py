@@ -5,7 +5,7 @@ What streams, tubes and other features say stands in `commands.py` of their fold
 
 from __future__ import annotations
 
-from replicad.protocol.command import Command, Vocabulary, command
+from replicad.protocol.command import Command, Vocabulary, command, declared_in
 from replicad.protocol.fields import Kind, json_array_of, text, word
 from replicad.protocol.words import MAX_WORD, Side
 
@@ -67,4 +67,4 @@ class LockReleased(Command):
     data: str = text("[instance_name, lock_name, lock_key]", json_array_of(3))
 
 
-CORE = Vocabulary((Server, Ping, Name, Auth, Error, RemoteServerUp, LockReleased))
+CORE = Vocabulary(declared_in(__name__))

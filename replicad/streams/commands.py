@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicad.protocol.command import Command, command
+from replicad.protocol.command import Command, command, declared_in
 from replicad.protocol.fields import INTEGER, UNBOUNDED, Kind, literal, optional, rest, text, word, word_or
 from replicad.protocol.tokens import MAX_TOKEN
 from replicad.protocol.words import MAX_WORD, Side, bad, integer
@@ -34,7 +34,7 @@ _NUMBERS = Kind("numbers", _numbers, lambda pairs: " ".join(f"{name}={number}" f
 _TOKEN = Kind("token", longest=MAX_TOKEN)
 
 
-@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION of each writer, then RDATA")
+@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION")
 class Replicate(Command):
     """REPLICATE: subscribe, to every stream from now on, as in Synapse, or with arguments (**ours**) to one.
 
@@ -82,14 +82,14 @@ class Writers(Command):
     numbers: tuple[tuple[str, int], ...] = rest("[instance_name=number ...]", _NUMBERS, default=())
 
 
-@command("STREAMS", Side.BOTH, verb="list", answer="STREAMS stream_name ...")
+@command("STREAMS", Side.BOTH, verb="list", answer="STREAMS")
 class Streams(Command):
     """STREAMS (ours): from a client, asks for the names of all streams; from the server, the names, sorted."""
 
     names: tuple[str, ...] = rest("[stream_name ...]", _NAMES, default=())
 
 
-@command("TAKEN", Side.BOTH, verb="read", answer="TAKEN stream_name id")
+@command("TAKEN", Side.BOTH, verb="read", answer="TAKEN")
 class Taken(Command):
     """TAKEN (ours): from a client, asks up to which id ids have been given out; from the server, that id.
 
@@ -115,4 +115,4 @@ class FederationAck(Command):
     stream: str | None = optional("stream_name", default=None)
 
 
-COMMANDS = (Replicate, Rdata, Position, Writers, Streams, Taken, Doorbell, FederationAck)
+COMMANDS = declared_in(__name__)

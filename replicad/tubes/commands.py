@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from replicad.protocol.command import Command, command
+from replicad.protocol.command import Command, command, declared_in
 from replicad.protocol.fields import (
     FLAG,
     INTEGER,
@@ -75,7 +75,7 @@ _COUNTS = Kind("json_object", _counts, longest=1 << 30)
 _PARTITION = "partition/partitions"
 
 
-@command("TUBE", Side.BOTH, verb="list", answer="TUBE tube partitions")
+@command("TUBE", Side.BOTH, verb="list", answer="TUBE")
 class Tube(Command):
     """TUBE: from a client, asks for a tube; from the server, the number of its partitions."""
 
@@ -127,9 +127,9 @@ class Lease(Command):
     ttl: float = word("ttl", SECONDS)
 
 
-@command("PODS", Side.CLIENT, verb="work", answer="RDATA lines or ARROW blocks, then CURSOR")
+@command("PODS", Side.CLIENT, verb="work", answer="CURSOR")
 class Pods(Command):
-    """PODS: asks for the pods of a partition, under a lease that covers it.
+    """PODS: asks for pods, under a lease that covers the partition: RDATA lines or ARROW blocks, and then CURSOR.
 
     Without `upto`: what lies behind `after` (default: the start), regular pods by seq and then backfill pods
     by seq, at most `limit` pods and `backfill` backfill pods among them (0 leaves backfill out), and about
@@ -235,7 +235,7 @@ class Parked(Command):
     ids: int = word("ids", INTEGER)
 
 
-@command("REPORT", Side.BOTH, verb="report", answer="REPORT tube reporter")
+@command("REPORT", Side.BOTH, verb="report", answer="REPORT")
 class Report(Command):
     """REPORT: what a reader of the tube has counted, a JSON object, for whoever watches (`replicad top`).
 
@@ -247,4 +247,4 @@ class Report(Command):
     counts: str = text("{name: count, ...}", _COUNTS, empty=True, default="")
 
 
-COMMANDS = (Tube, Claim, Renew, Release, Lease, Pods, Arrow, CursorAt, Ack, Acked, Park, Parked, Report)
+COMMANDS = declared_in(__name__)

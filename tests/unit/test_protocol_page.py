@@ -32,10 +32,8 @@ def test_an_error_shows_the_form_that_the_page_shows(kind: type[Command]) -> Non
 
 
 @pytest.mark.parametrize("kind", COMMANDS.values(), ids=lambda kind: kind.NAME)
-def test_an_answer_names_commands_that_the_server_sends(kind: type[Command]) -> None:
-    named = re.findall(r"\b[A-Z_]{2,}\b", kind.ANSWER)
-    assert bool(named) == bool(kind.ANSWER)
-    assert all(COMMANDS[name].SENDER & Side.SERVER for name in named)
+def test_what_answers_a_command_is_a_command_of_the_server(kind: type[Command]) -> None:
+    assert not kind.ANSWER or COMMANDS[kind.ANSWER].SENDER & Side.SERVER
 
 
 @pytest.mark.parametrize("docstring", ["", "No name: here.", "PING (their): alive.", "PING: no sentence"])

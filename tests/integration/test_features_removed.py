@@ -26,7 +26,9 @@ UNIT = ROOT / "tests/unit"
 FEATURES = ("presence", "caches", "sharding", "sender", "spark", "operations")
 GOES_ALONG = {"spark": "demo"}  # the demonstration shows Spark
 LINES = {"presence": "USER_SYNC w1 @a:b PHONE start 5"}  # what the feature's clients would send
-OF_PAGES = {"test_citations.py", "test_faces.py", "test_protocol_page.py", "test_sql_page.py"}  # a copy has no pages
+OF_ALL = {  # tests of the pages, which a copy has not, and of what all features have together
+    "test_citations.py", "test_faces.py", "test_protocol_page.py", "test_sql_files.py", "test_sql_page.py",
+}  # fmt: skip
 COMMANDS_OF_ALL = {"test_protocol_commands.py", "test_protocol_characters.py"}  # cases of presence among the others
 
 IMPORT_ALL = """
@@ -150,14 +152,14 @@ def test_a_daemon_serves_and_knows_no_command_of_the_feature(copy: Copy, feature
 @pytest.mark.long
 def test_the_unit_tests_of_the_core_pass(copy: Copy, feature: str) -> None:
     shutil.copytree(ROOT / "tests", copy.folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    ours = re.compile(rf"replicad(\.| import )({'|'.join(FEATURES)})\b")
-    left_out = OF_PAGES | (COMMANDS_OF_ALL if feature == "presence" else set())
+    ours = re.compile(rf"replicad(\.| import )({'|'.join(FEATURES)}|demo)\b")
+    left_out = OF_ALL | (COMMANDS_OF_ALL if feature == "presence" else set())
     chosen = [
         f"tests/unit/{file.name}"
         for file in sorted(UNIT.glob("test_*.py"))
         if file.name not in left_out and not ours.search(file.read_text(encoding="utf-8"))
     ]
-    assert len(chosen) > 30
+    assert len(chosen) > 25
     options = ("-q", "-p", "no:cacheprovider", "-n", "2", "-x")
     said = copy.run(sys.executable, "-m", "pytest", *options, *chosen, timeout=10 * PATIENCE)
     assert " passed" in said

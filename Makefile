@@ -17,7 +17,7 @@ RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint bench stress dist clean distclean check-java
+.PHONY: help demo test test-busy lint docs bench stress dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,9 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 	for check in "ruff check ." "ruff format --check ." mypy; do $(RUN) -m $$check || failed="$$failed $$check;"; done; \
 	$(VENV)/bin/lint-imports || failed="$$failed lint-imports;"; \
 	if [ -n "$$failed" ]; then echo "make: refused by:$$failed see above" >&2; exit 1; fi
+
+docs: $(VENV)/.dev ## make docs/api.md, docs/sql.md and the tables of protocol.md anew
+	@for page in tests.api_page tests.schema.page tests.protocol_page; do $(RUN) -m $$page || exit 1; done
 
 bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables
 	@$(RUN) -m bench $(BENCH_ARGS)

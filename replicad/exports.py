@@ -11,11 +11,15 @@ from typing import Any
 
 
 def exported(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package; `homes` has the module of each name, below the package."""
+    """The `__getattr__` of a package; `homes` has the module of each name, below the package.
+
+    `module:other` is a name that has another one in its module.
+    """
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        module, _, other = homes[name].partition(":")
+        return getattr(importlib.import_module(f"{package}.{module}"), other or name)
 
     return find

@@ -15,11 +15,8 @@ from pathlib import Path
 
 import trio
 
-from replicad.caches.trio_invalidator import CacheInvalidator
-from replicad.caches.writing import invalidate
-from replicad.client.trio_client import open_client
-from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.embedded import embedded_postgres
+from replicad import CacheInvalidator, Database, embedded_postgres, open_client, open_database
+from replicad.caches import invalidate
 
 caches = CacheInvalidator()
 db: Database

@@ -23,11 +23,9 @@ import matplotlib as mpl
 from adbc_driver_postgresql import dbapi
 from matplotlib import pyplot
 
-from replicad.postgres.embedded import embedded_postgres
-from replicad.spark import pipeline
-from replicad.spark.pipeline_config import PipelineConfig
-from replicad.spark.reports import BatchReport, PipelineResult
-from replicad.spark.sinks.parquet import ParquetSink
+from replicad import embedded_postgres
+from replicad.spark import BatchReport, PipelineConfig, PipelineResult, pipeline
+from replicad.spark.sinks import ParquetSink
 
 WRITES = 20  # statements per second, of ten rows each
 SAMPLES = 5  # per second

@@ -19,10 +19,8 @@ from pathlib import Path
 
 import trio
 
-from replicad.client.events import Connected, RowBatch
-from replicad.client.trio_client import TrioClient, open_client
-from replicad.postgres.embedded import embedded_postgres
-from replicad.presence.commands import ClearUserSync, UserIp, UserSync
+from replicad import Connected, RowBatch, TrioClient, embedded_postgres, open_client
+from replicad.presence import ClearUserSync, UserIp, UserSync
 from replicad.protocol.commands import RemoteServerUp
 
 ANN = "@ann:example.org"

@@ -18,7 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-from replicad.postgres.embedded import embedded_postgres, find_programs
+from replicad import embedded_postgres
+from replicad.postgres.embedded import find_programs
 
 ORDERS = 5
 received: list[int] = []

@@ -22,11 +22,17 @@ from pathlib import Path
 
 import trio
 
-from replicad.errors import DatabaseUnavailable, NotOwner
+from replicad import (
+    Database,
+    DatabaseUnavailable,
+    NotOwner,
+    ShardedWriter,
+    embedded_postgres,
+    open_database,
+    open_sharded_writer,
+)
 from replicad.postgres import schema
-from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.embedded import embedded_postgres
-from replicad.sharding import ShardedWriter, admin, open_sharded_writer
+from replicad.sharding import admin
 from replicad.streams import registry
 
 ROOMS = [f"!room{number}:example.org" for number in range(40)]

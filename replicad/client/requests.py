@@ -18,17 +18,20 @@ from replicad.protocol.command import Command
 from replicad.protocol.commands import Auth, Error, Name, Ping, Server
 from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Cursor
-from replicad.streams.commands import Streams
-from replicad.tubes.commands import COMMANDS, MAX_BLOCK, Ack, Arrow, CursorAt, Park, Part, Pods
+from replicad.tubes.commands import (
+    MAX_BLOCK,
+    Ack,
+    Arrow,
+    CursorAt,
+    Park,
+    Part,
+    Pods,
+)
 
-_BY_NAME = {kind.NAME: kind for kind in VOCABULARY}
-# What answers each request, besides ERROR; of an answer in several parts, the last.
-ANSWERS: dict[type[Command], type[Command]] = {
-    kind: _BY_NAME[kind.ANSWER.rpartition("then ")[2].split()[0]] for kind in (Streams, *COMMANDS) if kind.ANSWER
-}
 SEQS_PER_LINE = 20_000  # of 19 digits and a comma at most: well below the longest line that a daemon takes
 MAX_ERROR = 10_000  # characters; a traceback's end says what happened
-_ALL_ANSWERS = frozenset(ANSWERS.values())
+_FOLLOWED = {"POSITION", "TAKEN"}  # a client that has subscribed gets them between a request and its answer
+_ANSWERS = frozenset(kind.ANSWER for kind in VOCABULARY if kind.ANSWER) - _FOLLOWED
 
 
 class Bounds(TypedDict, total=False):
@@ -223,9 +226,9 @@ def _answer(request: Command, command: Command) -> Command | None:
     """The command if it answers the request, None if it is something in between."""
     if isinstance(command, Error):
         raise refusal(command.text)
-    if type(command) not in _ALL_ANSWERS:
+    if command.NAME not in _ANSWERS:
         return None
-    if type(command) is not ANSWERS[type(request)]:
+    if command.NAME != request.ANSWER:
         raise RemoteProtocolError(f"{command.NAME} came where the answer to {request.NAME} was expected")
     _check_about(request, command)
     return command

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicad.protocol.command import Command, command
+from replicad.protocol.command import Command, command, declared_in
 from replicad.protocol.fields import INTEGER, WORD, choice, json_array_of, text, word, word_or
 from replicad.protocol.words import Side
 
@@ -15,9 +15,9 @@ def _with_device(arguments: str) -> str:
 
 @command("USER_SYNC", Side.CLIENT, verb="presence", earlier=_with_device)
 class UserSync(Command):
-    """USER_SYNC: a user started or stopped syncing on a device of an instance. `device_id` None is `None` on the wire.
+    """USER_SYNC: a user starts or ends syncing on a device of an instance; the form without device_id is accepted.
 
-    Versions before device ids send four arguments; they parse to a device of None.
+    It parses to a device of None, which is `None` on the wire.
     """
 
     instance_id: str = word("instance_id")
@@ -29,17 +29,17 @@ class UserSync(Command):
 
 @command("CLEAR_USER_SYNC", Side.CLIENT, verb="presence")
 class ClearUserSync(Command):
-    """CLEAR_USER_SYNC: forget all that an instance reported with USER_SYNC; it is shutting down."""
+    """CLEAR_USER_SYNC: end everything that the instance has reported with USER_SYNC; it is shutting down."""
 
     instance_id: str = word("instance_id")
 
 
 @command("USER_IP", Side.CLIENT, verb="presence")
 class UserIp(Command):
-    """USER_IP: a user was seen; `data` is a JSON array."""
+    """USER_IP: a user was seen at an address. `data` is a JSON array."""
 
     user_id: str = word("user_id")
     data: str = text("[access_token, ip, user_agent, device_id, last_seen]", json_array_of(5))
 
 
-COMMANDS = (UserSync, ClearUserSync, UserIp)
+COMMANDS = declared_in(__name__)

@@ -5,6 +5,7 @@ Whether a command is allowed now is for `states`, what it means for the daemon a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
@@ -28,7 +29,7 @@ class Command:
     VERB: ClassVar[str | None]
     """What a client must be allowed to do; None: every client may."""
     ANSWER: ClassVar[str]
-    """The name of the command that answers it, with its usage; empty where nothing does."""
+    """The name of the command that answers it, or that ends the answer; empty where nothing does."""
     EARLIER: ClassVar[Callable[[str], str] | None]
     """Turns the arguments of an earlier form of the command into those of the present one."""
     _read: ClassVar[Callable[[str], list[Any]]]
@@ -110,6 +111,15 @@ def command(
         return declared
 
     return declare
+
+
+def declared_in(module: str) -> tuple[type[Command], ...]:
+    """The commands that a module declares, in their order; for its last line, as `declared_in(__name__)`."""
+    return tuple(
+        found
+        for found in vars(sys.modules[module]).values()
+        if isinstance(found, type) and issubclass(found, Command) and found.__module__ == module
+    )
 
 
 class Vocabulary:

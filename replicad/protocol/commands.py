@@ -5,7 +5,7 @@ What streams, tubes and other features say stands in `commands.py` of their fold
 
 from __future__ import annotations
 
-from replicad.protocol.command import Command, Vocabulary, command
+from replicad.protocol.command import Command, Vocabulary, command, declared_in
 from replicad.protocol.fields import Kind, json_array_of, text, word
 from replicad.protocol.words import MAX_WORD, Side
 
@@ -17,7 +17,7 @@ __all__ = [
 
 @command("SERVER", Side.SERVER)
 class Server(Command):
-    """SERVER: who is talking; the first line of every connection."""
+    """SERVER: the server's name; the first line of every connection."""
 
     server_name: str = word("server_name")
 
@@ -38,7 +38,7 @@ class Name(Command):
 
 @command("AUTH", Side.CLIENT)
 class Auth(Command):
-    """AUTH: the shared secret of a daemon that asks for one; the client's first line."""
+    """AUTH (ours): the shared secret, where the daemon asks for one; only NAME and PING may come before it."""
 
     token: str = word("token")
 
@@ -48,7 +48,7 @@ class Auth(Command):
 
 @command("ERROR", Side.BOTH)
 class Error(Command):
-    """ERROR: `code: text` from replicad, free text from others. The text may be anything, even nothing."""
+    """ERROR: `code: sentence` from replicad, free text from others. The text may be anything, even nothing."""
 
     text: str = text("text", empty=True)
 
@@ -62,9 +62,9 @@ class RemoteServerUp(Command):
 
 @command("LOCK_RELEASED", Side.BOTH, verb="relay")
 class LockReleased(Command):
-    """LOCK_RELEASED: `data` is a JSON array; passed on to every other connection of every daemon."""
+    """LOCK_RELEASED: a lock is free again; passed on to every other connection of every daemon. `data` is JSON."""
 
     data: str = text("[instance_name, lock_name, lock_key]", json_array_of(3))
 
 
-CORE = Vocabulary((Server, Ping, Name, Auth, Error, RemoteServerUp, LockReleased))
+CORE = Vocabulary(declared_in(__name__))

@@ -126,6 +126,8 @@ class Argument:
                 return f"[{self.name}={self.usage}]"
             case "optional" | "literal":
                 return f"[{self.usage}]"
+            case "text" if self.empty:
+                return f"[{self.usage}]"
             case _:
                 return self.usage
 

@@ -3,19 +3,31 @@
     spark.readStream.format("replicad").option("tube", "cities").load()
 
 The source registers itself where replicad is installed; `register(spark)` does it by hand. `pipeline.run` takes a
-`PipelineConfig` from the tube to a downstream.
+`PipelineConfig` from the tube to a downstream of `replicad.spark.sinks`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from replicad.exports import exported
 from replicad.spark.session import build_session, check_pyspark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["build_session", "register"]
+    from replicad.spark.pipeline_config import PipelineConfig, load_config
+    from replicad.spark.reports import BatchReport, PipelineResult
+
+__all__ = ["BatchReport", "PipelineConfig", "PipelineResult", "build_session", "load_config", "register"]
+
+__getattr__ = exported(
+    __name__,
+    {
+        **dict.fromkeys(("PipelineConfig", "load_config"), "pipeline_config"),
+        **dict.fromkeys(("BatchReport", "PipelineResult"), "reports"),
+    },
+)
 
 
 def register(spark: SparkSession) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicad.protocol.command import Command, command
+from replicad.protocol.command import Command, command, declared_in
 from replicad.protocol.fields import INTEGER, UNBOUNDED, Kind, literal, optional, rest, text, word, word_or
 from replicad.protocol.tokens import MAX_TOKEN
 from replicad.protocol.words import MAX_WORD, Side, bad, integer
@@ -34,9 +34,9 @@ _NUMBERS = Kind("numbers", _numbers, lambda pairs: " ".join(f"{name}={number}" f
 _TOKEN = Kind("token", longest=MAX_TOKEN)
 
 
-@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION or RDATA lines")
+@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION")
 class Replicate(Command):
-    """REPLICATE: subscribe. Alone, to every stream from now on, as in Synapse; with arguments, to one (ours).
+    """REPLICATE: subscribe, to every stream from now on, as in Synapse, or with arguments (**ours**) to one.
 
     `token` is None where none was given, `NOW`, `EARLIEST`, or a position as `tokens.Vector` renders it.
     """
@@ -48,7 +48,10 @@ class Replicate(Command):
 
 @command("RDATA", Side.SERVER)
 class Rdata(Command):
-    """RDATA: one row of a stream. `token` is None for `batch`: more rows with the same token follow."""
+    """RDATA: one row of a stream; `batch` in place of the token says that more rows with the same token follow.
+
+    Then `token` is None.
+    """
 
     stream: str = word("stream_name")
     instance: str = word("instance_name")
@@ -58,7 +61,7 @@ class Rdata(Command):
 
 @command("POSITION", Side.SERVER)
 class Position(Command):
-    """POSITION: a writer's position; `prev` is the last one that was sent, `new` where it stands now."""
+    """POSITION: the position of a writer of a stream: the last one that was sent, and the present one."""
 
     stream: str = word("stream_name")
     instance: str = word("instance_name")
@@ -68,7 +71,7 @@ class Position(Command):
 
 @command("WRITERS", Side.SERVER)
 class Writers(Command):
-    """WRITERS: a stream's epoch and the small numbers of its writers, which vector tokens are made of.
+    """WRITERS (ours): a stream's epoch and the small numbers of its writers, which vector tokens are made of.
 
     Sent before the POSITIONs that answer `REPLICATE stream ...`, and again when writers join or are retired; never to
     a client that subscribed with REPLICATE alone. A set with many writers takes several lines, see `writer_set`.
@@ -79,16 +82,16 @@ class Writers(Command):
     numbers: tuple[tuple[str, int], ...] = rest("[instance_name=number ...]", _NUMBERS, default=())
 
 
-@command("STREAMS", Side.BOTH, verb="list", answer="STREAMS [stream_name ...]")
+@command("STREAMS", Side.BOTH, verb="list", answer="STREAMS")
 class Streams(Command):
-    """STREAMS: from a client, asks which streams there are; from the server, their names, in alphabetical order."""
+    """STREAMS (ours): from a client, asks for the names of all streams; from the server, the names, sorted."""
 
     names: tuple[str, ...] = rest("[stream_name ...]", _NAMES, default=())
 
 
-@command("TAKEN", Side.BOTH, verb="read", answer="TAKEN stream_name id")
+@command("TAKEN", Side.BOTH, verb="read", answer="TAKEN")
 class Taken(Command):
-    """TAKEN: from a client, asks up to where ids of a stream have been given out; from the server, that id.
+    """TAKEN (ours): from a client, asks up to which id ids have been given out; from the server, that id.
 
     Postgres is asked after the question came. So whatever was committed before it has an id up to `upto`, and who has
     got there, with every writer, has all of it; positions alone do not tell, since they may be behind.
@@ -100,16 +103,16 @@ class Taken(Command):
 
 @command("DOORBELL", Side.CLIENT, verb="doorbell")
 class Doorbell(Command):
-    """DOORBELL: a writer has just committed; look now instead of at the next poll. A hint, nothing more."""
+    """DOORBELL (ours): a writer has committed; look now instead of at the next poll. A hint, nothing more."""
 
 
 @command("FEDERATION_ACK", Side.CLIENT, verb="ack")
 class FederationAck(Command):
-    """FEDERATION_ACK: `instance` has delivered everything up to `token`; which stream's may be said (ours)."""
+    """FEDERATION_ACK: the instance has delivered all rows up to the token; the name of the stream is **ours**."""
 
     instance: str = word("instance_name")
     token: int = word("token", INTEGER)
     stream: str | None = optional("stream_name", default=None)
 
 
-COMMANDS = (Replicate, Rdata, Position, Writers, Streams, Taken, Doorbell, FederationAck)
+COMMANDS = declared_in(__name__)

@@ -1,1 +1,23 @@
 """Tubes: leases, pods, acks, backfill. They call the SQL functions of `tubes/sql`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicad.exports import exported
+
+if TYPE_CHECKING:
+    from replicad.tubes.commands import CursorAt, Lease, Part
+
+__all__ = [
+    "CursorAt",
+    "Lease",
+    "Part",
+]
+
+__getattr__ = exported(
+    __name__,
+    {
+        **dict.fromkeys(("CursorAt", "Lease", "Part"), "commands"),
+    },
+)

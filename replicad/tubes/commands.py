@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-from replicad.protocol.command import Command, command
+from replicad.protocol.command import Command, command, declared_in
 from replicad.protocol.fields import (
     FLAG,
     INTEGER,
@@ -75,21 +75,21 @@ _COUNTS = Kind("json_object", _counts, longest=1 << 30)
 _PARTITION = "partition/partitions"
 
 
-@command("TUBE", Side.BOTH, verb="list", answer="TUBE tube partitions")
+@command("TUBE", Side.BOTH, verb="list", answer="TUBE")
 class Tube(Command):
-    """TUBE: from a client, asks for a tube (`TUBE name`); from the server, `TUBE name partitions`."""
+    """TUBE: from a client, asks for a tube; from the server, the number of its partitions."""
 
     tube: str = word("tube")
     partitions: int | None = optional("partitions", INTEGER, default=None)
 
 
-@command("CLAIM", Side.CLIENT, verb="work", answer="LEASE tube partition/partitions term ttl")
+@command("CLAIM", Side.CLIENT, verb="work", answer="LEASE")
 class Claim(Command):
-    """CLAIM: asks for the lease of a partition. `0/1` is the whole tube, whatever its number of partitions.
+    """CLAIM: asks for the lease of a partition; `0/1` is the whole tube, whatever its number of partitions.
 
     `ttl` is how long the lease lasts when its holder sends nothing; `wait` how long to wait for a lease that
     another holds; `holder` an identity that survives a reconnect (default: the connection's name and number).
-    Answered by LEASE, or ERROR lease_held.
+    Where another holds it: ERROR lease_held.
     """
 
     tube: str = word("tube")
@@ -99,16 +99,16 @@ class Claim(Command):
     holder: str | None = option("word", default=None)
 
 
-@command("RENEW", Side.CLIENT, verb="work", answer="LEASE tube partition/partitions term ttl")
+@command("RENEW", Side.CLIENT, verb="work", answer="LEASE")
 class Renew(Command):
-    """RENEW: the holder is alive. Every PODS and ACK renews as well. Answered by LEASE."""
+    """RENEW: the holder is alive. PODS, ACK and PARK renew as well."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
     term: int = word("term", INTEGER)
 
 
-@command("RELEASE", Side.BOTH, verb="work", answer="RELEASE tube partition/partitions term")
+@command("RELEASE", Side.BOTH, verb="work", answer="RELEASE")
 class Release(Command):
     """RELEASE: the holder is done; from a client a request, from the server its confirmation."""
 
@@ -127,9 +127,9 @@ class Lease(Command):
     ttl: float = word("ttl", SECONDS)
 
 
-@command("PODS", Side.CLIENT, verb="work", answer="RDATA lines or ARROW blocks, then CURSOR")
+@command("PODS", Side.CLIENT, verb="work", answer="CURSOR")
 class Pods(Command):
-    """PODS: asks for the pods of a partition under a lease that covers it. Answered by RDATA lines and CURSOR.
+    """PODS: asks for pods, under a lease that covers the partition: RDATA lines or ARROW blocks, and then CURSOR.
 
     Without `upto`: what lies behind `after` (default: the start), regular pods by seq and then backfill pods
     by seq, at most `limit` pods and `backfill` backfill pods among them (0 leaves backfill out), and about
@@ -164,7 +164,7 @@ class Pods(Command):
 
 @command("ARROW", Side.SERVER)
 class Arrow(Command):
-    """ARROW: so many pods come next, as `size` raw bytes and a newline. The bytes are one Arrow IPC stream.
+    """ARROW: so many pods come next, as so many raw bytes and a newline. The bytes are one Arrow IPC stream.
 
     Only in an answer to PODS with `encoding=arrow`. There is at least one pod, and `size` is at most MAX_BLOCK.
     """
@@ -177,7 +177,7 @@ class Arrow(Command):
 
 @command("CURSOR", Side.SERVER)
 class CursorAt(Command):
-    """CURSOR: ends the answer to PODS: how many pods there were (or would be) and the cursor behind the last."""
+    """CURSOR: ends the answer to PODS: the cursor behind the last pod, and how many there were (or would be)."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -185,9 +185,9 @@ class CursorAt(Command):
     pods: int = word("pods", INTEGER)
 
 
-@command("ACK", Side.CLIENT, verb="work", answer="ACKED tube partition/partitions pods")
+@command("ACK", Side.CLIENT, verb="work", answer="ACKED")
 class Ack(Command):
-    """ACK: the downstream has these pods; they leave the tube. By `seqs`, or all of (`after`, `upto`]."""
+    """ACK: the downstream has these pods, and they leave the tube: either those listed, or all of (`after`, `upto`]."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -213,9 +213,9 @@ class Acked(Command):
     pods: int = word("pods", INTEGER)
 
 
-@command("PARK", Side.CLIENT, verb="park", answer="PARKED tube partition/partitions ids")
+@command("PARK", Side.CLIENT, verb="park", answer="PARKED")
 class Park(Command):
-    """PARK: an id (or, with no id, a whole pod) keeps failing: take it out of its pod and keep it with the error."""
+    """PARK: these ids (`*`: the whole pod) keep failing: take them out of the tube and keep them with the error."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -235,7 +235,7 @@ class Parked(Command):
     ids: int = word("ids", INTEGER)
 
 
-@command("REPORT", Side.BOTH, verb="report", answer="REPORT tube reporter")
+@command("REPORT", Side.BOTH, verb="report", answer="REPORT")
 class Report(Command):
     """REPORT: what a reader of the tube has counted, a JSON object, for whoever watches (`replicad top`).
 
@@ -244,7 +244,7 @@ class Report(Command):
 
     tube: str = word("tube")
     reporter: str = word("reporter")
-    counts: str = text("[json_object]", _COUNTS, empty=True, default="")
+    counts: str = text("{name: count, ...}", _COUNTS, empty=True, default="")
 
 
-COMMANDS = (Tube, Claim, Renew, Release, Lease, Pods, Arrow, CursorAt, Ack, Acked, Park, Parked, Report)
+COMMANDS = declared_in(__name__)

@@ -5,12 +5,33 @@ A line that ends in `# E: code` has to be an error of that kind, every other lin
 
 from typing import assert_type, reveal_type
 
-from replicad.client import Connected, Disconnected, Event, Reset, RowBatch
-from replicad.client.blocking_client import Answer, BlockingClient
-from replicad.client.pods import Pod
-from replicad.client.trio_client import PodBatch, TrioClient
-from replicad.protocol.tokens import Cursor
-from replicad.tubes.commands import CursorAt, Lease, Part
+from replicad import (
+    Batch,
+    BlockingCacheInvalidator,
+    BlockingClient,
+    BlockingShardedWriter,
+    BlockingWriter,
+    CacheInvalidator,
+    Connected,
+    Cursor,
+    Database,
+    Disconnected,
+    Event,
+    NotOwner,
+    Part,
+    Pod,
+    PresenceReporter,
+    Reset,
+    RowBatch,
+    TrioClient,
+    Worker,
+    open_client,
+    open_presence,
+    open_writer,
+)
+from replicad.client import Answer, PodBatch
+from replicad.streams import Writer
+from replicad.tubes import CursorAt, Lease
 
 HALF = Part(0, 2)
 OUTAGES: tuple[type[Connected | Disconnected], ...] = (Connected, Disconnected)
@@ -66,3 +87,33 @@ async def on_trio(client: TrioClient) -> None:
     assert_type(await client.ack("cities", HALF, lease.term, [pod.seq for pod in pods]), int)
     await client.tube(5)  # E: arg-type
     client.release("cities", HALF, lease.term)  # E: unused-coroutine
+
+
+async def handle(batch: Batch) -> None:
+    assert_type([touch.id for touch in batch.touches], list[int])
+
+
+async def faces(db: Database, blocking: BlockingCacheInvalidator, on_trio: CacheInvalidator, error: NotOwner) -> None:
+    async with open_client("127.0.0.1", 9009, name="w") as client:
+        assert_type(client, TrioClient)
+    async with open_presence("127.0.0.1", 9009, instance="w") as reporter:
+        assert_type(reporter, PresenceReporter)
+    async with open_writer(db, "events") as writer:
+        assert_type(writer, Writer)
+    assert_type(error.owner, str | None)
+    Worker(lambda: open_client("127.0.0.1", 9009, name="w"), "cities", handle)
+    Worker(lambda: open_client("127.0.0.1", 9009, name="w"), "cities", print)  # E: arg-type
+
+    @blocking.cached()
+    def name_of(user: int) -> str:
+        return str(user)
+
+    @on_trio.cached()
+    async def age_of(user: int) -> int:
+        return user
+
+    assert_type(name_of(5), str)
+    name_of("5")  # E: arg-type
+    age_of("5")  # E: arg-type unused-coroutine
+    BlockingWriter(5)  # E: arg-type call-arg
+    BlockingShardedWriter(5)  # E: arg-type call-arg

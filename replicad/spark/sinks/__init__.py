@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from replicad.exports import exported
 
 if TYPE_CHECKING:
-    from replicad.spark.sinks.base import Applied, Batch, Shape, Sink
+    from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
     from replicad.spark.sinks.bulk import BulkSink
     from replicad.spark.sinks.custom import CustomSink, Downstream
     from replicad.spark.sinks.delta import DeltaSink
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied",
-    "Batch",
+    "BatchId",
     "BulkSink",
     "CustomSink",
     "DeltaSink",
@@ -30,7 +30,7 @@ __all__ = [
 __getattr__ = exported(
     __name__,
     {
-        **dict.fromkeys(("Applied", "Batch", "Shape", "Sink"), "base"),
+        **dict.fromkeys(("Applied", "BatchId", "Shape", "Sink"), "base"),
         "BulkSink": "bulk",
         **dict.fromkeys(("CustomSink", "Downstream"), "custom"),
         "DeltaSink": "delta",

@@ -10,11 +10,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.relay import MAX_LINE, Relay, channel_of
+from replicad.daemon.relay import MAX_LINE, Pace, Relay, channel_of
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
 from replicad.protocol.command import Command
@@ -131,11 +130,8 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
         nursery.cancel_scope.cancel()
 
 
-async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.daemon.relay.MAX_WAITING", 10_000)
-    relay = Relay(database, "replicad", lambda _: None, Troubles())
+async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: Database) -> None:
+    relay = Relay(database, "replicad", lambda _: None, Troubles(), Pace(max_waiting=10_000))
     for number in range(1000):
         relay.tell(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")

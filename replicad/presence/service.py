@@ -310,7 +310,10 @@ class PresenceService:
             due = beaten_at + self._look.ttl / BEATS
             await trio.sleep(min(max(due - trio.current_time(), 0), self._pace.look))
             me, roster = self._me, self._roster
-            if me is None or roster is None or trio.current_time() < due:
+            if me is None or roster is None:
+                beaten_at = trio.current_time()  # nothing to beat for: a daemon that enlists begins with a beat
+                continue
+            if trio.current_time() < due:
                 continue
             beaten_at = trio.current_time()
             with self._troubles.contain("service", SERVICE, "beat"):

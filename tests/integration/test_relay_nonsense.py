@@ -9,7 +9,9 @@ from replicad.daemon.relay import Relay, channel_of
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
 from replicad.protocol.command import Command
+from replicad.protocol.commands import RemoteServerUp
 from tests.daemons import Daemon
+from tests.vocabulary import EVERY
 
 from .conftest import Connect
 
@@ -66,7 +68,8 @@ async def test_a_line_that_raises_where_it_is_used_ends_with_itself(database: Da
         if len(heard) < 3:
             raise MemoryError
 
-    relay = Relay(database, "replicad", use, troubles)
+    relay = Relay(database, "replicad", EVERY, troubles)
+    relay.on(RemoteServerUp, use)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(relay.run)
         with trio.fail_after(HANG):

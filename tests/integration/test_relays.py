@@ -20,11 +20,19 @@ from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
 from tests.conftest import psql
 from tests.daemons import Daemon
+from tests.vocabulary import EVERY
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
 from .test_faults_daemon import connect, serving
 
 HELLO = ("SERVER .*",)
+
+
+def listening(database: Database, use: Callable[[Command], None]) -> Relay:
+    """The relay of another daemon, which uses what it receives so."""
+    relay = Relay(database, "replicad", EVERY, Troubles())
+    relay.on(RemoteServerUp, use)
+    return relay
 
 
 async def heard_by(one: Netcat, others: list[Netcat], tag: str) -> None:
@@ -100,7 +108,7 @@ async def test_a_line_that_is_too_long_is_refused_and_goes_to_nobody(netcat: Con
 
 async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(database: Database) -> None:
     heard: list[Command] = []
-    relay = Relay(database, "replicad", heard.append, Troubles())
+    relay = listening(database, heard.append)
 
     async def say(*messages: str) -> None:
         for message in messages:
@@ -131,7 +139,7 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
 
 
 async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: Database) -> None:
-    relay = Relay(database, "replicad", lambda _: None, Troubles(), Pace(max_waiting=10_000))
+    relay = Relay(database, "replicad", EVERY, Troubles(), Pace(max_waiting=10_000))
     for number in range(1000):
         relay.tell(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
@@ -139,7 +147,7 @@ async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: 
     assert relay.statistics().dropped == 1000 - kept
     heard: list[Command] = []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Relay(database, "replicad", heard.append, Troubles()).run)
+        nursery.start_soon(listening(database, heard.append).run)
         # That a LISTEN was sent is no proof that it is in force: what is told before it commits is heard by nobody.
         with trio.fail_after(PATIENCE):
             while not heard:

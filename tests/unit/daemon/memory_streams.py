@@ -122,7 +122,7 @@ class MemoryRows:
         table = await self._table()
         if self._stream.name not in self._store.streams:
             return None
-        return table.trimmed_upto or min((row[0] - 1 for row in table.rows), default=0)
+        return table.trimmed_upto or 0
 
     async def find_unreadable(
         self, wanted: Range | Mapping[str, Range], others: Range | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -233,7 +234,7 @@ async def test_what_one_daemon_tells_all_others_hear_once_and_in_order(autojump_
         assert len(bus.messages) < 20, "many lines go in one message"
         assert (one.relay.statistics().sent, two.relay.statistics().heard) == (2000, 2000)
         with pytest.raises(RelayRefused):
-            one.relay.tell(LockReleased('"' + "x" * MAX_LINE + '"'))
+            one.relay.tell(LockReleased(json.dumps(["i", "n", "x" * MAX_LINE])))
         nursery.cancel_scope.cancel()
 
 

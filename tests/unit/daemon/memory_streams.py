@@ -128,11 +128,12 @@ class MemoryRows:
         self, wanted: Range | Mapping[str, Range], others: Range | None = None
     ) -> RowUnreadable | None:
         table = await self._table()
-        spans = [wanted] if isinstance(wanted, tuple) else [*wanted.values(), *([others] if others else ())]
+        by_writer = {} if isinstance(wanted, tuple) else wanted
+        rest = wanted if isinstance(wanted, tuple) else others
         bad = [
-            row[0]
-            for row in sorted(table.rows)
-            if row[0] in table.poison and any(low < row[0] <= high for low, high in spans)
+            id
+            for id, writer, _ in sorted(table.rows)
+            if id in table.poison and (span := by_writer.get(self._writer(writer), rest)) and span[0] < id <= span[1]
         ]
         return self.unreadable(bad[0], DatabaseError("invalid input syntax")) if bad else None
 

@@ -10,13 +10,30 @@ from typing import cast
 from replicad import features
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import daemon
+from replicad.daemon.daemon import Pace as DaemonPace
 from replicad.daemon.hub import Hub
 from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
+from replicad.presence import service as presence
+from replicad.presence.pace import Pace as PresencePace
 from replicad.presence.service import PresenceService
+from replicad.streams.serving import service as streams
+from replicad.streams.serving.pace import Pace as StreamPace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import StreamService
+from replicad.tubes.serving import service as tubes
+from replicad.tubes.serving.pace import Pace as TubePace
 from replicad.tubes.serving.service import TubeService
+
+
+@dataclass(frozen=True)
+class Paces:
+    """How often a daemon does what: those of its parts."""
+
+    daemon: DaemonPace = DaemonPace()
+    streams: StreamPace = StreamPace()
+    tubes: TubePace = TubePace()
+    presence: PresencePace = PresencePace()
 
 
 @dataclass(frozen=True)
@@ -34,10 +51,19 @@ class Daemon:
 
 @asynccontextmanager
 async def open_daemon(
-    settings: ServerSettings, url: str, recover: Callable[[], Awaitable[None]] | None = None
+    settings: ServerSettings,
+    url: str,
+    recover: Callable[[], Awaitable[None]] | None = None,
+    paces: Paces = Paces(),
 ) -> AsyncIterator[Daemon]:
     """`replicad.daemon.daemon.open_daemon` with all features."""
-    async with daemon.open_daemon(settings, url, features.served(), recover) as running:
+    paced = {
+        "streams": streams.feature(paces.streams),
+        "tubes": tubes.feature(paces.tubes),
+        "presence": presence.feature(paces.presence),
+    }
+    served = [paced.get(feature.name, feature) for feature in features.served()]
+    async with daemon.open_daemon(settings, url, served, recover, paces.daemon) as running:
         yield Daemon(
             running.addresses,
             running.hub,

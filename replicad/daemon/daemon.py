@@ -16,14 +16,15 @@ from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.files import ENTRANCE
 from replicad.daemon.hub import Hub
 from replicad.daemon.installing import install_all
-from replicad.daemon.listener import Entrance, open_listeners
-from replicad.daemon.poller import Poller
+from replicad.daemon.listener import Entrance, Pauses, open_listeners
+from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import open_pools, plan_connections
+from replicad.daemon.relay import Pace as RelayPace
 from replicad.daemon.relay import Relay
 from replicad.daemon.service import Feature, Host, Job, Service
 from replicad.daemon.session import Session
 from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
-from replicad.daemon.supervision import keep_running, keep_service
+from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.troubles import Troubles
 from replicad.errors import EnvironmentRefused, ReplicadError
 from replicad.postgres import schema_text
@@ -89,6 +90,16 @@ async def _serve_until_signal(
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """The intervals and pauses of what is in every daemon."""
+
+    outages: Outages = Outages()
+    relay: RelayPace = RelayPace()
+    accepting: Pauses = Pauses()
+    restarts: Restarts = Restarts()
+
+
+@dataclass(frozen=True, slots=True)
 class Daemon:
     """A running daemon, for whoever started it: where it listens, and its parts. `services` are by feature."""
 
@@ -101,7 +112,11 @@ class Daemon:
 
 @asynccontextmanager
 async def open_daemon(
-    settings: ServerSettings, url: str, features: Sequence[Feature], recover: Recover | None = None
+    settings: ServerSettings,
+    url: str,
+    features: Sequence[Feature],
+    recover: Recover | None = None,
+    pace: Pace = Pace(),
 ) -> AsyncIterator[Daemon]:
     """Start a daemon on the database at `url`; at the end of the block it stops as SIGTERM stops it.
 
@@ -121,15 +136,16 @@ async def open_daemon(
         vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
         troubles = Troubles()
         hub = Hub(budget.connections, troubles)
-        relay = Relay(pools.relays, settings.database.stream_schema, vocabulary, troubles)
-        poller = Poller(horizon, settings.limits, troubles, recover)
+        relay = Relay(pools.relays, settings.database.stream_schema, vocabulary, troubles, pace.relay)
+        poller = Poller(horizon, settings.limits, troubles, recover, pace.outages)
         host = Host(settings, pools, poller, hub, relay, troubles)
         services = {feature.name: feature.open(host) for feature in features}
         async with trio.open_nursery() as nursery:
             everything = [Relaying(hub, relay), *services.values()]
-            await _start(nursery, [Job("poller", poller.run), *(job for s in everything for job in s.jobs())], troubles)
+            jobs = [Job("poller", poller.run), *(job for service in everything for job in service.jobs())]
+            await _start(nursery, jobs, troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending)
-            async with _serving(settings, listeners, hub, dispatch, vocabulary) as addresses:
+            async with _serving(settings, listeners, hub, dispatch, vocabulary, pauses=pace.accepting) as addresses:
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)
                 with _ready_file(settings.ready_file, addresses[0]):
@@ -137,14 +153,14 @@ async def open_daemon(
             nursery.cancel_scope.cancel()
 
 
-async def _start(nursery: trio.Nursery, jobs: Sequence[Job], troubles: Troubles) -> None:
+async def _start(nursery: trio.Nursery, jobs: Sequence[Job], troubles: Troubles, restarts: Restarts) -> None:
     """Have all jobs run; returns when those have started that announce it."""
     for job in jobs:
         if not job.announces:
-            nursery.start_soon(keep_running, job.run, "service", job.name, troubles)
+            nursery.start_soon(keep_running, job.run, "service", job.name, troubles, restarts)
     for job in jobs:
         if job.announces:
-            await nursery.start(keep_service, job.run, job.name, troubles)
+            await nursery.start(keep_service, job.run, job.name, troubles, restarts)
 
 
 @asynccontextmanager
@@ -154,6 +170,8 @@ async def _serving(
     hub: Hub,
     dispatch: Dispatch,
     vocabulary: Vocabulary,
+    *,
+    pauses: Pauses,
 ) -> AsyncIterator[tuple[Address, ...]]:
     """Accept clients and serve them; at the end they are sent the reason, and have half of `stop_grace` to leave."""
     full = _too_many(settings, hub.limit)
@@ -177,6 +195,7 @@ async def _serving(
             full=full,
             refused=hub.refuse,
             tls=settings.ssl_context(),
+            pauses=pauses,
         )
         async with trio.open_nursery() as accepting:
             for listener in listeners:

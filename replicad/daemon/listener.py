@@ -7,6 +7,7 @@ import os
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 import trio
@@ -17,14 +18,20 @@ from replicad.errors import EnvironmentRefused
 
 BACKLOG = 4096  # a thousand workers that reconnect at once must not see a refusal
 TLS_TIMEOUT = 10.0  # seconds for a client to finish the handshake
-ACCEPT_PAUSE = 0.1  # seconds to wait when the process has run out of file descriptors; doubles up to ACCEPT_PAUSE_MAX
-ACCEPT_PAUSE_MAX = 1.0
 PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 log = structlog.get_logger()
 
 Serve = Callable[[trio.abc.Stream, str], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """When accepting goes on after it failed (the process has no file descriptor left, say), in seconds."""
+
+    first: float = 0.1  # doubles up to `longest`
+    longest: float = 1.0
 
 
 async def open_listeners(address: Address) -> list[trio.SocketListener]:
@@ -62,6 +69,7 @@ class Entrance:
         full: bytes,
         refused: Callable[[], None],
         tls: ssl.SSLContext | None = None,
+        pauses: Pauses = Pauses(),
     ) -> None:
         """`refused` is called for each connection that is closed for want of room."""
         self._serve = serve
@@ -71,6 +79,7 @@ class Entrance:
         self._full = full
         self._refused = refused
         self._tls = tls
+        self._pauses = pauses
         self._inside = 0
 
     async def accept_forever(self, listener: trio.SocketListener) -> None:
@@ -79,7 +88,7 @@ class Entrance:
         When `accept` fails, because file descriptors have run out or for any other reason, that is a trouble, and
         accepting goes on after a pause; sessions that exist are not touched.
         """
-        pause = ACCEPT_PAUSE
+        pause = self._pauses.first
         async with listener:
             while True:
                 try:
@@ -87,10 +96,10 @@ class Entrance:
                 except Exception as error:  # noqa: BLE001 - reported; without this task nobody could connect any more
                     self._tell_failure(error)
                     await trio.sleep(pause)
-                    pause = min(2 * pause, ACCEPT_PAUSE_MAX)
+                    pause = min(2 * pause, self._pauses.longest)
                 else:
                     self._troubles.end(*PLACE)
-                    pause = ACCEPT_PAUSE
+                    pause = self._pauses.first
 
     def _tell_failure(self, error: Exception) -> None:
         if isinstance(error, OSError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 import trio
@@ -17,16 +18,44 @@ import trio
 from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
-from replicad.postgres.horizon import Horizon, Reading, Source
+from replicad.postgres.horizon import Reading, Source
 
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing moves
-OUTAGE_PAUSE = 0.1  # seconds before the second try; doubles up to OUTAGE_PAUSE_MAX
-OUTAGE_PAUSE_MAX = 5.0
 TUBE_PREFIX = "tube:"  # tubes are watched under names that begin with this word; no stream's name has a colon
 
 log = structlog.get_logger()
 
 OnReading = Callable[[str, Reading], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outages:
+    """When a poll that failed is tried again, in seconds."""
+
+    first: float = 0.1  # before the second try; doubles up to `longest`
+    longest: float = 5.0
+
+
+class Watcher(Protocol):
+    """What the poller needs of `Horizon`, whose methods say what each does."""
+
+    async def poll(self) -> Mapping[str, Reading]: ...
+
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None: ...
+
+    def watch(
+        self,
+        name: str,
+        source: Source,
+        *,
+        published: int | None = None,
+        per_writer: Mapping[str, int] | None = None,
+        writers: Iterable[str] = (),
+    ) -> None: ...
+
+    def set_writers(self, name: str, writers: Iterable[str]) -> None: ...
+
+    def unwatch(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +73,18 @@ class Poller:
 
     def __init__(
         self,
-        horizon: Horizon,
+        horizon: Watcher,
         limits: Limits,
         troubles: Troubles,
         recover: Callable[[], Awaitable[None]] | None = None,
+        outages: Outages = Outages(),
     ) -> None:
         """`recover` is called while Postgres is away, before each new try (an embedded server can be started anew)."""
         self._horizon = horizon
         self._limits = limits
         self._troubles = troubles
         self._recover = recover
+        self._outages = outages
         self._listeners: dict[str, OnReading] = {}
         self._bell = trio.Event()
         self._polls = 0
@@ -113,7 +144,7 @@ class Poller:
             except Exception as error:  # noqa: BLE001 - a defect must not stop all streams and tubes for good
                 self._failures += 1
                 self._troubles.fail("service", "poller", "poll", error)
-                self._pause = min(max(2 * self._pause, OUTAGE_PAUSE), OUTAGE_PAUSE_MAX)
+                self._pause = min(max(2 * self._pause, self._outages.first), self._outages.longest)
                 await trio.sleep(self._pause)
                 continue
             limits = self._limits
@@ -161,10 +192,10 @@ class Poller:
         now = trio.current_time()
         if self._away_since is None:
             self._away_since = now
-            self._pause = OUTAGE_PAUSE
+            self._pause = self._outages.first
             log.error("database_away", error=str(error), remedy="replicad keeps trying; clients stay connected")
         await trio.sleep(self._pause)
-        self._pause = min(2 * self._pause, OUTAGE_PAUSE_MAX)
+        self._pause = min(2 * self._pause, self._outages.longest)
         if self._recover is not None and isinstance(error, DatabaseUnavailable):
             with self._troubles.contain(DATABASE, DATABASE, "recover"):  # the disk is full, say: it may find room later
                 await self._recover()

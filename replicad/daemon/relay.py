@@ -16,34 +16,55 @@ import re
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 import trio
 
-from replicad.daemon.supervision import keep_running
+from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayGap, RelayRefused, RemoteProtocolError
-from replicad.postgres.bridge import Database
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.words import Side
 
 MAX_MESSAGE = 7_900  # bytes; NOTIFY takes less than 8,000
 MAX_LINE = MAX_MESSAGE - 64  # what is left beside the sender's name and the number
-MAX_WAITING = 4 << 20  # bytes of lines that wait for Postgres; then the oldest go
 MESSAGES = 100  # in one statement
-INTERVAL = 0.01  # seconds between two statements: a NOTIFY that commits locks out all other ones of the whole cluster
-PACE = 0.001  # seconds between two messages heard, in which sessions send what they were given
-PATIENCE = 10.0  # seconds of silence after which the listening connection is asked whether it is there
-RETRY_PAUSE = 0.1  # seconds before the second try; doubles up to RETRY_PAUSE_MAX
-RETRY_PAUSE_MAX = 5.0
 REPEATS = 1000  # a message that is sent twice comes again at once, behind at most MESSAGES others
 MAX_SENDERS = 1000  # daemons whose numbers are remembered; a new one for every start
 SERVICE = "relay"
 
 _HEAD = re.compile(r"([!-~]{1,64}) ([0-9]{1,18})")  # of a message: its sender and its number
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often the relay does what, in seconds, and how much may wait."""
+
+    interval: float = 0.01  # between two statements: a NOTIFY that commits locks out all others of the whole cluster
+    message: float = 0.001  # between two messages received, in which sessions send what they were given
+    patience: float = 10.0  # of silence after which the listening connection is asked whether it is there
+    retry: float = 0.1  # before the second try; doubles up to `longest_retry`
+    longest_retry: float = 5.0
+    max_waiting: int = 4 << 20  # bytes of lines that wait for Postgres; then the oldest are dropped
+    restarts: Restarts = Restarts()
+
+
+class Notifies(Protocol):
+    """What the relay needs of a `Database`, whose methods say what each does."""
+
+    async def fetch(self, sql: str, *args: object) -> list[Any]: ...
+
+    def listen(self, channel: str) -> AbstractAsyncContextManager[Notices]: ...
+
+
+class Notices(Protocol):
+    """What comes in on a channel."""
+
+    async def next(self, patience: float) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +83,11 @@ class RelayStatistics:
 class Relay:
     """Sends commands to the other daemons, and calls who asked for them with the commands that those send."""
 
-    def __init__(self, db: Database, schema: str, vocabulary: Vocabulary, troubles: Troubles) -> None:
+    def __init__(
+        self, db: Notifies, schema: str, vocabulary: Vocabulary, troubles: Troubles, pace: Pace = Pace()
+    ) -> None:
         self._db = db
+        self._pace = pace
         self._channel = channel_of(schema)
         self._vocabulary = vocabulary
         self._handlers: dict[type[Command], Callable[[Any], None]] = {}
@@ -92,7 +116,7 @@ class Relay:
             raise RelayRefused(f"{command.NAME} is passed on between servers with up to {MAX_LINE} bytes, not {size}")
         self._waiting.append(line)
         self._waiting_bytes += size
-        while self._waiting_bytes > MAX_WAITING:
+        while self._waiting_bytes > self._pace.max_waiting:
             self._waiting_bytes -= len(self._waiting.popleft().encode())
             self._dropped += 1
         self._told.set()
@@ -105,7 +129,9 @@ class Relay:
         """Tell and listen until cancelled. Neither is stopped by a failure of the other."""
         async with trio.open_nursery() as nursery:
             for name, job in (("send", self._send_forever), ("listen", self._listen_forever)):
-                nursery.start_soon(keep_running, job, "service", f"{SERVICE}: {name}", self._troubles)
+                nursery.start_soon(
+                    keep_running, job, "service", f"{SERVICE}: {name}", self._troubles, self._pace.restarts
+                )
 
     # --- telling ---
 
@@ -122,7 +148,7 @@ class Relay:
             except Exception:
                 self._dropped += _lines_in(messages)
                 raise
-            await trio.sleep(INTERVAL)
+            await trio.sleep(self._pace.interval)
 
     def _message(self) -> str:
         """As many of the waiting lines as a message takes, under the next number."""
@@ -137,14 +163,14 @@ class Relay:
 
     async def _send(self, messages: list[str]) -> None:
         """Send until Postgres has taken them: those who heard them already know the numbers."""
-        pause = RETRY_PAUSE
+        pause = self._pace.retry
         while messages:
             try:
                 await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", self._channel, messages)
             except DatabaseUnavailable as error:
                 self._troubles.fail("service", SERVICE, "send", error)
                 await trio.sleep(pause)
-                pause = min(2 * pause, RETRY_PAUSE_MAX)
+                pause = min(2 * pause, self._pace.longest_retry)
             except DatabaseError as error:  # not now, and not later either: its queue is full, or it lacks a letter
                 self._dropped += _lines_in(messages)
                 self._troubles.fail("service", SERVICE, "send", error)
@@ -157,7 +183,7 @@ class Relay:
     # --- listening ---
 
     async def _listen_forever(self) -> None:
-        pause = RETRY_PAUSE
+        pause = self._pace.retry
         deaf_since: float | None = None
         while True:
             try:
@@ -167,16 +193,16 @@ class Relay:
                         log.warning("relay_listens_again", away_s=away, remedy="what others told meanwhile is lost")
                         deaf_since = None
                     self._troubles.end("service", SERVICE, "listen")
-                    pause = RETRY_PAUSE
+                    pause = self._pace.retry
                     while True:
-                        await self._hear(await notices.next(PATIENCE))
+                        await self._hear(await notices.next(self._pace.patience))
             except DatabaseError as error:
                 if deaf_since is None:
                     deaf_since = trio.current_time()
                     log.warning("relay_deaf", error=str(error))
                 self._troubles.fail("service", SERVICE, "listen", error)
                 await trio.sleep(pause)
-                pause = min(2 * pause, RETRY_PAUSE_MAX)
+                pause = min(2 * pause, self._pace.longest_retry)
 
     async def _hear(self, message: str) -> None:
         """Pass on what a message says; whatever is wrong with it ends with it."""
@@ -197,7 +223,7 @@ class Relay:
                 self._refuse(error)
             else:
                 self._lines_heard += 1
-        await trio.sleep(PACE)
+        await trio.sleep(self._pace.message)
 
     def _refuse(self, error: Exception) -> None:
         self._refused += 1

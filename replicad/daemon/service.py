@@ -7,7 +7,7 @@ test's own.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from replicad.daemon.pools import Pools
     from replicad.daemon.relay import Relay
     from replicad.daemon.troubles import Troubles
+    from replicad.postgres.horizon import Reading, Source
 
 
 class HangUp(Exception):
@@ -81,6 +82,37 @@ class Peer(Protocol):
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Have `call` called when the connection is over."""
+
+
+class Positions(Protocol):
+    """Where services learn how far tables may be read: the poller, whose methods say what each does."""
+
+    def watch(
+        self,
+        name: str,
+        source: Source,
+        on_reading: Callable[[str, Reading], None],
+        *,
+        published: int | None = None,
+        per_writer: Mapping[str, int] | None = None,
+        writers: Iterable[str] = (),
+    ) -> None: ...
+
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None: ...
+
+    def set_writers(self, name: str, writers: Iterable[str]) -> None: ...
+
+    def unwatch(self, name: str) -> None: ...
+
+    def ring(self) -> None: ...
+
+
+class Telling(Protocol):
+    """The way to the clients of the other daemons: the relay, whose methods say what each does."""
+
+    def on(self, kind: type[Command], handler: Callable[[Any], None]) -> None: ...
+
+    def tell(self, command: Command) -> None: ...
 
 
 Answer = Callable[[Any], Awaitable[None]]

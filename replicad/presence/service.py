@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 from uuid import UUID
 
 import structlog
@@ -19,30 +20,49 @@ import trio
 
 from replicad.config.settings import ServerSettings
 from replicad.daemon.pieces import write_in_pieces
-from replicad.daemon.relay import Relay
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Telling
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
-from replicad.postgres.bridge import Database
-from replicad.presence.book import BATCH, Look, PresenceBook
+from replicad.presence.book import BATCH, Beat, Look, PresenceBook
 from replicad.presence.commands import COMMANDS, ClearUserSync, UserIp, UserSync
-from replicad.presence.roster import Roster, RosterStatistics
-from replicad.presence.user_ips import Sightings, read
+from replicad.presence.pace import Pace
+from replicad.presence.roster import Change, Roster, RosterStatistics
+from replicad.presence.user_ips import Sighting, Sightings, read
 
-LOOK_INTERVAL = 1.0  # seconds between two looks at the settings and at the other daemons' beats
 BEATS = 3  # beats in a time to live: one may be late
 BURIALS = 10  # statements for the users of expired daemons at one look
-IP_INTERVAL = 1.0  # seconds in which addresses are gathered
-MAX_IPS = 50_000  # places that wait for Postgres, some 30 MB
-SWEEP_INTERVAL = 60.0  # seconds between two looks for addresses that are too old
 SWEEPS = 100  # statements at one look
 SERVICE = "presence"
 JOBS = ("users", "beats", "addresses", "sweeps")  # the tasks that run while presence is enabled
-RETRY_PAUSE = 0.2  # seconds before a statement that failed is tried again; doubles up to RETRY_PAUSE_MAX
-RETRY_PAUSE_MAX = 5.0
 
 log = structlog.get_logger()
+
+
+class Book(Protocol):
+    """What the service needs of `PresenceBook`, whose methods say what each does."""
+
+    async def is_installed(self) -> bool: ...
+
+    async def look(self) -> Look | None: ...
+
+    async def upgrade(self) -> None: ...
+
+    async def enlist(self, name: str) -> UUID: ...
+
+    async def beat(self, daemon: UUID, beat: int) -> int | None: ...
+
+    async def beats(self) -> list[Beat]: ...
+
+    async def bury(self, beat: Beat) -> int | None: ...
+
+    async def apply(self, daemon: UUID, changes: Sequence[Change]) -> bool: ...
+
+    async def retell(self) -> None: ...
+
+    async def write_ips(self, sightings: Sequence[Sighting]) -> bool: ...
+
+    async def sweep_ips(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +77,11 @@ class PresenceStatistics:
 class PresenceService:
     """Takes the reports of all sessions of one daemon. They have no effect while presence is not enabled."""
 
-    def __init__(self, db: Database, settings: ServerSettings, troubles: Troubles, relay: Relay) -> None:
-        self.book = PresenceBook(db, settings.database.stream_schema)
+    def __init__(
+        self, book: Book, settings: ServerSettings, troubles: Troubles, relay: Telling, pace: Pace = Pace()
+    ) -> None:
+        self.book = book
+        self._pace = pace
         self._troubles = troubles
         self._name = f"{settings.server_name} pid {os.getpid()}"
         self._limit = settings.limits.presence_devices
@@ -68,7 +91,7 @@ class PresenceService:
         self._suspected: str | None = None  # a new fingerprint that was seen once
         self._me: UUID | None = None  # None: not enlisted, or cleared by another daemon
         self._beat = 0
-        self._sightings = Sightings(MAX_IPS)
+        self._sightings = Sightings(self._pace.max_ips)
         self._sessions: set[int] = set()  # those whose end matters
         self._woken = trio.Event()
         self._ips_came = trio.Event()
@@ -160,7 +183,7 @@ class PresenceService:
                 await self._look_at_settings(nursery)
             task_status.started()
             while True:
-                await trio.sleep(LOOK_INTERVAL)
+                await trio.sleep(self._pace.look)
                 with self._troubles.contain("service", SERVICE, "settings"):
                     await self._look_at_settings(nursery)
                 if self._look is None:
@@ -220,12 +243,14 @@ class PresenceService:
             async with trio.open_nursery() as nursery:
                 jobs = (self._write_forever, self._beat_forever, self._write_ips_forever, self._sweep_forever)
                 for name, job in zip(JOBS, jobs, strict=True):
-                    nursery.start_soon(keep_running, job, "service", f"{SERVICE}: {name}", self._troubles)
+                    nursery.start_soon(
+                        keep_running, job, "service", f"{SERVICE}: {name}", self._troubles, self._pace.restarts
+                    )
 
     # --- users ---
 
     async def _write_forever(self) -> None:
-        pause = RETRY_PAUSE
+        pause = self._pace.retry
         while True:
             roster = await self._wait_for_changes()
             try:
@@ -233,10 +258,10 @@ class PresenceService:
             except DatabaseError as error:
                 self._troubles.fail("service", SERVICE, "users", error)
                 await trio.sleep(pause)
-                pause = min(2 * pause, RETRY_PAUSE_MAX)
+                pause = min(2 * pause, self._pace.longest_retry)
             else:
                 self._troubles.end("service", SERVICE, "users")
-                pause = RETRY_PAUSE
+                pause = self._pace.retry
 
     async def _wait_for_changes(self) -> Roster:
         while True:
@@ -281,10 +306,14 @@ class PresenceService:
         beaten_at = trio.current_time()
         while True:
             assert self._look is not None
+            # The settings may change meanwhile: sleep no longer than until the next look at them.
             due = beaten_at + self._look.ttl / BEATS
-            await trio.sleep(min(max(due - trio.current_time(), 0), LOOK_INTERVAL))  # the settings may change meanwhile
+            await trio.sleep(min(max(due - trio.current_time(), 0), self._pace.look))
             me, roster = self._me, self._roster
-            if me is None or roster is None or trio.current_time() < due:
+            if me is None or roster is None:
+                beaten_at = trio.current_time()  # nothing to beat for: a daemon that enlists begins with a beat
+                continue
+            if trio.current_time() < due:
                 continue
             beaten_at = trio.current_time()
             with self._troubles.contain("service", SERVICE, "beat"):
@@ -323,12 +352,12 @@ class PresenceService:
     # --- addresses ---
 
     async def _write_ips_forever(self) -> None:
-        pause = RETRY_PAUSE
+        pause = self._pace.retry
         while True:
             while not len(self._sightings):
                 self._ips_came = trio.Event()
                 await self._ips_came.wait()
-            await trio.sleep(IP_INTERVAL)
+            await trio.sleep(self._pace.ips)
             try:
                 while sightings := self._sightings.take(BATCH):
                     await write_in_pieces(sightings, self.book.write_ips, self._refused)
@@ -336,10 +365,10 @@ class PresenceService:
             except DatabaseError as error:
                 self._troubles.fail("service", SERVICE, "addresses", error)
                 await trio.sleep(pause)
-                pause = min(2 * pause, RETRY_PAUSE_MAX)
+                pause = min(2 * pause, self._pace.longest_retry)
             else:
                 self._troubles.end("service", SERVICE, "addresses")
-                pause = RETRY_PAUSE
+                pause = self._pace.retry
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -347,11 +376,17 @@ class PresenceService:
                 for _ in range(SWEEPS):
                     if await self.book.sweep_ips() < BATCH:
                         break
-            await trio.sleep(SWEEP_INTERVAL)
+            await trio.sleep(self._pace.sweep)
 
 
-def _open(host: Host) -> PresenceService:
-    return PresenceService(host.pools.short, host.settings, host.troubles, host.relay)
+def feature(pace: Pace = Pace()) -> Feature:
+    """Presence as the daemon knows it."""
+
+    def open_service(host: Host) -> PresenceService:
+        book = PresenceBook(host.pools.short, host.settings.database.stream_schema)
+        return PresenceService(book, host.settings, host.troubles, host.relay, pace)
+
+    return Feature("presence", COMMANDS, open_service)
 
 
-FEATURE = Feature("presence", COMMANDS, _open)
+FEATURE = feature()

@@ -22,14 +22,7 @@ from replicad.postgres.bridge import Connection, Database, Row, quote_ident
 from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.pods import TubeInfo
 
-LOOK_INTERVAL = 1.0  # seconds between two looks for work
-CHUNK_IDS = 100_000  # ids in one transaction: a few hundred milliseconds, during which the tube's position stands still
-MAX_BACKLOG = 10_000  # backfill pods of a partition, of 250 ids each, before the backfiller waits for the workers
-BACKLOG_INTERVAL = 0.2  # seconds between two looks at a backlog that is full
-STEP2_TIMEOUT = 10.0  # seconds to wait for open transactions before the culprit is named and the wait goes on
 PROGRESS_INTERVAL = 5.0  # seconds between two words about progress
-RETRY_PAUSE = 10.0  # seconds before a backfill that failed is tried again
-YIELD_PAUSE = 3.0  # seconds before one that gave its turn away wants another; longer than a look takes to come round
 MAX_RUNNING = 2  # at a time: a backfill loads Postgres, and two saturate a small one
 LOOK_LOCK_TIMEOUT = "50ms"  # for the table of one tube, while the others wait
 PIECE_LOCK_TIMEOUT = "5s"  # for the attached table and the tube: DDL there is over by then, or has its turn
@@ -37,6 +30,18 @@ PIECE_LOCK_TIMEOUT = "5s"  # for the attached table and the tube: DDL there is o
 _LOCK_CLASS = 0x5253  # first half of the advisory locks of backfills
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast backfills go: times in seconds."""
+
+    piece: int = 100_000  # ids in a transaction: a few hundred milliseconds, in which the tube's position stands still
+    max_backlog: int = 10_000  # backfill pods of a partition, of 250 ids each, before it waits for the workers
+    backlog: float = 0.2  # between two looks at a backlog that is full
+    writers: float = 10.0  # to wait for open transactions before the culprit is named and the wait goes on
+    retry: float = 10.0  # before a backfill that failed is tried again
+    turn: float = 3.0  # before one that gave its turn away wants another; longer than a look takes to come round
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +69,16 @@ class Reports(Protocol):
 class Backfiller:
     """Does the backfills of all tubes of one schema, one per partition at a time.
 
-    What fails is a trouble of its tube, and is tried again after RETRY_PAUSE. One that has to wait, for workers or for
+    What fails is a trouble of its tube, and is tried again after a pause. One that has to wait, for workers or for
     open transactions, gives its turn to those of other tubes that wait for one.
     """
 
-    def __init__(self, db: Database, schema: str, reports: Reports) -> None:
+    def __init__(self, db: Database, schema: str, reports: Reports, pace: Pace = Pace()) -> None:
         """`db` needs a connection for each backfill that runs, and one to look for them."""
         self._db = db
         self._schema = schema
         self._reports = reports
+        self._pace = pace
         self._running: set[tuple[str, int]] = set()  # tube, partition
         self._resting: dict[tuple[str, str], float] = {}  # tube, table: not to be tried again before
         self._failed: set[tuple[str, str]] = set()  # tube, table: reported
@@ -134,7 +140,7 @@ class Backfiller:
         ]
 
     async def _do(self, job: Job, key: tuple[str, int], partitions: int) -> None:
-        pause = YIELD_PAUSE
+        pause = self._pace.turn
         try:
             async with self._locked(key) as connection:
                 if connection is None:
@@ -142,7 +148,7 @@ class Backfiller:
                 elif await self._backfill(connection, job, partitions):
                     pause = 0.0
         except Exception as error:  # noqa: BLE001 - reported
-            pause = RETRY_PAUSE
+            pause = self._pace.retry
             self._failed.add((job.tube, job.table))
             self._reports.fail("tube", job.tube, _cause(job.table), error)
         finally:
@@ -197,7 +203,7 @@ class Backfiller:
                 job.table,
                 job.order_col,
                 job.shard,
-                CHUNK_IDS,
+                self._pace.piece,
             )
             if job.seq is not None and row["ids"] is not None:
                 await connection.execute(
@@ -211,7 +217,7 @@ class Backfiller:
         start_seq: str = await call_value(connection, self._schema, "tube_backfill_step1")
         while True:
             try:
-                await call_value(connection, self._schema, "tube_backfill_step2", timedelta(seconds=STEP2_TIMEOUT))
+                await call_value(connection, self._schema, "tube_backfill_step2", timedelta(seconds=self._pace.writers))
             except DatabaseError as error:
                 if not sqlstates.means(error.sqlstate, sqlstates.LOCKED):
                     raise
@@ -227,12 +233,12 @@ class Backfiller:
         query = (
             f"SELECT count(*) FROM (SELECT FROM {self._table(tube)} "
             f"WHERE (shard % {partitions}) = {partition} AND ((op = 'B')::integer) = 1 AND cardinality(ids) > 0 "
-            f"LIMIT {MAX_BACKLOG}) AS waiting"
+            f"LIMIT {self._pace.max_backlog}) AS waiting"
         )
-        while await self._db.fetch_value(query) >= MAX_BACKLOG:
+        while await self._db.fetch_value(query) >= self._pace.max_backlog:
             if self._others_wait:
                 return False
-            await trio.sleep(BACKLOG_INTERVAL)
+            await trio.sleep(self._pace.backlog)
         return True
 
     def _table(self, name: str) -> str:

@@ -20,14 +20,20 @@ from replicad.tubes.columns import Columns
 from replicad.tubes.commands import Part
 
 ROWS = 16  # of the statement at most: see tube_columns_sql
-ROW_BYTES = 60 << 10  # that we aim at: beyond 64 kB Postgres is slower; a block then has some 640 kB
-FIRST_PODS = 16  # in a row of unknown size: at most a page of 8 kB each, payloads aside
 MAX_PODS = 128  # in a row, so that no piece has more than 25 MB even when pods of a page each follow small ones
 _GROWTH = 4  # how many times more pods there may be in the rows of the next piece
 _LONG = 4 << 20  # bytes that take more than a few milliseconds to turn round: done beside the daemon's own thread
 
 BlockSink = Callable[..., Awaitable[None]]  # takes the pieces of a block, in order, to be sent as one
 Keep = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large a row of the statement is."""
+
+    row_bytes: int = 60 << 10  # that we aim at: beyond 64 kB Postgres is slower; a block then has some 640 kB
+    first_pods: int = 16  # in a row of unknown size: at most a page of 8 kB each, payloads aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,10 @@ class Want:
 class BulkBook:
     """Reads pods of the tubes of one schema as blocks. `db` is for statements that take as long as there is to read."""
 
-    def __init__(self, db: Database, schema: str) -> None:
+    def __init__(self, db: Database, schema: str, sizes: Sizes = Sizes()) -> None:
         self._db = db
         self._schema = schema
+        self._sizes = sizes
         self._loaded = False
 
     async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int:
@@ -113,16 +120,16 @@ class BulkBook:
                 upto,
                 want.payload,
             )
-            after, limit = begin, FIRST_PODS
+            after, limit = begin, self._sizes.first_pods
             while after < upto:
                 await keep()
-                bounds = (after, limit, ROW_BYTES) if want.payload else (after, limit)
+                bounds = (after, limit, self._sizes.row_bytes) if want.payload else (after, limit)
                 rows = await self._db.fetch(query, *bounds)
                 if not rows:
                     break
                 piece = Columns.of(rows)
                 after = piece.last
-                limit = max(1, min(MAX_PODS, limit * _GROWTH, ROW_BYTES * piece.pods // piece.size))
+                limit = max(1, min(MAX_PODS, limit * _GROWTH, self._sizes.row_bytes * piece.pods // piece.size))
                 await ahead.send(piece)
 
     @staticmethod

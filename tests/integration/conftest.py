@@ -15,7 +15,7 @@ from replicad.config.limits import Limits
 from replicad.config.settings import Address, ServerSettings
 from replicad.postgres.bridge import Database
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon, open_daemon
+from tests.daemons import Daemon, Paces, open_daemon
 
 
 class Netcat:
@@ -79,14 +79,24 @@ def settings() -> ServerSettings:
 
 
 @pytest.fixture
-def start_daemon(settings: ServerSettings, database_url: str) -> Callable[..., AbstractAsyncContextManager[Daemon]]:
+def paces() -> Paces:
+    """How often the daemon does what. A module that wants other intervals replaces this fixture, a test parametrizes
+    it.
+    """
+    return Paces()
+
+
+@pytest.fixture
+def start_daemon(
+    settings: ServerSettings, database_url: str, paces: Paces
+) -> Callable[..., AbstractAsyncContextManager[Daemon]]:
     """Start a daemon, with limits that differ from the defaults where they are given by name."""
 
-    def start(**changes: Any) -> AbstractAsyncContextManager[Daemon]:
+    def start(paces: Paces = paces, **changes: Any) -> AbstractAsyncContextManager[Daemon]:
         limits = {name: value for name, value in changes.items() if hasattr(Limits(), name)}
         others = {name: value for name, value in changes.items() if name not in limits}
         made = replace(settings, limits=replace(settings.limits, **limits), **others)
-        return open_daemon(made, database_url)
+        return open_daemon(made, database_url, paces=paces)
 
     return start
 

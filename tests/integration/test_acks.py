@@ -12,17 +12,18 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.sender.upstream import client_upstream
 from replicad.streams import acks, registry, trimming
+from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import install, psql
-from tests.daemons import Daemon
+from tests.daemons import Daemon, Paces
 
 from .conftest import PATIENCE, Connect
 
 HELLO = ("SERVER .*",)
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicad.streams.serving.ack_service.INTERVAL", 0.05)
+@pytest.fixture
+def paces() -> Paces:
+    return Paces(streams=StreamPace(acks=0.05))
 
 
 async def known(database: Database, stream: str, **wanted: int | None) -> None:

@@ -9,11 +9,18 @@ import pytest
 import trio
 
 from replicad.postgres.bridge import Database
+from replicad.tubes.backfill import Pace as BackfillPace
+from replicad.tubes.serving.pace import Pace as TubePace
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon
+from tests.daemons import Daemon, Paces
 
 ROWS = 5000
 PUT_IN = "payload ->> 'type' IS DISTINCT FROM 'backfill_schedule'"  # all but what asked for the backfill
+
+
+def at_pace(**changes: Any) -> Paces:
+    """The daemon's usual pace, but for its backfills."""
+    return Paces(tubes=TubePace(backfills=BackfillPace(**changes)))
 
 
 @pytest.fixture
@@ -44,16 +51,15 @@ async def contents(database: Database) -> tuple[list[int], list[str]]:
 
 
 async def test_a_backfill_that_is_broken_off_again_and_again_goes_on_and_every_id_comes_once(
-    items: Database, start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    items: Database, start_daemon: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr("replicad.tubes.backfill.CHUNK_IDS", 500)
-    monkeypatch.setattr("replicad.tubes.backfill.MAX_BACKLOG", 1)  # so that it stops after each piece
+    paces = at_pace(piece=500, max_backlog=1)  # so that it stops after each piece
     await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
     seen: list[int] = []
     marks: list[str] = []
     pieces = 0
     while "backfill_end" not in marks:
-        async with start_daemon():
+        async with start_daemon(paces):
             await until(lambda: items.fetch_value(f"SELECT count(*) FROM tube.items WHERE {PUT_IN}"))
         ids, types = await contents(items)
         await items.execute(f"DELETE FROM tube.items WHERE {PUT_IN}")
@@ -65,11 +71,8 @@ async def test_a_backfill_that_is_broken_off_again_and_again_goes_on_and_every_i
     assert pieces > 3
 
 
-async def test_a_full_tube_holds_the_backfill_back(
-    items: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.tubes.backfill.CHUNK_IDS", 250)
-    monkeypatch.setattr("replicad.tubes.backfill.MAX_BACKLOG", 5)
+@pytest.mark.parametrize("paces", [at_pace(piece=250, max_backlog=5)])
+async def test_a_full_tube_holds_the_backfill_back(items: Database, daemon: Daemon) -> None:
     await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
     most = 0
     gone: list[int] = []
@@ -87,10 +90,8 @@ async def test_a_full_tube_holds_the_backfill_back(
     assert most <= 5 + 3  # a piece more than the bound, and the control pods
 
 
-async def test_a_transaction_that_may_still_write_pods_is_waited_for(
-    items: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.tubes.backfill.STEP2_TIMEOUT", 0.2)
+@pytest.mark.parametrize("paces", [at_pace(writers=0.2)])
+async def test_a_transaction_that_may_still_write_pods_is_waited_for(items: Database, daemon: Daemon) -> None:
     async with items.connection() as connection, connection.transaction():
         await connection.execute("INSERT INTO items VALUES (99999)")
         await items.fetch_value("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")

@@ -18,7 +18,12 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.daemon.daemon import Pace as DaemonPace
+from replicad.daemon.listener import Pauses
+from replicad.daemon.poller import Outages
+from replicad.daemon.relay import Pace as RelayPace
 from replicad.daemon.session import Session
+from replicad.daemon.supervision import Restarts
 from replicad.errors import (
     DatabaseError,
     DatabaseRefused,
@@ -31,12 +36,16 @@ from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.notices import Notices
 from replicad.presence.book import PresenceBook
+from replicad.presence.pace import Pace as PresencePace
 from replicad.streams import acks, registry, troubles
 from replicad.streams.rows import RowSource
+from replicad.streams.serving.pace import Pace as StreamPace
 from replicad.tubes.backfill import Backfiller
+from replicad.tubes.backfill import Pace as BackfillPace
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook
-from tests.daemons import Daemon
+from replicad.tubes.serving.pace import Pace as TubePace
+from tests.daemons import Daemon, Paces
 
 from .conftest import Netcat, netcat_to
 
@@ -56,28 +65,31 @@ CODES: Set[str] = frozenset(code_of(kind) for kind in ERRORS)
 DEFECTS: Set[str] = CODES - frozenset(code_of(kind) for kind in DATABASE_ERRORS)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def paces() -> Paces:
     """Everything is looked at and tried again soon."""
-    for module, names in {
-        "replicad.daemon.supervision": {"FIRST_PAUSE": 0.01, "MAX_PAUSE": 0.02, "STEADY": 0.2},
-        "replicad.daemon.poller": {"OUTAGE_PAUSE": 0.01, "OUTAGE_PAUSE_MAX": 0.02},
-        "replicad.streams.serving.publisher": {"LOOK_INTERVAL": 0.05},
-        "replicad.streams.serving.feed": {"RETRY_PAUSE": 0.01},
-        "replicad.streams.serving.lane": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
-        "replicad.tubes.serving.service": {"LOOK_INTERVAL": 0.05},
-        "replicad.tubes.backfill": {"LOOK_INTERVAL": 0.05, "RETRY_PAUSE": 0.02},
-        "replicad.presence.service": {
-            **{"LOOK_INTERVAL": 0.05, "IP_INTERVAL": 0.01, "SWEEP_INTERVAL": 0.05},
-            **{"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02},
-        },
-        "replicad.daemon.relay": {"RETRY_PAUSE": 0.01, "RETRY_PAUSE_MAX": 0.02, "PATIENCE": 0.05},
-        "replicad.streams.serving.ack_service": {"INTERVAL": 0.01},
-        "replicad.streams.serving.trouble_book": {"PAUSE": 0.01, "REFRESH": 0.05},
-        "replicad.daemon.listener": {"ACCEPT_PAUSE": 0.01, "ACCEPT_PAUSE_MAX": 0.02},
-    }.items():
-        for name, value in names.items():
-            monkeypatch.setattr(f"{module}.{name}", value, raising=False)
+    restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
+    retry: Any = {"retry": 0.01, "longest_retry": 0.02, "restarts": restarts}
+    return Paces(
+        DaemonPace(
+            Outages(first=0.01, longest=0.02),
+            RelayPace(patience=0.05, **retry),
+            Pauses(first=0.01, longest=0.02),
+            restarts,
+        ),
+        StreamPace(
+            look=0.05,
+            follow_retry=0.01,
+            copy_retry=0.01,
+            longest_copy_retry=0.02,
+            acks=0.01,
+            troubles=0.01,
+            refresh=0.05,
+            restarts=restarts,
+        ),
+        TubePace(look=0.05, backfills=BackfillPace(retry=0.02), restarts=restarts),
+        PresencePace(look=0.05, ips=0.01, sweep=0.05, **retry),
+    )
 
 
 class World:

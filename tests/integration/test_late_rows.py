@@ -14,6 +14,8 @@ from replicad.postgres.bridge import Database
 from replicad.streams import registry
 from replicad.streams.registry import Stream
 from replicad.streams.serving.late_rows import LateRows
+from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.windows import PostgresWindows
 
 PLAIN = "CREATE TABLE events (id bigserial PRIMARY KEY, body text)"
 PARTITIONED = (
@@ -34,9 +36,9 @@ class Feed:
 class Watch:
     """A stream `events`, looked at when the test says so."""
 
-    def __init__(self, db: Database, feed: Feed) -> None:
+    def __init__(self, db: Database, feed: Feed, pace: Pace) -> None:
         self.db, self.feed, self.troubles = db, feed, Troubles()
-        self.late = LateRows(db, {"events": feed}, self.troubles)
+        self.late = LateRows(PostgresWindows(db, pace.late_rows), {"events": feed}, self.troubles, pace)
 
     async def look(self, told: int) -> str | None:
         """A look after everything up to `told` was sent; what is shown of the stream."""
@@ -45,10 +47,10 @@ class Watch:
         return self.troubles.why("stream", "events")
 
 
-async def watch(db: Database, sql: str, method: str = "lock_watch") -> Watch:
+async def watch(db: Database, sql: str, method: str = "lock_watch", pace: Pace = Pace()) -> Watch:
     await schema.install(db, "stream")
     await db.execute(sql)
-    return Watch(db, Feed((await registry.add(db, "events", "events", "id", method=method)).stream))
+    return Watch(db, Feed((await registry.add(db, "events", "events", "id", method=method)).stream), pace)
 
 
 async def test_deletions_hide_no_late_row(database: Database) -> None:
@@ -78,11 +80,9 @@ async def test_a_late_row_whose_id_has_rows_already_is_found(database: Database)
     assert "ids 50, 70:" in why
 
 
-async def test_the_window_is_narrower_where_ids_have_many_rows(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.streams.serving.late_rows.MAX_ROWS", 100)
-    events = await watch(database, "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)")
+async def test_the_window_is_narrower_where_ids_have_many_rows(database: Database) -> None:
+    sql = "CREATE TABLE events (id bigserial, body text); CREATE INDEX ON events (id)"
+    events = await watch(database, sql, pace=Pace(late_rows=100))
     await database.execute("INSERT INTO events SELECT g / 30 FROM generate_series(30, 3029) AS g")
     assert await events.look(100) is None
     assert events.late._seen["events"].window.after == 97
@@ -164,12 +164,8 @@ async def test_a_locked_table_delays_a_look_by_little_and_hides_nothing(database
     assert "ids 2:" in (await events.look(3) or "")
 
 
-async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.streams.serving.late_rows.INTERVAL", 0.05)
-    monkeypatch.setattr("replicad.streams.serving.late_rows.LASTS", 1.0)
-    events = await watch(database, PLAIN)
+async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(database: Database) -> None:
+    events = await watch(database, PLAIN, pace=Pace(late_look=0.05, late_lasts=1.0))
     broken = Feed(replace(events.feed.stream, name="broken", table="public.gone"))
     events.late._feeds = {"broken": broken, "events": events.feed}
     events.feed.told_upto = 5
@@ -182,7 +178,7 @@ async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked
             await database.execute("INSERT INTO events VALUES (4)")
             while events.troubles.why("stream", "events") is None:
                 await trio.sleep(0.02)
-            while events.troubles.why("stream", "events") is not None:  # shown for LASTS, and over
+            while events.troubles.why("stream", "events") is not None:  # shown for a second, and over
                 await trio.sleep(0.02)
         nursery.cancel_scope.cancel()
 

@@ -17,8 +17,8 @@ from replicad.client.trio_client import open_client
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams import registry, stream_writers
-from replicad.streams.serving import roster
-from tests.daemons import Daemon
+from replicad.streams.serving.pace import Pace as StreamPace
+from tests.daemons import Daemon, Paces
 
 from .clients.both import TrioInThread
 from .conftest import Connect, Netcat, netcat_to
@@ -86,7 +86,7 @@ async def test_any_number_of_writers_is_followed_by_every_client_through_a_resta
                 found, tokens[kind] = await trio.to_thread.run_sync(follow, kind, port, "EARLIEST", writers)
             assert found == everybody
         crowded = bool(daemon.troubles.of("stream", "facts"))
-        assert crowded == (writers > roster.MAX_LISTED)
+        assert crowded == (writers > StreamPace().max_listed)
     async with start_daemon() as daemon:
         port = daemon.addresses[0].port
         await write(facts, 1, writers)
@@ -264,9 +264,8 @@ async def test_who_may_still_write_is_not_retired_nor_is_the_last_one(facts: Dat
 
 @pytest.mark.parametrize("linear", [False, True])
 async def test_no_row_is_missed_while_writers_join_are_retired_and_become_too_many(
-    facts: Database, start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, linear: bool
+    facts: Database, start_daemon: Callable[..., Any], linear: bool
 ) -> None:
-    monkeypatch.setattr(roster, "MAX_LISTED", 30)
     rows = 0
     found: Counter[tuple[str, int]] = Counter()
 
@@ -284,7 +283,10 @@ async def test_no_row_is_missed_while_writers_join_are_retired_and_become_too_ma
                 await stream_writers.retire(facts, "facts", idle, quiet=0)
                 await trio.sleep(1.5)
 
-    async with start_daemon() as daemon, open_client("127.0.0.1", daemon.addresses[0].port, name="r") as client:
+    async with (
+        start_daemon(Paces(streams=StreamPace(max_listed=30))) as daemon,
+        open_client("127.0.0.1", daemon.addresses[0].port, name="r") as client,
+    ):
         await daemon.publisher.find("facts")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(change)

@@ -12,8 +12,9 @@ import trio
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.streams import registry
+from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon
+from tests.daemons import Daemon, Paces
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -226,11 +227,8 @@ async def test_what_cannot_be_done_is_said_and_the_connection_stays(
     await nc.expect("STREAMS events")
 
 
-async def test_a_token_beyond_the_position_is_refused(
-    events: Database, start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.streams.serving.subscriptions.AHEAD_PATIENCE", 0.1)
-    async with start_daemon() as other, netcat_to(other) as nc:
+async def test_a_token_beyond_the_position_is_refused(events: Database, start_daemon: Callable[..., Any]) -> None:
+    async with start_daemon(Paces(streams=StreamPace(ahead=0.1))) as other, netcat_to(other) as nc:
         await nc.expect(*HELLO)
         await nc.send("REPLICATE events 99")
         await nc.expect("ERROR token_ahead: token 99 lies beyond where events stands, which is 0; .*")
@@ -286,11 +284,9 @@ async def test_a_row_of_any_content_is_one_valid_line(events: Database, nc: Netc
     assert json.loads(line.removeprefix("RDATA events master 1 ")) == [nasty]
 
 
-async def test_a_row_that_turns_up_below_the_position_is_an_alarm(
-    events: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("paces", [Paces(streams=StreamPace(late_look=0.1))])
+async def test_a_row_that_turns_up_below_the_position_is_an_alarm(events: Database, daemon: Daemon) -> None:
     """Its id was taken in another transaction than its insert, which only a reservation covers."""
-    monkeypatch.setattr("replicad.streams.serving.late_rows.INTERVAL", 0.1)
     early = await events.fetch_value("SELECT nextval('events_id_seq')")
     await insert(events, "2")
     feed = daemon.publisher.feeds["events"]

@@ -20,11 +20,12 @@ from replicad.errors import NotAuthorised
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.presence.book import PresenceBook
+from replicad.presence.pace import Pace as PresencePace
 from replicad.presence.reporter import open_presence
 from replicad.protocol.states import CloseReason
 from replicad.streams import registry
 from tests.conftest import psql
-from tests.daemons import Daemon, open_daemon
+from tests.daemons import Daemon, Paces, open_daemon
 
 from .conftest import PATIENCE, Netcat, netcat_to
 from .test_faults_daemon import connect, serving
@@ -36,10 +37,10 @@ NEVER = {"grace": 3600.0, "lost_grace": 3600.0, "ttl": 0.6}
 Start = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def paces() -> Paces:
     """The daemon in this process looks ten times as often; those that are processes of their own do not."""
-    monkeypatch.setattr("replicad.presence.service.LOOK_INTERVAL", 0.1)
+    return Paces(presence=PresencePace(look=0.1))
 
 
 async def enable(database: Database, *daemons: Daemon, **seconds: float) -> PresenceBook:

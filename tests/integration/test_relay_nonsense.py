@@ -10,7 +10,6 @@ from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
-from replicad.streams.commands import Doorbell
 from tests.daemons import Daemon
 from tests.vocabulary import EVERY
 
@@ -71,7 +70,6 @@ async def test_a_line_that_raises_where_it_is_used_ends_with_itself(database: Da
 
     relay = Relay(database, "replicad", EVERY, troubles)
     relay.on(RemoteServerUp, use)
-    relay.on(Doorbell, use)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(relay.run)
         with trio.fail_after(HANG):

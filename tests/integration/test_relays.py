@@ -10,22 +10,29 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.relay import MAX_LINE, Relay, channel_of
+from replicad.daemon.relay import MAX_LINE, Pace, Relay, channel_of
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
 from replicad.protocol.command import Command
-from replicad.protocol.commands import CORE, RemoteServerUp
+from replicad.protocol.commands import RemoteServerUp
 from tests.conftest import psql
 from tests.daemons import Daemon
+from tests.vocabulary import EVERY
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
 from .test_faults_daemon import connect, serving
 
 HELLO = ("SERVER .*",)
+
+
+def listening(database: Database, use: Callable[[Command], None]) -> Relay:
+    """The relay of another daemon, which uses what it receives so."""
+    relay = Relay(database, "replicad", EVERY, Troubles())
+    relay.on(RemoteServerUp, use)
+    return relay
 
 
 async def heard_by(one: Netcat, others: list[Netcat], tag: str) -> None:
@@ -101,8 +108,7 @@ async def test_a_line_that_is_too_long_is_refused_and_goes_to_nobody(netcat: Con
 
 async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(database: Database) -> None:
     heard: list[Command] = []
-    relay = Relay(database, "replicad", CORE, Troubles())
-    relay.on(RemoteServerUp, heard.append)
+    relay = listening(database, heard.append)
 
     async def say(*messages: str) -> None:
         for message in messages:
@@ -132,21 +138,16 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
         nursery.cancel_scope.cancel()
 
 
-async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.daemon.relay.MAX_WAITING", 10_000)
-    relay = Relay(database, "replicad", CORE, Troubles())
+async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: Database) -> None:
+    relay = Relay(database, "replicad", EVERY, Troubles(), Pace(max_waiting=10_000))
     for number in range(1000):
         relay.tell(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
     kept = 10_000 // size
     assert relay.statistics().dropped == 1000 - kept
     heard: list[Command] = []
-    listener = Relay(database, "replicad", CORE, Troubles())
-    listener.on(RemoteServerUp, heard.append)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(listener.run)
+        nursery.start_soon(listening(database, heard.append).run)
         # That a LISTEN was sent is no proof that it is in force: what is told before it commits is heard by nobody.
         with trio.fail_after(PATIENCE):
             while not heard:

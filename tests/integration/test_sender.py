@@ -20,8 +20,9 @@ from replicad.sender.sender import Sender
 from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
 from replicad.sender.upstream import client_upstream
 from replicad.streams import registry
+from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon
+from tests.daemons import Daemon, Paces
 
 from ..federation_receiver import Receiver, Reply
 
@@ -46,6 +47,12 @@ async def facts(database: Database, daemon: Daemon) -> Database:
         await registry.add(database, name, f"public.{name}", "id", row="body")
         await daemon.publisher.find(name)
     return database
+
+
+@pytest.fixture
+def paces() -> Paces:
+    """A token that lies ahead is refused soon."""
+    return Paces(streams=StreamPace(ahead=0.1))
 
 
 @pytest.fixture
@@ -369,7 +376,6 @@ async def test_ids_that_went_back_are_delivered_under_their_new_meaning(
 async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicad.streams.serving.subscriptions.AHEAD_PATIENCE", 0.1)
     monkeypatch.setattr("replicad.client.pursuit.FIRST_REFUSALS", 1)
     async with start_sender():
         await write(facts, "facts", fact(1, "a"), fact(2, "a"))

@@ -20,13 +20,17 @@ from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database
 from replicad.protocol.tokens import Cursor
 from replicad.spark.arrow import PodReader, block_batch
+from replicad.tubes.bulk import Sizes
 from replicad.tubes.commands import Part
+from replicad.tubes.serving.pace import Pace as TubePace
 from tests.conftest import PATIENCE
-from tests.daemons import Daemon
+from tests.daemons import Daemon, Paces
 
 from .conftest import Connect
 
 ALL = Part(0, 1)
+SMALL = Paces(tubes=TubePace(blocks=Sizes(row_bytes=4000, first_pods=1)))  # a handful of pods takes several statements
+BLIND = Paces(tubes=TubePace(look=60))  # the daemon does not notice that a lease is lost
 Start = Callable[..., AbstractAsyncContextManager[Daemon]]
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
@@ -63,11 +67,8 @@ def in_blocks(client: BlockingClient, part: Part, term: int, upto: Cursor, *, pa
     return [row for batch in batches for row in batch.to_pylist()]
 
 
-async def test_pods_are_the_same_in_lines_and_in_blocks(
-    database: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.tubes.bulk.FIRST_PODS", 1)  # so that a handful of pods takes several statements
-    monkeypatch.setattr("replicad.tubes.bulk.ROW_BYTES", 4000)
+@pytest.mark.parametrize("paces", [SMALL])
+async def test_pods_are_the_same_in_lines_and_in_blocks(database: Database, daemon: Daemon) -> None:
     await database.execute("SELECT tube.tube_ensure_exists('t', 2)")
     client = connect(daemon, "reader")
     term = (await trio.to_thread.run_sync(lambda: client.claim("t", ALL, ttl=60))).term
@@ -118,10 +119,9 @@ def begin(client: BlockingClient, pods: int) -> tuple[Answer[PodBlock], int]:
 
 
 async def test_a_term_that_is_lost_on_the_way_is_noticed_by_the_next_statement(
-    database: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+    database: Database, start_daemon: Start
 ) -> None:
-    monkeypatch.setattr("replicad.tubes.serving.service.LOOK_INTERVAL", 60)  # the daemon itself has not noticed yet
-    async with start_daemon() as daemon:
+    async with start_daemon(BLIND) as daemon:
         await fill(database, 10_000)
         with connect(daemon, "reader") as client:
             answer, _ = await trio.to_thread.run_sync(begin, client, 10_000)

@@ -15,7 +15,9 @@ from structlog.testing import capture_logs
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
 from replicad.streams import troubles
-from tests.daemons import Daemon
+from replicad.tubes.backfill import Pace as BackfillPace
+from replicad.tubes.serving.pace import Pace as TubePace
+from tests.daemons import Daemon, Paces
 
 from .conftest import Connect, Netcat
 
@@ -171,10 +173,10 @@ def cli_rows(url: str) -> list[list[dict[str, Any]]]:
     return [cli(url, "tubes", "list"), cli(url, "tubes", "stats"), cli(url, "top")]
 
 
+@pytest.mark.parametrize("paces", [Paces(tubes=TubePace(backfills=BackfillPace(retry=1.0)))])
 async def test_a_broken_touch_function_fails_the_backfill_of_its_tube_only_and_until_it_is_mended(
-    tubes: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch
+    tubes: Database, daemon: Daemon, netcat: Connect
 ) -> None:
-    monkeypatch.setattr("replicad.tubes.backfill.RETRY_PAUSE", 1.0)
     name = "tube.bad_touch(integer, bigint[], character, jsonb, integer)"
     source = await tubes.fetch_value("SELECT pg_get_functiondef($1::text::regprocedure)", name)
     await tubes.execute(source.replace("BEGIN", "BEGIN RAISE EXCEPTION 'out of order';", 1))
@@ -187,11 +189,10 @@ async def test_a_broken_touch_function_fails_the_backfill_of_its_tube_only_and_u
     await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
 
 
+@pytest.mark.parametrize("paces", [Paces(tubes=TubePace(backfills=BackfillPace(piece=250, max_backlog=1)))])
 async def test_two_backfills_that_wait_for_workers_leave_a_turn_to_another_tube(
-    tubes: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    tubes: Database, daemon: Daemon
 ) -> None:
-    monkeypatch.setattr("replicad.tubes.backfill.CHUNK_IDS", 250)
-    monkeypatch.setattr("replicad.tubes.backfill.MAX_BACKLOG", 1)
     await tubes.execute(
         "SELECT tube.tube_ensure_exists('bad', 2); CREATE TABLE more AS SELECT * FROM bad_rows;"
         "SELECT tube.tube_table_ensure_attached('bad', 'more', 1)"
@@ -248,11 +249,10 @@ STEPS = {
 
 @pytest.mark.parametrize("error", [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), DatabaseError("x")])
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("paces", [Paces(tubes=TubePace(look=0.05, backfills=BackfillPace(retry=0.5)))])
 async def test_what_a_step_raises_ends_that_step_only_and_is_reported_until_it_works_again(
     tubes: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch, step: str, error: Exception
 ) -> None:
-    monkeypatch.setattr("replicad.tubes.backfill.RETRY_PAUSE", 0.5)
-    monkeypatch.setattr("replicad.tubes.serving.service.LOOK_INTERVAL", 0.05)
     target, kind = STEPS[step]
     raised = 0
 

@@ -26,30 +26,28 @@ class FakeCopier:
 
     linear = False
     one_writer = True
-    source: Any = None
 
     def __init__(self, *failures: BaseException, sends_before: int = 0, batch: bool = False) -> None:
         self.failures = list(failures)
         self.sends_before = sends_before
         self.batch = batch
 
-    async def copy(self, db: object, after: Any, upto: Any, send: Any) -> None:
+    async def copy(self, after: Any, upto: Any, send: Any) -> None:
         for number in range(after["master"] + 1, upto["master"] + 1):
             if self.failures and number == after["master"] + 1 + self.sends_before:
                 raise self.failures.pop(0)
             token = None if self.batch and self.failures else number
             await send(Chunk(b"RDATA s master %d []\n" % number, "master", token))
 
-    async def blame(self, db: object, after: Any, upto: Any, error: Exception) -> RowUnreadable | None:
+    async def blame(self, after: Any, upto: Any, error: Exception) -> RowUnreadable | None:
         return None
 
 
 def lane_of(copier: FakeCopier) -> tuple[Lane, Troubles]:
     troubles = Troubles()
     made: Any = copier
-    db: Any = None
     limits = JournalLimits()
-    lane = Lane("s", made, db, {"master": 0}, limits=limits, troubles=troubles, writers=lambda _: b"")
+    lane = Lane("s", made, {"master": 0}, limits=limits, troubles=troubles, writers=lambda _: b"")
     return lane, troubles
 
 

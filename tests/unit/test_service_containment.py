@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,18 +14,19 @@ from trio.testing import MockClock
 
 from replicad.config.limits import Limits
 from replicad.daemon.pieces import write_in_pieces
-from replicad.daemon.poller import OUTAGE_PAUSE_MAX, Poller
+from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.relay import Relay
-from replicad.daemon.supervision import STEADY, keep_running
+from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
 from replicad.postgres.horizon import Reading
 from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.acks import Ack
 from replicad.streams.commands import FederationAck
-from replicad.streams.serving import ack_service as acks_module
 from replicad.streams.serving.ack_service import AckService
 
+FEEDS: Any = {"s": Mock(reading=Mock(position=100), stream=Mock(resets=0))}  # one stream that stands at 100
+FEEDS["s"].name = "s"
 LIMITS = Limits(poll_min=0.05, poll_max=0.05)
 DEFECTS = [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), KeyError("x")]
 
@@ -93,10 +94,10 @@ async def test_a_poll_that_raises_is_a_trouble_and_is_tried_again(error: Excepti
     async with trio.open_nursery() as nursery:
         nursery.start_soon(poller.run)
         await trio.sleep(100)
-        assert 100 / OUTAGE_PAUSE_MAX < horizon.polls < 40  # with a pause that grows
+        assert 100 / Outages().longest < horizon.polls < 40  # with a pause that grows
         assert [trouble.place for trouble in troubles.current()] == [("service", "poller", "poll")]
         horizon.raises = None
-        await trio.sleep(2 * OUTAGE_PAUSE_MAX)
+        await trio.sleep(2 * Outages().longest)
         assert troubles.current() == []
         nursery.cancel_scope.cancel()
 
@@ -128,31 +129,36 @@ async def test_an_embedded_server_that_cannot_be_started_is_tried_again(
 # --- acks ---
 
 
-class Publisher:
-    """One stream that stands at 100."""
+class FakeNotes:
+    """Keeps acks, or raises what `refuse` raises of them."""
 
-    def __init__(self) -> None:
-        self.feeds = {"s": Mock(reading=Mock(position=100), stream=Mock(resets=0))}
-        self.feeds["s"].name = "s"
+    def __init__(self, refuse: Callable[[Sequence[Ack]], None]) -> None:
+        self.refuse = refuse
+        self.written: list[Ack] = []
+
+    async def note_acks(self, some: Sequence[Ack]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.refuse(some)
+        self.written += some
+
+    async def write_troubles(self, daemon: str, rows: Sequence[object]) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("error", [*DEFECTS, DatabaseError("no"), DatabaseUnavailable("away")], ids=repr)
 async def test_acks_wait_until_they_can_be_written_whatever_happened(
-    error: Exception, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    error: Exception, autojump_clock: MockClock
 ) -> None:
-    written: list[Ack] = []
     fails = 3
 
-    async def note(db: object, acks: list[Ack], *, schema: str) -> None:
+    def refuse(some: Sequence[Ack]) -> None:
         nonlocal fails
         fails -= 1
         if fails >= 0:
             raise error
-        written.extend(acks)
 
-    monkeypatch.setattr(acks_module.acks, "note", note)
-    troubles = Troubles()
-    service = AckService(Mock(), "replicad", Publisher(), troubles)  # type: ignore[arg-type]
+    notes, troubles = FakeNotes(refuse), Troubles()
+    service = AckService(notes, FEEDS, troubles)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep_running, service.run, "service", "acks", troubles)
         assert service.note(FederationAck("w", 7, "s"), None)
@@ -160,30 +166,24 @@ async def test_acks_wait_until_they_can_be_written_whatever_happened(
         if not isinstance(error, DatabaseUnavailable):  # of which the poller tells
             assert [trouble.place for trouble in troubles.current()] == [("service", "acks", "write")]
         await trio.sleep(10)
-        assert written == [Ack("s", 0, "w", 7)]
+        assert notes.written == [Ack("s", 0, "w", 7)]
         assert troubles.current() == []
         nursery.cancel_scope.cancel()
 
 
-async def test_one_ack_that_cannot_be_kept_does_not_hold_back_the_others(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[str] = []
-
-    async def note(db: object, acks: list[Ack], *, schema: str) -> None:
-        if any(ack.instance == "bad" for ack in acks):
+async def test_one_ack_that_cannot_be_kept_does_not_hold_back_the_others(autojump_clock: MockClock) -> None:
+    def refuse(some: Sequence[Ack]) -> None:
+        if any(ack.instance == "bad" for ack in some):
             raise DatabaseError("a letter that the encoding lacks", sqlstate="22P05")
-        written.extend(ack.instance for ack in acks)
 
-    monkeypatch.setattr(acks_module.acks, "note", note)
-    troubles = Troubles()
-    service = AckService(Mock(), "replicad", Publisher(), troubles)  # type: ignore[arg-type]
+    notes, troubles = FakeNotes(refuse), Troubles()
+    service = AckService(notes, FEEDS, troubles)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(service.run)
         for instance in ("a", "b", "bad", "c", "d"):
             service.note(FederationAck(instance, 7, "s"), None)
         await trio.sleep(5)
-        assert sorted(written) == ["a", "b", "c", "d"]
+        assert sorted(ack.instance for ack in notes.written) == ["a", "b", "c", "d"]
         assert troubles.counts["service", "ack", "database"] == 1
         assert troubles.current() == []
         nursery.cancel_scope.cancel()
@@ -236,7 +236,7 @@ async def test_a_relay_that_cannot_listen_still_sends_and_one_that_failed_to_sen
         relay.tell(RemoteServerUp("lost"))
         await trio.sleep(0.01)
         relay.tell(RemoteServerUp("sent"))
-        await trio.sleep(STEADY / 2)
+        await trio.sleep(Restarts().steady / 2)
         assert [message.split("\n")[1:] for message in postgres.messages] == [["REMOTE_SERVER_UP sent"]]
         statistics = relay.statistics()
         assert (statistics.sent, statistics.dropped) == (1, 1)

@@ -9,9 +9,11 @@ import trio
 from structlog.testing import capture_logs
 from trio.testing import MockClock
 
-from replicad.daemon.supervision import MAX_PAUSE, STEADY, keep_running, keep_service
+from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.troubles import AWAY_GRACE, DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
+
+STEADY, MAX_PAUSE = Restarts().steady, Restarts().longest
 
 
 @pytest.mark.parametrize(

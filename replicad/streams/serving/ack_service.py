@@ -4,20 +4,19 @@ the next one of the same sender; until then rows are kept that need not be.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import trio
 
 from replicad.daemon.pieces import write_in_pieces
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, StreamRefused, TokenAhead
-from replicad.postgres.bridge import Database
-from replicad.streams import acks
 from replicad.streams.acks import Ack
 from replicad.streams.commands import FederationAck
-from replicad.streams.serving.publisher import Publisher
+from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.pace import Pace
+from replicad.streams.store import Notes
 
-INTERVAL = 1.0  # seconds in which acks are gathered
 MAX_WAITING = 10_000  # senders of streams whose acks wait for Postgres
 FEDERATION = "federation"  # the stream that an ack of Synapse's is about
 SERVICE = "acks"
@@ -26,10 +25,11 @@ SERVICE = "acks"
 class AckService:
     """The acks of all sessions."""
 
-    def __init__(self, db: Database, schema: str, publisher: Publisher, troubles: Troubles) -> None:
-        self._db = db
-        self._schema = schema
-        self._publisher = publisher
+    def __init__(self, notes: Notes, feeds: Mapping[str, Feed], troubles: Troubles, pace: Pace = Pace()) -> None:
+        """`feeds` are the streams that are served now, by name."""
+        self._notes = notes
+        self._feeds = feeds
+        self._pace = pace
         self._troubles = troubles
         self._waiting: dict[tuple[str, str], Ack] = {}
         self._came = trio.Event()
@@ -47,7 +47,7 @@ class AckService:
         name = command.stream
         if name is None:
             name = FEDERATION if following is None else next(iter(following), None) if len(following) == 1 else None
-        feed = self._publisher.feeds.get(name or "")
+        feed = self._feeds.get(name or "")
         if feed is None:
             if command.stream is not None:
                 raise StreamRefused(f"stream {command.stream[:80]} is not served, so nothing of it can be acknowledged")
@@ -67,12 +67,12 @@ class AckService:
         return True
 
     async def run(self) -> None:
-        """Write what was acknowledged, until cancelled. What cannot be written now is tried again every INTERVAL."""
+        """Write what was acknowledged, until cancelled. What cannot be written now is tried again a little later."""
         while True:
             while not self._waiting:
                 self._came = trio.Event()
                 await self._came.wait()
-            await trio.sleep(INTERVAL)
+            await trio.sleep(self._pace.acks)
             with self._troubles.contain("service", SERVICE, "write"):
                 await self._write_waiting()
 
@@ -84,7 +84,7 @@ class AckService:
                 del self._waiting[key]
 
     async def _write(self, some: Sequence[Ack]) -> bool:
-        await acks.note(self._db, some, schema=self._schema)
+        await self._notes.note_acks(some)
         return True
 
     def _refused(self, error: DatabaseError) -> None:

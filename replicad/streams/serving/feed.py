@@ -14,20 +14,19 @@ import trio
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, ReplicadError, RowTooLong, RowUnreadable, StreamRefused
-from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
 from replicad.protocol.tokens import Vector
-from replicad.streams import registry
-from replicad.streams.queries import Impatient, is_locked
+from replicad.streams.queries import is_locked
 from replicad.streams.registry import Stream
 from replicad.streams.rows import Chunk
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.lane import LINEAR, Copier, Lane, below
+from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.roster import Roster
 from replicad.streams.serving.told import LastTokens, Positions, position_lines
+from replicad.streams.store import Store
 from replicad.streams.writer_set import writers_lines
 
-RETRY_PAUSE = 0.2  # seconds before a position that could not be taken over is tried again
 FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
 
 Send = Callable[[bytes], Awaitable[None]]
@@ -40,30 +39,27 @@ class Feed:
     def __init__(
         self,
         stream: Stream,
-        db: Database,
-        catchup_db: Database,
+        store: Store,
         reading: Reading,
         *,
-        schema: str,
         limits: JournalLimits,
         troubles: Troubles,
         writers_changed: Callable[[Mapping[str, int]], None],
+        pace: Pace = Pace(),
     ) -> None:
         """`reading` has a position. `writers_changed` is told the numbers of the writers that are listed."""
         self.stream = stream
         self.name = stream.name
-        self._roster = Roster(stream, db, self._relist, troubles, schema=schema)
+        self._roster = Roster(stream, store, self._relist, troubles, max_listed=pace.max_listed)
         self._preambles: dict[bool, tuple[Positions, bytes]] = {}
         self.reading = self._aimed = reading
         self.late_rows = 0  # that turned up at or below a position that was told: each is a row that readers missed
-        self._db = db
-        self._catchup_db = catchup_db
-        self._schema = schema
+        self._store = store
+        self._pace = pace
         self._limits = limits
         self._troubles = troubles
-        self._looks = Impatient(db)  # what asks the stream's table must not wait long for whoever has it locked
         self._writers_changed = writers_changed
-        self._source = registry.row_source(stream, schema=schema)
+        self._rows = store.rows(stream)
         self._linear: Lane | None = None
         self._main = self._lane(self._targets(reading), linear=False)
         self._known_upto = _known(reading)  # the writers of rows that come behind are looked for first
@@ -129,7 +125,7 @@ class Feed:
     async def know_writers_between(self, after: int, upto: int) -> None:
         """List the writers of rows in (after, upto]: a subscriber whose token would pass over them must not."""
         if self.stream.instance_column is not None and not self._roster.crowded and after < upto:
-            await self._roster.welcome((await self._source.last_tokens(self._catchup_db, after, upto)).keys())
+            await self._roster.welcome((await self._store.catchup_rows(self.stream).last_tokens(after, upto)).keys())
 
     async def retained(self) -> int:
         """The oldest token after which nothing was removed.
@@ -138,7 +134,7 @@ class Feed:
             StreamRefused: the stream was removed just now, or its table is locked.
         """
         try:
-            token = await self._source.earliest(self._looks)
+            token = await self._rows.earliest()
         except DatabaseError as error:
             if not is_locked(error):
                 raise
@@ -159,7 +155,7 @@ class Feed:
             TokenExpired: rows of the range were trimmed.
             RowUnreadable: a row cannot be read; everything before it was sent, and positions just below its id.
         """
-        copier = Copier(self._source, linear=linear)
+        copier = Copier(self._store.catchup_rows(self.stream), linear=linear)
         seen = LastTokens(self.name, after, one=copier.one_writer)
         stopped: RowUnreadable | None = None
 
@@ -168,18 +164,18 @@ class Feed:
             seen.see(chunk)
 
         try:
-            await copier.copy(self._catchup_db, after, upto, pass_on, others_after)
+            await copier.copy(after, upto, pass_on, others_after)
         except (DatabaseError, RowTooLong) as error:
             done = seen.done
             reached = after if done is None else {name: max(at, min(done, upto[name])) for name, at in after.items()}
             others = others_after if done is None else max(others_after, done)
-            stopped = await copier.blame(self._catchup_db, reached, upto, error, others)
+            stopped = await copier.blame(reached, upto, error, others)
             if stopped is None and isinstance(error, RowTooLong):
                 raise DatabaseError(f"a row of {self.name} changed while it was read") from error
             if stopped is None:
                 raise
             upto = below(reached, upto, stopped)
-            await copier.copy(self._catchup_db, reached, upto, pass_on, others)
+            await copier.copy(reached, upto, pass_on, others)
         if lines := position_lines(self.name, {**after, **seen.tokens}, upto):
             await send(lines)
         if stopped is not None:
@@ -187,7 +183,7 @@ class Feed:
 
     async def taken(self) -> int:
         """Up to where ids have been given out by now."""
-        return await registry.taken(self._db, self.stream, schema=self._schema)
+        return await self._store.taken(self.stream)
 
     # --- for the publisher ---
 
@@ -223,7 +219,7 @@ class Feed:
                     await self._follow()
                 except DatabaseError as error:
                     self._troubles.fail("stream", self.name, FOLLOW, error)
-                    await trio.sleep(RETRY_PAUSE)
+                    await trio.sleep(self._pace.follow_retry)
                     self._heard.set()
                 else:
                     self._troubles.end("stream", self.name, FOLLOW)
@@ -246,10 +242,10 @@ class Feed:
         told, self.stream = self.stream, stream
         if told.epoch != stream.epoch:
             self._main.tell(self.writers_of(self.channel.seam.positions), extended=True)
-        self._source = registry.row_source(stream, schema=self._schema)
+        self._rows = self._store.rows(stream)
         for lane in (self._main, self._linear):
             if lane is not None:
-                lane.renew(self._source)
+                lane.renew(self._rows)
 
     def tell(self, line: bytes) -> None:
         """Send a line that is no row to all readers, between two reads."""
@@ -279,7 +275,7 @@ class Feed:
             return
         while self._known_upto < upto and self.channel.held is None:
             try:
-                found = await self._source.last_tokens(self._looks, self._known_upto, upto)
+                found = await self._rows.last_tokens(self._known_upto, upto)
             except DatabaseError as error:
                 if not is_of_a_row(error):
                     raise
@@ -298,16 +294,16 @@ class Feed:
 
     async def _handle_reset(self) -> None:
         reading = self.reading
-        stream = await registry.announce_reset(self._db, self.stream, _known(reading), schema=self._schema)
-        self._source = registry.row_source(stream, schema=self._schema)
+        stream = await self._store.announce_reset(self.stream, _known(reading))
+        self._rows = self._store.rows(stream)
         self.stream = stream
         self._known_upto, self._aimed = _known(reading), reading
         log.warning("stream_reset", stream=self.name, position=reading.position, epoch=self.epoch)
         self._reset = False
-        self._main.renew(self._source)
+        self._main.renew(self._rows)
         self._main.reset(self._targets(reading))
         if self._linear is not None:
-            self._linear.renew(self._source)
+            self._linear.renew(self._rows)
             self._linear.reset({LINEAR: _known(reading)})
 
     def _targets(self, reading: Reading) -> dict[str, int]:
@@ -319,12 +315,12 @@ class Feed:
     def _lane(self, positions: Positions, *, linear: bool) -> Lane:
         return Lane(
             self.name,
-            Copier(self._source, linear=linear),
-            self._db,
+            Copier(self._rows, linear=linear),
             positions,
             limits=self._limits,
             troubles=self._troubles,
             writers=self.writers_of,
+            pace=self._pace,
         )
 
 

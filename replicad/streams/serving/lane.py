@@ -15,16 +15,14 @@ import trio
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TokenExpired, UnknownStream
-from replicad.postgres.bridge import Database
-from replicad.streams.rows import Chunk, Range, RowSource
-from replicad.streams.rows_probe import find_unreadable, is_of_a_row, try_row, unreadable
+from replicad.streams.rows import Chunk, Range
+from replicad.streams.rows_probe import is_of_a_row
+from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.told import LastTokens, Positions, position_lines, set_lines
+from replicad.streams.store import Rows
 from replicad.streams.writer_set import WRITERS_ON_LINE
 
 LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together
-POSITION_INTERVAL = 0.1  # seconds between two words that a position moved without rows; rows are never held up
-RETRY_PAUSE = 0.2  # seconds before a copy that failed is tried again; doubles up to RETRY_PAUSE_MAX
-RETRY_PAUSE_MAX = 5.0
 UNKNOWN = -(1 << 63)  # below every position
 
 log = structlog.get_logger()
@@ -39,14 +37,13 @@ def below(told: Positions, upto: Positions, error: RowUnreadable) -> dict[str, i
 class Copier:
     """Copies ranges of one stream in one order."""
 
-    def __init__(self, source: RowSource, *, linear: bool) -> None:
-        self.source = source
+    def __init__(self, rows: Rows, *, linear: bool) -> None:
+        self.rows = rows
         self.linear = linear
-        self.one_writer = linear or source.instance_column is None
+        self.one_writer = linear or not rows.names_writers
 
     async def copy(
         self,
-        db: Database,
         after: Positions,
         upto: Positions,
         send: Callable[[Chunk], Awaitable[None]],
@@ -56,14 +53,14 @@ class Copier:
         before, where `others_after` says so, at that. Raises what `RowSource.copy_range` raises.
         """
         if self.linear:
-            await self.source.copy_range(db, after[LINEAR], upto[LINEAR], send)
+            await self.rows.copy_range(after[LINEAR], upto[LINEAR], send)
             return
         ranges, others = self._ranges(after, upto, others_after)
         if any(low < high for low, high in (*ranges.values(), *([others] if others else ()))):
-            await self.source.copy_vector(db, ranges, send, others=others)
+            await self.rows.copy_vector(ranges, send, others=others)
 
     async def blame(
-        self, db: Database, after: Positions, upto: Positions, error: Exception, others_after: int | None = None
+        self, after: Positions, upto: Positions, error: Exception, others_after: int | None = None
     ) -> RowUnreadable | None:
         """The row because of which copying (after, upto] raised `error`; None where it is no row's fault, or no longer.
 
@@ -72,11 +69,11 @@ class Copier:
         if not is_of_a_row(error):
             return None
         if isinstance(error, RowTooLong) and error.row_id is not None:
-            return unreadable(self.source, error.row_id, error)
+            return self.rows.unreadable(error.row_id, error)
         if self.linear:
-            return await find_unreadable(self.source, db, (after[LINEAR], upto[LINEAR]))
+            return await self.rows.find_unreadable((after[LINEAR], upto[LINEAR]))
         ranges, others = self._ranges(after, upto, others_after)
-        return await find_unreadable(self.source, db, ranges, others)
+        return await self.rows.find_unreadable(ranges, others)
 
     def _ranges(
         self, after: Positions, upto: Positions, others_after: int | None
@@ -102,18 +99,18 @@ class Lane:
         self,
         stream: str,
         copier: Copier,
-        db: Database,
         positions: Positions,
         *,
         limits: JournalLimits,
         troubles: Troubles,
         writers: Callable[[Iterable[str]], bytes],
+        pace: Pace = Pace(),
     ) -> None:
         """`writers` makes the lines of WRITERS that name a set."""
         self.channel = Channel(stream, positions, limits)
         self._stream = stream
         self._copier = copier
-        self._db = db
+        self._pace = pace
         self._writers = writers
         self._troubles = troubles
         order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, each at its own time
@@ -130,7 +127,7 @@ class Lane:
         self._told_at = float("-inf")
         self._held: RowUnreadable | None = None
         self._try_again_at = 0.0
-        self._row_pause = RETRY_PAUSE
+        self._row_pause = self._pace.copy_retry
 
     def aim(self, target: Positions) -> None:
         """The horizon has moved; only the latest target counts."""
@@ -158,15 +155,15 @@ class Lane:
         self._notices.append((line, extended))
         self._heard.set()
 
-    def renew(self, source: RowSource) -> None:
+    def renew(self, rows: Rows) -> None:
         """Read by another statement from the next copy on; a row that could not be read is tried at once."""
-        self._copier.source = source
-        self._try_again_at, self._row_pause = 0.0, RETRY_PAUSE
+        self._copier.rows = rows
+        self._try_again_at, self._row_pause = 0.0, self._pace.copy_retry
         self._heard.set()
 
     async def run(self) -> None:
         """Fill the journal until cancelled. Failures, whatever they are, are reported and tried again."""
-        pause = RETRY_PAUSE
+        pause = self._pace.copy_retry
         while True:
             try:
                 await self._wait_for_work()
@@ -175,16 +172,16 @@ class Lane:
                 log.warning("stream_trimmed_unread", stream=self._stream, error=str(error))
                 self.channel.cut(error, self._target)
             except UnknownStream:  # whoever looks at the registry, each second, sees it too, and ends us
-                await trio.sleep(RETRY_PAUSE)
+                await trio.sleep(self._pace.copy_retry)
             except Exception as error:  # noqa: BLE001 - reported, with its traceback where it is a defect
                 self._troubles.fail("stream", self._stream, self._copy_cause, error)
                 if self.channel.seam.index != self.channel.head:  # half of something went out that nobody accounts for
                     broken = DatabaseError(f"stream {self._stream} broke off; reconnect and resume")
                     self.channel.cut(broken, self.channel.seam.positions)
                 await trio.sleep(pause)
-                pause = min(2 * pause, RETRY_PAUSE_MAX)
+                pause = min(2 * pause, self._pace.longest_copy_retry)
             else:
-                pause = RETRY_PAUSE
+                pause = self._pace.copy_retry
                 self._troubles.end("stream", self._stream, self._copy_cause)
 
     async def _wait_for_work(self) -> None:
@@ -236,7 +233,7 @@ class Lane:
         try:
             await self._advance(target)
         except (DatabaseError, RowTooLong) as error:
-            at_fault = await self._copier.blame(self._db, self.channel.seam.positions, target, error)
+            at_fault = await self._copier.blame(self.channel.seam.positions, target, error)
             if at_fault is None:
                 raise
             await self._advance(below(self.channel.seam.positions, target, at_fault), at_once=True)
@@ -247,7 +244,7 @@ class Lane:
         if trio.current_time() < self._try_again_at:
             return False
         assert held.row_id is not None
-        still = await try_row(self._copier.source, self._db, held.row_id)
+        still = await self._copier.rows.try_row(held.row_id)
         if still is not None:
             self._hold(still)
             return False
@@ -256,10 +253,10 @@ class Lane:
 
     def _hold(self, error: RowUnreadable) -> None:
         if self._held is None:
-            self._row_pause = RETRY_PAUSE
+            self._row_pause = self._pace.copy_retry
         self._held = error
         self._try_again_at = trio.current_time() + self._row_pause
-        self._row_pause = min(2 * self._row_pause, RETRY_PAUSE_MAX)
+        self._row_pause = min(2 * self._row_pause, self._pace.longest_copy_retry)
         self._troubles.begin("stream", self._stream, self._row_cause, str(error), code=error.code)
         self.channel.hold(error)
 
@@ -280,21 +277,21 @@ class Lane:
 
         copied, self._copied = self._copied, None
         try:
-            await self._copier.copy(self._db, copied or told, target, append)
+            await self._copier.copy(copied or told, target, append)
         except BaseException:
             self._keep_what_went_out(told, target, seen)
             raise
         self._copied = target
         told |= seen.tokens
         now = trio.current_time()
-        if told != target and (at_once or now >= self._told_at + POSITION_INTERVAL):
+        if told != target and (at_once or now >= self._told_at + self._pace.position):
             await self.channel.append(position_lines(self._stream, told, target))
             self._told_at = now
             told = dict(target)
         self.channel.seal(told)
         if told != target:
             self._heard = trio.Event()
-            with trio.move_on_at(self._told_at + POSITION_INTERVAL):
+            with trio.move_on_at(self._told_at + self._pace.position):
                 await self._heard.wait()
 
     def _keep_what_went_out(self, told: dict[str, int], target: Positions, seen: LastTokens) -> None:

@@ -10,8 +10,7 @@ that was attached to the stream's table with rows in it.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,22 +18,16 @@ import structlog
 import trio
 
 from replicad.daemon.troubles import Troubles
-from replicad.errors import DatabaseError
-from replicad.postgres.bridge import Connection, Database, load_sql, quote_ident
-from replicad.sqlstates import LOCKED, means
 from replicad.streams.registry import Method, Stream
+from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.windows import MAX_COUNTED, Look, Window, Windows
 
-INTERVAL = 5.0  # seconds between two looks
 LOWEST = -(1 << 63)  # the lowest id
 WINDOW = 10_000  # ids below the position that are looked at; a late row is late by seconds, not by days
-MAX_ROWS = 40_000  # rows of a window that are read; where ids have more rows than that, the window is narrower
-MAX_COUNTED = 1_000_000  # rows of an attached table that are counted
 SHARE = 10  # a look is followed by a rest this many times as long, however many streams there are
 SHOWN = 10  # ids that an alarm names
 TOLD = 5  # alarms of one stream that are told together
-LASTS = 3600.0  # seconds after the last late row in which the trouble is shown
 
-_SESSION = "SET lock_timeout = '50ms'; SET statement_timeout = '5s'"
 _REMEDY = {
     Method.LOCK_WATCH: (
         "Their ids were taken before the statement that inserted them, or were chosen by the writer: let the column's "
@@ -60,27 +53,6 @@ class Followed(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The ids of (after, upto] that there were, ascending, and how many rows each had (None: one)."""
-
-    after: int
-    upto: int
-    ids: array[int]
-    counts: array[int] | None
-
-    def late(self, now: Window) -> dict[int, int]:
-        """The ids that have more rows now than in this window, and how many more."""
-        after = max(self.after, now.after)
-        before = dict(zip(self.ids, self.counts or (), strict=False)) if self.counts else dict.fromkeys(self.ids, 1)
-        counts = now.counts or array("q", [1]) * len(now.ids)
-        return {
-            one: count - before.get(one, 0)
-            for one, count in zip(now.ids, counts, strict=True)
-            if after < one <= self.upto and count > before.get(one, 0)
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class _Seen:
     stream: Stream
     window: Window
@@ -99,8 +71,11 @@ class _Seen:
 class LateRows:
     """Looks at all feeds in turn. `feeds` is the publisher's mapping, by stream name."""
 
-    def __init__(self, db: Database, feeds: Mapping[str, Followed], troubles: Troubles) -> None:
-        self._db = db
+    def __init__(
+        self, windows: Windows, feeds: Mapping[str, Followed], troubles: Troubles, pace: Pace = Pace()
+    ) -> None:
+        self._windows = windows
+        self._pace = pace
         self._feeds = feeds
         self._troubles = troubles
         self._seen: dict[str, _Seen] = {}
@@ -110,7 +85,7 @@ class LateRows:
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            await trio.sleep(INTERVAL)
+            await trio.sleep(self._pace.late_look)
             for name, feed in list(self._feeds.items()):
                 began = trio.current_time()
                 with self._troubles.contain("stream", name, "late_rows_look"):
@@ -122,39 +97,33 @@ class LateRows:
         """Look at one stream; what is found is told, counted and shown as a trouble of the stream."""
         upto = feed.told_upto  # before anything is read: all rows up to here are there, and were sent
         stream = feed.stream
-        try:
-            async with self._db.connection() as connection:
-                await connection.execute(_SESSION)
-                await self._look(connection, name, feed, stream, upto)
-        except DatabaseError as error:
-            if not means(error.sqlstate, LOCKED):  # somebody alters the table; what was seen before stays good
-                raise
+        async with self._windows.looking() as look:
+            await self._look(look, name, feed, stream, upto)
 
-    async def _look(self, connection: Connection, name: str, feed: Followed, stream: Stream, upto: int) -> None:
-        tree = await _tree(connection, stream)
+    async def _look(self, look: Look, name: str, feed: Followed, stream: Stream, upto: int) -> None:
+        tree = await look.tree(stream)
         seen = self._seen.get(name)
         now: Window | None = None
         if seen is not None and seen.is_of(stream) and upto >= seen.window.upto:
             attached = tree.keys() - seen.tree
-            now = await _window(connection, stream, seen.window.after, seen.window.upto, attached)
+            now = await look.window(stream, seen.window.after, seen.window.upto, attached)
             if late := seen.window.late(now):
                 self._tell_late(name, feed, late, seen.window.upto)
             for one in attached:
-                await self._look_at_attached(connection, name, feed, tree[one], before=seen.window.upto, position=upto)
+                await self._look_at_attached(look, name, feed, tree[one], before=seen.window.upto, position=upto)
             if attached or upto != seen.window.upto:
                 now = None
         if now is None:
-            now = await _window(connection, stream, max(upto - WINDOW, LOWEST), upto)
+            now = await look.window(stream, max(upto - WINDOW, LOWEST), upto)
         self._seen[name] = _Seen(stream, now, frozenset(tree))
 
     async def _look_at_attached(
-        self, connection: Connection, name: str, feed: Followed, table: str, *, before: int, position: int
+        self, look: Look, name: str, feed: Followed, table: str, *, before: int, position: int
     ) -> None:
-        query = load_sql("late_attached").format(table=table, id=quote_ident(feed.stream.id_column))
-        row = await connection.fetch_row(query, before, position, MAX_COUNTED)
-        if row is None or not row["rows"]:
+        found = await look.attached(feed.stream, table, before, position)
+        if found is None:
             return
-        rows, first, last = row["rows"], row["first"], row["last"]
+        rows, first, last = found
         many = f"{rows:,}{' or more' if rows == MAX_COUNTED else ''} rows"
         self._tell(
             name,
@@ -185,7 +154,7 @@ class LateRows:
         log.error("rows_below_position", stream=name, rows=rows, ids=ids, reason=reason)
         told = [*self._told.get(name, []), reason][-TOLD:]
         self._told[name] = told
-        self._ends[name] = trio.current_time() + LASTS
+        self._ends[name] = trio.current_time() + self._pace.late_lasts
         self._troubles.begin("stream", name, "late_rows", " Also: ".join(reversed(told)), code="late_rows")
 
     def _forget(self) -> None:
@@ -195,27 +164,3 @@ class LateRows:
         for name in [name for name, end in self._ends.items() if end <= trio.current_time()]:
             del self._ends[name], self._told[name]
             self._troubles.end("stream", name, "late_rows")
-
-
-async def _tree(connection: Connection, stream: Stream) -> dict[int, str]:
-    """The names of the stream's table, its partitions and its children, by oid."""
-    rows = await connection.fetch(load_sql("late_tree"), stream.table_oid)
-    return {row["oid"]: row["name"] for row in rows}
-
-
-async def _window(connection: Connection, stream: Stream, after: int, upto: int, apart: Collection[int] = ()) -> Window:
-    """The ids of (after, upto] in all tables of the tree but those `apart` (oids)."""
-    some = ", ".join(str(int(one)) for one in sorted(apart))
-    query = load_sql("late_ids").format(
-        table=stream.table,
-        id=quote_ident(stream.id_column),
-        apart=f" AND t.tableoid NOT IN ({some})" if some else "",
-    )
-    row = await connection.fetch_row(query, after, upto, MAX_ROWS)
-    assert row is not None
-    ids = array("q", row["ids"])
-    counts = None if row["counts"] is None else array("q", row["counts"])
-    if row["rows"] == MAX_ROWS:  # the lowest id may have been cut
-        after = ids[0]
-        ids, counts = ids[1:], None if counts is None else counts[1:]
-    return Window(after, upto, ids, counts)

@@ -12,10 +12,9 @@ from dataclasses import replace
 import structlog
 import trio
 
-from replicad.config.settings import ServerSettings
 from replicad.daemon.joined import Joined
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.poller import Poller
+from replicad.daemon.service import Positions
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import DATABASE, Place, Troubles
 from replicad.errors import (
@@ -26,17 +25,14 @@ from replicad.errors import (
     StreamWaits,
     UnknownStream,
 )
-from replicad.postgres.bridge import Database
-from replicad.streams import registry
-from replicad.streams.queries import Impatient
 from replicad.streams.registry import EPOCH, RENEWABLE, Published, Stream, differences
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.late_rows import LateRows
+from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.served_stream import KIND, Means, OnFeed, Serving
+from replicad.streams.serving.windows import Windows
+from replicad.streams.store import Store
 
-LOOK_INTERVAL = 1.0  # seconds between two looks at the registry, and between two notes of what was published
-LOOK_PAUSE = 0.1  # seconds between two looks at least, however many troubles begin
-FIRST_READING = 2.0  # seconds to wait for the first position of a stream; only an open transaction takes longer
 EPOCH_LOOKS = 3  # looks in a row at a reset, before a feed that has not seen it is begun anew
 
 REGISTRY = "registry"  # the cause of a trouble that stands in the registry; also the name of the service that looks
@@ -48,27 +44,26 @@ class Publisher:
     """The feeds by stream name; `on_feed` of whoever follows all streams is called for each new one."""
 
     def __init__(
-        self, db: Database, catchup_db: Database, settings: ServerSettings, poller: Poller, troubles: Troubles
+        self,
+        store: Store,
+        windows: Windows,
+        limits: JournalLimits,
+        poller: Positions,
+        troubles: Troubles,
+        *,
+        pace: Pace = Pace(),
     ) -> None:
-        limits = settings.limits
-        self._schema = settings.database.stream_schema
-        self._means = Means(
-            db,
-            catchup_db,
-            poller,
-            troubles,
-            self._schema,
-            JournalLimits(limits.journal_bytes, limits.journal_chunks, limits.journal_seconds),
-        )
+        """`windows`: where late rows are looked for. `limits`: of the journal of each stream."""
+        self._store = store
+        self._pace = pace
+        self._means = Means(store, poller, troubles, limits, pace)
         self.feeds: Mapping[str, Feed] = self._means.feeds
-        self._db = db
-        self._looks = Impatient(db)
         self._troubles = troubles
         self._servings: dict[str, Serving] = {}
         self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
         self._blind: str | None = None  # why the registry cannot be read
         self._noted: dict[str, object] = {}
-        self._late_rows = LateRows(db, self.feeds, troubles)
+        self._late_rows = LateRows(windows, self.feeds, troubles, pace)
         self._look = Joined(self._look_once)
         self._nursery: trio.Nursery | None = None
         poller.before_polling(self._look_on_new_connection)
@@ -84,7 +79,7 @@ class Publisher:
         """
         if name not in self._servings:
             await self._look_for(name)
-        with trio.move_on_after(FIRST_READING):
+        with trio.move_on_after(self._pace.first_reading):
             while (serving := self._servings.get(name)) is not None and serving.feed is None:
                 if serving.obstacle is not None:
                     break
@@ -139,14 +134,15 @@ class Publisher:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 await self._look()
-                with trio.move_on_after(FIRST_READING):
+                with trio.move_on_after(self._pace.first_reading):
                     for serving in list(self._servings.values()):
                         await serving.wait_settled()
                 task_status.started()
                 nursery.start_soon(self._look_when_trouble_begins)
-                nursery.start_soon(keep_running, self._late_rows.run, "service", "late_rows", self._troubles)
+                late = self._late_rows.run
+                nursery.start_soon(keep_running, late, "service", "late_rows", self._troubles, self._pace.restarts)
                 while True:
-                    await trio.sleep(LOOK_INTERVAL)
+                    await trio.sleep(self._pace.look)
                     await self._look_contained()
                     for serving in list(self._servings.values()):
                         serving.judge()  # also where the look has failed
@@ -171,7 +167,7 @@ class Publisher:
             known = set(now)
             if begun:
                 await self._look_contained()
-                await trio.sleep(LOOK_PAUSE)
+                await trio.sleep(self._pace.look_pause)
 
     # --- the registry ---
 
@@ -202,7 +198,7 @@ class Publisher:
     async def _look_once(self) -> None:
         """Compare the registry with what is served. Begin, renew and end what differs."""
         try:
-            found = await registry.load_streams(self._looks, schema=self._schema)
+            found = await self._store.load_streams()
             published = await self._load_published(found)
         except SchemaMissing as error:
             self._blind = str(error)
@@ -233,13 +229,13 @@ class Publisher:
         """
         if not any(self._is_new(stream) for stream in found.values()):
             return {}
-        published = await registry.published(self._looks, schema=self._schema)
+        published = await self._store.published()
         foreign = [name for name, noted in published.items() if noted.foreign and name in found]
         for name in foreign:
             log.warning("stream_restored", stream=name, reason="its table is another one now: old tokens are void")
-            await registry.begin_anew(self._db, found[name], schema=self._schema)
+            await self._store.begin_anew(found[name])
         if foreign:
-            found |= await registry.load_streams(self._looks, schema=self._schema)
+            found |= await self._store.load_streams()
         return {name: noted for name, noted in published.items() if not noted.foreign}
 
     def _is_new(self, stream: Stream) -> bool:
@@ -269,7 +265,7 @@ class Publisher:
                 continue
             with self._troubles.contain(KIND, name, "note"):
                 stream = replace(feed.stream, writers=feed.numbers)
-                if await registry.publish(self._db, stream, position, per_writer, schema=self._schema):
+                if await self._store.publish(stream, position, per_writer):
                     self._noted[name] = noted
 
 

@@ -1,7 +1,7 @@
 """Which writers of a stream are listed to readers: new ones, those that are retired, and too many of them.
 
 Whoever is not listed stands at the minimum of those that are, in every token and every lane. So a writer may be listed
-late, or no more, and no row of it is passed over. A stream with more than MAX_LISTED writers is *crowded*: one name,
+late, or no more, and no row of it is passed over. A stream with more than `max_listed` writers is *crowded*: one name,
 ALL, stands for all of them. The registry says who is retired and how many there are; so all daemons agree.
 """
 
@@ -13,13 +13,11 @@ import structlog
 import trio
 
 from replicad.daemon.troubles import Troubles
-from replicad.postgres.bridge import Database
-from replicad.streams import registry, stream_writers
 from replicad.streams.registry import Stream
 from replicad.streams.rows import MASTER
+from replicad.streams.store import Store
 
 ALL = "+"  # the name that stands for all writers of a crowded stream
-MAX_LISTED = 10_000  # every poll and every token costs a few milliseconds with so many
 SHOWN = 20  # writers that one line of the log names
 
 Relist = Callable[[Set[str], Set[str]], trio.Event]
@@ -29,16 +27,18 @@ log = structlog.get_logger()
 class Roster:
     """The list of one stream. `numbers` are those of the writers that are listed, `every` of all that ever were."""
 
-    def __init__(self, stream: Stream, db: Database, relist: Relist, troubles: Troubles | None, *, schema: str) -> None:
+    def __init__(
+        self, stream: Stream, store: Store, relist: Relist, troubles: Troubles | None, *, max_listed: int
+    ) -> None:
         """`relist(joining, leaving)` is called when the list has changed; its event comes when readers were told."""
         self.every = dict(stream.writers)
-        self.crowded = len(stream.writers.keys() - {ALL}) > MAX_LISTED
+        self.crowded = len(stream.writers.keys() - {ALL}) > max_listed
         self.numbers = {name: number for name, number in self.every.items() if (name == ALL) == self.crowded}
         self._stream = stream
-        self._db = db
+        self._store = store
+        self._max_listed = max_listed
         self._relist = relist
         self._troubles = troubles
-        self._schema = schema
         self._registered: Set[str] = stream.writers.keys() - {ALL}  # as the registry said, and we know
         self._news: Set[str] | None = None  # as it says now
         self._reported = False
@@ -56,9 +56,9 @@ class Roster:
         news, self._news = self._news, None
         if news is not None:
             before, self._registered = self._registered, news
-            if len(news) <= MAX_LISTED and self.crowded:
+            if len(news) <= self._max_listed and self.crowded:
                 await self._end_crowd(news)
-            elif len(news) > MAX_LISTED and not self.crowded:
+            elif len(news) > self._max_listed and not self.crowded:
                 await self._crowd()
             elif gone := (before - news) & self.numbers.keys() - {ALL}:
                 log.info("writers_retired", stream=self._stream.name, writers=sorted(gone)[:SHOWN], number=len(gone))
@@ -73,7 +73,9 @@ class Roster:
         names = names - self.numbers.keys() - {ALL}
         if not names or self.crowded:
             return
-        room = MAX_LISTED + 1 - len(self.numbers)  # one too many says it to all daemons, also those that start later
+        room = (
+            self._max_listed + 1 - len(self.numbers)
+        )  # one too many says it to all daemons, also those that start later
         await self._register(sorted(names)[:room])
         if self.crowded:
             return
@@ -91,12 +93,12 @@ class Roster:
         missing = wanted - set(self.numbers.values())
         if not missing:
             return missing
-        found = await stream_writers.named(self._db, self._stream, missing, schema=self._schema)
+        found = await self._store.named(self._stream, missing)
         await self.welcome({one.name for one in found if not one.retired})
         return missing - {one.number for one in found}
 
     async def _register(self, names: Iterable[str]) -> None:
-        self.every |= await registry.ensure_writers(self._db, self._stream, names, schema=self._schema)
+        self.every |= await self._store.ensure_writers(self._stream, names)
 
     def _list(self, numbers: dict[str, int]) -> trio.Event:
         joining, leaving = numbers.keys() - self.numbers.keys(), self.numbers.keys() - numbers.keys()
@@ -110,8 +112,8 @@ class Roster:
         self.crowded = self._reported = True
         name = self._stream.name
         reason = (
-            f"stream {name} has more than {MAX_LISTED} writers: one name, {ALL}, stands for all of them, and rows come "
-            f"in the order of ids. Retire those that write no more: `replicad streams writers {name} "
+            f"stream {name} has more than {self._max_listed} writers: one name, {ALL}, stands for all of them, and "
+            f"rows come in the order of ids. Retire those that write no more: `replicad streams writers {name} "
             "--retire-idle-since TOKEN`; or add the stream anew without --instance-column."
         )
         if self._troubles is None:

@@ -14,20 +14,20 @@ import structlog
 import trio
 
 from replicad.daemon.journal import JournalLimits
-from replicad.daemon.poller import Poller
+from replicad.daemon.service import Positions
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles, sole_cause
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
-from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Reading
 from replicad.protocol.commands import Error
 from replicad.streams import registry
 from replicad.streams.registry import Published, Stream, differences
 from replicad.streams.serving.feed import FOLLOW, Feed
+from replicad.streams.serving.pace import Pace
+from replicad.streams.store import Store
 
 KIND = "stream"  # of the troubles
 STALLS = ("copy", FOLLOW)  # the causes of troubles in which a feed sends nothing and tries again
-STALL_GRACE = 1.5  # seconds in which a look finds new names of the table, and a try may succeed
 WAITS = "position"  # the cause of a trouble that keeps a stream from moving and leaves its readers connected
 
 log = structlog.get_logger()
@@ -40,12 +40,11 @@ class Means:
     entry. `followers` are called with each new feed.
     """
 
-    db: Database
-    catchup_db: Database
-    poller: Poller
+    store: Store
+    poller: Positions
     troubles: Troubles
-    schema: str
     limits: JournalLimits
+    pace: Pace = Pace()
     feeds: dict[str, Feed] = field(default_factory=dict)
     followers: set[OnFeed] = field(default_factory=set)
 
@@ -89,7 +88,7 @@ class Serving:
 
     def _failure(self) -> str | None:
         """Why the feed cannot go on now, though it tries again and again."""
-        lasting = trio.current_time() - STALL_GRACE
+        lasting = trio.current_time() - self._means.pace.stall_grace
         failing = [
             one
             for one in self._means.troubles.of(KIND, self.name)
@@ -112,7 +111,7 @@ class Serving:
     async def run(self) -> None:
         """Serve the stream until `stop`, or cancelled."""
         with self._scope:
-            await keep_running(self._serve, KIND, self.name, self._means.troubles)
+            await keep_running(self._serve, KIND, self.name, self._means.troubles, self._means.pace.restarts)
 
     def stop(self, why: str) -> None:
         """End it at once: readers are told, and nothing of it is left when this returns."""
@@ -198,13 +197,12 @@ class Serving:
         means = self._means
         feed = Feed(
             self.stream,
-            means.db,
-            means.catchup_db,
+            means.store,
             reading,
-            schema=means.schema,
             limits=means.limits,
             troubles=means.troubles,
             writers_changed=self._writers_changed,
+            pace=means.pace,
         )
         if self._went_back:  # while no feed was there to void the tokens of before
             feed.on_reading(replace(reading, reset=True))

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from replicad.daemon.poller import Poller
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer
+from replicad.daemon.journal import JournalLimits
+from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Positions
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.serving.ack_service import AckService
+from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.subscriptions import Subscriptions
 from replicad.streams.serving.trouble_book import TroubleBook
+from replicad.streams.serving.windows import PostgresWindows
+from replicad.streams.store import PostgresNotes, PostgresStore
 
 
 class StreamService:
     """All streams of one daemon."""
 
-    def __init__(self, publisher: Publisher, acks: AckService, book: TroubleBook, poller: Poller) -> None:
+    def __init__(
+        self, publisher: Publisher, acks: AckService, book: TroubleBook, poller: Positions, pace: Pace = Pace()
+    ) -> None:
         self.publisher = publisher
         self._acks = acks
         self._book = book
         self._poller = poller
+        self._pace = pace
 
     def jobs(self) -> Sequence[Job]:
         """`Service.jobs`."""
@@ -32,7 +38,7 @@ class StreamService:
 
     def answers(self, peer: Peer) -> Answers:
         """`Service.answers`."""
-        subscriptions = Subscriptions(peer, self.publisher)
+        subscriptions = Subscriptions(peer, self.publisher, self._pace)
 
         async def list_streams(_: Streams) -> None:
             peer.post(Streams(tuple(sorted(self.publisher.feeds))))
@@ -53,13 +59,21 @@ class StreamService:
         return {"streams": sorted(self.publisher.feeds)}
 
 
-def _open(host: Host) -> StreamService:
-    schema = host.settings.database.stream_schema
-    pools = host.pools
-    publisher = Publisher(pools.streams, pools.copies, host.settings, host.poller, host.troubles)
-    acks = AckService(pools.short, schema, publisher, host.troubles)
-    book = TroubleBook(pools.short, schema, host.troubles, host.settings.server_name)
-    return StreamService(publisher, acks, book, host.poller)
+def feature(pace: Pace = Pace()) -> Feature:
+    """Streams as the daemon knows them."""
+
+    def open_service(host: Host) -> StreamService:
+        pools, limits, troubles = host.pools, host.settings.limits, host.troubles
+        schema = host.settings.database.stream_schema
+        store, notes = PostgresStore(pools.streams, pools.copies, schema), PostgresNotes(pools.short, schema)
+        journal = JournalLimits(limits.journal_bytes, limits.journal_chunks, limits.journal_seconds)
+        windows = PostgresWindows(pools.streams, pace.late_rows)
+        publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace)
+        acks = AckService(notes, publisher.feeds, troubles, pace)
+        book = TroubleBook(notes, troubles, host.settings.server_name, pace)
+        return StreamService(publisher, acks, book, host.poller, pace)
+
+    return Feature("streams", COMMANDS, open_service)
 
 
-FEATURE = Feature("streams", COMMANDS, _open)
+FEATURE = feature()

@@ -33,11 +33,11 @@ from replicad.protocol.tokens import Vector
 from replicad.streams.commands import Replicate, Taken
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.lane import LINEAR, below
+from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.roster import ALL
 from replicad.streams.serving.told import position_lines, set_lines
 
-AHEAD_PATIENCE = 5.0  # seconds for us to get where another daemon, which the token came from, is already
 # The text of a PING: a person can read it, and every client of the original protocol takes a PING.
 NO_STREAMS = "no stream is served yet; those that are added are sent from then on: replicad streams add"
 
@@ -53,15 +53,13 @@ class _Begin:
     preamble: bytes
 
 
-STOPPED_PAUSE = 10.0  # seconds before plain REPLICATE tries again to read old rows, of which one cannot be read
-
-
 class Subscriptions:
     """The streams that one session follows."""
 
-    def __init__(self, session: Peer, publisher: Publisher) -> None:
+    def __init__(self, session: Peer, publisher: Publisher, pace: Pace = Pace()) -> None:
         self._session = session
         self._publisher = publisher
+        self._pace = pace
         self._all = False
         self._readers: dict[str, Reader] = {}
         self._streams: set[str] = set()
@@ -181,11 +179,10 @@ class Subscriptions:
         if channel.held is not None:
             await channel.released.wait()
         else:
-            await trio.sleep(STOPPED_PAUSE)
+            await trio.sleep(self._pace.stopped)
         self._join(feed, channel, told, None, linear=linear, extended=False)
 
-    @staticmethod
-    async def _start_of(feed: Feed, command: Replicate, channel: Channel) -> tuple[Mapping[str, int], int | None]:
+    async def _start_of(self, feed: Feed, command: Replicate, channel: Channel) -> tuple[Mapping[str, int], int | None]:
         """The position per writer that the subscriber begins behind, and that of the writers that are not listed.
 
         Raises:
@@ -198,7 +195,7 @@ class Subscriptions:
             start = {instance: min(retained, position) for instance, position in channel.seam.positions.items()}
             return start, min([retained, *start.values()])
         token = await _parse(feed, command)
-        with trio.move_on_after(AHEAD_PATIENCE):
+        with trio.move_on_after(self._pace.ahead):
             while _ahead(feed, token, channel.seam.positions):
                 await channel.wait_sealed()
         start = {instance: _at(feed, token, instance) for instance in channel.seam.positions}

@@ -13,13 +13,11 @@ from typing import Any
 import structlog
 import trio
 
-from replicad.config.settings import ServerSettings
-from replicad.daemon.poller import Poller
-from replicad.daemon.service import Answer, Answers, Feature, Host, Job, Peer
+from replicad.config.limits import Limits
+from replicad.daemon.service import Answer, Answers, Feature, Host, Job, Peer, Positions
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, DataLoss, TubeRefused, UnknownTube
-from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.command import Command
 from replicad.protocol.tokens import Cursor
@@ -44,10 +42,11 @@ from replicad.tubes.commands import (
 )
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
+from replicad.tubes.serving.books import Books
+from replicad.tubes.serving.pace import Pace
 from replicad.tubes.serving.waiters import Waiters
 from replicad.tubes.untouched import load_untouched
 
-LOOK_INTERVAL = 1.0  # seconds between two looks at all leases and all tubes; a time to live is some of them
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
 DEFAULT_LIMIT = 1000
 RENEW_SHARE = 5  # a request renews its lease when this part of the time to live has passed
@@ -66,26 +65,24 @@ class TubeService:
 
     def __init__(
         self,
-        db: Database,
-        ack_db: Database,
-        bulk_db: Database,
-        settings: ServerSettings,
-        poller: Poller,
+        books: Books,
+        limits: Limits,
+        poller: Positions,
         *,
         troubles: Troubles,
+        pace: Pace = Pace(),
     ) -> None:
-        schema = settings.database.tube_schema
-        self.leases = LeaseBook(db, schema)
+        self.leases = books.leases
         self.tubes: dict[str, TubeInfo] = {}
-        self._db = db
-        self._schema = schema
-        self._limits = settings.limits
-        self._pods = PodBook(db, ack_db, bulk_db, schema)
-        self._bulk = BulkBook(bulk_db, schema)
-        self._backfiller = Backfiller(db, schema, troubles)
+        self._limits = limits
+        self._pace = pace
+        self._pods = books.pods
+        self._bulk = books.blocks
+        self._untouched = books.untouched
+        self._backfiller = books.backfiller
         self._poller = poller
         self._troubles = troubles
-        self._waiters = Waiters(self._pods, troubles)
+        self._waiters = Waiters(self._pods, troubles, pace)
         self._watched: dict[str, LockSource] = {}
         self._refused: dict[str, str] = {}  # tubes without a position, and why
         self._looks = self._newest_look = 0
@@ -122,7 +119,9 @@ class TubeService:
         await self._look_at_tubes()
         task_status.started()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep_running, self._waiters.run, "service", "tube waiters", self._troubles)
+            nursery.start_soon(
+                keep_running, self._waiters.run, "service", "tube waiters", self._troubles, self._pace.restarts
+            )
             nursery.start_soon(self._repeat, "tubes", self._look_at_tubes)
             nursery.start_soon(self._repeat, "triggers", self._look_at_triggers)
             nursery.start_soon(self._repeat, "leases", self._look_at_leases)
@@ -131,7 +130,7 @@ class TubeService:
     async def _repeat(self, cause: str, step: Callable[[], Awaitable[None]]) -> None:
         """Do one step every second, each on its own: one that fails or waits keeps no other from its work."""
         while True:
-            await trio.sleep(LOOK_INTERVAL)
+            await trio.sleep(self._pace.look)
             with self._troubles.contain("service", "tubes", cause):
                 await step()
 
@@ -178,7 +177,7 @@ class TubeService:
 
     async def _look_at_triggers(self) -> None:
         """Report attached tables whose writes do not reach their tube; its pods are served all the same."""
-        found = await load_untouched(self._db, self._schema)
+        found = await self._untouched()
         for name in self.tubes:
             if name in found:
                 self._troubles.begin(TUBE, name, "triggers", found[name], code=DataLoss.code)
@@ -381,9 +380,21 @@ class TubeService:
             self._renewed[tube, term] = (now, lease.ttl)
 
 
-def _open(host: Host) -> TubeService:
-    pools = host.pools
-    return TubeService(pools.short, pools.acks, pools.copies, host.settings, host.poller, troubles=host.troubles)
+def feature(pace: Pace = Pace()) -> Feature:
+    """Tubes as the daemon knows them."""
+
+    def open_service(host: Host) -> TubeService:
+        pools, schema = host.pools, host.settings.database.tube_schema
+        books = Books(
+            LeaseBook(pools.short, schema),
+            PodBook(pools.short, pools.acks, pools.copies, schema),
+            BulkBook(pools.copies, schema, pace.blocks),
+            Backfiller(pools.short, schema, host.troubles, pace.backfills),
+            partial(load_untouched, pools.short, schema),
+        )
+        return TubeService(books, host.settings.limits, host.poller, troubles=host.troubles, pace=pace)
+
+    return Feature("tubes", COMMANDS, open_service)
 
 
-FEATURE = Feature("tubes", COMMANDS, _open)
+FEATURE = feature()

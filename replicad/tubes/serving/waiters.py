@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import TubeError
 from replicad.tubes.commands import Part
-from replicad.tubes.pods import PodBook
+from replicad.tubes.serving.pace import Pace
 
-FIRST_READING = 2.0  # seconds to wait for the first position of a tube; only an open transaction takes longer
-PATIENCE = 1.0  # seconds that a look at what came may take before all are woken
-AGAIN = 1.0  # seconds before a look that failed is repeated
+
+class Arrivals(Protocol):
+    """Where it is learnt which partitions got pods: `PodBook`."""
+
+    async def shards_between(self, tube: str, after: int, upto: int) -> list[int]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +38,9 @@ class Waiter:
 class Waiters:
     """The requests that wait for pods, and the positions of all tubes."""
 
-    def __init__(self, pods: PodBook, troubles: Troubles) -> None:
+    def __init__(self, pods: Arrivals, troubles: Troubles, pace: Pace = Pace()) -> None:
         self._pods = pods
+        self._pace = pace
         self._troubles = troubles
         self._positions: dict[str, int] = {}
         self._seen: dict[str, int] = {}  # positions up to which those who wait have been woken
@@ -64,7 +68,7 @@ class Waiters:
 
     async def position(self, tube: str) -> int:
         """The tube's position, waited for where the daemon or the tube is new; nothing is handed out without one."""
-        with trio.move_on_after(FIRST_READING):
+        with trio.move_on_after(self._pace.first_reading):
             while tube not in self._positions:
                 await self._arrived.wait()
         return self._positions.get(tube, 0)
@@ -126,10 +130,12 @@ class Waiters:
         """The shards that got pods, None where that cannot be told."""
         shards: list[int] | None = None
         with self._troubles.contain("tube", tube, "wake"):
-            with trio.move_on_after(PATIENCE):
+            with trio.move_on_after(self._pace.waking):
                 shards = await self._pods.shards_between(tube, after, upto)
             if shards is None:
-                raise TubeError(f"the table of tube {tube} did not answer within {PATIENCE:g} s: is it locked?")
+                raise TubeError(
+                    f"the table of tube {tube} did not answer within {self._pace.waking:g} s: is it locked?"
+                )
         if shards is None:
             self._failing.add(tube)
         else:
@@ -139,7 +145,7 @@ class Waiters:
     async def _look_again(self) -> None:
         """At tubes where it failed: nothing may move there for long, and the trouble is over when they can be read."""
         while True:
-            await trio.sleep(AGAIN)
+            await trio.sleep(self._pace.look_again)
             for tube in list(self._failing):
                 if tube in self._positions:
                     await self._shards(tube, 0, 0)

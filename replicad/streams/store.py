@@ -1,0 +1,190 @@
+"""What serving streams needs of the database, as interfaces, and their implementation with Postgres.
+
+A test gives an implementation in memory. The rules are in `registry`, `rows` and `rows_probe`; this file only binds
+them to the pool that each of them uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from replicad.errors import RowUnreadable
+from replicad.postgres.bridge import Database
+from replicad.streams import acks, registry, rows_probe, stream_writers, troubles
+from replicad.streams.acks import Ack
+from replicad.streams.queries import Impatient
+from replicad.streams.registry import Published, Stream
+from replicad.streams.rows import ChunkSink, Range, Reads, RowSource
+from replicad.streams.stream_writers import StreamWriter
+
+
+class Rows(Protocol):
+    """The rows of one stream. What each method does and raises is said in `RowSource` and `rows_probe`."""
+
+    @property
+    def names_writers(self) -> bool:
+        """Whether rows say who wrote them."""
+
+    async def copy_range(self, after: int, upto: int, sink: ChunkSink) -> int: ...
+
+    async def copy_vector(
+        self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None
+    ) -> int: ...
+
+    async def last_tokens(self, after: int, upto: int) -> dict[str, int]: ...
+
+    async def earliest(self) -> int | None: ...
+
+    async def find_unreadable(
+        self, wanted: Range | Mapping[str, Range], others: Range | None = None
+    ) -> RowUnreadable | None: ...
+
+    async def try_row(self, row_id: int) -> RowUnreadable | None: ...
+
+    def unreadable(self, row_id: int, error: Exception) -> RowUnreadable: ...
+
+
+class Store(Protocol):
+    """The registry of streams, and their rows. What each method does and raises is said in `registry`."""
+
+    def rows(self, stream: Stream) -> Rows:
+        """For what serves many: looks at the table give up quickly where it is locked. Raises StreamRefused."""
+
+    def catchup_rows(self, stream: Stream) -> Rows:
+        """For one client that catches up: copies last as long as it takes. Raises StreamRefused."""
+
+    async def load_streams(self) -> dict[str, Stream]: ...
+
+    async def published(self) -> Mapping[str, Published]: ...
+
+    async def begin_anew(self, stream: Stream) -> None: ...
+
+    async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool: ...
+
+    async def announce_reset(self, stream: Stream, position: int) -> Stream: ...
+
+    async def taken(self, stream: Stream) -> int: ...
+
+    async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]: ...
+
+    async def named(self, stream: Stream, numbers: Collection[int]) -> Sequence[StreamWriter]: ...
+
+
+class Notes(Protocol):
+    """Where a daemon keeps acks and troubles. What each method does is said in `acks` and `troubles`."""
+
+    async def note_acks(self, some: Sequence[Ack]) -> None: ...
+
+    async def write_troubles(self, daemon: str, rows: Sequence[troubles.Row]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """`Rows` of a table in Postgres: copies go through `db`, looks at ranges through `looks`."""
+
+    source: RowSource
+    db: Reads
+    looks: Reads
+
+    @property
+    def names_writers(self) -> bool:
+        """`Rows.names_writers`."""
+        return self.source.instance_column is not None
+
+    async def copy_range(self, after: int, upto: int, sink: ChunkSink) -> int:
+        """`RowSource.copy_range`."""
+        return await self.source.copy_range(self.db, after, upto, sink)
+
+    async def copy_vector(self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None) -> int:
+        """`RowSource.copy_vector`."""
+        return await self.source.copy_vector(self.db, ranges, sink, others=others)
+
+    async def last_tokens(self, after: int, upto: int) -> dict[str, int]:
+        """`RowSource.last_tokens`."""
+        return await self.source.last_tokens(self.looks, after, upto)
+
+    async def earliest(self) -> int | None:
+        """`RowSource.earliest`."""
+        return await self.source.earliest(self.looks)
+
+    async def find_unreadable(
+        self, wanted: Range | Mapping[str, Range], others: Range | None = None
+    ) -> RowUnreadable | None:
+        """`rows_probe.find_unreadable`."""
+        return await rows_probe.find_unreadable(self.source, self.db, wanted, others)
+
+    async def try_row(self, row_id: int) -> RowUnreadable | None:
+        """`rows_probe.try_row`."""
+        return await rows_probe.try_row(self.source, self.db, row_id)
+
+    def unreadable(self, row_id: int, error: Exception) -> RowUnreadable:
+        """`rows_probe.unreadable`."""
+        return rows_probe.unreadable(self.source, row_id, error)
+
+
+class PostgresStore:
+    """`Store` in Postgres. `db` is for statements that end soon, `catchup_db` for copies that last."""
+
+    def __init__(self, db: Database, catchup_db: Database, schema: str) -> None:
+        self._db = db
+        self._catchup_db = catchup_db
+        self._looks = Impatient(db)
+        self._schema = schema
+
+    def rows(self, stream: Stream) -> TableRows:
+        """`Store.rows`."""
+        return TableRows(registry.row_source(stream, schema=self._schema), self._db, self._looks)
+
+    def catchup_rows(self, stream: Stream) -> TableRows:
+        """`Store.catchup_rows`."""
+        return TableRows(registry.row_source(stream, schema=self._schema), self._catchup_db, self._catchup_db)
+
+    async def load_streams(self) -> dict[str, Stream]:
+        """`registry.load_streams`."""
+        return await registry.load_streams(self._looks, schema=self._schema)
+
+    async def published(self) -> Mapping[str, Published]:
+        """`registry.published`."""
+        return await registry.published(self._looks, schema=self._schema)
+
+    async def begin_anew(self, stream: Stream) -> None:
+        """`registry.begin_anew`."""
+        await registry.begin_anew(self._db, stream, schema=self._schema)
+
+    async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
+        """`registry.publish`."""
+        return await registry.publish(self._db, stream, position, per_writer, schema=self._schema)
+
+    async def announce_reset(self, stream: Stream, position: int) -> Stream:
+        """`registry.announce_reset`."""
+        return await registry.announce_reset(self._db, stream, position, schema=self._schema)
+
+    async def taken(self, stream: Stream) -> int:
+        """`registry.taken`."""
+        return await registry.taken(self._db, stream, schema=self._schema)
+
+    async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]:
+        """`registry.ensure_writers`."""
+        return await registry.ensure_writers(self._db, stream, names, schema=self._schema)
+
+    async def named(self, stream: Stream, numbers: Collection[int]) -> Sequence[StreamWriter]:
+        """`stream_writers.named`."""
+        return await stream_writers.named(self._db, stream, numbers, schema=self._schema)
+
+
+class PostgresNotes:
+    """`Notes` in Postgres."""
+
+    def __init__(self, db: Database, schema: str) -> None:
+        self._db = db
+        self._schema = schema
+
+    async def note_acks(self, some: Sequence[Ack]) -> None:
+        """`acks.note`."""
+        await acks.note(self._db, some, schema=self._schema)
+
+    async def write_troubles(self, daemon: str, rows: Sequence[troubles.Row]) -> None:
+        """`troubles.write`."""
+        await troubles.write(self._db, daemon, rows, schema=self._schema)

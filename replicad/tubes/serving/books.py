@@ -1,0 +1,87 @@
+"""What the service of tubes needs of the database, as interfaces; a test gives implementations in memory.
+
+What each method does and raises is said in the class that does it with Postgres, which each interface names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from replicad.postgres.bridge import Sink
+from replicad.protocol.tokens import Cursor
+from replicad.tubes.bulk import BlockSink, Keep, Want
+from replicad.tubes.commands import CursorAt, Lease, Part
+from replicad.tubes.leases import LeaseView
+from replicad.tubes.pods import TubeInfo
+
+
+class Leases(Protocol):
+    """`LeaseBook`."""
+
+    async def look(self) -> list[LeaseView]: ...
+
+    async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease: ...
+
+    async def renew(self, tube: str, part: Part, term: int) -> Lease: ...
+
+    async def release(self, tube: str, part: Part, term: int) -> bool: ...
+
+
+class PodStore(Protocol):
+    """`PodBook`."""
+
+    async def tubes(self) -> list[TubeInfo]: ...
+
+    async def shards_between(self, tube: str, after: int, upto: int) -> list[int]: ...
+
+    async def plan(
+        self,
+        tube: str,
+        part: Part,
+        term: int,
+        after: Cursor,
+        position: int,
+        *,
+        limit: int,
+        ids: int | None,
+        backfill: int | None,
+    ) -> CursorAt: ...
+
+    async def lines(self, tube: str, part: Part, term: int, *, after: Cursor, upto: Cursor, sink: Sink) -> int: ...
+
+    async def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int: ...
+
+    async def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> int: ...
+
+    async def park(
+        self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[int], tries: int, error: str
+    ) -> int: ...
+
+    async def report(self, tube: str, reporter: str, counts: str) -> None: ...
+
+
+class Blocks(Protocol):
+    """`BulkBook`."""
+
+    async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int: ...
+
+
+class Backfills(Protocol):
+    """`Backfiller`."""
+
+    async def run(self, tubes: Sequence[TubeInfo], nursery: trio.Nursery) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """All that the service asks the database for. `untouched`: `load_untouched`."""
+
+    leases: Leases
+    pods: PodStore
+    blocks: Blocks
+    backfiller: Backfills
+    untouched: Callable[[], Awaitable[Mapping[str, str]]]

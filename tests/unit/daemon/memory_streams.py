@@ -1,0 +1,335 @@
+"""Streams in memory: a registry, rows, notes and positions, as the services of streams ask for them.
+
+`tests/store_suite.py` has claims that this store and the one in Postgres both fulfil.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import trio
+
+from replicad.errors import DatabaseError, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
+from replicad.postgres.horizon import Reading, Source
+from replicad.streams.acks import Ack
+from replicad.streams.registry import Method, Published, Stream
+from replicad.streams.rows import MASTER, MAX_ROW, Chunk, ChunkSink, Range, wire_instance
+from replicad.streams.serving.windows import Attached, Look, Window
+from replicad.streams.stream_writers import StreamWriter
+from replicad.streams.troubles import Row
+
+CHUNK_ROWS = 3  # in one chunk, so that a few rows take several
+BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
+    """A registered stream whose writers are known by a column, or not at all."""
+    return Stream(
+        number=number,
+        name=name,
+        table=f"public.{name}",
+        table_oid=1000 + number,
+        id_column="id",
+        instance_column="writer" if by_writer else None,
+        row="body",
+        row_type="json",
+        method=Method.LOCK_WATCH,
+        sequence=f"public.{name}_id_seq",
+        sequence_oid=2000 + number,
+        positions_table=None,
+        positions_oid=None,
+        unique_ids=True,
+        epoch=f"{number:04x}{0:04x}",
+        fault=None,
+        denied=None,
+        resets=0,
+        trimmed_upto=None,
+        max_row=MAX_ROW,
+        skipped=(),
+        created_at=BEGAN,
+        writers={},
+    )
+
+
+@dataclass
+class Table:
+    """The rows of one stream: (id, writer, JSON). `poison` are ids that cannot be read."""
+
+    rows: list[tuple[int, str, str]] = field(default_factory=list)
+    poison: set[int] = field(default_factory=set)
+    trimmed_upto: int | None = None
+    retired: set[str] = field(default_factory=set)
+    attached: dict[int, tuple[str, Attached]] = field(default_factory=dict)
+
+
+class MemoryRows:
+    """`Rows` of a table in memory."""
+
+    def __init__(self, store: MemoryStore, stream: Stream) -> None:
+        if stream.fault is not None:
+            raise StreamRefused(f"stream {stream.name} cannot be served: {stream.fault}")
+        self._store = store
+        self._stream = stream
+
+    @property
+    def names_writers(self) -> bool:
+        return self._stream.instance_column is not None
+
+    async def copy_range(self, after: int, upto: int, sink: ChunkSink) -> int:
+        return await self._copy(after, lambda id, _: after < id <= upto, sink)
+
+    async def copy_vector(self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None) -> int:
+        if not self.names_writers:
+            after, upto = ranges.get(MASTER, (0, 0))
+            return await self.copy_range(after, upto, sink)
+        low = min(after for after, _ in [*ranges.values(), *([others] if others else ())])
+
+        def wanted(id: int, writer: str) -> bool:
+            span = ranges.get(writer, others)
+            return span is not None and span[0] < id <= span[1]
+
+        return await self._copy(low, wanted, sink)
+
+    async def _copy(self, after: int, wanted: Callable[[int, str], bool], sink: ChunkSink) -> int:
+        table = await self._table()
+        if table.trimmed_upto is not None and after < table.trimmed_upto:
+            raise TokenExpired(f"rows up to {table.trimmed_upto} were removed")
+        chosen = [row for row in sorted(table.rows) if wanted(row[0], self._writer(row[1]))]
+        bad = next((at for at, row in enumerate(chosen) if row[0] in table.poison), None)
+        lines = [
+            (f"RDATA {self._stream.name} {self._writer(writer)} {id} {body}\n".encode(), self._writer(writer), id)
+            for id, writer, body in chosen[:bad]
+        ]
+        for begin in range(0, len(lines), CHUNK_ROWS):
+            part = lines[begin : begin + CHUNK_ROWS]
+            await sink(Chunk(b"".join(line for line, _, _ in part), part[-1][1], part[-1][2]))
+        if bad is not None:
+            raise DatabaseError("invalid input syntax", sqlstate="22P02")
+        return len(lines)
+
+    async def last_tokens(self, after: int, upto: int) -> dict[str, int]:
+        table = await self._table()
+        found = [row for row in sorted(table.rows) if after < row[0] <= upto]
+        if not self.names_writers:
+            return {MASTER: found[-1][0]} if found else {}
+        return {self._writer(writer): id for id, writer, _ in found}
+
+    async def earliest(self) -> int | None:
+        table = await self._table()
+        if self._stream.name not in self._store.streams:
+            return None
+        return table.trimmed_upto or 0
+
+    async def find_unreadable(
+        self, wanted: Range | Mapping[str, Range], others: Range | None = None
+    ) -> RowUnreadable | None:
+        table = await self._table()
+        by_writer = {} if isinstance(wanted, tuple) else wanted
+        rest = wanted if isinstance(wanted, tuple) else others
+        bad = [
+            id
+            for id, writer, _ in sorted(table.rows)
+            if id in table.poison and (span := by_writer.get(self._writer(writer), rest)) and span[0] < id <= span[1]
+        ]
+        return self.unreadable(bad[0], DatabaseError("invalid input syntax")) if bad else None
+
+    async def try_row(self, row_id: int) -> RowUnreadable | None:
+        table = await self._table()
+        return self.unreadable(row_id, DatabaseError("invalid input syntax")) if row_id in table.poison else None
+
+    def unreadable(self, row_id: int, error: Exception) -> RowUnreadable:
+        name = self._stream.name
+        return RowUnreadable(f"stream {name} stops before id {row_id}: {error}", stream=name, row_id=row_id)
+
+    def _writer(self, writer: str) -> str:
+        return wire_instance(writer) if self.names_writers else MASTER
+
+    async def _table(self) -> Table:
+        await self._store.answer("rows")
+        return self._store.tables[self._stream.name]
+
+
+class MemoryStore:
+    """`Store`, `Notes` and `Windows`. `fails[what]` is raised by every call of that kind: `registry`, `rows`, ..."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+        self.tables: dict[str, Table] = {}
+        self.notes: dict[str, Published] = {}
+        self.acks: list[Ack] = []
+        self.troubles: dict[str, Sequence[Row]] = {}
+        self.fails: dict[str, Exception] = {}
+        self.looks = 0  # at the registry
+
+    # --- what tests do ---
+
+    def add(self, name: str, *, by_writer: bool = False) -> Stream:
+        """Register a stream on a new table."""
+        self.streams[name] = stream_of(name, len(self.tables) + 1, by_writer=by_writer)
+        self.tables[name] = Table()
+        return self.streams[name]
+
+    def change(self, name: str, **changes: object) -> None:
+        """Change what is registered."""
+        self.streams[name] = replace(self.streams[name], **changes)  # type: ignore[arg-type]
+
+    def insert(self, name: str, *ids: int, writer: str = MASTER, body: str = "1") -> None:
+        """Commit rows."""
+        self.tables[name].rows += [(id, writer, body) for id in ids]
+
+    async def answer(self, kind: str) -> None:
+        """What every call begins with."""
+        await trio.lowlevel.checkpoint()
+        if kind in self.fails:
+            raise self.fails[kind]
+
+    # --- `Store` ---
+
+    def rows(self, stream: Stream) -> MemoryRows:
+        return MemoryRows(self, stream)
+
+    catchup_rows = rows
+
+    async def load_streams(self) -> dict[str, Stream]:
+        self.looks += 1
+        await self.answer("registry")
+        return dict(self.streams)
+
+    async def published(self) -> Mapping[str, Published]:
+        await self.answer("registry")
+        return dict(self.notes)
+
+    async def begin_anew(self, stream: Stream) -> None:
+        await self.answer("registry")
+        self.notes.pop(stream.name, None)
+        self._reset(stream)
+
+    async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
+        await self.answer("publish")
+        if self.streams.get(stream.name, stream).resets != stream.resets:
+            return False
+        self.notes[stream.name] = Published(position, dict(per_writer), BEGAN)
+        return True
+
+    async def announce_reset(self, stream: Stream, position: int) -> Stream:
+        await self.answer("registry")
+        if stream.name not in self.streams:
+            raise UnknownStream(stream.name)
+        if self.streams[stream.name].resets == stream.resets:
+            self._reset(stream)
+        return self.streams[stream.name]
+
+    async def taken(self, stream: Stream) -> int:
+        await self.answer("registry")
+        return max((row[0] for row in self.tables[stream.name].rows), default=0)
+
+    async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]:
+        await self.answer("writers")
+        known = dict(self.streams[stream.name].writers)
+        for name in sorted({wire_instance(name) for name in names} - known.keys()):
+            known[name] = len(known) + 1
+        self.change(stream.name, writers=known)
+        self.tables[stream.name].retired -= set(names)
+        return {wire_instance(name): known[wire_instance(name)] for name in names}
+
+    async def named(self, stream: Stream, numbers: Collection[int]) -> Sequence[StreamWriter]:
+        await self.answer("writers")
+        retired = self.tables[stream.name].retired
+        return [
+            StreamWriter(number, name, None, BEGAN, BEGAN if name in retired else None)
+            for name, number in self.streams[stream.name].writers.items()
+            if number in numbers
+        ]
+
+    def _reset(self, stream: Stream) -> None:
+        self.change(stream.name, resets=stream.resets + 1, epoch=f"{stream.number:04x}{stream.resets + 1:04x}")
+
+    # --- `Notes` ---
+
+    async def note_acks(self, some: Sequence[Ack]) -> None:
+        await self.answer("acks")
+        self.acks += some
+
+    async def write_troubles(self, daemon: str, rows: Sequence[Row]) -> None:
+        await self.answer("troubles")
+        self.troubles[daemon] = list(rows)
+
+    # --- `Windows` ---
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[Look]:
+        await self.answer("windows")
+        yield MemoryLook(self)
+
+
+class MemoryLook:
+    """`Look` at tables in memory."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    async def tree(self, stream: Stream) -> Mapping[int, str]:
+        attached = {oid: table for oid, (table, _) in self._store.tables[stream.name].attached.items()}
+        return {stream.table_oid: stream.table or "", **attached}
+
+    async def window(self, stream: Stream, after: int, upto: int, apart: Collection[int] = ()) -> Window:
+        ids = sorted(row[0] for row in self._store.tables[stream.name].rows if after < row[0] <= upto)
+        distinct = sorted(set(ids))
+        return Window(after, upto, array("q", distinct), array("q", [ids.count(id) for id in distinct]))
+
+    async def attached(self, stream: Stream, table: str, before: int, position: int) -> Attached | None:
+        return next((rows for name, rows in self._store.tables[stream.name].attached.values() if name == table), None)
+
+
+class MemoryPositions:
+    """`Positions` where the test says how far tables may be read."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, Callable[[str, Reading], None]] = {}
+        self.sources: dict[str, Source] = {}
+        self.published: dict[str, tuple[int | None, Mapping[str, int] | None]] = {}
+        self.writers: dict[str, tuple[str, ...]] = {}
+        self.rings = 0
+        self.before: list[Callable[[], Awaitable[None]]] = []
+
+    def tell(self, name: str, position: int | None, *, reset: bool = False, **per_writer: int) -> None:
+        """A reading: `per_writer` are the writers that are ahead of the position."""
+        self.say(name, Reading(position=position, per_writer=per_writer, reset=reset))
+
+    def say(self, name: str, reading: Reading) -> None:
+        """Any reading."""
+        if name in self.listeners:
+            self.listeners[name](name, reading)
+
+    # --- `Positions` ---
+
+    def watch(
+        self,
+        name: str,
+        source: Source,
+        on_reading: Callable[[str, Reading], None],
+        *,
+        published: int | None = None,
+        per_writer: Mapping[str, int] | None = None,
+        writers: Iterable[str] = (),
+    ) -> None:
+        self.listeners[name] = on_reading
+        self.sources[name] = source
+        self.published[name] = (published, per_writer)
+        self.writers[name] = tuple(writers)
+
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
+        self.before.append(look)
+
+    def set_writers(self, name: str, writers: Iterable[str]) -> None:
+        self.writers[name] = tuple(writers)
+
+    def unwatch(self, name: str) -> None:
+        self.listeners.pop(name, None)
+
+    def ring(self) -> None:
+        self.rings += 1

@@ -1,0 +1,297 @@
+"""The poller over a horizon in memory, and the relay over a database in memory: pauses, outages, numbers, nonsense."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from replicad.config.limits import Limits
+from replicad.daemon.poller import Outages, Poller
+from replicad.daemon.relay import MAX_LINE, Pace, Relay, channel_of
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused
+from replicad.postgres.horizon import Holder, HolderKind, LockSource, Reading, Source
+from replicad.protocol.commands import LockReleased, RemoteServerUp
+from tests.vocabulary import EVERY
+
+from .conftest import settle
+
+SOURCE = LockSource(1, 2)
+
+
+class MemoryHorizon:
+    """A horizon whose readings the test sets; polls are noted by time."""
+
+    def __init__(self) -> None:
+        self.readings: dict[str, Reading] = {}
+        self.polls: list[float] = []
+        self.raises: Exception | None = None
+        self.calls: list[tuple[object, ...]] = []
+
+    async def poll(self) -> Mapping[str, Reading]:
+        await trio.lowlevel.checkpoint()
+        self.polls.append(trio.current_time())
+        if self.raises is not None:
+            raise self.raises
+        return self.readings
+
+    def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
+        self.calls.append(("before",))
+
+    def watch(
+        self,
+        name: str,
+        source: Source,
+        *,
+        published: int | None = None,
+        per_writer: Mapping[str, int] | None = None,
+        writers: Iterable[str] = (),
+    ) -> None:
+        self.calls.append(("watch", name))
+
+    def set_writers(self, name: str, writers: Iterable[str]) -> None:
+        self.calls.append(("writers", name, *writers))
+
+    def unwatch(self, name: str) -> None:
+        self.calls.append(("unwatch", name))
+
+    def move(self, **values: int) -> None:
+        self.readings = {name: Reading(position=at, last_value=at) for name, at in values.items()}
+
+
+@asynccontextmanager
+async def polling(**recover: Any) -> AsyncIterator[tuple[Poller, MemoryHorizon, Troubles]]:
+    horizon, troubles = MemoryHorizon(), Troubles()
+    limits = Limits(poll_min=0.01, poll_max=1.0)
+    async with trio.open_nursery() as nursery:
+        poller = Poller(horizon, limits, troubles, outages=Outages(first=0.1, longest=5.0), **recover)
+        nursery.start_soon(poller.run)
+        yield poller, horizon, troubles
+        nursery.cancel_scope.cancel()
+
+
+def pauses(horizon: MemoryHorizon, since: int = 0) -> list[float]:
+    return [round(b - a, 6) for a, b in pairwise(horizon.polls[since:])]
+
+
+async def test_it_polls_often_while_something_moves_and_ever_more_seldom_while_nothing_does(
+    autojump_clock: MockClock,
+) -> None:
+    async with polling() as (poller, horizon, _):
+        await trio.sleep(30)
+        calm = pauses(horizon)
+        assert calm == sorted(calm)
+        assert (calm[0], calm[-1]) == (0.0125, 1.0)
+        seen: list[int | None] = []
+        poller.watch("s", SOURCE, lambda name, reading: seen.append(reading.position))
+        horizon.move(s=5)
+        began = len(horizon.polls)
+        await trio.sleep(0.001)
+        assert (len(horizon.polls), seen) == (began + 1, [5]), "a watch rings"
+        for at in range(6, 10):
+            horizon.move(s=at)
+            poller.ring()
+            await trio.sleep(0.001)
+        assert seen == [5, 6, 7, 8, 9]
+        holder = Holder(HolderKind.TRANSACTION, pid=1)
+        began = len(horizon.polls)
+        for _ in range(20):  # held back: it may be over any moment
+            horizon.readings = {"s": Reading(position=9, last_value=9, held_by=holder)}
+            await trio.sleep(0.01)
+        assert max(pauses(horizon, began)) <= 0.0125
+        poller.set_writers("s", ["a"])
+        poller.before_polling(trio.lowlevel.checkpoint)
+        poller.unwatch("s")
+        assert horizon.calls == [("watch", "s"), ("writers", "s", "a"), ("before",), ("unwatch", "s")]
+        count = len(seen)
+        horizon.move(s=10)
+        poller.ring()
+        await trio.sleep(1)
+        assert len(seen) == count
+
+
+async def test_an_outage_is_one_trouble_and_each_try_waits_longer_until_it_is_over(
+    autojump_clock: MockClock, logs: list[Any]
+) -> None:
+    recoveries = 0
+
+    async def recover() -> None:
+        nonlocal recoveries
+        recoveries += 1
+        if recoveries > 6:
+            horizon.raises = None
+
+    async with polling(recover=recover) as (poller, horizon, troubles):
+        await trio.sleep(1)
+        horizon.raises = DatabaseUnavailable("connection refused")
+        began = len(horizon.polls)
+        await trio.sleep(10)
+        statistics = poller.statistics()
+        assert pauses(horizon, began)[:5] == [0.1, 0.2, 0.4, 0.8, 1.6]
+        assert 8 < statistics.outage_s < 10
+        assert [one.reason for one in troubles.current()] == ["connection refused"]
+        await trio.sleep(20)
+        assert (troubles.current(), poller.statistics().outage_s, recoveries) == ([], 0.0, 7)
+    events = [log["event"] for log in logs]
+    assert (events.count("database_away"), events.count("database_back")) == (1, 1)
+
+
+async def test_each_alarm_is_logged_once_and_so_is_that_all_are_over(
+    autojump_clock: MockClock, logs: list[Any]
+) -> None:
+    async with polling() as (_, horizon, _troubles):
+        for alarms in (("a",), ("a",), ("a", "b"), (), ()):
+            horizon.readings = {"s": Reading(position=1, alarms=alarms)}
+            await trio.sleep(2)
+    told = [log.get("alarm", "over") for log in logs if log["event"].startswith("position_alarm")]
+    assert told == ["a", "b", "over"]
+
+
+# --- relay ---
+
+
+class Bus:
+    """NOTIFY in memory, between all databases of one bus."""
+
+    def __init__(self) -> None:
+        self.listening: list[trio.MemorySendChannel[str]] = []
+        self.raises: list[Exception] = []
+        self.deaf: list[Exception] = []
+        self.messages: list[str] = []
+
+    async def fetch(self, sql: str, *args: object) -> list[Any]:
+        await trio.lowlevel.checkpoint()
+        if self.raises:
+            raise self.raises.pop(0)
+        channel, messages = args
+        assert channel == "replicad.relay"
+        assert isinstance(messages, list)
+        for message in messages:
+            self.say(message)
+        return []
+
+    def say(self, message: str) -> None:
+        self.messages.append(message)
+        for each in self.listening:
+            each.send_nowait(message)
+
+    @asynccontextmanager
+    async def listen(self, channel: str) -> AsyncIterator[Notices]:
+        await trio.lowlevel.checkpoint()
+        if self.deaf:
+            raise self.deaf.pop(0)
+        send, receive = trio.open_memory_channel[str](10_000)
+        self.listening.append(send)
+        try:
+            yield Notices(receive)
+        finally:
+            self.listening.remove(send)
+
+
+class Notices:
+    """What comes in."""
+
+    def __init__(self, channel: trio.MemoryReceiveChannel[str]) -> None:
+        self._channel = channel
+
+    async def next(self, patience: float) -> str:
+        return await self._channel.receive()
+
+
+class Daemon:
+    """One relay on the bus, and what it heard."""
+
+    def __init__(self, bus: Bus, nursery: trio.Nursery, pace: Pace = Pace()) -> None:
+        self.troubles = Troubles()
+        self.relay = Relay(bus, "replicad", EVERY, self.troubles, pace)
+        self.heard: list[str] = []
+        self.relay.on(RemoteServerUp, self._hear)
+        nursery.start_soon(self.relay.run)
+
+    def _hear(self, command: RemoteServerUp) -> None:
+        if command.server_name == "defect":
+            raise KeyError("defect")
+        self.heard.append(command.server_name)
+
+
+async def test_what_one_daemon_tells_all_others_hear_once_and_in_order(autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        bus = Bus()
+        one, two, three = (Daemon(bus, nursery) for _ in range(3))
+        await settle()
+        names = [f"server{number:04}" for number in range(2000)]
+        for name in names:
+            one.relay.tell(RemoteServerUp(name))
+        await settle(10)
+        assert (one.heard, two.heard, three.heard) == ([], names, names)
+        assert len(bus.messages) < 20, "many lines go in one message"
+        assert (one.relay.statistics().sent, two.relay.statistics().heard) == (2000, 2000)
+        with pytest.raises(RelayRefused):
+            one.relay.tell(LockReleased(json.dumps(["i", "n", "x" * MAX_LINE])))
+        nursery.cancel_scope.cancel()
+
+
+async def test_repeats_are_passed_over_gaps_are_counted_and_nonsense_ends_with_itself(
+    autojump_clock: MockClock,
+) -> None:
+    async with trio.open_nursery() as nursery:
+        bus = Bus()
+        daemon = Daemon(bus, nursery)
+        await settle()
+        for message in (
+            "a 1\nREMOTE_SERVER_UP one",
+            "a 1\nREMOTE_SERVER_UP again",
+            "no head",
+            "b 7\nREMOTE_SERVER_UP two",
+            "a 5\nREMOTE_SERVER_UP three\nFROB x\nRDATA s a 1 []\nREMOTE_SERVER_UP defect\nREMOTE_SERVER_UP four",
+            f"a {10**17}\nREMOTE_SERVER_UP forged",
+            "a 6\nREMOTE_SERVER_UP five",
+        ):
+            bus.say(message)
+        await settle(1)
+        assert daemon.heard == ["one", "two", "three", "four", "forged", "five"]
+        statistics = daemon.relay.statistics()
+        assert (statistics.refused, statistics.missed) == (4, 3 + 10**17 - 6)
+        assert daemon.troubles.counts["service", "message", "KeyError"] == 1
+        for number in range(1100):
+            bus.say(f"daemon{number} 1")
+        await settle(3)
+        assert len(daemon.relay._numbers) == 1000
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_outage_loses_nothing_that_waits_and_a_refusal_loses_only_its_own_messages(
+    autojump_clock: MockClock,
+) -> None:
+    async with trio.open_nursery() as nursery:
+        bus = Bus()
+        bus.deaf = [DatabaseUnavailable("away")] * 3
+        one, two = Daemon(bus, nursery, Pace(max_waiting=100)), Daemon(bus, nursery)
+        await settle(5)
+        assert two.troubles.why("service", "relay") is None
+        bus.raises = [DatabaseUnavailable("away")] * 3
+        one.relay.tell(RemoteServerUp("kept"))
+        await settle(5)
+        assert two.heard == ["kept"]
+        bus.raises = [DatabaseError("the queue is full")]
+        one.relay.tell(RemoteServerUp("lost"))
+        await settle()
+        assert one.troubles.why("service", "relay") == "the queue is full"
+        for number in range(10):
+            one.relay.tell(RemoteServerUp(f"number{number}"))
+        await settle()
+        assert two.heard == ["kept", "number6", "number7", "number8", "number9"]
+        assert one.relay.statistics().dropped == 1 + 6
+        assert one.troubles.current() == []
+        nursery.cancel_scope.cancel()
+
+
+def test_the_channel_is_named_after_the_schema_and_fits_postgres() -> None:
+    assert len(channel_of("x" * 80).encode()) < 64

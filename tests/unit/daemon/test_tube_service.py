@@ -1,0 +1,372 @@
+"""Tubes over books in memory: claims, waits, leases that are kept, cursors that are refused, a tube that is broken."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, StreamRefused
+from replicad.postgres.bridge import Sink
+from replicad.postgres.horizon import LockSource, Reading
+from replicad.protocol.tokens import Cursor
+from replicad.tubes.bulk import BlockSink, Keep, Want
+from replicad.tubes.commands import CursorAt, Lease, Part
+from replicad.tubes.leases import LeaseRow, LeaseView
+from replicad.tubes.pods import TubeInfo
+from replicad.tubes.serving.books import Books
+from replicad.tubes.serving.pace import Pace
+from replicad.tubes.serving.service import TubeService
+
+from .conftest import Client, Desk, settle
+from .memory_streams import MemoryPositions
+
+TUBE = TubeInfo("t", 1, 10, 11)
+
+
+@dataclass
+class MemoryBooks:
+    """One tube or more with pods (seq, shard); leases without expiry. `fails[method]` is raised."""
+
+    infos: dict[str, TubeInfo] = field(default_factory=lambda: {"t": TUBE})
+    pods_of: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {"t": []})
+    held: dict[int, Lease] = field(default_factory=dict)
+    renewals: int = 0
+    reports: dict[str, str] = field(default_factory=dict)
+    parked: list[tuple[int, Sequence[int], int, str]] = field(default_factory=list)
+    untouched_tables: dict[str, str] = field(default_factory=dict)
+    fails: dict[str, Exception] = field(default_factory=dict)
+    slow: float = 0.0  # seconds that a look at what came takes
+    backfilled: list[list[str]] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+
+    async def _answer(self, what: str) -> None:
+        await trio.lowlevel.checkpoint()
+        if what in self.fails:
+            raise self.fails[what]
+
+    def _fence(self, tube: str, term: int) -> None:
+        if term not in self.held or self.held[term].tube != tube:
+            raise LeaseLost(f"no lease has term {term}")
+
+    def _between(self, tube: str, part: Part, after: int, upto: int) -> list[int]:
+        pods = sorted(self.pods_of[tube])
+        return [seq for seq, shard in pods if after < seq <= upto and shard % part.partitions == part.partition]
+
+    # --- leases ---
+
+    async def look(self) -> list[LeaseView]:
+        await self._answer("look")
+        return [
+            LeaseView(LeaseRow(lease.tube, lease.part, "h", term, 1, lease.ttl), 0.0)
+            for term, lease in self.held.items()
+        ]
+
+    async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease:
+        await self._answer("claim")
+        if any((lease.tube, lease.part) == (tube, part) for lease in self.held.values()):
+            await trio.sleep(wait)
+            raise LeaseHeld(f"{part} of {tube} is held")
+        term = len(self.held) + 1
+        self.held[term] = Lease(tube, part, term, ttl)
+        return self.held[term]
+
+    async def renew(self, tube: str, part: Part, term: int) -> Lease:
+        await self._answer("renew")
+        self._fence(tube, term)
+        self.renewals += 1
+        return self.held[term]
+
+    async def release(self, tube: str, part: Part, term: int) -> bool:
+        return self.held.pop(term, None) is not None
+
+    # --- pods ---
+
+    async def tubes(self) -> list[TubeInfo]:
+        await self._answer("tubes")
+        return list(self.infos.values())
+
+    async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
+        await trio.sleep(self.slow)
+        await self._answer("shards_between")
+        return [shard for seq, shard in self.pods_of[tube] if after < seq <= upto]
+
+    async def plan(
+        self,
+        tube: str,
+        part: Part,
+        term: int,
+        after: Cursor,
+        position: int,
+        *,
+        limit: int,
+        ids: int | None,
+        backfill: int | None,
+    ) -> CursorAt:
+        await self._answer("plan")
+        self._fence(tube, term)
+        self.limits.append(limit)
+        found = self._between(tube, part, after.regular, position)[:limit]
+        return CursorAt(tube, part, Cursor(found[-1], after.backfill) if found else after, len(found))
+
+    async def lines(self, tube: str, part: Part, term: int, *, after: Cursor, upto: Cursor, sink: Sink) -> int:
+        await self._answer("lines")
+        self._fence(tube, term)
+        seqs = self._between(tube, part, after.regular, upto.regular)
+        await sink(b"".join(b"RDATA tube:%s %s %d []\n" % (tube.encode(), str(part).encode(), seq) for seq in seqs))
+        return len(seqs)
+
+    async def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int:
+        await self._answer("ack")
+        self._fence(tube, term)
+        before = len(self.pods_of[tube])
+        self.pods_of[tube] = [pod for pod in self.pods_of[tube] if pod[0] not in seqs]
+        return before - len(self.pods_of[tube])
+
+    async def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> int:
+        return await self.ack(tube, part, term, self._between(tube, part, after.regular, upto.regular))
+
+    async def park(
+        self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[int], tries: int, error: str
+    ) -> int:
+        self._fence(tube, term)
+        self.parked.append((seq, ids, tries, error))
+        return len(ids)
+
+    async def report(self, tube: str, reporter: str, counts: str) -> None:
+        self.reports[reporter] = counts
+
+    # --- the rest ---
+
+    async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int:
+        await keep()
+        await sink(b"ARROW of %d\n" % want.upto.regular)
+        return 1
+
+    async def run(self, tubes: Sequence[TubeInfo], nursery: trio.Nursery) -> None:
+        await self._answer("backfills")
+        self.backfilled.append([info.name for info in tubes])
+
+    async def untouched(self) -> Mapping[str, str]:
+        return self.untouched_tables
+
+
+class World:
+    """The service, its books, its positions."""
+
+    def __init__(self, desk: Desk, books: MemoryBooks, pace: Pace) -> None:
+        self.desk, self.books, self.troubles = desk, books, desk.troubles
+        self.positions = MemoryPositions()
+        every = Books(books, books, books, books, books.untouched)
+        self.service = TubeService(every, desk.settings.limits, self.positions, troubles=desk.troubles, pace=pace)
+
+    def put(self, *pods: tuple[int, int], tube: str = "t") -> None:
+        """Commit pods (seq, shard) and publish the position."""
+        self.books.pods_of[tube] += pods
+        self.positions.tell(f"tube:{tube}", max(seq for seq, _ in pods))
+
+    async def claimed(self, part: str = "0/1", ttl: str = "") -> Client:
+        """A client that has the lease of a partition; its term is 1, or the next."""
+        client = self.desk.connect()
+        [line] = await client.say(f"CLAIM t {part}{ttl}")
+        assert line.startswith(f"LEASE t {part} "), line
+        return client
+
+    def why(self, tube: str = "t") -> str:
+        return self.troubles.why("tube", tube) or ""
+
+
+@asynccontextmanager
+async def open_tubes(books: MemoryBooks | None = None, pace: Pace = Pace()) -> AsyncIterator[World]:
+    async with trio.open_nursery() as nursery:
+        world = World(Desk(nursery, Troubles(), max_pending=5), books or MemoryBooks(), pace)
+        await world.desk.open(world.service)
+        world.positions.tell("tube:t", 0)
+        yield world
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_worker_claims_reads_acks_parks_reports_and_releases(autojump_clock: MockClock) -> None:
+    async with open_tubes() as world:
+        client = world.desk.connect()
+        assert await client.say("TUBE t") == ["TUBE t 1"]
+        assert await client.say("CLAIM t 0/1 ttl=20 holder=me") == ["LEASE t 0/1 1 20"]
+        world.put((1, 0), (2, 0), (3, 0), (4, 0))
+        assert await client.say("PODS t 0/1 1 limit=3") == [
+            "RDATA tube:t 0/1 1 []",
+            "RDATA tube:t 0/1 2 []",
+            "RDATA tube:t 0/1 3 []",
+            "CURSOR t 0/1 3.0 3",
+        ]
+        assert await client.say("PODS t 0/1 1 after=3.0 limit=999999999") == [
+            "RDATA tube:t 0/1 4 []",
+            "CURSOR t 0/1 4.0 1",
+        ]
+        assert world.books.limits == [3, 100_000]
+        assert await client.say("PODS t 0/1 1 after=1.0 upto=3.0 encoding=arrow") == [
+            "ARROW of 3",
+            "CURSOR t 0/1 3.0 1",
+        ]
+        assert await client.say("PODS t 0/1 1 plan=1") == ["CURSOR t 0/1 4.0 4"]
+        assert await client.say("ACK t 0/1 1 1") == ["ACKED t 0/1 1"]
+        assert await client.say("ACK t 0/1 1 after=0.0 upto=3.0") == ["ACKED t 0/1 2"]
+        assert (await client.say("PARK t 0/1 1 4 7,8 3 no use"))[0] == "PARKED t 0/1 2"
+        assert world.books.parked == [(4, (7, 8), 3, "no use")]
+        assert (await client.say('REPORT t me {"done":1}'))[0].startswith("REPORT t me")
+        assert (await client.say("RENEW t 0/1 1"))[0] == "LEASE t 0/1 1 20"
+        assert await client.say("RELEASE t 0/1 1") == ["RELEASE t 0/1 1"]
+        assert (await client.say("PODS t 0/1 1"))[0].startswith("ERROR lease_lost")
+        assert world.service.summary() == {"tubes": ["t"]}
+
+
+async def test_who_waits_is_woken_by_pods_of_its_own_partition_and_keeps_its_lease_meanwhile(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_tubes() as world:
+        even, odd = await world.claimed("0/2", " ttl=9"), await world.claimed("1/2", " ttl=9")
+        began = trio.current_time()
+        await even.say("PODS t 0/2 1 wait=60")
+        await odd.say("PODS t 1/2 2 wait=30")
+        plans = len(world.books.limits)
+        await settle(10)
+        assert len(world.books.limits) == plans, "nobody asks for pods while nothing comes"
+        assert world.books.renewals >= 4
+        world.put((1, 4))
+        assert await even.lines() == ["RDATA tube:t 0/2 1 []", "CURSOR t 0/2 1.0 1"]
+        assert len(world.books.limits) == plans + 1, "the other was not woken"
+        assert await odd.lines(40) == ["CURSOR t 1/2 0.0 0"]
+        assert trio.current_time() >= began + 30
+        del world.books.held[1]
+        assert (await even.say("PODS t 0/2 1 after=1.0 wait=60"))[0].startswith("ERROR lease_lost")
+
+
+async def test_a_look_that_fails_or_takes_too_long_wakes_all_who_wait(autojump_clock: MockClock) -> None:
+    async with open_tubes(pace=Pace(waking=1.0)) as world:
+        client = await world.claimed("1/2")
+        for slow, fails in ((5.0, {}), (0.0, {"shards_between": DatabaseError("locked")})):
+            plans = len(world.books.limits)
+            await client.say("PODS t 1/2 1 wait=60")
+            world.books.slow, world.books.fails = slow, fails
+            world.put((plans + 1, 0))
+            await settle(2)
+            assert len(world.books.limits) == plans + 2, "woken, though no pod is its own"
+            assert world.why() != ""
+            world.books.slow, world.books.fails = 0.0, {}
+            await settle(3)
+            assert world.why() == ""
+            await client.lines(70)
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer"),
+    [
+        ("TUBE nothing", "ERROR unknown_tube: there is no tube 'nothing'; the tubes are: t"),
+        ("CLAIM t 0/2 ttl=999999", "ERROR tube_refused: ttl=999999 is out of range"),
+        ("CLAIM t 0/2 wait=999999", "ERROR tube_refused: wait=999999 is too long"),
+        ("CLAIM t 0/1 wait=1", "ERROR lease_held"),
+        ("PODS t 0/1 1 after=9.0", "ERROR cursor_ahead: cursor 9.0 lies beyond the position 3 of tube t"),
+        ("PODS t 0/1 1 upto=0.9", "ERROR cursor_ahead"),
+        ("ACK t 0/1 1 after=0.0 upto=9.0", "ERROR cursor_ahead"),
+        ("ACK t 0/1 7 1", "ERROR lease_lost"),
+        ("RENEW t 0/1 7", "ERROR lease_lost"),
+        ("REPORT nothing me {}", "ERROR unknown_tube"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_and_the_connection_stays(
+    request_: str, answer: str, autojump_clock: MockClock
+) -> None:
+    async with open_tubes() as world:
+        client = await world.claimed()
+        world.put((3, 0))
+        lines = await client.say(request_) + await client.lines(2)
+        assert lines[0].startswith(answer)
+        assert await client.say("TUBE t") == ["TUBE t 1"]
+
+
+async def test_a_broken_tube_is_its_own_trouble_and_is_used_again_when_it_is_mended(autojump_clock: MockClock) -> None:
+    books = MemoryBooks(infos={"t": TUBE, "u": TubeInfo("u", 1, 20, 21)}, pods_of={"t": [], "u": []})
+    async with open_tubes(books) as world:
+        world.positions.tell("tube:u", 0)
+        client, other = await world.claimed(), world.desk.connect()
+        await client.say("PODS t 0/1 1 wait=60")
+        books.infos["t"] = replace(TUBE, table_oid=None, fault="its table is gone; create it again")
+        await settle(2)
+        assert (await client.lines(3))[0].startswith("ERROR tube_refused: tube t cannot be served: its table is gone")
+        assert "its table is gone" in world.why()
+        assert "tube:t" not in world.positions.listeners
+        for request in ("CLAIM t 0/2", "ACK t 0/1 1 1", "PARK t 0/1 1 1 * 1 x", "PODS t 0/1 1"):
+            assert (await client.say(request))[0].startswith("ERROR tube_refused")
+        assert (await other.say("CLAIM u 0/1"))[0] == "LEASE u 0/1 2 30"
+        assert books.backfilled[-1] == ["u"]
+        books.infos["t"] = TubeInfo("t", 1, 12, 13)
+        await settle(2)
+        assert world.why() == ""
+        assert world.positions.sources["tube:t"] == LockSource(12, 13, own_deletes=True)
+        books.infos["t"] = replace(books.infos["t"], fault="broken just now")
+        books.fails["ack"] = DatabaseError("no such table")
+        assert "broken just now" in (await client.say("ACK t 0/1 1 1"))[0]
+        del books.infos["t"]
+        await settle(2)
+        assert world.why() == ""
+        assert list(world.service.tubes) == ["u"]
+
+
+async def test_errors_of_the_database_are_answered_as_they_are_where_the_tube_is_well(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_tubes() as world:
+        client = await world.claimed()
+        for error in (DatabaseError("odd"), DatabaseUnavailable("away")):
+            world.books.fails["plan"] = error
+            assert (await client.say("PODS t 0/1 1"))[0] == f"ERROR {error.code}: {error}"
+        world.books.fails.clear()
+        assert (await client.say("PODS t 0/1 1"))[0] == "CURSOR t 0/1 0.0 0"
+
+
+async def test_a_position_that_is_refused_is_a_trouble_and_ends_the_wait(autojump_clock: MockClock) -> None:
+    async with open_tubes() as world:
+        client = await world.claimed()
+        await client.say("PODS t 0/1 1 wait=60")
+        world.positions.say("tube:t", Reading(position=0, refused=StreamRefused("the sequence has a cache")))
+        assert "the sequence has a cache" in (await client.lines(3))[0]
+        assert "the sequence has a cache" in world.why()
+        world.positions.tell("tube:t", 0)
+        assert world.why() == ""
+
+
+async def test_each_look_fails_alone_and_tables_without_triggers_are_shown(autojump_clock: MockClock) -> None:
+    async with open_tubes() as world:
+        world.books.fails = {"tubes": ValueError("x"), "look": OSError("y"), "backfills": DatabaseError("z")}
+        world.books.untouched_tables = {"t": "table public.x has no trigger"}
+        await settle(3)
+        causes = {trouble.place.cause for trouble in world.troubles.of("service", "tubes")}
+        assert causes == {"tubes", "leases", "backfills"}
+        assert "has no trigger" in world.why()
+        world.books.fails.clear()
+        world.books.untouched_tables.clear()
+        await settle(3)
+        assert world.troubles.current() == []
+
+
+async def test_the_first_position_of_a_new_tube_is_waited_for(autojump_clock: MockClock) -> None:
+    async with open_tubes() as world:
+        world.books.infos["u"] = TubeInfo("u", 1, 20, 21)
+        world.books.pods_of["u"] = [(5, 0)]
+        client = world.desk.connect()
+        await client.say("CLAIM u 0/1")
+        assert await client.say("PODS u 0/1 1") == []
+        world.positions.tell("tube:u", 5)
+        assert (await client.lines())[-1] == "CURSOR u 0/1 5.0 1"
+
+
+async def test_a_client_with_too_many_requests_in_the_queue_is_cut_off(autojump_clock: MockClock) -> None:
+    async with open_tubes() as world:
+        client = await world.claimed()
+        await client.say("PODS t 0/1 1 wait=60")
+        lines = await client.say(*["TUBE t"] * 6)
+        assert lines[-1].startswith("ERROR too_many_requests: more than 5 requests wait")

@@ -57,7 +57,7 @@ class Copy:
         shutil.rmtree(folder / "replicad" / feature)
         self._without(folder / "replicad/features.py", rf'^    Listed\(.*"replicad\.{feature}\b.*\n')
         shutil.copy(ROOT / "pyproject.toml", folder)
-        self._without(folder / "pyproject.toml", rf'"replicad\.{feature}\b[\w.]*"(?:, )?')
+        self._without(folder / "pyproject.toml", rf'"replicad\.{feature}\b[\w.]*"(?:, ?)?')
 
     def _without(self, file: Path, pattern: str) -> None:
         text, count = re.subn(pattern, "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -96,6 +96,8 @@ if "loud" in sys.argv:
 trio.run(globals()[sys.argv[1]], int(sys.argv[2]))
 """
 
+BETWEEN_CUTS = 3.0  # seconds; no limit: the next cut comes then
+
 both = pytest.mark.parametrize("program", [BLOCKING, ON_TRIO], ids=["blocking", "trio"])
 
 
@@ -133,7 +135,7 @@ def cut_until_the_end(fake: FakeDaemon, process: subprocess.Popen[str]) -> tuple
         fake.stop()
         fake.start()
         try:
-            return process.communicate(timeout=3)
+            return process.communicate(timeout=BETWEEN_CUTS)
         except subprocess.TimeoutExpired:
             assert time.monotonic() < deadline, "it did not come back"
 

@@ -245,9 +245,15 @@ async def _ids_ahead(db: Database, stream: Stream, schema: str) -> tuple[str, st
     """Rows with ids that the sequence has not reached yet wait until it does; a writer chose these ids."""
     if stream.method is not Method.LOCK_WATCH or stream.sequence_oid is None:
         return OK, None
-    ends = await row_source(stream, schema=schema).ends(Impatient(db), -_LAST_ID, _LAST_ID)
-    # Read after the rows: every id that was taken from the sequence is at or below it.
-    last = await db.fetch_value("SELECT pg_sequence_last_value($1::oid)", stream.sequence_oid)
+    looks = Impatient(db)
+    try:
+        ends = await row_source(stream, schema=schema).ends(looks, -_LAST_ID, _LAST_ID)
+        # Read after the rows: every id that was taken from the sequence is at or below it.
+        last = await looks.fetch_value("SELECT pg_sequence_last_value($1::oid)", stream.sequence_oid)
+    except DatabaseUnavailable:
+        raise
+    except DatabaseError as error:  # it concerns this stream only, and must not keep the others from being listed
+        return (OK, None) if is_locked(error) else (error.code, str(error))
     if ends is None or ends[1] <= (last or 0):
         return OK, None
     return IDS_AHEAD, (

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
 
+from replicad import features
+from replicad.config.settings import ServerSettings
+from replicad.daemon import daemon as daemon_module
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.streams import registry
 from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
+from tests.vocabulary import EVERY, Side
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -299,3 +305,14 @@ async def test_a_row_that_turns_up_below_the_position_is_an_alarm(events: Databa
             await trio.sleep(0.05)
     assert feed.late_rows == 1
     assert "ids 1:" in (daemon.troubles.why("stream", "events") or "")
+
+
+async def test_every_command_of_a_client_is_answered_by_one_service(
+    settings: ServerSettings, database: Database, database_url: str
+) -> None:
+    async with daemon_module.open_daemon(settings, database_url, features.served()) as running:
+        answers = [service.answers(Mock()) for service in running.services.values()]
+    found = Counter(kind for each in answers for kind in (*each.at_once, *each.in_turn))
+    by_the_session, by_the_relay = {"PING", "NAME", "AUTH", "ERROR"}, {"REMOTE_SERVER_UP", "LOCK_RELEASED"}
+    wanted = {kind.NAME for kind in EVERY if kind.SENDER & Side.CLIENT} - by_the_session - by_the_relay
+    assert Counter(kind.NAME for kind in found.elements()) == Counter(wanted)

@@ -60,6 +60,10 @@ def test_every_file_of_a_query_is_named_by_the_code() -> None:
     assert [name for name in NAMES if name not in texts()] == [], "nothing loads these files of sql/query"
 
 
+def test_no_two_queries_have_one_name() -> None:
+    assert len(set(NAMES)) == len(NAMES), "load_sql finds a query by its name, in whatever feature it is"
+
+
 def test_every_query_that_the_code_names_has_a_file() -> None:
     names = constants(dict.fromkeys(LOADERS, 0))
     assert len(names) > 20

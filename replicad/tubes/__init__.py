@@ -15,9 +15,4 @@ __all__ = [
     "Part",
 ]
 
-__getattr__ = exported(
-    __name__,
-    {
-        **dict.fromkeys(("CursorAt", "Lease", "Part"), "commands"),
-    },
-)
+__getattr__ = exported(__name__, dict.fromkeys(__all__, "commands"))

@@ -1,8 +1,8 @@
-"""Pods of a range in blocks: Postgres packs columns while the block before is made and sent.
+"""Send the pods of a range as Arrow blocks. Postgres packs the columns of the next block while one is sent.
 
-A statement a piece, not one COPY: a reader that is slow keeps neither a connection nor a snapshot, and a lease that is
-lost on the way is noticed with the next piece, because every statement carries its fence. Positions see to it that
-nothing appears in the range meanwhile, so many snapshots show the same pods as one.
+One statement per piece, not one COPY: a slow reader then holds neither a connection nor a snapshot, and a lost lease is
+noticed with the next piece, because every statement checks the lease. No pod can appear in the range meanwhile
+(docs/positions.md), so many snapshots show the same pods as one.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from replicad.tubes import columns
 from replicad.tubes.columns import Columns
 from replicad.tubes.commands import Part
 
-ROWS = 16  # of the statement at most: see tube_columns_sql
-MAX_PODS = 128  # in a row, so that no piece has more than 25 MB even when pods of a page each follow small ones
-_GROWTH = 4  # how many times more pods there may be in the rows of the next piece
-_LONG = 4 << 20  # bytes that take more than a few milliseconds to turn round: done beside the daemon's own thread
+ROWS = 16  # a statement returns at most: see tube_columns_sql
+MAX_PODS = 128  # per row, so that no piece exceeds 25 MB even when pods of 8 kB each follow small ones
+_GROWTH = 4  # a row of the next piece has at most so many times the pods of a row of this one
+_LONG = 4 << 20  # bytes; a larger piece takes more than a few ms to render and is rendered in a worker thread
 
-BlockSink = Callable[..., Awaitable[None]]  # takes the pieces of a block, in order, to be sent as one
-Keep = Callable[[], Awaitable[None]]
+BlockSink = Callable[..., Awaitable[None]]  # sends its arguments, the parts of one block, without a gap
+Keep = Callable[[], Awaitable[None]]  # renews the lease when it is time
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large a row of the statement is."""
+    """The size of a row of the statement."""
 
-    row_bytes: int = 60 << 10  # that we aim at: beyond 64 kB Postgres is slower; a block then has some 640 kB
-    first_pods: int = 16  # in a row of unknown size: at most a page of 8 kB each, payloads aside
+    row_bytes: int = 60 << 10  # target: beyond 64 kB Postgres is slower; a block then has some 640 kB
+    first_pods: int = 16  # in a row of the first piece, when the size of pods is unknown (8 kB at most, plus payload)
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What to read: exactly the pods of (after, upto], with or without their payloads, under a term."""
+    """What to read: exactly the pods of (after, upto], with or without payloads, under the lease with `term`."""
 
     tube: str
     part: Part
@@ -48,7 +48,7 @@ class Want:
     payload: bool = False
 
     def halves(self) -> list[tuple[bool, int, int]]:
-        """(backfill, after, upto) of each half in which there may be something."""
+        """(backfill, after, upto) of the regular and the backfill half of the range, without empty ranges."""
         both = [
             (False, self.after.regular, self.upto.regular),
             (True, self.after.backfill, self.upto.backfill),
@@ -57,7 +57,7 @@ class Want:
 
 
 class BulkBook:
-    """Reads pods of the tubes of one schema as blocks. `db` is for statements that take as long as there is to read."""
+    """Reads pods of the tubes of one schema as blocks. `db` is the pool for long statements."""
 
     def __init__(self, db: Database, schema: str, sizes: Sizes = Sizes()) -> None:
         self._db = db
@@ -68,17 +68,16 @@ class BulkBook:
     async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int:
         """Send the pods as ARROW lines with their blocks to `sink`; returns how many there were.
 
-        At most two pieces are in memory: one that is being sent, and the next. `keep` is called before every statement
-        and renews the lease when it is time.
+        At most two pieces are in memory: one that is being sent, and the next. `keep` is called before every statement.
+        Blocks may have been sent before an exception.
 
         Raises:
-            EncodingUnavailable: numpy or pyarrow is not installed, or a pod is too large for a block; then blocks with
-            the pods before it may have been sent.
-            LeaseLost: the term does not cover the partition, or does so no longer. Blocks may have been sent.
-            TubeRefused: a pod is none of ours.
+            EncodingUnavailable: numpy or pyarrow is not installed, or a pod is too large for a block.
+            LeaseLost: the term does not cover the partition (any more).
+            TubeRefused: a pod was not written by replicad's functions and cannot be decoded.
         """
         if not self._loaded:
-            await trio.to_thread.run_sync(columns.load)  # takes some tenths of a second
+            await trio.to_thread.run_sync(columns.load)  # takes a few tenths of a second
             self._loaded = True
         pods = 0
         failure: Exception | None = None

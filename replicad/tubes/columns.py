@@ -1,7 +1,7 @@
-"""Columns of pods, as Postgres packs them, to blocks of Arrow IPC. Knows nothing of connections, cursors and leases.
+"""Convert packed columns of pods (`tube_columns_sql`) to blocks of Arrow IPC.
 
-Nothing is done for a single pod in Python: all numbers of a column are turned round at once. numpy and pyarrow come
-with the extra `arrow`; they are imported with the first block, and without them there are only lines to give.
+Python does no work per pod: numpy converts the byte order of a whole column at once. numpy and pyarrow come with the
+extra `arrow` and are imported with the first block. Without them the daemon can answer with lines only.
 """
 
 from __future__ import annotations
@@ -27,25 +27,21 @@ _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # of an IPC stream
 
 
 def load() -> None:
-    """Import what blocks are made with.
-
-    Raises:
-        EncodingUnavailable: it is not installed.
-    """
+    """Import numpy and pyarrow. Raises EncodingUnavailable if they are not installed."""
     try:
         for name in ("numpy", "pyarrow"):
             importlib.import_module(name)
     except ImportError as error:
         raise EncodingUnavailable(
-            f"this daemon has only lines to give ({error}); for encoding=arrow install replicad[arrow] on its host"
+            f"this daemon can only send lines ({error}); for encoding=arrow install replicad[arrow] on its host"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A piece of a range of pods: the rows of `tube_columns_sql`, one behind the other.
+    """A piece of a range of pods: the rows of `tube_columns_sql`, concatenated.
 
-    `sizes` and `bodies` are None without payloads. `size` is bytes in all.
+    `last` is the seq of the last pod. `sizes` and `bodies` are None without payloads. `size` is the total in bytes.
     """
 
     pods: int
@@ -58,7 +54,7 @@ class Columns:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """Of at least one row."""
+        """Concatenate at least one row."""
         payload = "sizes" in rows[0]
         fixed, ids = b"".join(row["fixed"] for row in rows), tuple(row["ids"] for row in rows)
         sizes = b"".join(row["sizes"] for row in rows) if payload else None
@@ -70,7 +66,7 @@ class Columns:
 @cache
 def schema(*, payload: bool) -> pa.Schema:
     """The columns of a block, in the order and with the types that `protocol.md` names."""
-    import pyarrow as pa  # noqa: PLC0415 - the daemon does without it until somebody asks for blocks
+    import pyarrow as pa  # noqa: PLC0415 - imported with the first block
 
     fields = [
         pa.field("seq", pa.int64()),
@@ -84,10 +80,10 @@ def schema(*, payload: bool) -> pa.Schema:
 
 
 def render(tube: str, part: Part, columns: Columns) -> list[bytes | memoryview]:
-    """The ARROW line of these pods, the block that it announces, the newline behind that: pieces, to be sent as one.
+    """The ARROW line of these pods, its block and a newline, in parts that must be sent without a gap.
 
     Raises:
-        EncodingUnavailable: the block would be too large. They can be lines.
+        EncodingUnavailable: the block would be too large. The pods can be read as lines.
         TubeRefused: as `record_batch`.
     """
     batch = record_batch(columns)
@@ -107,7 +103,7 @@ def record_batch(columns: Columns) -> pa.RecordBatch:
     """The pods as a RecordBatch of `schema`.
 
     Raises:
-        TubeRefused: an array of ids is not one of one dimension.
+        TubeRefused: an array of ids is not one-dimensional.
     """
     import numpy as np  # noqa: PLC0415
     import pyarrow as pa  # noqa: PLC0415
@@ -138,7 +134,7 @@ def _plain(kind: pa.DataType, values: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def _offsets(counts: np.ndarray[Any, Any]) -> pa.Buffer:
-    """Where each element begins, and where the last ends, given how many parts each has."""
+    """Arrow offsets (where each element begins, and where the last one ends), from the lengths of the elements."""
     import numpy as np  # noqa: PLC0415
     import pyarrow as pa  # noqa: PLC0415
 
@@ -151,7 +147,7 @@ def _ops(codes: np.ndarray[Any, Any]) -> pa.Array:
     import numpy as np  # noqa: PLC0415
     import pyarrow as pa  # noqa: PLC0415
 
-    if len(codes) and codes.max() > 127:  # none of ours; whoever wrote it finds it as it was
+    if len(codes) and codes.max() > 127:  # not written by replicad's functions; the reader gets it unchanged
         return pa.array([chr(code) for code in codes.tolist()], pa.string())
     return pa.Array.from_buffers(
         pa.string(), len(codes), [None, _offsets(np.ones(len(codes))), pa.py_buffer(codes.astype(np.uint8))]
@@ -162,8 +158,8 @@ def _texts(sizes: np.ndarray[Any, Any], bodies: bytes) -> pa.Array:
     import numpy as np  # noqa: PLC0415
     import pyarrow as pa  # noqa: PLC0415
 
-    there = pa.py_buffer(np.packbits(sizes >= 0, bitorder="little"))
-    return pa.Array.from_buffers(pa.string(), len(sizes), [there, _offsets(np.maximum(sizes, 0)), pa.py_buffer(bodies)])
+    valid = pa.py_buffer(np.packbits(sizes >= 0, bitorder="little"))  # the size of NULL is -1
+    return pa.Array.from_buffers(pa.string(), len(sizes), [valid, _offsets(np.maximum(sizes, 0)), pa.py_buffer(bodies)])
 
 
 def _ids(rows: Sequence[bytes], total: int) -> pa.Array:
@@ -172,7 +168,7 @@ def _ids(rows: Sequence[bytes], total: int) -> pa.Array:
 
     if sum(map(len, rows)) != total * (4 + _ID_LENGTH):
         return pa.array(_ids_with_nulls(b"".join(rows), total), pa.int64())
-    memory = pa.allocate_buffer(total * _ID_LENGTH)  # from a pool, unlike numpy's
+    memory = pa.allocate_buffer(total * _ID_LENGTH)  # from Arrow's memory pool, unlike numpy's arrays
     values, at = np.frombuffer(memory, np.int64), 0
     for row in rows:
         ids = np.frombuffer(row, _ID)
@@ -184,7 +180,7 @@ def _ids(rows: Sequence[bytes], total: int) -> pa.Array:
 
 
 def _ids_with_nulls(data: bytes, total: int) -> Sequence[int | None]:
-    """One by one, where some are NULL: those have a length of -1 and nothing else. No function of ours writes any."""
+    """Decode ids one by one. A NULL has the length -1 and no value. replicad's own functions never write one."""
     ids: list[int | None] = []
     at = 0
     for _ in range(total):
@@ -198,5 +194,5 @@ def _ids_with_nulls(data: bytes, total: int) -> Sequence[int | None]:
         ids.append(int.from_bytes(data[at : at + _ID_LENGTH], "big", signed=True))
         at += _ID_LENGTH
     if len(ids) != total or at != len(data):
-        raise TubeRefused("a pod has an array of ids that is not of one dimension; write such pods anew, or park them")
+        raise TubeRefused("a pod's array of ids is not one-dimensional; insert its ids again, or park the pod")
     return ids

@@ -1,7 +1,4 @@
-"""The commands about tubes: which there are, who holds which partition, their pods, and what readers have counted.
-
-protocol.md shows the conversation; this file says how each line of it is written.
-"""
+"""The commands of tubes: leases of partitions, reading and acknowledging pods. protocol.md shows their use."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ from replicad.protocol.tokens import START, Cursor
 from replicad.protocol.words import Side, bad, json_value
 
 LINES, ARROW = "lines", "arrow"
-ENCODINGS = (LINES, ARROW)  # of pods: a line each, or many in a block of Arrow IPC
-MAX_BLOCK = 64 << 20  # bytes in a block: the longest line that clients take holds a pod as large
+ENCODINGS = (LINES, ARROW)  # of pods: one line each, or many in a block of Arrow IPC
+MAX_BLOCK = 64 << 20  # bytes in a block, as in the longest line that clients accept
 _PART = re.compile(r"[0-9]{1,5}/[0-9]{1,5}").fullmatch
 MAX_COUNTS = 4096  # characters of what a REPORT counts
 
@@ -43,10 +40,10 @@ class Part:
 
     @classmethod
     def parse(cls, command: str, text: str) -> Self:
-        """Read `partition/partitions`, the first counted from 0.
+        """Parse `partition/partitions`; partitions are numbered from 0.
 
         Raises:
-            RemoteProtocolError: not of that form, or outside of 0 <= partition < partitions <= 32768.
+            RemoteProtocolError: not of that form, or not 0 <= partition < partitions <= 32768.
         """
         if not _PART(text):
             raise bad(command, f"a partition is written like 0/2 (the first of two), got {text[:40]!r}")
@@ -56,7 +53,7 @@ class Part:
         return cls(partition, partitions)
 
     def covers(self, other: Part) -> bool:
-        """Whether every shard of `other` is one of ours."""
+        """Whether every shard of `other` belongs to this partition."""
         return other.partitions % self.partitions == 0 and other.partition % self.partitions == self.partition
 
     def __str__(self) -> str:
@@ -77,7 +74,7 @@ _PARTITION = "partition/partitions"
 
 @command("TUBE", Side.BOTH, verb="list", answer="TUBE")
 class Tube(Command):
-    """TUBE: from a client, asks for a tube; from the server, the number of its partitions."""
+    """TUBE: a client asks for a tube; the server answers with its number of partitions."""
 
     tube: str = word("tube")
     partitions: int | None = optional("partitions", INTEGER, default=None)
@@ -87,9 +84,9 @@ class Tube(Command):
 class Claim(Command):
     """CLAIM: asks for the lease of a partition; `0/1` is the whole tube, whatever its number of partitions.
 
-    `ttl` is how long the lease lasts when its holder sends nothing; `wait` how long to wait for a lease that
-    another holds; `holder` an identity that survives a reconnect (default: the connection's name and number).
-    Where another holds it: ERROR lease_held.
+    `ttl` is how long the lease lasts when its holder sends nothing. `wait` is how long to wait while another holder has
+    it; after that the answer is ERROR lease_held. `holder` is an identity that survives a reconnect (default: the
+    connection's name and number).
     """
 
     tube: str = word("tube")
@@ -101,7 +98,7 @@ class Claim(Command):
 
 @command("RENEW", Side.CLIENT, verb="work", answer="LEASE")
 class Renew(Command):
-    """RENEW: the holder is alive. PODS, ACK and PARK renew as well."""
+    """RENEW: starts the lease's time to live anew. PODS, ACK and PARK do so as well."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -110,7 +107,7 @@ class Renew(Command):
 
 @command("RELEASE", Side.BOTH, verb="work", answer="RELEASE")
 class Release(Command):
-    """RELEASE: the holder is done; from a client a request, from the server its confirmation."""
+    """RELEASE: a client gives its lease back; the server confirms it."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -119,7 +116,7 @@ class Release(Command):
 
 @command("LEASE", Side.SERVER)
 class Lease(Command):
-    """LEASE: the holder has the partition under `term`, for `ttl` seconds since it asked."""
+    """LEASE: the client holds the partition under `term`, until `ttl` seconds after its request."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -129,13 +126,13 @@ class Lease(Command):
 
 @command("PODS", Side.CLIENT, verb="work", answer="CURSOR")
 class Pods(Command):
-    """PODS: asks for pods, under a lease that covers the partition: RDATA lines or ARROW blocks, and then CURSOR.
+    """PODS: asks for pods under a lease that covers the partition. Answer: RDATA lines or ARROW blocks, then CURSOR.
 
-    Without `upto`: what lies behind `after` (default: the start), regular pods by seq and then backfill pods
-    by seq, at most `limit` pods and `backfill` backfill pods among them (0 leaves backfill out), and about
-    `ids` ids (at least one pod); with nothing there it waits up to `wait` seconds. `upto`: exactly the pods of
-    (after, upto], for a replay. `plan=1`: the CURSOR alone, no rows. `encoding=arrow`: blocks, each announced by
-    ARROW, instead of RDATA lines; `payload=1` has payloads in them, which lines always have.
+    Without `upto`: the pods behind `after` (default: the start), regular pods by seq and then backfill pods by seq. At
+    most `limit` pods, at most `backfill` backfill pods among them (0: none), and about `ids` ids (at least one pod). If
+    there are none, the server waits up to `wait` seconds. With `upto`: exactly the pods of (after, upto], for a replay.
+    `plan=1`: the CURSOR alone, no pods. `encoding=arrow`: blocks instead of RDATA lines, each announced by ARROW;
+    `payload=1` adds the payloads, which lines always have.
     """
 
     tube: str = word("tube")
@@ -154,17 +151,17 @@ class Pods(Command):
     def check(self) -> None:
         """`Command.check`."""
         if self.payload and self.encoding != ARROW:
-            raise bad(self.NAME, "payload goes with encoding=arrow; lines always have it")
+            raise bad(self.NAME, "payload needs encoding=arrow; lines always have payloads")
         if self.plan and self.encoding is not None:
-            raise bad(self.NAME, "plan asks for no rows, so encoding does not go with it")
+            raise bad(self.NAME, "plan and encoding exclude each other: plan asks for no pods")
         bounds = (self.limit, self.ids, self.backfill, self.wait)
         if self.upto is not None and (self.plan or any(bound is not None for bound in bounds)):
-            raise bad(self.NAME, "upto names an exact range; limit, ids, backfill, wait and plan do not go with it")
+            raise bad(self.NAME, "upto names an exact range and excludes limit, ids, backfill, wait and plan")
 
 
 @command("ARROW", Side.SERVER)
 class Arrow(Command):
-    """ARROW: so many pods come next, as so many raw bytes and a newline. The bytes are one Arrow IPC stream.
+    """ARROW: announces a block: `bytes` raw bytes, then a newline. The bytes are one Arrow IPC stream with `pods` pods.
 
     Only in an answer to PODS with `encoding=arrow`. There is at least one pod, and `size` is at most MAX_BLOCK.
     """
@@ -177,7 +174,7 @@ class Arrow(Command):
 
 @command("CURSOR", Side.SERVER)
 class CursorAt(Command):
-    """CURSOR: ends the answer to PODS: the cursor behind the last pod, and how many there were (or would be)."""
+    """CURSOR: ends the answer to PODS: the cursor behind the last pod, and the number of pods (planned ones too)."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -187,7 +184,7 @@ class CursorAt(Command):
 
 @command("ACK", Side.CLIENT, verb="work", answer="ACKED")
 class Ack(Command):
-    """ACK: the downstream has these pods, and they leave the tube: either those listed, or all of (`after`, `upto`]."""
+    """ACK: removes pods that the downstream has from the tube: those listed, or all of (`after`, `upto`]."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -201,12 +198,12 @@ class Ack(Command):
         if bool(self.seqs) == (self.upto is not None):
             raise bad(self.NAME, "give either seqs, such as 5,6,9, or upto=r.b")
         if self.seqs and self.after != START:
-            raise bad(self.NAME, "after= goes with upto=")
+            raise bad(self.NAME, "after= needs upto=")
 
 
 @command("ACKED", Side.SERVER)
 class Acked(Command):
-    """ACKED: how many pods an ACK removed; fewer than asked for means that some were removed before."""
+    """ACKED: how many pods an ACK removed. Fewer than asked for: some were removed before."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -215,7 +212,7 @@ class Acked(Command):
 
 @command("PARK", Side.CLIENT, verb="park", answer="PARKED")
 class Park(Command):
-    """PARK: these ids (`*`: the whole pod) keep failing: take them out of the tube and keep them with the error."""
+    """PARK: takes ids that keep failing (`*`: all ids of the pod) out of the tube and stores them with the error."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -228,7 +225,7 @@ class Park(Command):
 
 @command("PARKED", Side.SERVER)
 class Parked(Command):
-    """PARKED: how many ids a PARK put aside."""
+    """PARKED: how many ids a PARK took out."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
@@ -237,9 +234,9 @@ class Parked(Command):
 
 @command("REPORT", Side.BOTH, verb="report", answer="REPORT")
 class Report(Command):
-    """REPORT: what a reader of the tube has counted, a JSON object, for whoever watches (`replicad top`).
+    """REPORT: the counts of a reader of the tube, a JSON object, for `replicad top`.
 
-    `reporter` says who counts; its last report stands for it. Confirmed by the server without the counts.
+    The server keeps the last report of each `reporter` and confirms it without the counts.
     """
 
     tube: str = word("tube")

@@ -1,8 +1,8 @@
 """Leases: which worker may read a partition of a tube. docs/leases.md has the states, the trust window, the failures.
 
-A lease is a row with a term (a number that no other lease ever had) and a beat (a number that no other renewal ever
-had). A lease is expired when its beat has not changed for `ttl` seconds (`replicad.beats`). CLAIM then replaces the
-row, and only if the beat is still the one that was seen. Statements with an old term are refused in SQL (tubes/sql).
+A lease is a row with a term (unique to this lease) and a beat (unique to each renewal). A lease is expired when its
+beat has not changed for `ttl` seconds (`replicad.beats`). CLAIM then replaces the row, and only if the beat is still
+the one that was seen. The SQL functions refuse an old term.
 """
 
 from __future__ import annotations
@@ -20,32 +20,23 @@ from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.commands import Lease, Part
 
 RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
-LONGEST_GAP = 1.5  # the most seconds that count between two looks; a daemon looks every second
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRow:
-    """One lease as stored in Postgres. `ttl` is in seconds."""
-
-    tube: str
-    part: Part
-    holder: str
-    term: int
-    beat: int
-    ttl: float
+LONGEST_GAP = 1.5  # seconds; a longer gap between two looks counts as this. A daemon looks every second
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """A lease and how long (seconds) this watcher has seen its beat unchanged."""
+    """A lease, and for how many seconds this watcher has seen its beat unchanged (`silent`). `ttl` is in seconds."""
 
-    row: LeaseRow
+    tube: str
+    term: int
+    beat: int
+    ttl: float
     silent: float
 
     @property
     def expired(self) -> bool:
         """Whether the beat has not changed for the whole time to live."""
-        return self.silent >= self.row.ttl
+        return self.silent >= self.ttl
 
 
 class LeaseBook:
@@ -59,37 +50,25 @@ class LeaseBook:
         self._watch = BeatWatch[int](LONGEST_GAP)
 
     async def look(self) -> list[LeaseView]:
-        """Read all leases. Call it regularly: the time without a change counts from the first look at a beat."""
+        """Read all leases. Call it regularly: `silent` counts from the first look that saw a beat."""
         rows = await self._db.fetch(
-            f"SELECT tube, partitions, partition, holder, term, beat, extract(epoch FROM ttl)::float8 AS ttl "
-            f"FROM {self._table}"
+            f"SELECT tube, term, beat, extract(epoch FROM ttl)::float8 AS ttl FROM {self._table}"
         )
-        leases = [
-            LeaseRow(
-                row["tube"],
-                Part(row["partition"], row["partitions"]),
-                row["holder"],
-                row["term"],
-                row["beat"],
-                row["ttl"],
-            )
-            for row in rows
-        ]
-        silent = self._watch.observe((lease.beat for lease in leases), self._now())
-        return [LeaseView(lease, silent[lease.beat]) for lease in leases]
+        silent = self._watch.observe((row["beat"] for row in rows), self._now())
+        return [LeaseView(**dict(row), silent=silent[row["beat"]]) for row in rows]
 
     async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease:
-        """Get the lease of a partition, waiting up to `wait` seconds while others hold it or what overlaps it.
+        """Get the lease of a partition. Wait up to `wait` seconds while another holder has it or a lease overlaps it.
 
-        The holder of exactly this lease gets the term that it has.
+        The holder of exactly this lease keeps its term.
 
         Raises:
-            LeaseHeld: another holder has it, or one that overlaps it, and still had it at the end of the wait.
+            LeaseHeld: another holder still had it, or a lease that overlaps it, at the end of the wait.
             UnknownTube, PartitionsChanged: raised by the SQL.
         """
         deadline = self._now() + wait
         while True:
-            expired = [view.row.beat for view in await self.look() if view.row.tube == tube and view.expired]
+            expired = [lease.beat for lease in await self.look() if lease.tube == tube and lease.expired]
             try:
                 where = (tube, part.partitions, part.partition)
                 row = await call_row(
@@ -119,11 +98,11 @@ class LeaseBook:
             raise LeaseLost(f"term {term} holds {claimed} of tube {tube}, which does not cover {part}")
         where = (tube, claimed.partitions, claimed.partition, term)
         await call_value(self._db, self._schema, "tube_lease_renew", *where)
-        assert row is not None  # else the statement has just raised
+        assert row is not None  # else tube_lease_renew has raised
         return Lease(tube, claimed, term, row["ttl"])
 
     async def release(self, tube: str, part: Part, term: int) -> bool:
-        """Give the lease back; False if it was no longer held under that term."""
+        """Release the lease. False if it was no longer held under that term."""
         released: bool = await call_value(
             self._db, self._schema, "tube_lease_release", tube, part.partitions, part.partition, term
         )

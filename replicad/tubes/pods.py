@@ -1,7 +1,7 @@
-"""Pods of a partition: plan a read, copy it as finished lines, ack it. Each is one statement that carries its fence.
+"""Pods of a partition: plan a read, copy it as finished lines, ack it. Each is one statement that checks the lease.
 
-Reading is bounded by the tube's position, which the caller brings (docs/positions.md): a pod that commits late has a
-lower seq than what was read already and must not be passed over.
+The caller passes the tube's position (docs/positions.md), and nothing above it is read: above it a transaction that
+commits late can still add a pod with a lower seq, which would be skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from replicad.tubes.commands import CursorAt, Part
 class TubeInfo:
     """A tube: its number of partitions, and the oids of its table and of the sequence that numbers its pods.
 
-    `fault` says why it cannot be served, and what to do; then the oids may be missing.
+    `fault` says why it cannot be served, and what to do. The oids may then be None.
     """
 
     name: str
@@ -38,9 +38,8 @@ async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
 class PodBook:
     """Reads and acks pods of the tubes of one schema.
 
-    `db` serves plans, `bulk_db` the copies, which last as long as their reader takes. `ack_db` serves acks and
-    parking, which delete pods or take ids out of them and never add a pod: the lock-watch leaves its connections out on
-    the tables of tubes.
+    `db` is the pool for plans, `bulk_db` for copies, which last as long as their reader takes. `ack_db` is for acks and
+    parking. They never add a pod, so the lock-watch ignores the locks of its connections on the tables of tubes.
     """
 
     def __init__(self, db: Database, ack_db: Database, bulk_db: Database, schema: str) -> None:
@@ -50,7 +49,7 @@ class PodBook:
         self._schema = schema
 
     async def tubes(self) -> list[TubeInfo]:
-        """All tubes, by name; what is wrong with one does not keep it from seeing the others."""
+        """All tubes, by name. A fault of one does not hide the others."""
         return await load_tubes(self._db, self._schema)
 
     async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
@@ -73,7 +72,7 @@ class PodBook:
     ) -> CursorAt:
         """How far to read behind `after`: at most `limit` pods, about `ids` ids, `backfill` backfill pods.
 
-        Nothing above `position` is counted in.
+        Nothing above `position` is counted.
 
         Raises:
             LeaseLost: the term does not cover the partition.
@@ -122,19 +121,19 @@ class PodBook:
     async def park(
         self, tube: str, part: Part, term: int, *, seq: int, ids: Sequence[int], tries: int, error: str
     ) -> int:
-        """Put ids of a pod (all where `ids` is empty) aside with the error; returns how many. Raises as `ack`."""
+        """Park ids of a pod (all if `ids` is empty) with the error; returns how many. Raises as `ack`."""
         parked: int = await call_value(
             self._ack_db, self._schema, "tube_park", *_fence(tube, part, term), seq, list(ids), tries, error
         )
         return parked
 
     async def report(self, tube: str, reporter: str, counts: str) -> None:
-        """Keep what a reader has counted, a JSON object. Raises UnknownTube."""
+        """Store the counts of a reader, a JSON object. Raises UnknownTube."""
         await call_value(self._db, self._schema, "tube_report_put", tube, reporter, counts)
 
 
 def _fence(tube: str, part: Part, term: int) -> tuple[str, int, int, int]:
-    """The arguments that every function begins with: it raises LeaseLost where the term does not cover that."""
+    """The first arguments of every function: it raises LeaseLost if the term does not cover the partition."""
     return tube, part.partitions, part.partition, term
 
 

@@ -11,18 +11,14 @@ MAX_SHARD = 2_147_483_647  # an integer of Postgres
 
 @dataclass(frozen=True, slots=True)
 class ShardSet:
-    """A set of shards, and the text that it was written as."""
+    """A set of shards, and the text that it was parsed from."""
 
     text: str
-    ranges: tuple[tuple[int, int], ...]  # first and last, both included
+    ranges: tuple[tuple[int, int], ...]  # first and last, both inclusive
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read such a text.
-
-        Raises:
-            ValueError: not of that form, or a range that ends before it begins; the message says what to write.
-        """
+        """Parse such a text. Raises ValueError if it has another form; the message says what to write."""
         if text.strip().lower() == "all":
             return cls("all", ((0, MAX_SHARD),))
         ranges = []
@@ -33,7 +29,7 @@ class ShardSet:
             first, last = int(found[1]), int(found[2] or found[1])
             if not first <= last <= MAX_SHARD:
                 raise ValueError(
-                    f"{piece.strip()} is no range; give the lower number first, and none above {MAX_SHARD}"
+                    f"{piece.strip()} is not a range; give the lower number first, and no number above {MAX_SHARD}"
                 )
             ranges.append((first, last))
         return cls(text, tuple(ranges))

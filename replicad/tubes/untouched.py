@@ -1,7 +1,7 @@
-"""Attached tables whose writes no longer reach their tube: which, why, and what to do. Reads catalogs only.
+"""Find attached tables whose writes no longer reach their tube, and say why and what to do. Reads catalogs only.
 
-Triggers and tables can be dropped or disabled by hand. What is written from then on is lost to the tube, and nothing
-fails; the pods that are there can still be read.
+Someone may drop or disable triggers and tables by hand. From then on writes are not recorded, and no statement fails.
+The pods that are in the tube can still be read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from replicad.postgres.statements import statement
 
 
 async def load_untouched(db: Database, schema: str) -> dict[str, str]:
-    """By tube, a text that names such tables and the remedy; tubes without any are left out."""
+    """A text by tube that names such tables and the remedy. Tubes without such tables are left out."""
     found: dict[str, list[str]] = {}
     more: dict[str, int] = {}
     for row in await db.fetch(statement("tube_untouched", schema), schema):
         found.setdefault(row["tube"], []).append(_sentence(row))
         more[row["tube"]] = row["tables"] - len(found[row["tube"]])
-    rest = {tube: f"; likewise {count:,} more tables" if count else "" for tube, count in more.items()}
+    rest = {tube: f"; the same is true of {count:,} more tables" if count else "" for tube, count in more.items()}
     return {tube: "; ".join(sentences) + rest[tube] for tube, sentences in found.items()}
 
 
@@ -30,13 +30,14 @@ def _sentence(row: Any) -> str:
         names = " or ".join(row["perhaps"])
         return (
             f"a table that was attached to it was dropped ({names + ', ' if names else ''}oid {row['table_oid']}, "
-            f"shard {shard}); a new one of its name does not touch it. Attach the new one, {_attach(row, names)}, "
-            f"and backfill it, {_backfill(row)}; where there is none: replicad tubes detach {tube} {row['table_oid']}"
+            f"shard {shard}). If there is a new table of that name, its changes are not recorded: attach it, "
+            f"{_attach(row, names)}, and backfill it, {_backfill(row)}. If there is none: "
+            f"replicad tubes detach {tube} {row['table_oid']}"
         )
     return (
-        f"what is written to table {row['name']} does not reach it: no enabled trigger of the tube for "
-        f"{', '.join(row['missing'])}. Attach the table again, {_attach(row, row['root'])}, and then backfill it, as "
-        f"touches since then are lost: {_backfill(row)}"
+        f"changes of table {row['name']} are not recorded: it has no enabled trigger of the tube for "
+        f"{', '.join(row['missing'])}. Attach the table again, {_attach(row, row['root'])}, and then backfill it, "
+        f"because changes since then are lost: {_backfill(row)}"
     )
 
 

@@ -220,7 +220,7 @@ def test_ids_of_more_than_one_dimension_are_refused_and_never_misread() -> None:
     pod = {"seq": 1, "op": "U", "shard": 0, "ids": [1, 2], "payload": None, "ts": 0}
     whole = packed([pod], 1)
     for ids in (whole.ids[0] + b"\0" * 8, whole.ids[0][:-8], b"\0\0\0\7" + whole.ids[0][4:]):
-        with pytest.raises(TubeRefused, match="not of one dimension"):
+        with pytest.raises(TubeRefused, match="not one-dimensional"):
             columns.record_batch(Columns(1, 1, whole.fixed, (ids,)))
 
 

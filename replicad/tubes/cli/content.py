@@ -41,9 +41,9 @@ Examples:
     type=_OPERATIONS,
     default="T",
     show_default=True,
-    help="Operation; B comes after everything else.",
+    help="Operation. Workers read B after all others.",
 )
-@option("--payload", metavar="JSON", help="For every pod; without ids it makes one control pod.")
+@option("--payload", metavar="JSON", help="Payload of every pod. Without ids: make one control pod.")
 @island_options
 def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | None, **options: Any) -> None:
     """Put ids into TUBE by hand.
@@ -52,7 +52,7 @@ def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | N
     """
     _check_json(payload)
     if not ids and payload is None:
-        raise UsageError("nothing to touch; give ids, - for those on stdin, or a --payload")
+        raise UsageError("nothing to touch; give ids, - to read them from stdin, or a --payload")
     if len(options.get("database") or ()) > 1:
         raise UsageError("--database is given several times; ids belong to one database")
 
@@ -86,7 +86,7 @@ Example:
     type=_OPERATIONS,
     default="B",
     show_default=True,
-    help="Operation; B comes after everything else.",
+    help="Operation. Workers read B after all others.",
 )
 @island_options
 def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
@@ -115,8 +115,8 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
 def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
     """Put every id of the attached tables into TUBE once.
 
-    Workers get these pods after all others. The daemon writes them, shard after shard. A shard whose backfill is
-    running already is left alone. `stats` shows the progress.
+    The daemon writes the pods, shard after shard, and workers read them after all others. A shard whose backfill is
+    already running is skipped. `stats` shows the progress.
     """
     chosen = parse_shards(shards)
 
@@ -137,8 +137,8 @@ def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
 def stats(tube: str | None, as_json: bool, **options: Any) -> None:
     """Show what is in each partition of each tube.
 
-    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates. If the table of a tube cannot be read, its
-    numbers are empty and its state gives the reason.
+    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates. If the table of a tube cannot be read, the
+    numbers are empty and the state gives the reason.
     """
 
     async def work(tubes: Tubes) -> list[dict[str, Any]]:
@@ -182,7 +182,7 @@ def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _ranges(shards: Sequence[int]) -> str:
-    """Sorted numbers in short form: 1-3,7; a long list is cut off."""
+    """Sorted numbers in short form (1-3,7). A long list is truncated."""
     parts = []
     for _, group in itertools.groupby(enumerate(shards), key=lambda pair: pair[1] - pair[0]):
         run = [shard for _, shard in group]
@@ -255,7 +255,7 @@ def _read_ids(words: Iterable[str]) -> Iterator[int]:
         for text in sys.stdin if word == "-" else [word]:
             for piece in text.replace(",", " ").split():
                 if not re.fullmatch(r"-?[0-9]{1,18}", piece):
-                    raise UsageError(f"{piece[:40]!r} is no id; ids are whole numbers")
+                    raise UsageError(f"{piece[:40]!r} is not an id; ids are whole numbers")
                 yield int(piece)
 
 

@@ -42,7 +42,7 @@ class Tubes:
         return await call_value(self.db, self.schema, function, *args)
 
     async def states(self) -> dict[str, str]:
-        """What is wrong with each tube, by name. Tubes that are ok are left out."""
+        """`tube_states` of this database."""
         from replicad.tubes.cli.states import tube_states
 
         return await tube_states(self.db, self.schema, self.stream_schema)
@@ -69,7 +69,7 @@ class Tubes:
         found = []
         for name in names:
             if "." in name:
-                raise UsageError(f"{name} names its schema, and --shards does so as well; give the table's name alone")
+                raise UsageError(f"{name} has a schema, and --shards chooses schemas too; give the table's name alone")
             there = await self.db.fetch(load_sql("tables_of_shards"), name)
             of_shards = [(row["tbl"], shard_of_schema(row["schema"])) for row in there]
             wanted = [tbl for tbl, shard in of_shards if shard is not None and shard in shards]
@@ -83,11 +83,11 @@ class Tubes:
 
 
 def parse_shards(text: str) -> ShardSet:
-    """The value of --shards. Raises UsageError if it does not fit."""
+    """Parse the value of --shards. Raises UsageError."""
     try:
         return ShardSet.parse(text)
     except ValueError as error:
-        raise UsageError(f"--shards: {text!r} does not fit; {error}") from None
+        raise UsageError(f"--shards: {text!r} is not valid; {error}") from None
 
 
 def on_islands(
@@ -96,7 +96,7 @@ def on_islands(
     *,
     statement_timeout: float | None = 60,
 ) -> list[tuple[str | None, T]]:
-    """Run `work` on every database that was named, or on the default one. Returns pairs of name and result.
+    """Run `work` on every database of --database, or on the default one. Returns pairs of name and result.
 
     The name (host and database) is None if there is only one database. The first failure ends the command.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with each tube, from the catalogs, the rights of this session, and the reports of running daemons."""
+"""The faults of each tube, from the catalogs, the rights of this session, and the reports of running daemons."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ async def tube_states(db: Database, tube_schema: str, stream_schema: str) -> dic
         reported = []
     for one in reported:
         known = reasons.setdefault(one.name, []) if one.kind == "tube" else None
-        if known is not None and one.reason not in known:  # several daemons report the same
+        if known is not None and one.reason not in known:  # several daemons may report the same
             known.append(one.reason)
     return {name: " Also: ".join(found) for name, found in reasons.items() if found}
 
 
 async def _read_only(db: Database) -> list[str]:
-    """A sentence if this session may not write. A daemon of the same user may not write either."""
+    """One sentence if this session may not write. A daemon of the same user then may not write either."""
     if await db.fetch_value("SELECT current_setting('transaction_read_only')") == "off":
         return []
     return [

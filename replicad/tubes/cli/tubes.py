@@ -1,4 +1,4 @@
-"""`replicad tubes`: create, list and drop tubes, attach and detach tables. content.py has what is in tubes."""
+"""`replicad tubes`: create, list and drop tubes, attach and detach tables. content.py has the commands on pods."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def attach(
         return named
 
     for island, named in on_islands(options, work):
-        _tell("attached to", tube, island, named)
+        _print_each("attached to", tube, island, named)
 
 
 @command.command("detach")
@@ -181,7 +181,7 @@ def attach(
 @shards_option
 @island_options
 def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: Any) -> None:
-    """Record changes of TABLE in TUBE no longer.
+    """Stop recording changes of TABLE in TUBE.
 
     Pods that are in the tube stay.
     """
@@ -195,7 +195,7 @@ def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: An
         return named
 
     for island, named in on_islands(options, work):
-        _tell("detached from", tube, island, named)
+        _print_each("detached from", tube, island, named)
 
 
 async def _tube(tubes: Tubes, tube: str) -> Any:
@@ -203,10 +203,10 @@ async def _tube(tubes: Tubes, tube: str) -> Any:
     for row in await tubes.rows("tube_list"):
         if row["tube"] == tube:
             return row
-    raise UnknownTube(f"there is no tube {tube!r}; `replicad tubes list` shows those that there are")
+    raise UnknownTube(f"there is no tube {tube!r}; `replicad tubes list` shows the tubes")
 
 
-def _tell(what: str, tube: str, island: str | None, tables: list[str]) -> None:
+def _print_each(what: str, tube: str, island: str | None, tables: list[str]) -> None:
     for table in tables:
         click.echo(f"{table} {what} {tube}" + (f" on {island}" if island else ""))
 

@@ -1,1 +1,1 @@
-"""Tubes in the daemon: the answers to clients' requests, and the waits for new pods."""
+"""Tubes in the daemon: answers to clients' requests, and waits for new pods."""

@@ -1,6 +1,6 @@
-"""What the service of tubes needs of the database, as interfaces; a test gives implementations in memory.
+"""What the service of tubes needs from the database, as interfaces. Tests implement them in memory.
 
-What each method does and raises is said in the class that does it with Postgres, which each interface names.
+Each interface names the class that implements it with Postgres; the methods are documented there.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Backfills(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """All that the service asks the database for. `untouched`: `load_untouched`."""
+    """The implementations that a service uses. `untouched` is `load_untouched`."""
 
     leases: Leases
     pods: PodStore

@@ -1,4 +1,4 @@
-"""How often the service of tubes does what, and how long it waits for what."""
+"""Intervals and limits of waits of the service of tubes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from replicad.tubes import backfill, bulk
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Intervals and pauses in seconds."""
+    """Times in seconds."""
 
-    look: float = 1.0  # between two looks at all leases and all tubes; a time to live is some of them
+    look: float = 1.0  # between two looks at all leases and all tubes; leases live for several of them
     first_reading: float = 2.0  # to wait for the first position of a tube; only an open transaction takes longer
-    waking: float = 1.0  # that a look at what came may take before all are woken
-    look_again: float = 1.0  # before a look at what came that failed is repeated
+    waking: float = 1.0  # that the query for new pods may take; then all requests that wait for the tube are woken
+    look_again: float = 1.0  # before a query for new pods that failed is repeated
     backfills: backfill.Pace = backfill.Pace()
     blocks: bulk.Sizes = bulk.Sizes()
     restarts: Restarts = Restarts()

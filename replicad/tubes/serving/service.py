@@ -1,7 +1,7 @@
-"""The daemon's side of tubes: leases, pods and acks over TCP, and workers that are woken when pods arrive.
+"""The service of tubes: answers requests for leases, pods and acks, and wakes waiting requests when pods arrive.
 
-It hands out only pods at or below the tube's position, above which a pod with a lower seq can still turn up. All that
-must hold when two daemons or a zombie worker are at it at once is enforced by the SQL, not here.
+It sends only pods at or below the tube's position; above it a pod with a lower seq can still appear. Several daemons
+and workers with an expired lease may send requests at once. The SQL keeps them apart, not this file.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from replicad.tubes.untouched import load_untouched
 
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
 DEFAULT_LIMIT = 1000
-RENEW_SHARE = 5  # a request renews its lease when this part of the time to live has passed
-WAIT_SHARE = 3  # likewise while it waits for pods: hundreds may wait, and each renewal is a write
+RENEW_SHARE = 5  # a request renews its lease when ttl / RENEW_SHARE has passed since the last renewal
+WAIT_SHARE = 3  # the same while it waits for pods: hundreds may wait, and each renewal is a write
 
-TUBE = "tube"  # the kind of troubles of one tube; what concerns them all is a trouble of this service
+TUBE = "tube"  # the kind of the troubles of one tube; a trouble of all tubes has the kind "service"
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ log = structlog.get_logger()
 class TubeService:
     """Answers the requests of all sessions about all tubes of one schema.
 
-    What is wrong with one tube is that tube's trouble and is answered to those who ask for that tube.
+    A fault of one tube is a trouble of that tube, and the answer to requests for it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TubeService:
         self._troubles = troubles
         self._waiters = Waiters(self._pods, troubles, pace)
         self._watched: dict[str, LockSource] = {}
-        self._refused: dict[str, str] = {}  # tubes without a position, and why
+        self._refused: dict[str, str] = {}  # tube: why it has no position
         self._looks = self._newest_look = 0
         self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
 
@@ -112,10 +112,10 @@ class TubeService:
         """`Service.summary`."""
         return {"tubes": sorted(self.tubes)}
 
-    # --- life ---
+    # --- tasks ---
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Know the tubes, their positions and their leases, until cancelled. Started once the tubes are known."""
+        """Follow the tubes, their positions and their leases until cancelled. Started once the tubes are known."""
         await self._look_at_tubes()
         task_status.started()
         async with trio.open_nursery() as nursery:
@@ -128,7 +128,7 @@ class TubeService:
             nursery.start_soon(self._repeat, "backfills", partial(self._look_for_backfills, nursery))
 
     async def _repeat(self, cause: str, step: Callable[[], Awaitable[None]]) -> None:
-        """Do one step every second, each on its own: one that fails or waits keeps no other from its work."""
+        """Repeat one step. Each has its own task: a step that fails or waits does not delay the others."""
         while True:
             await trio.sleep(self._pace.look)
             with self._troubles.contain("service", "tubes", cause):
@@ -139,7 +139,7 @@ class TubeService:
         number = self._looks
         found = {info.name: info for info in await self._pods.tubes()}
         if number < self._newest_look:
-            return  # one that began later was faster
+            return  # a look that began later has already finished
         self._newest_look = number
         before, self.tubes = self.tubes, found
         for name in before.keys() - found.keys():
@@ -152,7 +152,7 @@ class TubeService:
                 self._follow(info, before.get(name))
 
     def _follow(self, info: TubeInfo, before: TubeInfo | None) -> None:
-        """Watch the tube's table, which may be another one by now; tell what is wrong with it."""
+        """Watch the tube's table, which may have been replaced, and report its fault."""
         wanted = None
         if info.table_oid is not None and info.sequence_oid is not None:
             wanted = LockSource(info.table_oid, info.sequence_oid, own_deletes=True)
@@ -176,7 +176,7 @@ class TubeService:
         self._waiters.forget(name)
 
     async def _look_at_triggers(self) -> None:
-        """Report attached tables whose writes do not reach their tube; its pods are served all the same."""
+        """Report attached tables whose changes are not recorded. The pods of their tube are served all the same."""
         found = await self._untouched()
         for name in self.tubes:
             if name in found:
@@ -185,8 +185,7 @@ class TubeService:
                 self._troubles.end(TUBE, name, "triggers")
 
     async def _look_at_leases(self) -> None:
-        views = await self.leases.look()
-        alive = {(view.row.tube, view.row.term) for view in views}
+        alive = {(lease.tube, lease.term) for lease in await self.leases.look()}
         self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
 
     async def _look_for_backfills(self, nursery: trio.Nursery) -> None:
@@ -210,13 +209,13 @@ class TubeService:
         """Answer one request of a client.
 
         Raises:
-            TubeError, DatabaseError: it cannot be done; nothing was sent but perhaps a part of the pods.
+            TubeError, DatabaseError: it cannot be done. A part of the pods may have been sent.
         """
         try:
             await work(command)
         except DatabaseUnavailable:
             raise
-        except DatabaseError as error:  # in words that help, where it is because of the tube's table
+        except DatabaseError as error:  # if the tube's table is the reason, say so
             await self._look_at_tubes()
             info = self.tubes.get(command.tube)
             if info is None or info.fault is None:
@@ -228,7 +227,7 @@ class TubeService:
         return TubeRefused(f"tube {tube} cannot be served: {fault}")
 
     async def _served(self, tube: str) -> TubeInfo:
-        """The tube. Raises UnknownTube, and TubeRefused with the reason where it cannot be served."""
+        """The tube. Raises UnknownTube, or TubeRefused with the reason if it cannot be served."""
         info = await self._info(tube)
         fault = info.fault or self._refused.get(tube)
         if fault is not None:
@@ -236,12 +235,12 @@ class TubeService:
         return info
 
     async def _refuse_broken(self, tube: str) -> None:
-        """As `_served`; a tube that is not known is left to the statement, which asks for the lease first."""
+        """As `_served`, but accepts an unknown tube: the SQL statement checks the lease first and then refuses it."""
         if tube in self.tubes:
             await self._served(tube)
 
     async def _info(self, tube: str) -> TubeInfo:
-        if tube not in self.tubes or self.tubes[tube].fault is not None:  # perhaps it was made or mended just now
+        if tube not in self.tubes or self.tubes[tube].fault is not None:  # created or repaired just now?
             await self._look_at_tubes()
         found = self.tubes.get(tube)
         if found is None:
@@ -364,15 +363,15 @@ class TubeService:
         return wait or 0.0
 
     async def _check(self, tube: str, cursor: Cursor) -> None:
-        """Refuse a cursor that lies where pods can still appear: reading behind it would skip them."""
+        """Refuse a cursor above the position: pods can still appear below it, and a read behind it would skip them."""
         position = await self._waiters.position(tube)
         if max(cursor.regular, cursor.backfill) > position:
             raise CursorAhead(
-                f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors that CURSOR gave"
+                f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors from CURSOR answers"
             )
 
     async def _keep(self, tube: str, part: Part, term: int) -> None:
-        """Renew the lease that a request names when some of its time has passed; the statements do the fencing."""
+        """Renew the lease of a request if part of its time to live has passed. The SQL statements check the lease."""
         known = self._renewed.get((tube, term))
         now = trio.current_time()
         if known is None or now >= known[0] + known[1] / RENEW_SHARE:
@@ -381,7 +380,7 @@ class TubeService:
 
 
 def feature(pace: Pace = Pace()) -> Feature:
-    """Tubes as the daemon knows them."""
+    """The feature `tubes` for the daemon."""
 
     def open_service(host: Host) -> TubeService:
         pools, schema = host.pools, host.settings.database.tube_schema

@@ -1,8 +1,7 @@
-"""Who waits for pods of which partition, and how far each tube may be read: waiting requests are woken when pods come.
+"""The position of each tube, and the requests that wait for pods: they are woken when their partition gets pods.
 
-Each tube is looked at in a task of its own, for a bounded time, so that one whose table is locked or broken keeps no
-other waiting. Where it cannot be told which partitions got pods, all that wait for the tube are woken: they ask
-Postgres themselves, and get its answer.
+Each tube is queried in a task of its own with a time limit, so that a locked or broken table does not delay other
+tubes. If the query fails, all requests that wait for the tube are woken; each then sends its own query.
 """
 
 from __future__ import annotations
@@ -10,25 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import trio
 
 from replicad.daemon.troubles import Troubles
 from replicad.errors import TubeError
 from replicad.tubes.commands import Part
+from replicad.tubes.serving.books import PodStore
 from replicad.tubes.serving.pace import Pace
-
-
-class Arrivals(Protocol):
-    """Where it is learnt which partitions got pods: `PodBook`."""
-
-    async def shards_between(self, tube: str, after: int, upto: int) -> list[int]: ...
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits. `event` is set when it should look again; who waits again puts a new one in its place."""
+    """A waiting request. `event` is set when it should look again; to wait again it puts a new event in its place."""
 
     tube: str
     part: Part
@@ -38,20 +31,20 @@ class Waiter:
 class Waiters:
     """The requests that wait for pods, and the positions of all tubes."""
 
-    def __init__(self, pods: Arrivals, troubles: Troubles, pace: Pace = Pace()) -> None:
+    def __init__(self, pods: PodStore, troubles: Troubles, pace: Pace = Pace()) -> None:
         self._pods = pods
         self._pace = pace
         self._troubles = troubles
         self._positions: dict[str, int] = {}
-        self._seen: dict[str, int] = {}  # positions up to which those who wait have been woken
-        self._moved = trio.Event()  # since the last look
-        self._arrived = trio.Event()
+        self._seen: dict[str, int] = {}  # tube: the position up to which waiting requests have been woken
+        self._moved = trio.Event()  # a position has changed since `run` last looked
+        self._arrived = trio.Event()  # replaced with each change of a position
         self._waiting: set[Waiter] = set()
-        self._looking: set[str] = set()  # tubes that a task looks at
-        self._failing: set[str] = set()  # tubes where the last look failed
+        self._looking: set[str] = set()  # tubes for which `_look` runs
+        self._failing: set[str] = set()  # tubes whose last query failed
 
     def note_position(self, tube: str, position: int) -> None:
-        """A tube's position, as the poller learnt it."""
+        """Take a tube's position from the poller."""
         if self._positions.get(tube) != position:
             self._positions[tube] = position
             self._moved.set()
@@ -59,7 +52,7 @@ class Waiters:
             self._arrived = trio.Event()
 
     def forget(self, tube: str) -> None:
-        """The tube is gone, or is another one of that name: nothing is known of its position."""
+        """The tube was dropped or replaced: forget its position."""
         self._positions.pop(tube, None)
         self._seen.pop(tube, None)
         self._failing.discard(tube)
@@ -67,7 +60,7 @@ class Waiters:
         self.wake(tube)
 
     async def position(self, tube: str) -> int:
-        """The tube's position, waited for where the daemon or the tube is new; nothing is handed out without one."""
+        """The tube's position. Waits for the first one; then, without any, it is 0 and no pod is sent."""
         with trio.move_on_after(self._pace.first_reading):
             while tube not in self._positions:
                 await self._arrived.wait()
@@ -84,14 +77,14 @@ class Waiters:
             self._waiting.discard(waiter)
 
     def wake(self, tube: str) -> None:
-        """Have all that wait for pods of the tube look again."""
+        """Wake all requests that wait for pods of the tube."""
         for waiter in self._waiting:
             if waiter.tube == tube:
                 waiter.event.set()
 
     async def run(self) -> None:
-        """Wake whose partitions got pods, until cancelled."""
-        self._looking.clear()  # what an earlier run began has ended with it
+        """Wake requests whose partitions got pods, until cancelled."""
+        self._looking.clear()  # the tasks of an earlier run have ended with it
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look_again)
             while True:
@@ -108,7 +101,7 @@ class Waiters:
                     nursery.start_soon(self._look, tube)
 
     async def _look(self, tube: str) -> None:
-        """One query, however many wait; again while the position moves meanwhile."""
+        """Send one query for all waiting requests; repeat it while the position has changed meanwhile."""
         try:
             while (position := self._positions.get(tube)) is not None and position != self._seen.get(tube):
                 before = self._seen.get(tube, position)
@@ -127,7 +120,7 @@ class Waiters:
                 waiter.event.set()
 
     async def _shards(self, tube: str, after: int, upto: int) -> list[int] | None:
-        """The shards that got pods, None where that cannot be told."""
+        """The shards that got pods. None if the query failed."""
         shards: list[int] | None = None
         with self._troubles.contain("tube", tube, "wake"):
             with trio.move_on_after(self._pace.waking):
@@ -143,7 +136,7 @@ class Waiters:
         return shards
 
     async def _look_again(self) -> None:
-        """At tubes where it failed: nothing may move there for long, and the trouble is over when they can be read."""
+        """Repeat failed queries, to end the trouble when the tube can be read: its position may not change for long."""
         while True:
             await trio.sleep(self._pace.look_again)
             for tube in list(self._failing):

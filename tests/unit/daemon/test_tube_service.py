@@ -17,7 +17,7 @@ from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, Keep, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
-from replicad.tubes.leases import LeaseRow, LeaseView
+from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import TubeInfo
 from replicad.tubes.serving.books import Books
 from replicad.tubes.serving.pace import Pace
@@ -62,10 +62,7 @@ class MemoryBooks:
 
     async def look(self) -> list[LeaseView]:
         await self._answer("look")
-        return [
-            LeaseView(LeaseRow(lease.tube, lease.part, "h", term, 1, lease.ttl), 0.0)
-            for term, lease in self.held.items()
-        ]
+        return [LeaseView(lease.tube, term, 1, lease.ttl, 0.0) for term, lease in self.held.items()]
 
     async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease:
         await self._answer("claim")

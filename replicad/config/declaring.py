@@ -59,7 +59,7 @@ class Setting:
             value = self.parse(text)
         except ValueError as error:
             shown = repr(mask_secrets(text)) if self.on_command_line else "the value"
-            raise UsageError(f"{source}: {shown} does not fit; {error}") from None
+            raise UsageError(f"{source}: {shown} is not valid; {error}") from None
         self.check(value, source)
         return value
 

@@ -1,9 +1,9 @@
-"""The Spark side: the data source `replicad`, and the pipeline that stands on it.
+"""The Spark side: the data source `replicad`, and the pipeline that uses it.
 
     spark.readStream.format("replicad").option("tube", "cities").load()
 
-The source registers itself where replicad is installed; `register(spark)` does it by hand. `pipeline.run` takes a
-`PipelineConfig` from the tube to a downstream of `replicad.spark.sinks`.
+PySpark finds the source where replicad is installed; `register(spark)` registers it by hand. `pipeline.run` runs the
+pipeline of a `PipelineConfig`: from a tube to a downstream of `replicad.spark.sinks`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __getattr__ = exported(
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("replicad")` known to a session. Safe to repeat.
+    """Register `format("replicad")` in a session. Safe to repeat.
 
     Raises:
-        EnvironmentRefused: PySpark is too old for it.
+        EnvironmentRefused: PySpark is too old.
     """
     check_pyspark()
     from replicad.spark.source import ReplicadDataSource  # noqa: PLC0415 - needs PySpark

@@ -1,8 +1,8 @@
-"""Pods as the daemon sends them, to Arrow: RecordBatches of the source's schema, from lines or from blocks.
+"""Convert the daemon's answer to PODS (lines or blocks) into RecordBatches of the source's schema.
 
-Blocks are Arrow already, some hundred kilobytes each, and handed on as they are. Of lines, the common chunk (no
-payloads) is turned into JSON lines by two replacements of whole byte strings and parsed by pyarrow in one go; no line
-is looked at in Python. Knows nothing of sockets and Spark.
+A block is an Arrow stream of some hundred kB and is passed on unchanged. A chunk of lines without payloads, the common
+case, is turned into JSON lines by two replacements of byte strings, and pyarrow parses it as a whole: Python does no
+work per line. Knows nothing of sockets and Spark.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from replicad.protocol.tokens import Cursor
 from replicad.tubes.columns import schema
 from replicad.tubes.commands import Part
 
-TARGET_BYTES = 1 << 20  # of lines in one RecordBatch: large enough for parsing to outweigh the call, small in memory
-_MAX_BYTES = (1 << 31) - 1  # what one block of pyarrow.json may have
-_PAYLOAD_KEY = re.compile(rb',\s*"payload"\s*:')  # no value before it can contain that
+TARGET_BYTES = 1 << 20  # of lines in one RecordBatch: parsing takes longer than the call, and memory stays small
+_MAX_BYTES = (1 << 31) - 1  # the most that one block of pyarrow.json may have
+_PAYLOAD_KEY = re.compile(rb',\s*"payload"\s*:')  # no value before the payload can contain it
 _PARSED = schema(payload=False)
 _LIST = _PARSED.field("ids").type
 
 
 @dataclass(frozen=True, slots=True)
 class PodReader:
-    """Turns the lines of one answer to PODS into batches. `tube` and `part` are those that were asked for."""
+    """Converts the lines of one answer to PODS into batches. `tube` and `part` are those of the request."""
 
     tube: str
     part: Part
@@ -41,7 +41,7 @@ class PodReader:
         """RecordBatches of about `TARGET_BYTES` of lines each, in order. A chunk holds whole lines.
 
         Raises:
-            RemoteProtocolError: a line is not the RDATA of such a pod.
+            RemoteProtocolError: a line is not the RDATA line of a pod of this partition.
         """
         held: list[bytes] = []
         size = 0
@@ -59,7 +59,7 @@ class PodReader:
         count = lines.count(b"\n")
         payloads = None
         if b'"payload"' not in lines and lines.count(b' {"seq":') == lines.count(head) == count:
-            # `RDATA tube:t 0/2 17 {"seq":17,...}` becomes `{"_":17,"seq":17,...}`, without looking at single lines
+            # `RDATA tube:t 0/2 17 {"seq":17,...}` becomes `{"_":17,"seq":17,...}`
             rows = lines.replace(head, b'{"_":').replace(b' {"seq":', b',"seq":')
         else:
             rows, payloads = _line_by_line(lines, head)
@@ -75,10 +75,10 @@ class PodReader:
 
 
 def block_batch(block: PodBlock, *, payload: bool) -> pa.RecordBatch:
-    """The RecordBatch in a block of pods; its buffers are the block's.
+    """The RecordBatch in a block of pods. It shares the block's memory.
 
     Raises:
-        RemoteProtocolError: it is no IPC stream of the columns that were agreed on, or holds another number of pods.
+        RemoteProtocolError: not an IPC stream of the expected columns, or another number of pods than announced.
     """
     try:
         with pa.ipc.open_stream(pa.py_buffer(block.data)) as stream:
@@ -104,11 +104,11 @@ def _parse(rows: bytes) -> pa.Table:
             parse_options=pj.ParseOptions(explicit_schema=_PARSED, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid as error:
-        raise RemoteProtocolError(f"a pod is not JSON of the form that was agreed on: {str(error)[:300]}") from error
+        raise RemoteProtocolError(f"a pod is not JSON of the expected form: {str(error)[:300]}") from error
 
 
 def _line_by_line(lines: bytes, head: bytes) -> tuple[bytes, list[str | None]]:
-    """Cut the JSON and the payload out of every line; a payload is the last value of its row, and stays text."""
+    """The JSON and the payload of every line. A payload is the last value of its row and stays text."""
     rows: list[bytes] = []
     payloads: list[str | None] = []
     for line in lines.split(b"\n")[:-1]:
@@ -130,7 +130,7 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 
 def last_cursor(batch: pa.RecordBatch, before: Cursor) -> Cursor:
-    """The cursor behind the last pod of a batch, given the cursor before it."""
+    """The cursor behind the last pod of a batch. `before` is the cursor before the batch."""
     seq, backfill = batch.column("seq"), pc.equal(batch.column("op"), "B")
     regular = pc.max(pc.filter(seq, pc.invert(backfill))).as_py()
     behind = pc.max(pc.filter(seq, backfill)).as_py()

@@ -1,7 +1,7 @@
 """One micro-batch of a pipeline, on the driver: run its tasks, commit it downstream, collect garbage, count.
 
-Called by Spark's `foreachBatch`. When it returns, Spark writes its commit log, and with the next batch the source acks
-the pods.
+Spark's `foreachBatch` calls it. When it returns, Spark writes its commit log, and the source acks the pods before the
+next batch.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from replicad.spark.tasks import (
 from replicad.spark.touches import Control
 from replicad.tubes.columns import schema as pods_schema
 
-GARBAGE_PER_STEP = 100_000  # ids that are asked for at once: bounds the driver's memory
-_FRUITLESS_STEPS = 10  # of garbage collection in which the downstream still names the same ids
-TASKS_AFTER_TRANSFORM = 8  # tasks that write what a transform returned; part of what tells a repeated task
+GARBAGE_PER_STEP = 100_000  # stale ids per request to the downstream: bounds the driver's memory
+_FRUITLESS_STEPS = 10  # steps of garbage collection after which the downstream may still return the same ids
+TASKS_AFTER_TRANSFORM = 8  # tasks that write what a transform returned; a repeated task is recognised by it
 
 log = get_logger("replicad.spark")
 
 
 @dataclass(slots=True)
 class BatchRunner:
-    """Runs micro-batches, one after another, and keeps the count.
+    """Runs micro-batches, one after another, and adds up their reports.
 
-    `busy`: one is under way. `error` is what ended the last one, if anything. `mark` is a file that goes when the first
-    batch is known to be in Spark's commit log, that is with the second one. `tell` passes each report on.
+    `busy`: a batch is running. `error` is the exception that ended the last batch, if any. `mark` is a file that is
+    removed when the second batch starts, because the first one is then in Spark's commit log. `send_report` sends each
+    report to the daemon.
     """
 
     enricher: Enricher
@@ -59,13 +60,13 @@ class BatchRunner:
     on_batch: Callable[[BatchReport, PipelineResult], None] | None = None
     result: PipelineResult = field(default_factory=PipelineResult)
     mark: Path | None = None
-    tell: Callable[[BatchReport], None] | None = None
+    send_report: Callable[[BatchReport], None] | None = None
     error: BaseException | None = None
     busy: bool = False
     first: int | None = None  # number of the first batch since the start
 
     def __call__(self, pods: DataFrame, number: int) -> None:
-        """One micro-batch of the source's rows (with payloads)."""
+        """Run one micro-batch of the source's rows (with payloads)."""
         started = time.monotonic()
         self.busy = True
         if self.first is None:
@@ -97,8 +98,8 @@ class BatchRunner:
         )
         self.result = self.result.plus(report)
         log.info("batch_done", **report.counts())
-        if self.tell is not None:
-            self.tell(report)
+        if self.send_report is not None:
+            self.send_report(report)
         if self.on_batch is not None:
             self.on_batch(report, self.result)
 
@@ -138,7 +139,7 @@ class BatchRunner:
     # --- garbage ---
 
     def _collect_garbage(self, spark: SparkSession, batch: BatchId, controls: tuple[Control, ...]) -> _Garbage:
-        """After the end of a backfill: what the downstream holds from before it is asked for like any touch."""
+        """After the end of a backfill, treat the ids that the downstream holds from before it like touches."""
         done = _Garbage()
         for control in controls:
             log.info("control_pod", kind=control.kind, shard=control.shard, seq=control.seq)
@@ -153,7 +154,7 @@ class BatchRunner:
         while True:
             stale = self.sink.stale_ids(self.shape, control.shard, control.start_seq, GARBAGE_PER_STEP)
             if stale is None:
-                log.warning("garbage_kept", shard=control.shard, why="the downstream cannot tell what is stale")
+                log.warning("garbage_kept", shard=control.shard, why="the downstream cannot list stale ids")
                 return
             if not len(stale):
                 if settled or not self.sink.settle:
@@ -165,13 +166,13 @@ class BatchRunner:
             done.step += 1
             step = BatchId(batch.query, batch.number, done.step)
             outcome = self._run(_touch(spark, control, stale), step)
-            if outcome.repeated:  # this step was done before a crash, for other ids
+            if outcome.repeated:  # the step was done before a crash, with other ids
                 continue
             fruitless = fruitless + 1 if seen is not None and stale.equals(seen) else 0
             if fruitless >= _FRUITLESS_STEPS:
                 raise DownstreamError(
-                    f"the downstream still names {len(stale)} stale ids of shard {control.shard}, e.g. {stale[0]}, "
-                    "after they were written or deleted; does it keep _seq with its rows, and is `settle` long enough?"
+                    f"the downstream still lists {len(stale)} stale ids of shard {control.shard}, e.g. {stale[0]}, "
+                    "after they were written or deleted; does it store _seq with its rows, and is `settle` long enough?"
                 )
             if self.sink.settle and fruitless:
                 time.sleep(self.sink.settle)
@@ -190,7 +191,7 @@ class _Garbage:
 
 
 def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
-    """A pod of operation G as the source would yield it, in one partition: the shard has one owner here too."""
+    """A pod of operation G, as the source would return it, in one partition: one task writes a shard here too."""
     row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist(), "payload": None, "ts": None}
     return spark.createDataFrame(pa.Table.from_pylist([row], schema=pods_schema(payload=True))).coalesce(1)
 
@@ -200,15 +201,15 @@ def _collect(frame: DataFrame) -> list[dict[str, Any]]:
 
 
 def _query_id(spark: SparkSession) -> str:
-    """The id that the checkpoint gave to the query; it survives restarts."""
+    """The query's id, which is in the checkpoint and survives restarts."""
     found = spark.sparkContext.getLocalProperty("sql.streaming.queryId")
     if not found:
-        raise UsageError("not within a streaming query: Spark names no sql.streaming.queryId")
+        raise UsageError("not within a streaming query: Spark has no local property sql.streaming.queryId")
     return str(found)
 
 
 def spark_schema(schema: pa.Schema) -> Any:
-    """The Spark schema of an Arrow one."""
-    from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415 - needs pandas, which takes its time
+    """Convert an Arrow schema to Spark's."""
+    from pyspark.sql.pandas.types import from_arrow_schema  # noqa: PLC0415 - needs pandas, which is slow to import
 
     return from_arrow_schema(schema)

@@ -1,4 +1,4 @@
-"""`replicad pipeline run CONFIG`: a tube's changes to a downstream, by Spark; all the work is replicad.spark's."""
+"""`replicad pipeline run CONFIG`: send a tube's changes to a downstream with Spark."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from replicad.spark.reports import PipelineResult
 
 
-@click.group("pipeline", cls=ReplicadGroup, short_help="Keep a downstream in step with a tube, by Spark.")
+@click.group("pipeline", cls=ReplicadGroup, short_help="Keep a downstream in step with a tube, with Spark.")
 def command() -> None:
-    """Keep a downstream (Parquet files, a Postgres table, your own) in step with a tube, by Spark."""
+    """Keep a downstream (Parquet files, a Postgres table, your own) in step with a tube, with Spark."""
 
 
 @command.command(
@@ -44,7 +44,7 @@ Example of CONFIG:
   trigger = "1s\"""",
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@option("--database", metavar="URL", help="Postgres that has the rows; goes before CONFIG. Also REPLICAD_DATABASE.")
+@option("--database", metavar="URL", help="Postgres that has the rows; overrides CONFIG. Also REPLICAD_DATABASE.")
 @option(
     "--trigger", metavar="SECONDS", help="How often to look for changes, or available_now: end when there are none."
 )
@@ -53,10 +53,11 @@ Example of CONFIG:
 )
 @option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def run(config: Path, database: str | None, trigger: str | None, spark_log: Path | None, as_json: bool) -> None:
-    """Read a tube's touches, look the rows up, write them downstream, ack; for as long as it runs.
+    """Read the pods of a tube, look up the rows, write them downstream, and ack the pods.
 
-    CONFIG is a TOML file, checked before Spark starts. With trigger = "available_now" it ends when all that was there
-    has been written; otherwise on SIGTERM or Ctrl-C, after the batch in hand. Each batch is logged with its counts.
+    CONFIG is a TOML file, checked before Spark starts. With trigger = "available_now" the command ends when everything
+    that was in the tube has been written; otherwise on SIGTERM or Ctrl-C, after the current batch. Each batch is logged
+    with its counts.
     """
     url = read_settings(DatabaseSettings, {"database": database}).database
 
@@ -77,7 +78,7 @@ def run(config: Path, database: str | None, trigger: str | None, spark_log: Path
 
 
 def summary(result: PipelineResult) -> str:
-    """What a run counted, in one sentence."""
+    """The counts of a run, in one sentence."""
     text = (
         f"{result.batches:,} batches in {result.seconds:,.1f} s: {result.pods:,} pods with {result.ids:,} ids, "
         f"{result.rows_written:,} rows written, {result.rows_deleted:,} deleted"
@@ -87,8 +88,8 @@ def summary(result: PipelineResult) -> str:
 
 @contextmanager
 def _stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """SIGTERM and SIGINT end what is starting at once; after the first call of the function that this yields, they
-    make it return True. A second signal ends the program in any case.
+    """Yields a function that returns True after SIGTERM or SIGINT. Before its first call a signal ends the program at
+    once, and so does a second signal.
     """
     gently = wanted = False
 

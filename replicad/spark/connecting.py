@@ -1,4 +1,4 @@
-"""How a query reaches the daemon: the endpoint from the options, and what is done about lost connections."""
+"""How a query connects to the daemon: the endpoint and the retries, from the options of the source."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LONGEST_PAUSE = 5.0  # seconds between two tries
 
 
 def endpoint_of(options: SourceOptions, *, timeout: float | None = None) -> Endpoint:
-    """Where to connect to. Reads the token's file, so it is for whoever is about to connect.
+    """Where to connect to. Reads the file of the token.
 
-    `timeout` in seconds, for the connection and for an answer, goes before those of the options.
+    `timeout` in seconds, for the connection and for an answer, overrides those of the options.
 
     Raises:
         UsageError: the file of the token cannot be read.
@@ -30,11 +30,11 @@ def endpoint_of(options: SourceOptions, *, timeout: float | None = None) -> Endp
 
 
 def retries_of(options: SourceOptions) -> Retries:
-    """As many tries as the options say, with their pauses."""
+    """The number of retries and the pauses of the options."""
     return Retries(options.retry_interval, LONGEST_PAUSE, most=options.num_retries)
 
 
 def patience_of(options: SourceOptions) -> float:
-    """Seconds that all the pauses between tries add up to, for what retries by itself."""
+    """The sum in seconds of all pauses, for clients that retry by themselves."""
     backoff = Backoff(options.retry_interval, LONGEST_PAUSE)
     return sum(backoff.whole(tries) for tries in range(options.num_retries))

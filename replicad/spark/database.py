@@ -1,7 +1,6 @@
-"""Postgres through ADBC, as the executors use it: one cached connection per worker, patient with outages.
+"""Postgres through ADBC, for executors: one cached connection per worker, and retries while Postgres is away.
 
-The errors of the driver become those of `replicad.errors`, their cause kept and passwords masked. Which SQL is run is
-the business of `enrich` and of the Postgres sink.
+Errors of the driver become those of `replicad.errors`, with their cause and with passwords masked.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from replicad.sqlstates import means
 
 T = TypeVar("T")
 
-PATIENCE = 60.0  # seconds for which a lost Postgres is waited for; a restart or a failover takes some
+PATIENCE = 60.0  # seconds to wait for an unreachable Postgres: a restart or a failover
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries; each pause doubles
 
 _Key = tuple[int, int, str, bool]  # process, thread, url, transactional
@@ -31,12 +30,10 @@ _connections: dict[_Key, Any] = {}
 
 
 def connection(url: str, *, transactional: bool = False) -> Any:
-    """This thread's connection to `url`, made when there is none.
-
-    `transactional` connections commit when told, the others after every statement.
+    """This thread's connection to `url`; opened if there is none. `transactional` turns autocommit off.
 
     Raises:
-        DatabaseError: it cannot be made.
+        DatabaseError: it cannot be opened.
     """
     key = _key(url, transactional)
     found = _connections.get(key)
@@ -51,7 +48,7 @@ def _key(url: str, transactional: bool) -> _Key:
 
 def _connect(url: str, transactional: bool) -> Any:
     try:
-        from adbc_driver_postgresql import dbapi  # noqa: PLC0415 - only who enriches needs it
+        from adbc_driver_postgresql import dbapi  # noqa: PLC0415 - not needed by the data source
     except ImportError as error:
         raise EnvironmentRefused(
             "the ADBC driver for Postgres is not installed; pip install 'replicad[spark]', on the executors too"
@@ -70,7 +67,7 @@ def _connect(url: str, transactional: bool) -> Any:
 
 
 def forget(url: str, *, transactional: bool | None = None) -> None:
-    """Close this thread's connections to `url`, or those of one kind; what they had not committed is undone."""
+    """Close this thread's connections to `url`, or those of one kind. Uncommitted changes are rolled back."""
     for kind in (True, False) if transactional is None else (transactional,):
         _close(_key(url, kind))
 
@@ -78,13 +75,13 @@ def forget(url: str, *, transactional: bool | None = None) -> None:
 def _close(key: _Key) -> None:
     lost = _connections.pop(key, None)
     if lost is not None:
-        with contextlib.suppress(Exception):  # it is broken already, and nothing of it is needed any more
+        with contextlib.suppress(Exception):  # it may already be broken
             lost.close()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close what is open before the interpreter takes the driver's own means of doing so away."""
+    """Close open connections before the interpreter unloads what the driver needs to close them."""
     for key in [key for key in _connections if key[0] == os.getpid()]:
         _close(key)
 
@@ -98,12 +95,12 @@ def patiently(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Run `work(connection)`, again on a new connection while Postgres is away, for up to `patience` seconds.
+    """Run `work(connection)`. While Postgres is away, repeat it on a new connection for up to `patience` seconds.
 
-    `work` must bear being run twice: after a failure nobody knows how far it came.
+    `work` must be safe to repeat: after a failure it is unknown how much of it was done.
 
     Raises:
-        DatabaseError: Postgres refused, or stayed away.
+        DatabaseError: Postgres refused, or was still away after that time.
     """
     retries = Retries(_FIRST_PAUSE, _LONGEST_PAUSE, patience=patience, now=now, sleep=sleep)
     while True:
@@ -130,7 +127,7 @@ def _driver_errors() -> tuple[type[Exception], ...]:
 
 
 def _ours(error: Exception) -> DatabaseError:
-    """The driver's error as one of ours."""
+    """The driver's error as one of `replicad.errors`."""
     state: str | None = getattr(error, "sqlstate", None)
     text = mask_secrets(" ".join(str(error).partition("\n\nQuery was:")[0].split()))
     if means(state, sqlstates.REFUSED):
@@ -138,8 +135,8 @@ def _ours(error: Exception) -> DatabaseError:
     if means(state, sqlstates.TRANSIENT) if state else type(error).__name__ == "OperationalError":
         refused = "password authentication failed" in text or ("database" in text and "does not exist" in text)
         kind = DatabaseRefused if refused else DatabaseUnavailable
-        return kind(f"no use of Postgres: {text}", sqlstate=state)
-    return DatabaseError(f"Postgres says: {text}", sqlstate=state)
+        return kind(f"Postgres cannot be used: {text}", sqlstate=state)
+    return DatabaseError(f"Postgres reports: {text}", sqlstate=state)
 
 
 def quote(name: str) -> str:

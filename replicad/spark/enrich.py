@@ -1,7 +1,7 @@
-"""Enrichment: from touched ids to rows as they are now, and to deletes for those that are gone.
+"""Enrichment: look up the current rows of touched ids. An id without a row becomes a delete.
 
-Runs in a task, or on the driver for garbage collection. Every statement reads what is committed when it begins, and
-that is after the touch was, so what it finds is never older than the touch: this needs the primary, not a standby.
+Runs in a task, or on the driver for garbage collection. Every statement begins after the touch was committed, so the
+row that it finds is never older than the touch. This needs the primary: a standby may lag behind.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from replicad.spark.database import PATIENCE, patiently
 from replicad.spark.tables import Layout
 from replicad.spark.touches import chunks_by_shard
 
-CHUNK = 10_000  # ids in one query; larger ones gain nothing and hold their rows longer
+CHUNK = 10_000  # ids in one query; larger queries are not faster and hold more rows in memory
 KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What one chunk of touches comes to. `writes`: rows as they are now, then _shard and _seq;
-    `deletes`: _shard, id, _seq.
+    """The changes for one chunk of touches. `writes`: the current rows, then _shard and _seq; `deletes`: _shard, id,
+    _seq.
     """
 
     writes: pa.Table
@@ -34,8 +34,8 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Enricher:
-    """Loads the rows of touched ids. `url` is the Postgres of those tables that name no other one, `layout` what
-    `tables.find_layout` found.
+    """Loads the rows of touched ids. `url` is the Postgres of the rules without a `database`; `layout` is from
+    `tables.find_layout`.
     """
 
     url: str
@@ -56,26 +56,26 @@ class Enricher:
 
         Raises:
             DatabaseError: the rows cannot be read, e.g. because a column was dropped.
-            UsageError: a touch is of a shard that no table was named for.
+            UsageError: no rule has a table for the shard of a touch.
         """
         for shard, chunk in chunks_by_shard(touches, self.chunk):
             yield self._look_up(shard, chunk)
 
     def _look_up(self, shard: int, touched: pa.Table) -> Changes:
-        found_one = self.layout.query(shard)
-        if found_one is None:
+        located = self.layout.query(shard)
+        if located is None:
             covered = "; ".join(f"{source.rule.shards.text}: {source.rule.table}" for source in self.layout.sources)
             raise UsageError(f"shard {shard} was touched, but no table was named for it (there are {covered})")
         ids = touched.column("id").combine_chunks()
-        database, query = found_one
+        database, query = located
         found = patiently(database or self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
         rows = conform(found, self.layout.schema)
         known = rows.column(self.layout.id)
-        gone = touched.filter(pc.invert(pc.is_in(ids, value_set=known.combine_chunks())))
+        absent = touched.filter(pc.invert(pc.is_in(ids, value_set=known.combine_chunks())))
         seqs = touched.column("seq").take(pc.index_in(known, value_set=ids))
         shards = pa.repeat(pa.scalar(shard, pa.int32()), len(rows))
         writes = rows.append_column(KEYS.field("_shard"), shards).append_column(KEYS.field("_seq"), seqs)
-        return Changes(writes, gone.rename_columns(["_shard", self.layout.id, "_seq"]))
+        return Changes(writes, absent.rename_columns(["_shard", self.layout.id, "_seq"]))
 
 
 def _fetch(driver: Any, query: str, ids: pa.Array) -> pa.Table:
@@ -85,7 +85,7 @@ def _fetch(driver: Any, query: str, ids: pa.Array) -> pa.Table:
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Bring a table to exactly `schema`: columns that it lacks are NULL, types are cast where nothing is lost."""
+    """Convert a table to exactly `schema`: missing columns are NULL, and types are cast if no value changes."""
     columns = [
         table.column(field.name).cast(field.type)
         if field.name in table.column_names

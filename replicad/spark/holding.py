@@ -1,8 +1,7 @@
-"""The driver's hold on a tube: one connection, one lease on the whole of it, kept alive by a thread.
+"""The driver's lease on a whole tube (`0/1`, whatever its number of partitions), renewed by a thread.
 
-One query owns one tube. The lease covers `0/1`, every partition whatever their number. A connection that is lost is
-made again; a lease that is lost is claimed again, and the term under which tasks read changes with it. Nothing is
-connected before the first request, because Spark also makes readers in processes that only plan.
+One query owns one tube. A lost connection is opened again. A lost lease is claimed again; tasks then read under its new
+term. Nothing is connected before the first request, because Spark also creates readers in processes that only plan.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ T = TypeVar("T")
 
 WHOLE = Part(0, 1)
 BEATS = 3  # renewals in one time to live: two may fail
-CLAIM_SLICE = 10.0  # seconds of waiting in one CLAIM; daemons bound it
-POSITION_PATIENCE = 5.0  # seconds for which a daemon that has just started may not know the tube's position yet
-_SIDE_TIMEOUT = 5.0  # seconds for an answer to a renewal, and that letting go may cost at the end
+CLAIM_SLICE = 10.0  # seconds of waiting in one CLAIM; daemons limit it
+POSITION_PATIENCE = 5.0  # seconds in which a daemon that has just started learns the tube's position
+_SIDE_TIMEOUT = 5.0  # seconds for an answer to a renewal, and to the release at the end
 
 log = logging.getLogger("replicad.spark")
 
 
 def holder_name(consumer: str | None, kind: str, number: int | str) -> str:
-    """Who holds the lease, as the next one who asks is told: `demo/query@host/4711-c0ffee`."""
+    """The name of the holder, which an ERROR lease_held shows: `demo/query@host/4711-c0ffee`."""
     host = "".join(letter if "!" <= letter <= "~" else "-" for letter in socket.gethostname())
     return f"{consumer or 'spark'}/{kind}@{host}/{number}"[:255]
 
 
 class TubeHold:
-    """A tube, held for one query. Requests are for one thread at a time; the renewals have a thread of their own.
+    """A tube and its lease, for one query. Requests are for one thread at a time; renewals have their own thread.
 
-    `holder` None: a name that no other process ever had, so that nobody takes over our term.
+    `holder` None: a name that is unique to this process, so that no other process gets the same term.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class TubeHold:
         self._options = options
         self._ttl = options.lease_ttl if ttl is None else ttl
         self._client = endpoint_of(options).connect(self.holder)
-        # for renewals: the other connection may be in the middle of a long poll
+        # for renewals: the first connection may be waiting for an answer for a long time
         self._side = endpoint_of(options, timeout=_SIDE_TIMEOUT).connect(f"{self.holder}/renew"[:255])
-        self._lock = threading.RLock()  # the main thread may be interrupted by SIGTERM while it has it
+        self._lock = threading.RLock()  # reentrant: SIGTERM may interrupt the main thread while it has the lock
         self._term: int | None = None
         self._renewing = renewing
         self._stopping = threading.Event()
@@ -74,10 +73,10 @@ class TubeHold:
         return self._connected(lambda client: client.tube(self.tube))
 
     def term(self) -> int:
-        """The term of our lease, which is claimed first where there is none.
+        """The term of the lease. Claims the lease if there is none.
 
         Raises:
-            LeaseHeld: another query has the tube, and still had it after `leaseWait`.
+            LeaseHeld: another query still had the tube after `leaseWait`.
         """
         with self._lock:
             known = self._term
@@ -93,10 +92,10 @@ class TubeHold:
         backfill: int | None = None,
         wait: float = 0.0,
     ) -> CursorAt:
-        """Where reading a partition from `after` would get to (see `protocol.tubing.Pods`).
+        """How far a read of a partition from `after` would get (see `tubes.commands.Pods`).
 
         Raises:
-            CursorAhead: `after` lies beyond what the tube has ever had.
+            CursorAhead: `after` lies beyond the tube's position.
         """
         return self._leased(
             lambda client, term: client.plan(
@@ -109,7 +108,7 @@ class TubeHold:
         return self._leased(lambda client, term: client.ack_upto(self.tube, part, term, after=after, upto=upto))
 
     def _leased(self, request: Callable[[BlockingClient, int], T]) -> T:
-        """Run a request under our lease; once more under a new one where it was lost while nobody looked."""
+        """Run a request under the lease. If the lease was lost, claim it again and repeat the request once."""
         patient_until = time.monotonic() + POSITION_PATIENCE
         lost_before = False
         while True:
@@ -128,7 +127,7 @@ class TubeHold:
                 time.sleep(0.1)
 
     def _connected(self, request: Callable[[BlockingClient], T]) -> T:
-        """Run a request, again where its connection is lost. All requests bear being repeated."""
+        """Run a request and repeat it when the connection is lost. All requests are safe to repeat."""
         retries = retries_of(self._options)
         while True:
             try:
@@ -182,17 +181,17 @@ class TubeHold:
                     failing = False
                 except LeaseLost:
                     self._forget(term)
-                except ReplicadError as error:  # the next beat tries again; the query's own requests tell the user
+                except ReplicadError as error:  # tried again below; the query's own requests report it to the user
                     if not failing and not self._stopping.is_set():
-                        log.warning("lease of tube %s not renewed, trying on: %s", self.tube, error)
+                        log.warning("lease of tube %s not renewed, trying again: %s", self.tube, error)
                     failing = True
                 self._stopping.wait(self._ttl / BEATS)
 
     def release(self) -> None:
-        """Let the tube go now, so that the next query need not wait. Best effort, and bounded.
+        """Release the lease now, so that the next query need not wait. Best effort, with a time limit.
 
-        Goes over the connection of the renewals: it stands already, and where Spark stops a query it leaves this
-        process a millisecond or two before it kills it.
+        Uses the connection of the renewals because it is open already: when Spark stops a query, it kills this process
+        a millisecond or two later.
         """
         with self._lock:
             term, self._term = self._term, None
@@ -201,10 +200,10 @@ class TubeHold:
         try:
             self._side.release(self.tube, WHOLE, term)
         except ReplicadError as error:
-            log.warning("lease of tube %s not released, it runs out in %g s: %s", self.tube, self._ttl, error)
+            log.warning("lease of tube %s not released, it expires in %g s: %s", self.tube, self._ttl, error)
 
     def close(self) -> None:
-        """Close the connection and end the renewals. The lease stays until it runs out; see `release`."""
+        """Close the connections and end the renewals. The lease stays until it expires; see `release`."""
         self._stopping.set()
         self._client.close()
         self._side.close()

@@ -1,10 +1,10 @@
-"""One streaming query over several daemons, each with a database and a tube of that name of its own ("islands").
+"""One streaming query over several daemons ("islands"), each with its own database and a tube of that name.
 
-A reader for each island does what it always does; here their offsets, batches and ends are put together. The offset is
-`{"i":{"east":{...},"west":{...}},"v":1}`, by the islands' names, which must stay what they are; where their daemons run
-may change. An island may be added: it begins with its first pod.
+Each island has a `TubeStreamReader`; this file combines their offsets and batches. The offset is
+`{"i":{"east":{...},"west":{...}},"v":1}`, by the names of the islands. The names must not change; hosts and ports may.
+An island may be added: it begins with its first pod.
 
-A row's identity downstream is its shard and id, so shards are numbered across islands.
+A row's identity downstream is its shard and id, so no two islands may have the same shard number.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from replicad.spark.options import SourceOptions
 from replicad.spark.reading import TubePartition, read_range
 from replicad.spark.tubes import TubeStreamReader, end_on_signals
 
-SLICE = 0.25  # seconds for which all islands are waited for at a time: what comes at one is not held up for longer
+SLICE = 0.25  # seconds to wait for all islands at a time: the longest delay for pods of one of them
 
 T = TypeVar("T")
 
 
 class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
-    """Reads the tubes of all islands for one streaming query. Limits count for each island."""
+    """Reads the tubes of all islands for one streaming query. Limits apply to each island."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
@@ -39,7 +39,7 @@ class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow): 
             name: TubeStreamReader(replace(one, poll_timeout=min(SLICE, one.poll_timeout)))
             for name, one in options.by_island().items()
         }
-        self._threads: ThreadPoolExecutor | None = None  # not before the first request: some processes only plan
+        self._threads: ThreadPoolExecutor | None = None  # made with the first request: some processes only plan
 
     # --- Spark's calls, as in TubeStreamReader ---
 
@@ -49,18 +49,18 @@ class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow): 
             reader.prepareForTriggerAvailableNow()
 
     def initialOffset(self) -> dict[str, Any]:
-        """Before the first pod of every island that was not acked."""
+        """Before the first unacked pod of every island."""
         return _joined(self._each(lambda _, reader: reader.initialOffset()))
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Of each island."""
+        """The limit of each island."""
         return next(iter(self._readers.values())).getDefaultReadLimit()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Ack up to `start`, then plan the next micro-batch; waits up to pollTimeout where no island has anything.
+        """Ack up to `start`, then plan the next micro-batch. Waits up to pollTimeout if no island has pods.
 
         Raises:
-            LeaseHeld, CursorAhead: as TubeStreamReader's, of any island.
+            LeaseHeld, CursorAhead: as TubeStreamReader, for any island.
         """
         begin = self._split(start)
         deadline = time.monotonic() + self._options.poll_timeout
@@ -70,13 +70,13 @@ class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow): 
                 return _joined(end)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """How far all tubes go; None while one of them cannot say."""
+        """The ends of all tubes; None if one of them is unknown."""
         found = self._each(lambda _, reader: reader.reportLatestOffset())
         known = {name: one for name, one in found.items() if one is not None}
         return _joined(known) if len(known) == len(found) else None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """A task for every partition of every island that has pods in the batch."""
+        """One task for every partition of every island that has pods in the batch."""
         begin, finish = self._split(start), self._split(end)
 
         def plan(name: str, reader: TubeStreamReader) -> list[InputPartition]:
@@ -95,39 +95,37 @@ class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow): 
         self._each(lambda name, reader: reader.commit(finish[name]) if name in finish else None)
 
     def stop(self) -> None:
-        """The query has ended; every tube is let go of."""
+        """The query has ended: release every tube."""
         for reader in self._readers.values():
             reader.stop()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # --- how ---
-
-    def _each(self, ask: Callable[[str, TubeStreamReader], T]) -> dict[str, T]:
-        """Ask all islands at once; the first failure, in the order of their names, is raised when all have answered."""
+    def _each(self, call: Callable[[str, TubeStreamReader], T]) -> dict[str, T]:
+        """Call the readers of all islands at once. When all have ended, raise the first failure in their order."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(len(self._readers), thread_name_prefix="island")
             end_on_signals(self.stop)
-        asked = {name: self._threads.submit(ask, name, reader) for name, reader in self._readers.items()}
-        for one in asked.values():
+        calls = {name: self._threads.submit(call, name, reader) for name, reader in self._readers.items()}
+        for one in calls.values():
             one.exception()  # wait
-        return {name: one.result() for name, one in asked.items()}
+        return {name: one.result() for name, one in calls.items()}
 
     def _split(self, offset: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         check_version(offset)
         found = offset.get("i")
         if not isinstance(found, Mapping):
             raise foreign(offset)
-        if gone := sorted(found.keys() - self._readers.keys()):
+        if missing := sorted(found.keys() - self._readers.keys()):
             raise UsageError(
-                f"the checkpoint knows an island {gone[0]!r}, and the option islands has only "
-                f"{', '.join(self._readers)}; name it there, or use another checkpointLocation"
+                f"the checkpoint has an island {missing[0]!r}, but the option islands has only "
+                f"{', '.join(self._readers)}; add it there, or use another checkpointLocation"
             )
         return dict(found)
 
     @staticmethod
     def _begin(begin: Mapping[str, dict[str, Any]], name: str, reader: TubeStreamReader) -> dict[str, Any]:
-        """Where an island begins; one that the checkpoint does not know yet, at its start."""
+        """Where an island begins: at its first pod if the checkpoint does not have it yet."""
         return begin[name] if name in begin else reader.initialOffset()
 
 

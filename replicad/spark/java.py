@@ -1,4 +1,4 @@
-"""Java, the one thing that Spark needs and pip cannot bring: found and checked before Spark fails in its own words."""
+"""Find Java and check its version before Spark starts. pip cannot install it, and Spark's own errors do not help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from replicad.errors import EnvironmentRefused
 
-OLDEST_JAVA = 17  # Spark 4 asks for it
-_TIMEOUT = 20  # seconds for `java -version`; a cold disk takes some
+OLDEST_JAVA = 17  # required by Spark 4
+_TIMEOUT = 20  # seconds for `java -version`, which is slow from a cold disk
 _REMEDY = (
     "install one (Debian and Ubuntu: `apt install openjdk-17-jre-headless`; macOS: `brew install openjdk@17`) "
     "or set JAVA_HOME to one"
@@ -47,14 +47,12 @@ def _version_of(java: Path) -> int:
         raise EnvironmentRefused(f"{java} cannot be run ({error}); {_REMEDY}") from error
     version = parse_version(done.stderr + done.stdout)
     if done.returncode or version is None:
-        said = (done.stderr or done.stdout).strip().partition("\n")[0][:200]
-        raise EnvironmentRefused(f"`{java} -version` failed: {said or f'exit status {done.returncode}'}; {_REMEDY}")
+        output = (done.stderr or done.stdout).strip().partition("\n")[0][:200]
+        raise EnvironmentRefused(f"`{java} -version` failed: {output or f'exit status {done.returncode}'}; {_REMEDY}")
     return version
 
 
 def parse_version(text: str) -> int | None:
-    """The major version in what `java -version` prints: 17 of `"17.0.15"`, 8 of `"1.8.0_402"`;
-    None where there is none.
-    """
+    """The major version in the output of `java -version` (17 of `"17.0.15"`, 8 of `"1.8.0_402"`), or None."""
     found = re.search(r'version "(?:1\.)?([0-9]+)', text)
     return int(found[1]) if found else None

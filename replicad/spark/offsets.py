@@ -1,10 +1,9 @@
-"""Offsets: how far a query has got, as Spark keeps it in the checkpoint. Pure functions; knows neither Spark nor
-sockets.
+"""Offsets: how far a query has read, as Spark stores it in the checkpoint. Knows neither Spark nor sockets.
 
-Spark compares offsets as raw JSON text, so one position has exactly one text: keys are sorted everywhere. A tube's
-offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the tube's number of partitions and, for each
-of them, the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far, which lets a task prove that it
-received every pod that was planned. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
+Spark compares offsets as JSON text, so each position must have exactly one text: keys are sorted everywhere. A tube's
+offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the number of partitions and, for each of them,
+the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far. With `c` a task can check that it
+received every planned pod. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from replicad.errors import BadToken, UsageError
 from replicad.protocol.tokens import START, Cursor, Vector
 from replicad.tubes.commands import Part
 
-VERSION = 1  # of the JSON form; another one is refused instead of guessed at
+VERSION = 1  # of the JSON form; other versions are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Place:
     pods: int = 0
 
     def advanced(self, cursor: Cursor, pods: int) -> Place:
-        """The place `pods` pods further on."""
+        """The place at `cursor`, after reading `pods` more pods."""
         return Place(cursor, self.pods + pods)
 
 
@@ -50,7 +49,7 @@ class TubeOffset:
 
     @classmethod
     def beginning(cls, partitions: int) -> Self:
-        """Before the first pod of a tube with that many partitions."""
+        """The offset before the first pod of a tube with that many partitions."""
         return cls((Place(),) * partitions)
 
     @classmethod
@@ -58,7 +57,7 @@ class TubeOffset:
         """Read what `to_json` wrote.
 
         Raises:
-            UsageError: it is not of that form; the checkpoint belongs to something else.
+            UsageError: not of that form: the checkpoint belongs to another source.
         """
         check_version(value)
         try:
@@ -71,7 +70,7 @@ class TubeOffset:
         return cls(found)
 
     def to_json(self) -> dict[str, Any]:
-        """The offset as Spark is given it; equal offsets give equal text."""
+        """The offset for Spark. Equal offsets give equal text."""
         names = sorted(str(number) for number in range(len(self.places)))
         places = {
             name: {"b": place.cursor.backfill, "c": place.pods, "r": place.cursor.regular}
@@ -86,25 +85,25 @@ class TubeOffset:
 
     @property
     def pods(self) -> int:
-        """Pods read so far, all partitions together, since the number of partitions last changed."""
+        """Pods of all partitions read since the number of partitions last changed."""
         return sum(place.pods for place in self.places)
 
     def part(self, number: int) -> Part:
-        """Partition `number` as it is named on the wire."""
+        """Partition `number`."""
         return Part(number, len(self.places))
 
     @property
     def furthest(self) -> Cursor:
-        """The highest cursor of any partition: where all have been read to their ends, nothing lies below it."""
+        """The highest cursor of any partition. When all are read to their ends, no unread pod lies below it."""
         return Cursor(
             max(place.cursor.regular for place in self.places), max(place.cursor.backfill for place in self.places)
         )
 
     def ranges_to(self, end: TubeOffset) -> list[Range]:
-        """What lies between this offset and `end`; partitions with nothing in between are left out.
+        """The ranges between this offset and `end`, without empty ones.
 
-        Where the number of partitions changed in between, or a cursor went back (a restored tube, with
-        failOnDataLoss=false), reading began anew: the range starts at the beginning and `end` counts from there.
+        If the number of partitions changed in between, or a cursor went back (a restored tube, with
+        failOnDataLoss=false), reading started again: the range starts at the first pod, and `end` counts from there.
         """
         same = self.partitions == end.partitions
         ranges = []
@@ -126,7 +125,7 @@ class StreamOffset:
         """Read what `to_json` wrote.
 
         Raises:
-            UsageError: it is not of that form; the checkpoint belongs to something else.
+            UsageError: not of that form: the checkpoint belongs to another source.
         """
         check_version(value)
         try:
@@ -135,7 +134,7 @@ class StreamOffset:
             raise foreign(value) from None
 
     def to_json(self) -> dict[str, Any]:
-        """The offset as Spark is given it; equal offsets give equal text."""
+        """The offset for Spark. Equal offsets give equal text."""
         return {"t": str(self.token), "v": VERSION}
 
 
@@ -155,7 +154,7 @@ def _not_behind(start: Place, end: Place) -> bool:
 
 
 def check_version(value: Mapping[str, Any]) -> None:
-    """Refuse an offset of another version, or of something else."""
+    """Raise UsageError for an offset of another version or of another source."""
     if not isinstance(value, Mapping) or "v" not in value:
         raise foreign(value)
     if value["v"] != VERSION:
@@ -166,7 +165,7 @@ def check_version(value: Mapping[str, Any]) -> None:
 
 
 def foreign(value: object) -> UsageError:
-    """What to raise for an offset that is not of the source."""
+    """The error for an offset that is not of this source."""
     return UsageError(
-        f"the checkpoint holds an offset that is not of this source: {str(value)[:120]}; use another checkpointLocation"
+        f"the checkpoint has an offset that is not of this source: {str(value)[:120]}; use another checkpointLocation"
     )

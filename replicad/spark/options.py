@@ -1,7 +1,7 @@
-"""The options of `spark.readStream.format("replicad")`: one table, checked as a whole before anything connects.
+"""The options of `spark.readStream.format("replicad")`, checked before anything connects.
 
-What an option is called, its default, how its text is read and where it may be used stands in `OPTIONS` and nowhere
-else. An option that is unknown, does not fit or contradicts another is refused; nothing is ignored in silence.
+`OPTIONS` has the name, the default, the parser and the use of each option. An option that is unknown, invalid or in
+conflict with another is refused; none is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replicad.tubes.commands import ENCODINGS
 EARLIEST, LATEST = "earliest", "latest"
 AUTO = "auto"
 MOST_ISLANDS = 64  # each has a thread and some connections on the driver
-LEASE_SLACK = 5.0  # seconds beyond a lease's time to live until a dead holder is sure to be out of the way
+LEASE_SLACK = 5.0  # seconds after a lease's time to live within which the daemon notices that it is expired
 
 
 class Use(Flag):
@@ -64,7 +64,7 @@ def _islands(text: str) -> tuple[Island, ...]:
             raise ValueError("give daemons such as east=db1:9009,west=db2:9009")
         found.append(Island(parsed[1] or f"{parsed[2]}:{parsed[3]}", parsed[2].strip("[]"), int(parsed[3])))
     if len({island.name for island in found}) < len(found):
-        raise ValueError("each island needs a name of its own")
+        raise ValueError("give each island a different name")
     if len(found) > MOST_ISLANDS:
         raise ValueError(f"give at most {MOST_ISLANDS}")
     return tuple(found)
@@ -82,7 +82,7 @@ def _starting_offsets(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """A daemon on a database of its own, one of several that a query reads. The checkpoint knows it by its name."""
+    """One of several daemons that a query reads, each with its own database. The checkpoint has it by its name."""
 
     name: str
     host: str
@@ -98,7 +98,7 @@ def _option(name: str, parse: Callable[[str], Any], default: Any, use: Use, help
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """All options of a source, read and checked. Times are seconds; None where there is no default."""
+    """All options of a source, parsed and checked. Times are in seconds; None: no default."""
 
     host: str = _option("host", word, "127.0.0.1", Use.ALL, "host of the daemon")
     port: int = _option("port", whole_number, 9009, Use.ALL, "port of the daemon", 1, 65535)
@@ -107,11 +107,11 @@ class SourceOptions:
         _islands,
         None,
         Use.TUBE_STREAM,
-        "several daemons in place of host and port, each with a tube of that name: name=host:port,...",
+        "several daemons instead of host and port, each with a tube of that name: name=host:port,...",
     )
     token: str | None = _option("token", word, None, Use.ALL, "secret that the daemon asks for")
     token_file: str | None = _option(
-        "tokenFile", _path, None, Use.ALL, "file with that secret, readable wherever a task may run"
+        "tokenFile", _path, None, Use.ALL, "file with that secret, readable on the driver and all executors"
     )
     tls_ca: str | None = _option(
         "tlsCa", _path, None, Use.ALL, "connect with TLS and trust this authority (PEM file, or `system`)"
@@ -142,25 +142,25 @@ class SourceOptions:
         whole_number,
         1_000,
         Use.TUBE_STREAM,
-        "backfill pods among them; 0 leaves them out",
+        "backfill pods among them; 0: none",
         0,
     )
     min_pods: int | None = _option(
         "minPodsPerTrigger", whole_number, None, Use.TUBE_STREAM, "wait for that many pods", 1
     )
     max_trigger_delay: float = _option(
-        "maxTriggerDelay", seconds, 900.0, Use.TUBE_STREAM, "but no longer than that", 0.001, 86400
+        "maxTriggerDelay", seconds, 900.0, Use.TUBE_STREAM, "longest wait for minPodsPerTrigger", 0.001, 86400
     )
     max_offsets: int = _option(
         "maxOffsetsPerTrigger",
         whole_number,
         100_000,
         Use.STREAM_STREAM,
-        "how far a token moves in a micro-batch at most",
+        "largest move of the token in a micro-batch",
         1,
     )
     poll_timeout: float = _option(
-        "pollTimeout", seconds, 1.0, Use.STREAMING, "how long a trigger waits for something to come", 0, 300
+        "pollTimeout", seconds, 1.0, Use.STREAMING, "how long a trigger waits for new data", 0, 300
     )
     consumer: str | None = _option("consumer", word, None, Use.TUBE, "name under which the lease is held")
     holder: str | None = _option(
@@ -168,17 +168,17 @@ class SourceOptions:
         word,
         None,
         Use.TUBE_STREAM,
-        "exact holder of the lease, for a program that restarts its own query; default: one that nobody else has",
+        "exact holder of the lease, for a program that restarts its own query; default: a unique name",
     )
     lease_ttl: float = _option(
-        "leaseTtl", seconds, 30.0, Use.TUBE, "time after which the lease of a dead query is free", 0.1, 86400
+        "leaseTtl", seconds, 30.0, Use.TUBE, "time after which the lease of a crashed query expires", 0.1, 86400
     )
     lease_wait: float | None = _option(
         "leaseWait",
         seconds,
         None,
         Use.TUBE,
-        "how long to wait for a tube that another query holds; default: until a dead one's lease has run out",
+        "how long to wait for a tube that another query holds; default: until the lease of a crashed query expires",
         0,
         30 * 86400,
     )
@@ -188,10 +188,10 @@ class SourceOptions:
         _encoding,
         AUTO,
         Use.TUBE,
-        "how pods come: lines, arrow (in blocks), or auto: arrow where it can be had",
+        "form in which the daemon sends pods: lines, arrow (blocks), or auto: arrow if the daemon supports it",
     )
     fail_on_data_loss: bool = _option(
-        "failOnDataLoss", _flag, True, Use.ALL, "fail where pods or rows that were planned are gone"
+        "failOnDataLoss", _flag, True, Use.ALL, "fail if planned pods or rows are missing"
     )
 
     @property
@@ -200,7 +200,7 @@ class SourceOptions:
         return f"tube {self.tube}" if self.tube is not None else f"stream {self.stream}"
 
     def by_island(self) -> dict[str, SourceOptions]:
-        """The options of each island's reader, by name; of the one daemon where there are no islands."""
+        """The options of each island's reader, by name. Without islands: those of the one daemon, by the name ""."""
         if self.islands is None:
             return {"": self}
         return {one.name: replace(self, islands=None, host=one.host, port=one.port) for one in self.islands}
@@ -218,10 +218,10 @@ _BY_KEY = {option.name.lower(): option for option in OPTIONS}
 
 
 def parse_options(given: Mapping[str, str], *, streaming: bool | None = None) -> SourceOptions:
-    """Read Spark's options (names in any case). `streaming` None: not known yet whether it is a query or a batch read.
+    """Parse Spark's options (names in any case). `streaming` None: unknown yet whether a query or a batch read.
 
     Raises:
-        UsageError: an option is unknown, does not fit, or contradicts another; the message lists those that there are.
+        UsageError: an option is unknown, invalid, or in conflict with another; the message lists the options.
     """
     values: dict[str, Any] = {}
     for key, text in given.items():
@@ -251,21 +251,21 @@ def _check(options: SourceOptions, given: Mapping[str, Any], streaming: bool | N
         if not _USES[name] & use:
             where = " or ".join(text for flag, text in _USE_NAMES.items() if flag & use)
             fitting = ", ".join(name for name, fits in _USES.items() if fits & use)
-            raise UsageError(f"option {name} does not go with {where}; there are {fitting}")
+            raise UsageError(f"option {name} cannot be used with {where}; there are {fitting}")
     if options.tube is not None and options.starting_offsets != EARLIEST:
         raise UsageError(
             f"option startingOffsets: a tube is read from {EARLIEST}, its first pod that was not acked; "
-            f"{options.starting_offsets!r} goes with streams only"
+            f"{options.starting_offsets!r} is for streams only"
         )
     if options.min_pods is not None and options.min_pods > options.max_pods:
         raise UsageError(
-            f"option minPodsPerTrigger={options.min_pods} is above maxPodsPerTrigger={options.max_pods}: "
-            "no micro-batch could ever be both; raise the latter"
+            f"option minPodsPerTrigger={options.min_pods} is above maxPodsPerTrigger={options.max_pods}; "
+            "raise the latter"
         )
     if options.holder is not None and options.consumer is not None:
         raise UsageError("options holder and consumer are both given; give one of them")
     if options.min_pods is None and "maxTriggerDelay" in given:
-        raise UsageError("option maxTriggerDelay goes with minPodsPerTrigger, the number of pods to wait for")
+        raise UsageError("option maxTriggerDelay needs minPodsPerTrigger, the number of pods to wait for")
 
 
 def _use(tube: bool, streaming: bool | None) -> Use:

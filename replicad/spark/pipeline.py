@@ -1,6 +1,6 @@
-"""Tube to downstream: deduplicate, enrich, transform, write, ack. The whole of it as two functions, `run` and `start`.
+"""Run a pipeline from a tube to a downstream: `run` and `start` build the query, start it, watch it and end it.
 
-What is done in a micro-batch stands in `batches`; here a query is put together, started, watched and ended.
+`batches` has the work of one micro-batch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
 from replicad.spark.poison import MARK, park_unreadable
+from replicad.spark.reporter import Reporter
 from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.session import build_session, check_pyspark
 from replicad.spark.sinks.base import Shape
 from replicad.spark.tables import find_layout
-from replicad.spark.telling import Teller
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -53,10 +53,10 @@ OnBatch = Callable[[BatchReport, PipelineResult], None]
 log = get_logger("replicad.spark")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed is tried again; each pause doubles
-_PATIENCE = 60.0  # seconds for the batch in hand when a pipeline is to end
-_LOOK = 0.2  # seconds between two looks at whether the query has ended or is to end
+_PATIENCE = 60.0  # seconds to wait for the current batch when a pipeline ends
+_LOOK = 0.2  # seconds between two checks whether the query has ended or must end
 _KEYS = {"_shard": pa.int32(), "_seq": pa.int64()}
-_MAY_PASS = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # all else needs a person
+_RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # other errors end the run
 
 
 def run(
@@ -65,17 +65,17 @@ def run(
     until: Callable[[PipelineResult], bool] | None = None,
     on_batch: OnBatch | None = None,
 ) -> PipelineResult:
-    """Run a pipeline to its end and return what it counted.
+    """Run a pipeline to its end and return its counts.
 
-    With the trigger `available_now` it ends when everything has been read that was there at the start; with an
-    interval, when `until` says so (asked after every batch and some times a second), or with KeyboardInterrupt. A
-    batch that fails is tried again, see `PipelineConfig.tries`. `on_batch` is called after every micro-batch, in
-    another thread. `spark` None: a local session for this run alone.
+    With the trigger `available_now` it ends when all pods that were there at the start have been read. With an interval
+    it ends when `until` returns True (called several times a second) or with KeyboardInterrupt. A batch that fails is
+    tried again, see `PipelineConfig.tries`. `on_batch` is called after every micro-batch, in another thread. `spark`
+    None: a local session for this run alone.
 
     Raises:
         UsageError, EnvironmentRefused: before anything runs.
         LeaseHeld: another query has the tube.
-        ReplicadError: what ended the query, without Spark's wrapping.
+        ReplicadError: the error that ended the query, without Spark's wrapping.
     """
     session = build_session(f"replicad {config.name}") if spark is None else spark
     try:
@@ -86,7 +86,7 @@ def run(
 
 
 class _Run:
-    """One call of `run`: the query, as often as it has to be started, under one lease."""
+    """One call of `run`: starts the query as often as necessary, always with the same holder of the lease."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class _Run:
         self._on_batch = on_batch
         self._holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
         self._result = PipelineResult()
-        self._teller = Teller(config.source, config.name)
-        # once: a column that is dropped meanwhile must not change the downstream
+        self._reporter = Reporter(config.source, config.name)
+        # made once: a column that is dropped later must not change the downstream
         self._enricher = make_enricher(config)
-        self._failures = 0  # in a row, without a batch in between
+        self._failures = 0  # since the last batch that succeeded
 
     def to_the_end(self) -> PipelineResult:
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, jitter=0.0)
@@ -112,7 +112,7 @@ class _Run:
             batches = self._result.batches
             try:
                 return self._once()
-            except _MAY_PASS as error:
+            except _RETRIED as error:
                 if isinstance(error, DatabaseRefused):
                     raise
                 if self._result.batches > batches:
@@ -136,7 +136,7 @@ class _Run:
             self._spark,
             self._on_batch,
             self._enricher,
-            teller=self._teller,
+            reporter=self._reporter,
             result=self._result,
             holder=self._holder,
         )
@@ -152,7 +152,7 @@ class _Run:
             raise found from error
         finally:
             query.stop()
-            self._teller.close()
+            self._reporter.close()
             self._result = runner.result
         if not runner.busy:
             self._release()
@@ -161,7 +161,7 @@ class _Run:
         return self._result
 
     def _park(self, error: ReplicadError) -> bool:
-        """Whether the failures were due to ids that cannot be read, which now are out of the way."""
+        """Park the ids that cannot be read. False if they are not the reason for the failures."""
         if not isinstance(error, DatabaseError) or isinstance(error, DatabaseUnavailable):
             return False
         options = parse_options(_options(self._config, self._holder), streaming=True)
@@ -172,7 +172,7 @@ class _Run:
         return any(parked)
 
     def _pause(self, pause: float) -> bool:
-        """Wait before the next try; True when the run is to end instead."""
+        """Wait before the next try. True if the run must end instead."""
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline:
             if self._until(self._result):
@@ -181,7 +181,7 @@ class _Run:
         return False
 
     def _release(self) -> None:
-        """Let the tube go. Spark kills the reader where a query stops, mostly before it can do so itself."""
+        """Release the tube. The reader mostly cannot: Spark kills its process when a query stops."""
         options = parse_options({**_options(self._config, self._holder), "leaseWait": "0"}, streaming=True)
         for one in options.by_island().values():
             with contextlib.suppress(ReplicadError), TubeHold(one, holder=self._holder, renewing=False) as hold:
@@ -190,19 +190,19 @@ class _Run:
 
 
 def _let_finish(query: StreamingQuery, runner: BatchRunner) -> None:
-    """Give the batch in hand the time to end: one that is cut short comes again."""
+    """Wait until the current batch has ended: a batch that is interrupted must be repeated."""
     deadline = time.monotonic() + _PATIENCE
     while runner.busy and time.monotonic() < deadline and not query.awaitTermination(_LOOK):
         pass
 
 
 def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None = None) -> StreamingQuery:
-    """Start a pipeline in a session of yours and return its query; what `run` does, without waiting.
+    """Start a pipeline in your own session and return its query, without waiting and without retries.
 
     Raises:
         UsageError, EnvironmentRefused, DatabaseError: it cannot start.
     """
-    return _start(config, spark, on_batch, make_enricher(config), teller=Teller(config.source, config.name))[0]
+    return _start(config, spark, on_batch, make_enricher(config), reporter=Reporter(config.source, config.name))[0]
 
 
 def _start(
@@ -211,12 +211,12 @@ def _start(
     on_batch: OnBatch | None,
     enricher: Enricher,
     *,
-    teller: Teller,
+    reporter: Reporter,
     result: PipelineResult | None = None,
     holder: str | None = None,
 ) -> tuple[StreamingQuery, BatchRunner]:
     check_pyspark()
-    from replicad.spark import register  # noqa: PLC0415 - PySpark is there, `check_pyspark` says
+    from replicad.spark import register  # noqa: PLC0415 - after `check_pyspark`
     from replicad.spark.batches import BatchRunner  # noqa: PLC0415
 
     register(spark)
@@ -224,11 +224,11 @@ def _start(
     if config.transform is not None:
         shape = _shape_after(config, spark, enricher)
     config.sink.prepare(shape)
-    forget(config.database)  # this thread does not need it any more
+    forget(config.database)  # this thread no longer needs the connection
     _make_checkpoint(config)
     mark = config.checkpoint / MARK
     runner = BatchRunner(
-        enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), mark, teller.tell
+        enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), mark, reporter.send
     )
     reader = spark.readStream.format("replicad").options(**_options(config, holder))
     writer = reader.load().writeStream.queryName(config.name).foreachBatch(runner)
@@ -241,16 +241,16 @@ def _start(
 
 
 def make_enricher(config: PipelineConfig) -> Enricher:
-    """Look the pipeline's tables up in Postgres.
+    """Look up the pipeline's tables in Postgres.
 
     Raises:
         UsageError: a table or column is missing.
-        DatabaseError: no use of Postgres.
+        DatabaseError: Postgres cannot be used.
     """
     columns = None if config.columns == ALL_COLUMNS else list(config.columns)
     layout = find_layout(config.database, config.rules, config.id_column, columns, config.numeric)
     for url in {config.database, *(rule.database for rule in config.rules if rule.database)}:
-        forget(url)  # this thread does not need it any more
+        forget(url)  # this thread no longer needs the connection
     return Enricher(config.database, layout)
 
 
@@ -260,14 +260,14 @@ def _options(config: PipelineConfig, holder: str | None) -> dict[str, str]:
     if holder is not None:
         options = {key: value for key, value in options.items() if key.lower() != "consumer"}
         options["holder"] = holder
-    if (config.checkpoint / MARK).exists():  # the batch that is replayed has lost pods to parking, not by accident
+    if (config.checkpoint / MARK).exists():  # the batch that is replayed lacks the parked pods
         options = {key: value for key, value in options.items() if key.lower() != "failondataloss"}
         options["failOnDataLoss"] = "false"
     return options
 
 
 def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher) -> Shape:
-    """What rows look like after the transform, found by running it on no rows."""
+    """The shape of rows after the transform, found by running it on an empty DataFrame."""
     from pyspark.sql import DataFrame  # noqa: PLC0415
     from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415
 
@@ -280,8 +280,8 @@ def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher
     found = {field.name: field.type for field in to_arrow_schema(after.schema, timezone="UTC")}
     for name, kind in ((config.id_column, pa.int64()), *_KEYS.items()):
         if found.get(name) != kind:
-            there = f"is {found[name]}" if name in found else "is not there"
-            raise UsageError(f"transform: it must keep the column {name} ({kind}), which {there} in what it returned")
+            state = f"is {found[name]}" if name in found else "is missing"
+            raise UsageError(f"transform: it must keep the column {name} ({kind}), which {state} in its result")
     ours = {config.id_column: pa.int64()}
     ours.update({name: kind for name, kind in found.items() if name not in _KEYS})
     return Shape(pa.schema([*ours.items(), *_KEYS.items()]), config.id_column)
@@ -294,16 +294,14 @@ def _make_checkpoint(config: PipelineConfig) -> None:
         raise EnvironmentRefused(f"checkpoint {config.checkpoint} cannot be made: {error.strerror}") from error
 
 
-# --- what went wrong, in one sentence -------------------------------------------------------------------
+# --- errors ---
 
 _LOST = re.compile(r"Python worker (?:failed to connect back|exited unexpectedly)[^\n]*")
 _OURS = re.compile(r"replicad\.errors\.([A-Za-z]+): (.+)")
 
 
 def explain(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """The error of ours that ended a query: `cause` where it is one, else found in what Spark says;
-    else `error` itself.
-    """
+    """The ReplicadError that ended a query: `cause`, or one in the text of Spark's error. Otherwise `error` itself."""
     if isinstance(error, ReplicadError):
         return error
     if isinstance(cause, ReplicadError):
@@ -314,4 +312,4 @@ def explain(error: BaseException, cause: BaseException | None = None) -> BaseExc
             if isinstance(kind, type) and issubclass(kind, ReplicadError):
                 return kind(sentence.strip())
     lost = _LOST.search(str(error))
-    return error if lost is None else SparkWorkerLost(f"{lost[0]}; is the machine too busy, or its memory used up?")
+    return error if lost is None else SparkWorkerLost(f"{lost[0]}; is the machine too busy or out of memory?")

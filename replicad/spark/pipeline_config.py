@@ -1,4 +1,4 @@
-"""What a pipeline is made of, checked before Spark starts; and the file that says it, in TOML."""
+"""The configuration of a pipeline, checked before Spark starts, and its TOML file."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ ALL_COLUMNS = "*"
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """A pipeline: tube, rows of its ids, downstream.
+    """A pipeline: a tube, the tables with the rows of its ids, and a downstream.
 
-    `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or several rules for several sets of shards, each
-    in a database of its own if it says so.
-    `columns` are those that the downstream gets, `*` for all; `id_column` is always among them. `trigger` is
-    `available_now` (end when everything has been read that was there at the start) or an interval in seconds, 0 for as
-    soon as something comes. `options` are further options of the source by their Spark names, e.g.
-    `{"maxPodsPerTrigger": "5000"}`. `tries`: how often in a row a batch may fail, with growing pauses between, before
-    ids whose rows cannot be read are parked, or the run ends where that is not the reason. `transform` gets and returns
-    a DataFrame; a row that it leaves out is deleted downstream; it must keep `id_column`, `_shard` and `_seq` and make
-    no second row of an id.
+    `table` is the table of a shard, e.g. `shard_{shard:04d}.cities`, or a list of rules for sets of shards.
+    `columns` are the columns that the downstream gets, `*` for all; `id_column` is always among them.
+    `trigger` is `available_now` (end when all pods that were there at the start have been read) or an interval in
+    seconds, 0 for as soon as pods arrive.
+    `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
+    `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read
+    are parked. If there are none, the run ends.
+    `transform` gets and returns a DataFrame. A row that it leaves out is deleted downstream. It must keep `id_column`,
+    `_shard` and `_seq`, and return at most one row per id.
 
-    Raises UsageError, when it is made, for all that can be known without Spark and Postgres.
+    The constructor raises UsageError for whatever can be checked without Spark and Postgres.
     """
 
     tube: str
@@ -66,21 +66,21 @@ class PipelineConfig:
             raise UsageError("database: give a URL such as postgresql://user@host:5432/name")
         if not isinstance(self.sink, Sink):
             raise UsageError(
-                f"sink: {type(self.sink).__qualname__} is no downstream; give one of replicad.spark.sinks, "
+                f"sink: {type(self.sink).__qualname__} is not a downstream; give one of replicad.spark.sinks, "
                 "or your own object in a CustomSink"
             )
         if not 1 <= self.tries <= 1000:
             raise UsageError(f"tries: {self.tries} is out of range; give a number from 1 to 1000")
         if self.numeric not in NUMERIC_FORMS:
-            raise UsageError(f"numeric: {self.numeric!r} does not fit; give one of {', '.join(NUMERIC_FORMS)}")
+            raise UsageError(f"numeric: {self.numeric!r} is not valid; give one of {', '.join(NUMERIC_FORMS)}")
         if isinstance(self.columns, str) and self.columns != ALL_COLUMNS:
             raise UsageError(f"columns: give a list of names, or {ALL_COLUMNS!r} for all")
         if not isinstance(self.columns, str) and not self.columns:
-            raise UsageError(f"columns: the list is empty; name the columns that are needed, or {ALL_COLUMNS!r}")
+            raise UsageError(f"columns: the list is empty; give the names of columns, or {ALL_COLUMNS!r}")
         object.__setattr__(self, "checkpoint", Path(self.checkpoint).expanduser())
         self._check_trigger()
         if not self.rules:
-            raise UsageError("table: name at least one")
+            raise UsageError("table: give at least one")
         parse_options(self.source_options, streaming=True)
 
     def _check_trigger(self) -> None:
@@ -90,13 +90,13 @@ class PipelineConfig:
             try:
                 object.__setattr__(self, "trigger", seconds(self.trigger))
             except ValueError as error:
-                raise UsageError(f"trigger: {self.trigger!r} does not fit; give {AVAILABLE_NOW}, or {error}") from None
+                raise UsageError(f"trigger: {self.trigger!r} is not valid; give {AVAILABLE_NOW}, or {error}") from None
         if not 0 <= float(self.trigger) <= 86400:
             raise UsageError(f"trigger: {self.trigger} is out of range; give seconds from 0 to 86400")
 
     @property
     def rules(self) -> tuple[TableRule, ...]:
-        """Which table holds which shards; the first that fits counts."""
+        """The rules that map shards to tables. The first rule that has a shard is used."""
         return (TableRule(self.table),) if isinstance(self.table, str) else tuple(self.table)
 
     @property
@@ -110,18 +110,18 @@ class PipelineConfig:
             ours["token"] = self.token
         clash = next((key for key in ours if key.lower() in given), None)
         if clash is not None:
-            raise UsageError(f"options: {clash} is a field of its own in PipelineConfig; set it there")
+            raise UsageError(f"options: {clash} is a field of PipelineConfig; set it there")
         if "consumer" not in given:
             ours["consumer"] = re.sub(r"[^!-~]", "-", self.name)
         return {**ours, **self.options}
 
     @property
     def source(self) -> SourceOptions:
-        """The options of the source, read and checked."""
+        """The options of the source, parsed and checked."""
         return parse_options(self.source_options, streaming=True)
 
 
-# --- the file -------------------------------------------------------------------------------------------
+# --- the file ---
 
 
 _KEYS: dict[str, set[str]] = {
@@ -134,14 +134,14 @@ _SINKS: dict[str, type[ParquetSink | PostgresSink | DeltaSink | BulkSink]] = {
     "delta": DeltaSink,
     "bulk": BulkSink,
 }
-_NOT_IN_FILES = {"patience"}  # fields of sinks that are for programs
+_NOT_IN_FILES = {"patience"}  # fields of sinks that a file cannot set
 
 
 def load_config(path: Path, *, database: str | None = None, trigger: str | None = None) -> PipelineConfig:
-    """Read a pipeline's TOML file. `database` and `trigger` go before what it says; paths are relative to it.
+    """Read a pipeline's TOML file. `database` and `trigger` override those of the file; paths are relative to it.
 
     Raises:
-        UsageError: the file cannot be read, or what it says cannot be; the message names the key.
+        UsageError: the file cannot be read, or a value is not valid; the message names the key.
     """
     found = read_toml(path)
     unknown = found.keys() - {"source", "enrich", "downstream", "run"}
@@ -162,7 +162,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         _known(f"[{name}]", section, _KEYS[name])
     url = database or enrich.get("database")
     if url is None:
-        raise UsageError("[enrich] has no database, and neither --database nor REPLICAD_DATABASE names one")
+        raise UsageError("[enrich] has no database, and neither --database nor REPLICAD_DATABASE is given")
     ours = {key.lower(): key for key in source}
 
     def take(key: str, default: str | None = None) -> str | None:
@@ -172,7 +172,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
     if tube is None:
         raise UsageError("[source] has no tube")
     if not str(port).isdigit():
-        raise UsageError(f"[source] port: {port!r} is no port")
+        raise UsageError(f"[source] port: {port!r} is not a port")
     return PipelineConfig(
         tube=tube,
         host=take("host", "127.0.0.1") or "",
@@ -224,14 +224,14 @@ def _tables(enrich: Mapping[str, Any]) -> str | list[TableRule]:
             shards = ShardSet.parse(str(entry["shards"]))
             rules.append(TableRule(_required(entry, "enrich.tables", "table"), shards, entry.get("database")))
         except (KeyError, ValueError) as error:
-            raise UsageError(f"[enrich] tables: shards does not fit; {error}") from None
+            raise UsageError(f"[enrich] tables: shards is not valid; {error}") from None
     return rules
 
 
 def _sink(section: dict[str, Any], folder: Path, database: str) -> Sink:
     kind = section.pop("kind", None)
     if kind not in (*_SINKS, "class"):
-        raise UsageError(f"[downstream] kind: {kind!r} is none of {', '.join((*_SINKS, 'class'))}")
+        raise UsageError(f"[downstream] kind: {kind!r} is not valid; give one of {', '.join((*_SINKS, 'class'))}")
     if kind == "class":
         made = load_object(str(_required(section, "downstream", "class")), "[downstream] class")
         section.pop("class")

@@ -1,6 +1,6 @@
-"""How much of a tube goes into the next micro-batch, divided fairly over its partitions.
+"""How many pods of each partition of a tube go into the next micro-batch.
 
-Asks a daemon for plans through one callable; knows neither sockets nor Spark.
+Asks a daemon for plans through one callable. Knows neither sockets nor Spark.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from replicad.protocol.tokens import Cursor
 from replicad.spark.offsets import Place, TubeOffset
 from replicad.tubes.commands import CursorAt, Part
 
-MOST_PODS = 100_000  # what we ask for at once where there is no limit; a daemon may give fewer
-_ROUNDS = 3  # in which what some partitions leave of the budget is offered to the others; each costs them a round trip
+MOST_PODS = 100_000  # pods per request if there is no limit; a daemon may answer with fewer
+_ROUNDS = 3  # of dividing what is left of the budget among partitions that have more; each costs them a round trip
 
 
 class Ask(Protocol):
-    """Asks where reading would get to: PODS with plan=1 (see `protocol.tubing.Pods`)."""
+    """Asks how far a read would get: PODS with plan=1 (see `tubes.commands.Pods`)."""
 
     def __call__(
         self,
@@ -35,7 +35,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one micro-batch may hold: pods, ids (about), and backfill pods among the pods. None: no limit of its own."""
+    """Limits of one micro-batch: pods, ids (about), and backfill pods among the pods. None: no separate limit."""
 
     pods: int
     ids: int | None = None
@@ -43,10 +43,10 @@ class Budget:
 
 
 def plan_batch(ask: Ask, start: TubeOffset, budget: Budget) -> TubeOffset:
-    """The end of the micro-batch that begins at `start`; `start` itself where there is nothing.
+    """The end of the micro-batch that begins at `start`; `start` itself if there are no pods.
 
-    Every partition gets its share, and what one leaves goes to the others. Regular pods go before backfill
-    pods, across all partitions too.
+    Every partition gets an equal share; what one does not use goes to the others. The regular pods of all partitions
+    come before the backfill pods of any.
     """
     plan = _Plan(ask, list(start.places), start.pods)
     if len(start.places) == 1 or budget.ids is not None:
@@ -58,9 +58,9 @@ def plan_batch(ask: Ask, start: TubeOffset, budget: Budget) -> TubeOffset:
 
 
 def plan_all(ask: Ask, start: TubeOffset, backfill: int | None = None, *, at_once: int = 1) -> TubeOffset:
-    """The end of everything that there is now behind `start`; `backfill=0` leaves backfill pods out.
+    """The end of all pods that there are now behind `start`; `backfill=0` leaves backfill pods out.
 
-    `at_once` partitions are asked about at the same time, from as many threads.
+    `at_once` partitions are planned at the same time, in as many threads.
     """
 
     def to_the_end(number: int) -> Place:
@@ -74,13 +74,13 @@ def plan_all(ask: Ask, start: TubeOffset, backfill: int | None = None, *, at_onc
 
 
 def shares(total: int, count: int) -> list[int]:
-    """Divide `total` into `count` whole shares that differ by one at most, the larger ones first."""
+    """Divide `total` into `count` integers that differ by one at most, the larger ones first."""
     small, larger = divmod(total, count)
     return [small + (number < larger) for number in range(count)]
 
 
 class _Plan:
-    """A plan in the making: the places reached so far. `turn` says which partition comes first this time."""
+    """An unfinished plan: the places reached so far. `turn` chooses the partition that comes first."""
 
     def __init__(self, ask: Ask, places: list[Place], turn: int) -> None:
         self._ask = ask
@@ -93,28 +93,28 @@ class _Plan:
         return TubeOffset(tuple(self._places))
 
     def fill(self, total: int, *, regular: bool) -> int:
-        """Share `total` pods out to the partitions; returns what nobody wanted.
+        """Divide `total` pods among the partitions; returns how many were not used.
 
-        Whatever a partition leaves goes to the next one, and what is left then to those that took all they were
-        offered.
+        What a partition does not use goes to the next one. What is left at the end of a round goes to the partitions
+        that used all of their share.
         """
-        hungry = self._order
+        unfinished = self._order
         for _ in range(_ROUNDS):
-            if not total or not hungry:
+            if not total or not unfinished:
                 break
-            carried, still = 0, []
-            for number, share in zip(hungry, shares(total, len(hungry)), strict=True):
+            carried, full = 0, []
+            for number, share in zip(unfinished, shares(total, len(unfinished)), strict=True):
                 offered = share + carried
                 got = self._advance(number, offered, None, 0 if regular else offered)
                 carried = max(0, offered - got)
                 if got >= offered:
-                    still.append(number)
-            total, hungry = carried, still
+                    full.append(number)
+            total, unfinished = carried, full
         return total
 
     def fill_at_once(self, budget: Budget) -> None:
-        """One answer from each partition. It does not say how many ids or backfill pods it has,
-        only that it has none.
+        """Ask each partition once. An answer does not give the number of ids or backfill pods, so their shares pass to
+        the next partition only if this one has no pods.
         """
         count = len(self._order)
         carried = [0, 0, 0]
@@ -146,9 +146,7 @@ class _Plan:
 
 
 def _to_the_end(ask: Ask, part: Part, place: Place, backfill: int | None) -> Place:
-    """Everything that a partition has now. It ends although writers go on:
-    the first answer that is not full is the last.
-    """
+    """The end of a partition now. It stops at the first answer that is not full, so writers cannot prolong it."""
     full = 1
     while True:
         got = ask(part, place.cursor, limit=MOST_PODS, backfill=backfill)
@@ -160,22 +158,22 @@ def _to_the_end(ask: Ask, part: Part, place: Place, backfill: int | None) -> Pla
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Where an AvailableNow query ends: what was there when it began. `cursors` by partition."""
+    """Where an AvailableNow query ends: behind the pods that were there when it began. `cursors` by partition."""
 
     cursors: Sequence[Cursor]
 
     def reached(self, offset: TubeOffset) -> bool:
-        """Whether all of it has been read. With another number of partitions by now, it has not."""
+        """Whether all of them have been read. False if the number of partitions has changed."""
         return len(self.cursors) == len(offset.places) and all(
             place.cursor.regular >= aim.regular and place.cursor.backfill >= aim.backfill
             for place, aim in zip(offset.places, self.cursors, strict=True)
         )
 
     def budget(self, offset: TubeOffset, budget: Budget) -> Budget:
-        """The budget of the next micro-batch on the way there.
+        """The budget of the next micro-batch.
 
-        Regular pods that arrive meanwhile go first, as always; so that they cannot keep the backfill waiting for ever,
-        they count against the budget only until the regular pods of the beginning are done.
+        Regular pods that arrive meanwhile come before backfill pods and could delay them for ever. So the number of
+        pods is limited only until the regular pods that were there when the query began have been read.
         """
         regular_left = any(
             place.cursor.regular < aim.regular for place, aim in zip(offset.places, self.cursors, strict=True)

@@ -1,9 +1,9 @@
-"""Ids whose rows cannot be read, whatever one tries: found, and put aside with the reason, so that the others go on.
+"""Find ids whose rows cannot be read, and park them with the error, so that the pipeline can go on with the others.
 
-A dropped column, a view that fails for one row: the batch with it would fail for ever. `park_unreadable` looks all
-waiting ids up as a task would, halves what fails until it is small, and parks that (`replicad tubes parked` lists and
-replays it). Where nothing can be read it is not the ids, and nothing is parked. Works while the query does not run,
-under its lease.
+After a dropped column, or with a view that fails for one row, a batch would fail for ever. `park_unreadable` looks up
+all waiting ids as a task would, halves a chunk that fails until one id is left, and parks it (`replicad tubes parked`
+lists and replays parked ids). If no id can be read, the ids are not the reason, and none is parked. The query must not
+run meanwhile; its lease is used.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from replicad.spark.touches import chunks_by_shard, collect
 from replicad.sqlstates import WRONG_QUERY, means
 from replicad.tubes.commands import Part
 
-MARK = "replicad.parked"  # file in the checkpoint: a batch that may be replayed has lost pods to parking
-_ERROR_CHARACTERS = 500  # of an error that are kept with what is parked
+MARK = "replicad.parked"  # file in the checkpoint: pods of a batch that may be replayed were parked
+_ERROR_CHARACTERS = 500  # of the error that are stored with parked ids
 
 log = get_logger("replicad.spark")
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Ids of one shard that fail together, and how."""
+    """Ids of one shard that fail together, and their error."""
 
     shard: int
     ids: pa.Array
@@ -45,12 +45,12 @@ class Unreadable:
 
 
 def park_unreadable(options: SourceOptions, enricher: Enricher, tries: int, checkpoint: Path) -> int:
-    """Park the waiting ids whose rows cannot be read; returns how many, 0 where all can or none can.
+    """Park the waiting ids whose rows cannot be read. Returns how many; 0 if all or none can be read.
 
-    Leaves `MARK` in the checkpoint first: the batch that failed is replayed without the pods that went.
+    First makes `MARK` in the checkpoint: the batch that failed is replayed without the parked pods.
 
     Raises:
-        LeaseHeld, ConnectionLost, DatabaseUnavailable: it could not be found out.
+        LeaseHeld, ConnectionLost, DatabaseUnavailable: the search could not be done.
     """
     parked = 0
     with TubeHold(options, holder=options.holder, renewing=True) as hold:
@@ -69,7 +69,7 @@ def park_unreadable(options: SourceOptions, enricher: Enricher, tries: int, chec
 
 
 def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: int) -> Iterator[pa.RecordBatch]:
-    """Pods from the first that was not acked: at least those of the batch that failed."""
+    """Pods from the first unacked one on: at least those of the batch that failed."""
     assert options.tube is not None
     limit = min(2 * options.max_pods, MOST_PODS)
     chunks = client.pod_chunks(options.tube, part, term, START, limit=limit)
@@ -77,7 +77,7 @@ def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: i
 
 
 def _search(enricher: Enricher, batches: list[pa.RecordBatch]) -> tuple[list[Unreadable], int]:
-    """What cannot be read, and how many ids can."""
+    """The ids that cannot be read, and the number of those that can."""
     found: list[Unreadable] = []
     readable = 0
     for shard, chunk in chunks_by_shard(collect(batches).table, enricher.chunk):
@@ -100,7 +100,7 @@ def _search(enricher: Enricher, batches: list[pa.RecordBatch]) -> tuple[list[Unr
 
 
 def _pods_with(batches: list[pa.RecordBatch], one: Unreadable) -> Iterator[tuple[int, list[int]]]:
-    """Each pod that holds some of the ids, by its seq, with those that it holds."""
+    """The seq of each pod that has some of the ids, and those ids."""
     for batch in batches:
         of_shard = batch.filter(pc.equal(batch.column("shard"), one.shard))
         rows = pc.list_parent_indices(of_shard.column("ids"))

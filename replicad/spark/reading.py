@@ -1,6 +1,6 @@
-"""What a task does: read exactly one range of one partition, without side effects, and prove that it was complete.
+"""The work of a read task: read exactly one range of one partition, without side effects, and check its completeness.
 
-A connection that is lost half-way is made again and reading goes on behind the last pod that was handed over.
+When the connection is lost, the task connects again and goes on behind the last pod that it returned.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("replicad.spark")
 
 @dataclass
 class TubePartition(InputPartition):  # type: ignore[misc]
-    """One task's range, and the term under which it may be read. All that reaches an executor."""
+    """One task's range and the term of the lease. It is pickled to the executor."""
 
     options: SourceOptions
     range: Range
@@ -40,10 +40,10 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
     """The pods of a range as RecordBatches of the source's schema.
 
     Raises:
-        DataLoss: fewer pods than were planned are there, and failOnDataLoss is set.
+        DataLoss: there are fewer pods than planned, and failOnDataLoss is set.
         LeaseLost: another query has taken the tube over.
-        EncodingUnavailable: encoding=arrow was asked for and the daemon has only lines to give.
-        ConnectionLost: and it stayed so for all retries.
+        EncodingUnavailable: encoding=arrow, and the daemon can only send lines.
+        ConnectionLost: after all retries.
     """
     options, wanted = partition.options, partition.range
     retries = retries_of(options)
@@ -57,14 +57,14 @@ def read_range(partition: TubePartition) -> Iterator[pa.RecordBatch]:
                     pods += batch.num_rows
                     after = last_cursor(batch, after)
             break
-        except EncodingUnavailable:  # for what lies behind `after`: go on in lines
+        except EncodingUnavailable:  # read the pods behind `after` as lines
             if options.encoding != AUTO:
                 raise
             encoding = LINES
         except (ConnectionLost, DatabaseUnavailable):
             if not retries.pause():
                 raise
-    _prove_complete(options, wanted, pods)
+    _check_complete(options, wanted, pods)
 
 
 def _batches(
@@ -80,13 +80,13 @@ def _batches(
     return (block_batch(block, payload=payload) for block in blocks)
 
 
-def _prove_complete(options: SourceOptions, wanted: Range, pods: int) -> None:
-    if pods >= wanted.pods:  # more than planned would be late ones: they are processed, and acked with the rest
+def _check_complete(options: SourceOptions, wanted: Range, pods: int) -> None:
+    if pods >= wanted.pods:  # pods beyond the plan came late: they are processed and acked with the rest
         return
     text = (
         f"{options.what} {wanted.part}: {wanted.pods} pods were planned in ({wanted.after}, {wanted.upto}], {pods} are "
-        "there. Somebody else removed them, or the tube was made anew"
+        "there. The others were removed, or the tube was created again"
     )
     if options.fail_on_data_loss:
-        raise DataLoss(f"{text}. Set failOnDataLoss=false to go on without them, and backfill what they stood for")
+        raise DataLoss(f"{text}. Set failOnDataLoss=false to go on without them, and then backfill the tube")
     log.warning("%s", text)

@@ -1,4 +1,4 @@
-"""What a pipeline counted: per micro-batch, and over its whole run. Plain values, made from what the tasks returned."""
+"""The counts of a pipeline: of one micro-batch and of its whole run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from replicad.spark.touches import Control
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """One micro-batch. `ids` as they came, `distinct` each once per shard; `garbage` are ids that a finished backfill
-    left over.
+    """One micro-batch. `ids` counts all ids, `distinct` each once per shard, `garbage` those left over from before a
+    backfill.
 
-    `repeated`: a part of it had been written before a crash and was not written again. `seconds` is what it took, `lag`
-    the age in seconds of its oldest regular pod when it was done (None without any), by the clocks of two machines.
+    `repeated`: a part of the batch had been written before a crash and was not written again. `seconds` is its
+    duration. `lag` is the age in seconds of its oldest regular pod at its end (None without any), by the clocks of two
+    machines.
     """
 
     number: int
@@ -32,7 +33,7 @@ class BatchReport:
     lag: float | None
 
     def counts(self) -> dict[str, object]:
-        """As it is logged, and told to the daemon for `replicad top`."""
+        """The counts for the log and for `replicad top`."""
         counts = {name: getattr(self, name) for name in ("pods", "ids", "written", "deleted", "garbage", "repeated")}
         lag = None if self.lag is None else round(self.lag, 3)
         return {"batch": self.number, **counts, "seconds": round(self.seconds, 3), "lag": lag}
@@ -40,7 +41,7 @@ class BatchReport:
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """All micro-batches of a run together. `batches` counts those that had pods."""
+    """The sum of all micro-batches of a run. `batches` counts those with pods."""
 
     batches: int = 0
     pods: int = 0
@@ -52,7 +53,7 @@ class PipelineResult:
     seconds: float = 0.0
 
     def plus(self, report: BatchReport) -> PipelineResult:
-        """With one more micro-batch."""
+        """The sum with one more micro-batch."""
         return replace(
             self,
             batches=self.batches + 1,
@@ -68,7 +69,7 @@ class PipelineResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the tasks of one step returned, together."""
+    """The sum of what the tasks of one step returned."""
 
     pods: int
     ids: int

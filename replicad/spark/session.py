@@ -1,7 +1,6 @@
-"""A local SparkSession with settings that suit a pipeline: no web page, quiet, UTC, this interpreter for the workers.
+"""Build a local SparkSession for a pipeline: no web page, no progress bar, UTC, this interpreter for the workers.
 
-For a cluster, make the session as you always do (`spark-submit`) and hand it to `pipeline.run`; nothing here is needed
-then.
+For a cluster make your own session (`spark-submit`) and pass it to `pipeline.run`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ from typing import Any
 from replicad.errors import EnvironmentRefused
 from replicad.spark.java import find_java
 
-OLDEST_PYSPARK = (4, 2)  # the first in which Python sources know limits and AvailableNow
+OLDEST_PYSPARK = (4, 2)  # the first in which Python sources support limits and AvailableNow
 
 
 def check_pyspark() -> None:
-    """Refuse a PySpark that is missing or too old.
-
-    Raises:
-        EnvironmentRefused: with the command that mends it.
-    """
+    """Raise EnvironmentRefused, with the command that installs PySpark, if it is missing or too old."""
     try:
-        import pyspark  # noqa: PLC0415 - to say it in one sentence where it is missing
+        import pyspark  # noqa: PLC0415 - it may be missing
     except ImportError as error:
         raise EnvironmentRefused("PySpark is not installed; pip install 'replicad[spark]'") from error
     if tuple(map(int, pyspark.__version__.split(".")[:2])) < OLDEST_PYSPARK:
@@ -43,16 +38,16 @@ def build_session(
     log_file: Path | None = None,
     config: Mapping[str, str] | None = None,
 ) -> Any:
-    """Start a SparkSession in this process, or return the one that runs.
+    """Start a SparkSession in this process, or return the active one.
 
-    `log_file`: where the JVM and the Python workers write their logs, instead of this process' stderr. `config` goes
-    over the settings made here.
+    `log_file`: where the JVM and the Python workers write their logs, instead of this process' stderr. `config`
+    overrides the settings made here.
 
     Raises:
         EnvironmentRefused: Java or PySpark is missing or too old, or the JVM does not start.
     """
     check_pyspark()
-    from pyspark import SparkConf, SparkContext  # noqa: PLC0415 - Java and the version come first
+    from pyspark import SparkConf, SparkContext  # noqa: PLC0415 - after the check of its version
     from pyspark.java_gateway import launch_gateway  # noqa: PLC0415
     from pyspark.sql import SparkSession  # noqa: PLC0415
 

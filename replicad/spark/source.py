@@ -1,7 +1,7 @@
 """The data source `replicad`: `spark.readStream.format("replicad")` and `spark.read.format("replicad")`.
 
-Options are checked here; `tubes` and `streams` read. They are imported by who reads, because Spark starts some
-processes for every query that only want to know the columns.
+Options are checked here; the readers are in `tubes`, `streams` and `islands`. They are imported only for reading,
+because Spark starts processes for every query that only ask for the columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STREAM_COLUMNS = "stream string, instance string, token bigint, row string"
 
 
 class ReplicadDataSource(DataSource):  # type: ignore[misc]
-    """Pods of a tube, or rows of a stream. The options stand in `options.OPTIONS`."""
+    """Pods of a tube, or rows of a stream. `options.OPTIONS` lists the options."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(dict(options))
@@ -29,17 +29,17 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
 
     @classmethod
     def name(cls) -> str:
-        """The word for `format(...)`."""
+        """The name for `format(...)`."""
         return "replicad"
 
     def schema(self) -> str:
-        """Columns of the rows, as Spark writes them."""
+        """The columns of the rows as DDL."""
         if self._parsed.stream is not None:
             return STREAM_COLUMNS
         return POD_COLUMNS_PAYLOAD if self._parsed.include_payload else POD_COLUMNS
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """For a streaming query."""
+        """The reader of a streaming query."""
         options = self._options(schema, streaming=True)
         if options.islands is not None:
             from replicad.spark.islands import IslandsStreamReader  # noqa: PLC0415
@@ -54,7 +54,7 @@ class ReplicadDataSource(DataSource):  # type: ignore[misc]
         return StreamStreamReader(options)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """For a batch read: what is there now, left where it is."""
+        """The reader of a batch read, which removes nothing."""
         options = self._options(schema, streaming=False)
         if options.tube is not None:
             from replicad.spark.tubes import TubeBatchReader  # noqa: PLC0415

@@ -1,8 +1,7 @@
 """The source's readers for streams: one linear order over all writers, one task, tokens as offsets.
 
-A linear token is one integer (with the stream's epoch), and every integer at or below the stream's position is
-finished, so any stretch between two of them can be read again and is the same rows. Nothing is acked; a stream forgets
-by retention.
+A linear token is one integer (with the stream's epoch). No row can appear at or below the stream's position, so reading
+a range between two tokens again gives the same rows. Nothing is acked; the stream's retention removes rows.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from replicad.spark.connecting import endpoint_of, patience_of
 from replicad.spark.offsets import StreamOffset
 from replicad.spark.options import EARLIEST, LATEST, SourceOptions
 
-_FIRST = "EARLIEST"  # the wire's word for the first row that is retained
+_FIRST = "EARLIEST"  # on the wire: the first row that is retained
 ROWS_PER_BATCH = 10_000  # rows in one RecordBatch
 SCHEMA = pa.schema([("stream", pa.string()), ("instance", pa.string()), ("token", pa.int64()), ("row", pa.string())])
 
-_Told = RowBatch | Reset | PositionMoved
+_Event = RowBatch | Reset | PositionMoved
 
 log = logging.getLogger("replicad.spark")
 
 
 @dataclass
 class StreamPartition(InputPartition):  # type: ignore[misc]
-    """The rows of a stream in (`after`, `upto`]. All that reaches an executor."""
+    """The rows of a stream in (`after`, `upto`]. It is pickled to the executor."""
 
     options: SourceOptions
     after: Vector
@@ -56,21 +55,19 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         self._target: Vector | None = None
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """The query is to end where the stream ends now."""
+        """The query will end at the present end of the stream."""
         self._available_now = True
 
     def initialOffset(self) -> dict[str, Any]:
-        """What startingOffsets says, as a token."""
+        """The option startingOffsets as a token."""
         return StreamOffset(_beginning(self._options)).to_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """maxOffsetsPerTrigger, in Spark's words."""
+        """The option maxOffsetsPerTrigger."""
         return ReadMaxRows(self._options.max_offsets)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """The stream's position, or as far towards it as a micro-batch may go;
-        waits up to pollTimeout for it to move.
-        """
+        """The end of the next micro-batch. Waits up to pollTimeout for the stream's position to move."""
         begin = StreamOffset.from_json(start).token
         if self._available_now:
             self._target = self._target or position(self._options, None, 0.0)
@@ -78,11 +75,11 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         else:
             latest = position(self._options, begin, self._options.poll_timeout)
         if latest.epoch != begin.epoch or latest.minimum < begin.minimum:
-            loss = f"{self._options.what} was reset: it stands at {latest}, the checkpoint at {begin}"
+            loss = f"{self._options.what} was reset: it is at {latest}, the checkpoint at {begin}"
             if self._options.fail_on_data_loss:
                 raise DataLoss(f"{loss}. Start with a new checkpointLocation, or set failOnDataLoss=false")
             log.warning("%s; reading begins with its first row", loss)
-            begin = Vector(_ask(self._options, _FIRST).minimum, epoch=latest.epoch)
+            begin = Vector(_resolve(self._options, _FIRST).minimum, epoch=latest.epoch)
         end = latest.minimum
         if not isinstance(limit, ReadAllAvailable):
             most = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
@@ -90,39 +87,39 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         return StreamOffset(Vector(end, epoch=latest.epoch)).to_json()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """One task, for the order's sake."""
+        """One task, which keeps the rows in order."""
         after, upto = StreamOffset.from_json(start).token, StreamOffset.from_json(end).token
         if after == upto:
             return []
         if after.epoch != upto.epoch or after.minimum > upto.minimum:
-            after = Vector(-1, epoch=upto.epoch)  # it was reset in between: from its first row
+            after = Vector(-1, epoch=upto.epoch)  # the stream was reset in between: from its first row
         return [StreamPartition(self._options, after, upto)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: the rows of its stretch."""
+        """In a task: the rows of its range."""
         assert isinstance(partition, StreamPartition)
-        return read_stretch(partition)
+        return _read_rows(partition)
 
 
 class StreamBatchReader(DataSourceReader):  # type: ignore[misc]
-    """Reads what a stream retains now."""
+    """Reads the rows that a stream retains now."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        """One task, from startingOffsets to where the stream ends now."""
+        """One task, from startingOffsets to the present end of the stream."""
         latest = position(self._options, None, 0.0)
         return [StreamPartition(self._options, _beginning(self._options), latest)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: the rows of its stretch."""
+        """In a task: the rows of its range."""
         assert isinstance(partition, StreamPartition)
-        return read_stretch(partition)
+        return _read_rows(partition)
 
 
 def position(options: SourceOptions, known: Vector | None, wait: float) -> Vector:
-    """Where the stream stands; where that is `known`, up to `wait` seconds later at the latest.
+    """The stream's position. If it is `known`, wait up to `wait` seconds for another one.
 
     Raises:
         UnknownStream, ConnectionLost, NotAuthorised.
@@ -141,27 +138,27 @@ def position(options: SourceOptions, known: Vector | None, wait: float) -> Vecto
                 timer.start()
     timer.cancel()
     if found is None:
-        raise ConnectionLost(f"{options.what} did not say where it stands")
+        raise ConnectionLost(f"the daemon did not report the position of {options.what}")
     return found
 
 
 def _beginning(options: SourceOptions) -> Vector:
     if options.starting_offsets == LATEST:
         return position(options, None, 0.0)
-    return _ask(options, _FIRST if options.starting_offsets == EARLIEST else options.starting_offsets)
+    return _resolve(options, _FIRST if options.starting_offsets == EARLIEST else options.starting_offsets)
 
 
-def _ask(options: SourceOptions, token: str) -> Vector:
-    """Where a subscription from a token begins, as the daemon says: checked, and with the epoch."""
+def _resolve(options: SourceOptions, token: str) -> Vector:
+    """The token at which the daemon starts a subscription from `token`: checked, and with the epoch."""
     with _follow(options, token) as events:
         for event in events:
             if isinstance(event, PositionMoved):
                 return _reached(options, events)
-    raise ConnectionLost(f"{options.what} did not say where it begins")
+    raise ConnectionLost(f"the daemon did not report where {options.what} begins")
 
 
-def _follow(options: SourceOptions, token: str, name: str = "spark/position") -> BlockingFollower[_Told]:
-    """The stream from a token, in linear order; `name` is ours for the daemon."""
+def _follow(options: SourceOptions, token: str, name: str = "spark/position") -> BlockingFollower[_Event]:
+    """The stream from a token, in linear order. `name` is the client's name for the daemon."""
     assert options.stream is not None
     patience = patience_of(options)
     return (
@@ -171,15 +168,15 @@ def _follow(options: SourceOptions, token: str, name: str = "spark/position") ->
     )
 
 
-def _reached(options: SourceOptions, events: BlockingFollower[_Told]) -> Vector:
+def _reached(options: SourceOptions, events: BlockingFollower[_Event]) -> Vector:
     return Vector.parse(events.token(options.stream or "") or "")
 
 
-def read_stretch(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
-    """The rows of a stretch as RecordBatches of `SCHEMA`, in ascending order of their tokens.
+def _read_rows(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
+    """The rows of a range as RecordBatches of `SCHEMA`, in ascending order of their tokens.
 
     Raises:
-        DataLoss: rows of the stretch are no longer retained, or the stream was reset, and failOnDataLoss is set.
+        DataLoss: rows of the range are no longer retained, or the stream was reset, and failOnDataLoss is set.
     """
     options, upto = partition.options, partition.upto.minimum
     held: list[RowBatch] = []
@@ -205,16 +202,16 @@ def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch
         except (TokenExpired, TokenAhead, BadToken) as error:
             if options.fail_on_data_loss or begin == _FIRST:
                 raise DataLoss(
-                    f"rows of {options.what} behind {after} are gone: {error}. Set failOnDataLoss=false to go on with "
-                    "those that are still there"
+                    f"rows of {options.what} behind {after} are missing: {error}. Set failOnDataLoss=false to go on "
+                    "with the rows that are still there"
                 ) from error
-            log.warning("rows of %s behind %s are gone: %s", options.what, after, error)
+            log.warning("rows of %s behind %s are missing: %s", options.what, after, error)
             begin = _FIRST
         else:
             return
 
 
-def _up_to(events: Iterable[_Told], upto: int) -> Iterator[RowBatch]:
+def _up_to(events: Iterable[_Event], upto: int) -> Iterator[RowBatch]:
     for event in events:
         if isinstance(event, Reset):
             raise TokenExpired(f"{event.stream} was reset ({event.reason})")

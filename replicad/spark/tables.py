@@ -1,4 +1,4 @@
-"""Which table holds the rows of a shard, and what its columns are: found out on the driver before a query starts."""
+"""Find the tables with the rows of each shard, and their columns. Runs on the driver before a query starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from replicad.errors import UsageError
 from replicad.spark.database import patiently, quote
 from replicad.tubes.shards import ALL_SHARDS, ShardSet
 
-NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or ready for arithmetic
-RESERVED = "_"  # columns that begin so are ours: _shard, _seq
+NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or a number that may be rounded
+RESERVED = "_"  # the first character of replicad's own columns: _shard, _seq
 _SIMPLE = (
     pa.types.is_boolean, pa.types.is_int16, pa.types.is_int32, pa.types.is_int64, pa.types.is_float32,
     pa.types.is_float64, pa.types.is_string, pa.types.is_binary, pa.types.is_date32, pa.types.is_timestamp,
@@ -30,9 +30,9 @@ WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND n.nspname !~ '^pg_' AND n.nspna
 
 @dataclass(frozen=True, slots=True)
 class TableRule:
-    """The table of some shards: an SQL name in which `{shard}` stands for the number.
+    """The table of some shards: an SQL name in which `{shard}` stands for the number, e.g. `shard_{shard:04d}.cities`.
 
-    For example `shard_{shard:04d}.cities`. `database` is the URL of the one that has it, None for the pipeline's own.
+    `database` is the URL of its Postgres; None: that of the pipeline.
     """
 
     table: str
@@ -44,29 +44,29 @@ class TableRule:
             fields = {name for _, name, _, _ in string.Formatter().parse(self.table) if name is not None}
             self.table.format(shard=0)
         except (ValueError, KeyError, IndexError) as error:
-            raise UsageError(f"table {self.table!r} is no template: {error}; write it like {_EXAMPLE}") from None
+            raise UsageError(f"table {self.table!r} is not a template: {error}; write it like {_EXAMPLE}") from None
         if fields - {"shard"} or not self.table.strip() or ";" in self.table:
-            raise UsageError(f"table {self.table!r} is no template; write it like {_EXAMPLE}")
+            raise UsageError(f"table {self.table!r} is not a template; write it like {_EXAMPLE}")
 
     def of(self, shard: int) -> str:
-        """The table of a shard, as it stands in SQL."""
+        """The SQL name of the table of a shard."""
         return self.table.format(shard=shard)
 
     def shard_of(self, table: str) -> int | None:
-        """The shard whose table this is; None where it is none of ours."""
-        before, found_one, _ = self.table.partition("{shard")
-        number = re.match("[0-9]{1,9}", table[len(before) :]) if found_one and table.startswith(before) else None
+        """The shard of a table; None if the rule does not cover the table."""
+        before, marker, _ = self.table.partition("{shard")
+        number = re.match("[0-9]{1,9}", table[len(before) :]) if marker and table.startswith(before) else None
         if number is None or self.of(int(number[0])) != table:
             return None
         return int(number[0]) if int(number[0]) in self.shards else None
 
 
-_EXAMPLE = "`shard_{shard:04d}.cities`, {shard} standing for the number of the shard"
+_EXAMPLE = "`shard_{shard:04d}.cities`, where {shard} is the number of the shard"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How the rows of the shards of one rule are selected: expressions by column; a column that is missing is NULL."""
+    """How to select the rows of one rule's shards: SQL expressions by column. A column without expression is NULL."""
 
     rule: TableRule
     expressions: Mapping[str, str]
@@ -74,16 +74,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where rows come from and what they look like: the id column first, then the others."""
+    """The sources of rows and their schema: the id column first, then the others."""
 
     id: str
     schema: pa.Schema
     sources: tuple[Source, ...]
 
     def query(self, shard: int) -> tuple[str | None, str] | None:
-        """Where the rows of a shard are (see `TableRule.database`), and SQL that yields those whose ids are in `$1`.
+        """The database of a shard (see `TableRule.database`), and SQL that selects the rows with the ids in `$1`.
 
-        None where no rule covers the shard.
+        None if no rule covers the shard.
         """
         for source in self.sources:
             if shard in source.rule.shards:
@@ -96,13 +96,13 @@ class Layout:
 def find_layout(
     url: str, rules: Sequence[TableRule], id_column: str, columns: Sequence[str] | None, numeric: str
 ) -> Layout:
-    """Look the tables up and settle the columns. `columns` None: all; of several tables, those that any of them has.
+    """Look up the tables and choose the columns. `columns` None: all columns of any of the tables.
 
-    `url` is the database of the rules that name none.
+    `url` is the database of the rules without one.
 
     Raises:
-        UsageError: a table or column is missing or cannot be used; the message says which there are.
-        DatabaseError: no use of Postgres.
+        UsageError: a table or column is missing or cannot be used; the message lists those that exist.
+        DatabaseError: Postgres cannot be used.
     """
     found: list[tuple[TableRule, dict[str, tuple[str, pa.DataType]]]] = []
     listed: dict[str, list[tuple[str, str, bool]]] = {}
@@ -123,7 +123,7 @@ def find_layout(
             if types.setdefault(name, kind) != kind:
                 raise UsageError(
                     f"column {name} is {types[name]} in one table and {kind} in {rule.table}; "
-                    "name the columns that you need, or cast it in a view"
+                    "list the columns that you need, or cast it in a view"
                 )
     _check_columns(columns, types, {name for _, expressions in found for name in expressions}, rules)
     order = [id_column, *(name for name in columns or types if name != id_column)]
@@ -138,7 +138,7 @@ def _check_id(columns: Mapping[str, tuple[str, pa.DataType]], id_column: str, ta
     if id_column not in columns:
         raise UsageError(f"table {table} has no column {id_column!r}; its columns are {', '.join(columns)}")
     if not pa.types.is_integer(columns[id_column][1]):
-        raise UsageError(f"column {id_column} of {table} is no integer; a tube carries bigint ids")
+        raise UsageError(f"column {id_column} of {table} is not an integer; ids of a tube are bigint")
 
 
 def _check_columns(
@@ -151,13 +151,13 @@ def _check_columns(
     ours = [name for name in types if name.startswith(RESERVED)]
     if ours:
         raise UsageError(
-            f"column {ours[0]!r}: names that begin with {RESERVED!r} are kept for replicad's own columns; "
+            f"column {ours[0]!r}: names that begin with {RESERVED!r} are reserved for replicad's own columns; "
             "list the columns that you need without it, or rename it in a view"
         )
 
 
 def _example_of(rule: TableRule, listed: Sequence[tuple[str, str, bool]]) -> str:
-    """A table of the rule that exists: that of the lowest shard."""
+    """The rule's table of the lowest shard that has one."""
     names = {full for full, _, _ in listed} | {short for _, short, visible in listed if visible}
     if "{" not in rule.table and rule.table in names:
         return rule.table
@@ -179,7 +179,7 @@ def _list_tables(driver: Any) -> list[tuple[str, str, bool]]:
 
 
 def _columns(driver: Any, table: str, numeric: str) -> dict[str, tuple[str, pa.DataType]]:
-    """Each column's expression and Arrow type. What Spark has no type for becomes text, as Postgres prints it."""
+    """The SQL expression and Arrow type of each column. A type that Spark does not have becomes text."""
     with driver.cursor() as cursor:
         cursor.execute(f"SELECT * FROM {table} WHERE false")
         schema: pa.Schema = cursor.fetch_arrow_table().schema

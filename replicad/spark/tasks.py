@@ -1,8 +1,7 @@
-"""The pipeline's work inside of Spark's tasks: Arrow batches of pods in, one summary row per task out.
+"""The pipeline's work in Spark's tasks: Arrow batches of pods in, one summary row per task out.
 
-Two shapes of the same work. Without a transform one function does all of it (`run_whole`). With one, enrichment yields
-rows that Spark hands to the transform (`run_enrichment`), and what comes back is written (`run_sink`). Everything in
-here is pickled to the executors.
+Without a transform, `run_whole` does all of it. With a transform, `run_enrichment` yields rows, Spark runs the
+transform on them, and `run_sink` writes its result. Everything here is pickled to the executors.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _SUMMARY = pa.schema(
 )
 KIND, NOTE = "_kind", "_note"
 WRITE, DELETE, STATISTICS = "W", "D", "S"
-_TASK_BITS = 16  # of a task's number; above them stands how many tasks share the work after a transform
+_TASK_BITS = 16  # of a task's number; the bits above are the number of tasks that write after a transform
 
 
 @dataclass(frozen=True, slots=True)
 class LookUps(Iterable[Changes]):
-    """The changes of some touches; every iteration looks the rows up anew."""
+    """The changes for some touches. Every iteration looks up the rows again."""
 
     enricher: Enricher
     touches: pa.Table
@@ -59,12 +58,12 @@ def run_whole(enricher: Enricher, sink: Sink, shape: Shape, batch: BatchId) -> C
 
 
 def enriched_schema(enricher: Enricher) -> pa.Schema:
-    """What `run_enrichment` yields: the columns of the rows, `_shard`, `_seq`, `_kind`, `_note`."""
+    """The schema of what `run_enrichment` yields: the columns of the rows, `_shard`, `_seq`, `_kind`, `_note`."""
     return pa.schema([*enricher.schema, (KIND, pa.string()), (NOTE, pa.string())])
 
 
 def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
-    """Deduplicate and look up: rows to write, keys to delete, and the task's statistics, told apart by `_kind`."""
+    """Deduplicate and look up: rows to write, keys to delete, and the task's counts, distinguished by `_kind`."""
     schema = enriched_schema(enricher)
 
     def labelled(table: pa.Table, kind: str, note: str | None = None) -> Batches:
@@ -78,7 +77,8 @@ def run_enrichment(enricher: Enricher) -> Callable[[Batches], Batches]:
         for change in enricher.changes(touches.table):
             yield from labelled(change.writes, WRITE)
             yield from labelled(change.deletes, DELETE)
-        yield from labelled(pa.table({"_shard": pa.array([0], pa.int32())}), STATISTICS, _as_note(touches))
+        counts = json.dumps(_counts(touches))
+        yield from labelled(pa.table({"_shard": pa.array([0], pa.int32())}), STATISTICS, counts)
 
     return work
 
@@ -98,8 +98,8 @@ def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[
         kind = rows.column(KIND)
         writes = conform(rows.filter(pc.equal(kind, WRITE)), shape.schema)
         touched = conform(rows.filter(pc.equal(kind, DELETE)), keys)
-        gone = touched.join(writes.select(["_shard", shape.id]), keys=["_shard", shape.id], join_type="left anti")
-        changes = [Changes(writes, conform(gone, keys))]
+        absent = touched.join(writes.select(["_shard", shape.id]), keys=["_shard", shape.id], join_type="left anti")
+        changes = [Changes(writes, conform(absent, keys))]
         applied = sink.apply(shape, batch, tasks << _TASK_BITS | _task_number(), changes)
         yield _summary(None, applied)
 
@@ -111,11 +111,7 @@ def _task_number() -> int:
     return context.partitionId() if context is not None else 0
 
 
-def _as_note(touches: Touches) -> str:
-    return json.dumps(_facts(touches))
-
-
-def _facts(touches: Touches | None) -> dict[str, object]:
+def _counts(touches: Touches | None) -> dict[str, object]:
     if touches is None:
         return {"pods": 0, "ids": 0, "distinct": 0, "oldest": None, "controls": "[]"}
     controls = [[control.seq, control.shard, control.payload] for control in touches.controls]
@@ -130,7 +126,7 @@ def _facts(touches: Touches | None) -> dict[str, object]:
 
 def _summary(touches: Touches | None, applied: Applied) -> pa.RecordBatch:
     row = {
-        **_facts(touches),
+        **_counts(touches),
         "written": applied.written,
         "deleted": applied.deleted,
         "repeated": applied.repeated,

@@ -1,6 +1,4 @@
-"""From pods to touches: what a micro-batch asks for, each id once per shard. Pure Arrow;
-knows no database and no Spark.
-"""
+"""Convert pods into touches: the ids of a micro-batch, each once per shard. Knows neither databases nor Spark."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ TOUCH_SCHEMA = pa.schema([("shard", pa.int32()), ("id", pa.int64()), ("seq", pa.
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A control pod: no ids, a payload that says what happens to the shard."""
+    """A control pod: it has no ids; its payload marks a step of a backfill of the shard."""
 
     seq: int
     shard: int
@@ -27,23 +25,22 @@ class Control:
 
     @property
     def kind(self) -> str:
-        """`backfill_start`, `backfill_end`, `backfill_schedule`; empty where the payload is of another form."""
+        """`backfill_start`, `backfill_end`, `backfill_schedule`; empty if the payload has another form."""
         found = self.payload.get("type") if isinstance(self.payload, dict) else None
         return found if isinstance(found, str) else ""
 
     @property
     def start_seq(self) -> int | None:
-        """Where the backfill began that this pod ends: what the downstream holds from before is garbage."""
+        """Where the backfill began that this pod ends. Rows downstream with a lower `_seq` are garbage."""
         return garbage_before(self.payload)
 
 
 @dataclass(frozen=True, slots=True)
 class Touches:
-    """What one task of a micro-batch has to do. `ids` counts ids as they came, `table` holds each once per shard.
+    """The work of one task of a micro-batch. `ids` counts all ids; `table` has each once per shard.
 
     `table` has the columns shard, id, seq (the highest seq that touched the id), sorted by shard and id.
-    `oldest` is when the first of the regular pods was made, in seconds since the epoch; None without any. Backfill pods
-    wait by design.
+    `oldest` is when the oldest regular pod was made, in seconds since the epoch; None without any.
     """
 
     table: pa.Table
@@ -54,7 +51,7 @@ class Touches:
 
 
 def collect(batches: Iterable[pa.RecordBatch]) -> Touches:
-    """Gather the rows of the source (seq, op, shard, ids, payload, ts) into touches, ids without repeats."""
+    """Convert rows of the source (seq, op, shard, ids, payload, ts) into touches."""
     parts: list[pa.Table] = []
     controls: list[Control] = []
     pods = ids = 0
@@ -76,7 +73,7 @@ def collect(batches: Iterable[pa.RecordBatch]) -> Touches:
 
 
 def deduplicate(touches: pa.Table) -> pa.Table:
-    """Each (shard, id) once, with its highest seq, sorted: neighbours in a table's index are asked for together."""
+    """Each (shard, id) once with its highest seq. Sorted, so that a query reads neighbours in the table's index."""
     once = touches.group_by(["shard", "id"]).aggregate([("seq", "max")])
     once = once.rename_columns([name.removesuffix("_max") for name in once.column_names]).select(TOUCH_SCHEMA.names)
     return once.sort_by([("shard", "ascending"), ("id", "ascending")]).cast(TOUCH_SCHEMA)
@@ -86,7 +83,7 @@ def chunks_by_shard(touches: pa.Table, size: int) -> Iterator[tuple[int, pa.Tabl
     """Split sorted touches into pieces of one shard and at most `size` ids."""
     shards = touches.column("shard")
     at = 0
-    for counted in pc.value_counts(shards.combine_chunks()).to_pylist():  # in order of appearance, and they are sorted
+    for counted in pc.value_counts(shards.combine_chunks()).to_pylist():  # in order of appearance: sorted
         for start in range(at, at + counted["counts"], size):
             yield counted["values"], touches.slice(start, min(size, at + counted["counts"] - start))
         at += counted["counts"]

@@ -1,8 +1,8 @@
-"""The source's readers for tubes: Spark's calls and their order, as found by experiment.
+"""The source's readers for tubes.
 
-`latestOffset(start)` comes only when the batch that ends at `start` is in the commit log, so that is where acks happen;
-`commit` repeats them, because the last one never gets a `commit`, and after a crash the first call may be `partitions`
-with offsets from the log. Readers are also made in processes that only plan, so making one opens nothing.
+Spark calls `latestOffset(start)` only when the batch that ends at `start` is in the commit log, so pods are acked there
+and again in `commit`. After a crash the first call may be `partitions`, with offsets from the log. Spark also creates
+readers in processes that only plan, so the constructor connects to nothing.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from replicad.spark.planning import Budget, Goal, plan_all, plan_batch
 from replicad.spark.reading import TubePartition, read_range
 from replicad.tubes.commands import CursorAt, Part
 
-LAG_INTERVAL = 5.0  # seconds between two looks at how much is waiting; each costs a count in Postgres
-REPARTITION_PATIENCE = 10.0  # seconds for which a daemon may not know yet that the number of partitions changed
-WAIT_SLICE = 10.0  # seconds of waiting in one request; daemons bound it
-PLANNERS = 4  # partitions of a batch read that are asked about at once; Postgres counts their pods one by one
-BATCH_TTL = 5.0  # seconds for which a batch read keeps others from the tube after its last request
+LAG_INTERVAL = 5.0  # seconds between two counts of waiting pods, which Postgres has to do
+REPARTITION_PATIENCE = 10.0  # seconds within which a daemon notices a new number of partitions
+WAIT_SLICE = 10.0  # seconds of waiting in one request; daemons limit it
+PLANNERS = 4  # partitions of a batch read that are planned at the same time; Postgres has to count their pods
+BATCH_TTL = 5.0  # seconds after its last request for which a batch read keeps the lease
 
 log = logging.getLogger("replicad.spark")
 
 
 class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
-    """Reads a tube for one streaming query. One query owns the tube; a second one is told who that is."""
+    """Reads a tube for one streaming query. A second query gets LeaseHeld with the name of the first."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._hold: TubeHold | None = None
         self._acked: TubeOffset | None = None
-        self._planned: TubeOffset | None = None  # the end of a batch that may be under way; None: nothing is
+        self._planned: TubeOffset | None = None  # the end of the batch that may be running; None: no batch is
         self._available_now = False
         self._target: Goal | None = None
-        self._idle_at: TubeOffset | None = None  # where the last trigger found nothing
-        self._short_since: float | None = None  # since when there are fewer pods than minPodsPerTrigger
+        self._idle_at: TubeOffset | None = None  # the offset behind which the last trigger found no pods
+        self._short_since: float | None = None  # the time since which there are fewer pods than minPodsPerTrigger
         self._reported: tuple[float, dict[str, Any]] | None = None
 
     # --- Spark's calls, in the order in which they come ---
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """The query is to end when it has read what there is now; the first look at the tube says what that is."""
+        """The query will end when it has read the pods that there are at the first `latestOffset`."""
         self._available_now = True
 
     def initialOffset(self) -> dict[str, Any]:
-        """Before the first pod that was not acked."""
+        """Before the first unacked pod."""
         return TubeOffset.beginning(self._held().partitions()).to_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """maxPodsPerTrigger, in Spark's words."""
+        """The option maxPodsPerTrigger."""
         return ReadMaxRows(self._options.max_pods)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Ack up to `start`, then plan the next micro-batch; waits up to pollTimeout where there is nothing.
+        """Ack up to `start`, then plan the next micro-batch. Waits up to pollTimeout if there are no pods.
 
         Raises:
             LeaseHeld: another query has the tube.
-            CursorAhead: the checkpoint is ahead of the tube, which was restored or made anew.
+            CursorAhead: the checkpoint is ahead of the tube, which was restored or created again.
         """
         hold = self._held()
         begin = TubeOffset.from_json(start)
@@ -83,11 +83,11 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         except CursorAhead as error:
             if self._options.fail_on_data_loss:
                 raise CursorAhead(
-                    f"{error}. The checkpoint is ahead of the tube, which was restored or made anew: start with a new "
-                    "checkpointLocation and a backfill, or set failOnDataLoss=false to begin with its first pod"
+                    f"{error}. The checkpoint is ahead of the tube, which was restored or created again: start with a "
+                    "new checkpointLocation and a backfill, or set failOnDataLoss=false to begin with its first pod"
                 ) from error
-            log.warning("%s; reading begins anew", error)
-            self._acked = begin  # nothing of it is there to be acked
+            log.warning("%s; reading begins with the first pod", error)
+            self._acked = begin  # the tube has none of these pods
             begin, end = self._plan(hold, TubeOffset.beginning(begin.partitions), limit)
         if end == begin:
             self._planned = None
@@ -96,9 +96,9 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         return end.to_json()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """How far the tube goes, for `lastProgress`; the `c`s minus those of endOffset are the lag in pods.
+        """The end of the tube, for `lastProgress`. Its `c`s minus those of endOffset are the lag in pods.
 
-        At most 100,000 pods beyond the batch are counted, and not more often than every 5 s.
+        Counts at most 100,000 pods beyond the batch, at most every 5 s.
         """
         base = self._planned or self._acked
         if base is None or self._hold is None:
@@ -107,13 +107,13 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         if self._reported is None or now - self._reported[0] >= LAG_INTERVAL:
             try:
                 self._reported = (now, plan_batch(self._hold.plan, base, Budget(pods=100_000)).to_json())
-            except ReplicadError as error:  # it is a figure for people; what matters fails where it matters
-                log.warning("lag of tube %s not known: %s", self._hold.tube, error)
+            except ReplicadError as error:  # the lag is only shown; it must not end the query
+                log.warning("lag of tube %s is unknown: %s", self._hold.tube, error)
                 return None
         return self._reported[1]
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """A task for every partition that has pods in the batch. After a crash this is the first call of all."""
+        """One task for every partition that has pods in the batch. After a crash Spark calls this first."""
         begin, finish = TubeOffset.from_json(start), TubeOffset.from_json(end)
         ranges = begin.ranges_to(finish)
         if not ranges:
@@ -128,17 +128,15 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         return read_range(partition)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """The batch that ends at `end` is in the commit log: ack it, if `latestOffset` has not."""
+        """The batch that ends at `end` is in the commit log: ack it, unless `latestOffset` has done so."""
         self._ack(TubeOffset.from_json(end))
 
     def stop(self) -> None:
-        """The query has ended. Lets the tube go at once, unless a batch was under way whose tasks may still write."""
+        """The query has ended. Release the tube, unless tasks of a running batch may still write."""
         if self._hold is not None:
             if self._planned is None:
                 self._hold.release()
             self._hold.close()
-
-    # --- how ---
 
     def _held(self) -> TubeHold:
         if self._hold is None:
@@ -147,7 +145,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         return self._hold
 
     def _ack(self, offset: TubeOffset) -> None:
-        """Ack everything up to an offset; what this process has acked before is not asked for again."""
+        """Ack all pods up to an offset that this process has not acked before."""
         before = self._acked if self._acked is not None and self._acked.partitions == offset.partitions else None
         for number, place in enumerate(offset.places):
             after = before.places[number].cursor if before is not None else START
@@ -158,7 +156,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             self._planned = None
 
     def _plan(self, hold: TubeHold, begin: TubeOffset, limit: ReadLimit) -> tuple[TubeOffset, TubeOffset]:
-        """The next micro-batch, in the tube's own number of partitions: where it begins, and its end."""
+        """The beginning and the end of the next micro-batch, in the tube's present number of partitions."""
         deadline = time.monotonic() + REPARTITION_PATIENCE
         while True:
             partitions = hold.partitions()
@@ -167,7 +165,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
                 begin = TubeOffset.beginning(partitions)
             try:
                 return begin, self._next(hold, begin, limit)
-            except PartitionsChanged:  # just now: the daemon will have noticed in a moment
+            except PartitionsChanged:  # just now: ask again until the daemon reports the new number
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -184,16 +182,16 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             everything = plan_all(hold.plan, begin, _only_zero(options.max_backfill_pods))
             self._target = Goal([place.cursor for place in everything.places])
         if self._target.reached(begin):
-            hold.release()  # all is acked and the query ends now; should Spark ask again, it is claimed again
+            hold.release()  # all is acked and the query ends; another request would claim the lease again
             return begin
         return plan_batch(hold.plan, begin, self._target.budget(begin, budget))
 
     def _wait_for_pods(self, hold: TubeHold, begin: TubeOffset, budget: Budget) -> TubeOffset:
-        """Plan, waiting for enough pods for as long as the options say; `begin` where there are not enough."""
+        """Wait for enough pods, up to pollTimeout, and plan. Returns `begin` if there are not enough."""
         deadline = time.monotonic() + self._options.poll_timeout
         end = begin
         if self._idle_at != begin or not self._options.poll_timeout:
-            # else there was nothing a moment ago, and waiting sees what came since
+            # otherwise the last trigger found none, and the wait below finds those that came since
             end = plan_batch(hold.plan, begin, budget)
         while not self._is_enough(begin, end):
             left = deadline - time.monotonic()
@@ -202,10 +200,10 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
                 return begin
             if self._short_since is not None:
                 left = min(left, self._short_since + self._options.max_trigger_delay - time.monotonic())
-            # Whatever comes lies behind the furthest cursor, in whichever partition; this only waits for it.
+            # New pods of any partition lie behind the furthest cursor. This only waits for one.
             wait = min(max(left, 0), WAIT_SLICE)
-            came = hold.plan(WHOLE, end.furthest, limit=1, backfill=_only_zero(budget.backfill), wait=wait)
-            if came.pods or end != begin:
+            new = hold.plan(WHOLE, end.furthest, limit=1, backfill=_only_zero(budget.backfill), wait=wait)
+            if new.pods or end != begin:
                 end = plan_batch(hold.plan, begin, budget)
         self._idle_at = None
         return end
@@ -223,17 +221,17 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
 
 
 class TubeBatchReader(DataSourceReader):  # type: ignore[misc]
-    """Reads what a tube holds now and leaves it there. Needs the tube for itself while it reads."""
+    """Reads the pods of a tube without removing them. No other query can have the tube meanwhile."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        """A task for every partition that has pods. Nobody says when they are done: the lease runs out by itself."""
+        """One task for every partition with pods. Spark does not report their end, so the lease is left to expire."""
         with ExitStack() as stack:
             hold = stack.enter_context(self._hold())
             begin = TubeOffset.beginning(hold.partitions())
-            hold.term()  # claimed once; who asks for the same holder gets the same term
+            hold.term()  # claims the lease; the other connections use the same holder and get the same term
             free: SimpleQueue[TubeHold] = SimpleQueue()
             free.put(hold)
             planners = min(PLANNERS, begin.partitions)
@@ -253,17 +251,17 @@ class TubeBatchReader(DataSourceReader):  # type: ignore[misc]
             return [TubePartition(self._options, one, hold.term()) for one in ranges]
 
     def _hold(self) -> TubeHold:
-        """The same holder for every action of one Spark application, so that they do not wait for each other."""
+        """All actions of one Spark application use the same holder, so that they do not wait for each other."""
         holder = holder_name(self._options.consumer, "batch", os.getppid())
         return TubeHold(self._options, holder=holder, ttl=BATCH_TTL, renewing=False)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: the pods of its range; nothing where Spark made a partition up because there was none."""
+        """In a task: the pods of its range. Without any range Spark makes a partition of its own: then none."""
         return read_range(partition) if isinstance(partition, TubePartition) else iter(())
 
 
 def end_on_signals(stop: Callable[[], None]) -> None:
-    """Where a query stops normally Spark ends this process by signals, and mostly `stop` would not be called."""
+    """Call `stop` on SIGTERM and SIGHUP: Spark ends this process with them, mostly without calling `stop`."""
     if threading.current_thread() is not threading.main_thread():
         return
 
@@ -277,10 +275,10 @@ def end_on_signals(stop: Callable[[], None]) -> None:
 
 
 def _lower(one: Cursor, other: Cursor) -> Cursor:
-    """Where an ack begins: never behind its end, which happens where reading began anew."""
+    """Where an ack begins: at `one`, or at the start if `one` is not before the end (after a restart of reading)."""
     return one if one.regular <= other.regular and one.backfill <= other.backfill else START
 
 
 def _only_zero(backfill: int | None) -> int | None:
-    """A bound that matters even where nothing is limited: no backfill at all."""
+    """0 if backfill pods are excluded, otherwise no limit."""
     return 0 if backfill == 0 else None

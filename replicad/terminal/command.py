@@ -156,7 +156,7 @@ class Seconds(click.ParamType):  # type: ignore[type-arg] # generic in newer ver
         try:
             found = seconds(str(value))
         except ValueError as error:
-            raise UsageError(f"{where}: {value!r} does not fit; {error}") from None
+            raise UsageError(f"{where}: {value!r} is not valid; {error}") from None
         if not self._low <= found <= self._high:
-            raise UsageError(f"{where}: {value!r} does not fit; give {self._low:g} to {self._high:g} seconds")
+            raise UsageError(f"{where}: {value!r} is not valid; give {self._low:g} to {self._high:g} seconds")
         return found

@@ -102,7 +102,7 @@ def test_several_tables_feed_one_tube_with_the_columns_of_all(url: str) -> None:
             "shards 7-9; there are shard_0001.cit",
         ),
         ([CITIES], "key_id", None, "has no column 'key_id'; its columns are id, name"),
-        ([CITIES], "name", None, "is no integer"),
+        ([CITIES], "name", None, "is not an integer"),
         ([CITIES], "id", ["nam"], "no column 'nam' in .* there are .*name"),
     ],
 )
@@ -117,13 +117,13 @@ def test_columns_of_two_types_and_of_our_own_names_are_refused(url: str) -> None
     psql(url, 'CREATE TABLE a_1 (id bigint, name bigint); CREATE TABLE b_1 (id bigint, "_seq" text)')
     with pytest.raises(UsageError, match="column name is int64 in one table and string in"):
         find_layout(url, [TableRule("a_{shard}"), CITIES], "id", None, "text")
-    with pytest.raises(UsageError, match="kept for replicad's own columns"):
+    with pytest.raises(UsageError, match="reserved for replicad's own columns"):
         find_layout(url, [TableRule("b_{shard}")], "id", None, "text")
 
 
 @pytest.mark.parametrize("text", ["cities{", "{table}", "{0}", "{shard:zz}", "a; DROP TABLE b", " "])
 def test_a_template_that_cannot_be_one_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no template"):
+    with pytest.raises(UsageError, match="is not a template"):
         TableRule(text)
 
 
@@ -131,7 +131,7 @@ def test_shard_sets_say_what_is_in_them() -> None:
     found = ShardSet.parse("0-3, 7")
     assert [shard for shard in range(10) if shard in found] == [0, 1, 2, 3, 7]
     assert 12345 in ShardSet.parse("all")
-    with pytest.raises(ValueError, match="is no range"):
+    with pytest.raises(ValueError, match="is not a range"):
         ShardSet.parse("3-1")
 
 

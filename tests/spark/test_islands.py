@@ -103,7 +103,7 @@ def test_an_island_may_join_move_to_another_port_and_not_be_forgotten(daemon: Fa
     more.drain()
     assert more.ids == [1]
     more.die()
-    with pytest.raises(UsageError, match="knows an island 'east'"):
+    with pytest.raises(UsageError, match="has an island 'east'"):
         Query(options(islands(west=other), leaseWait="5s"), more.offsets, more.commits).trigger()
 
 
@@ -134,8 +134,8 @@ def test_an_island_that_somebody_else_reads_is_named(daemon: FakeDaemon, other: 
     [
         ("east", "give daemons such as"),
         ("east=db1:0", "give daemons such as"),
-        ("a=db1:1,a=db2:1", "a name of its own"),
-        ("db1:1,db1:1", "a name of its own"),
+        ("a=db1:1,a=db2:1", "a different name"),
+        ("db1:1,db1:1", "a different name"),
         (",".join(f"db{n}:1" for n in range(65)), "at most 64"),
     ],
 )

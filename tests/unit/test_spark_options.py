@@ -1,4 +1,4 @@
-"""Options of the Spark source: whatever does not fit is refused, with the names of those that do."""
+"""Options of the Spark source: an option that cannot be used is refused, with the names of those that can."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def test_names_are_read_in_any_case_and_times_with_units() -> None:
         ({"tube": "t", "stream": "s"}, "tube and stream are both given"),
         ({"tube": "t", "maxPodsPerTriger": "5"}, "did you mean maxPodsPerTrigger.*The options are"),
         ({"tube": "t", "minPartitions": "5"}, "unknown option 'minPartitions'"),
-        ({"tube": "t", "port": "http"}, "option port: 'http' does not fit; give a whole number"),
+        ({"tube": "t", "port": "http"}, "option port: 'http' is not valid; give a whole number"),
         ({"tube": "t", "port": "70000"}, "from 1 to 65535"),
-        ({"tube": "t", "pollTimeout": "1 day"}, "option pollTimeout: '1 day' does not fit"),
+        ({"tube": "t", "pollTimeout": "1 day"}, "option pollTimeout: '1 day' is not valid"),
         ({"tube": "t", "pollTimeout": "1h"}, "from 0 to 300"),
         ({"tube": "t", "includePayload": "yes"}, "give true or false"),
-        ({"tube": "t", "startingOffsets": "latest"}, "goes with streams only"),
+        ({"tube": "t", "startingOffsets": "latest"}, "is for streams only"),
         ({"stream": "s", "startingOffsets": "yesterday"}, "earliest, latest or a token"),
         ({"tube": "t", "token": "a", "tokenFile": "b"}, "token and tokenFile are both given"),
-        ({"tube": "t", "minPodsPerTrigger": "11", "maxPodsPerTrigger": "10"}, "no micro-batch could ever be both"),
-        ({"tube": "t", "maxTriggerDelay": "1m"}, "goes with minPodsPerTrigger"),
-        ({"stream": "s", "maxPodsPerTrigger": "10"}, "does not go with .* stream; there are host"),
-        ({"tube": "t", "encoding": "json"}, "option encoding: 'json' does not fit; give auto, lines or arrow"),
-        ({"stream": "s", "encoding": "arrow"}, "option encoding does not go with .* stream"),
-        ({"tube": "a tube"}, "option tube: 'a tube' does not fit"),
+        ({"tube": "t", "minPodsPerTrigger": "11", "maxPodsPerTrigger": "10"}, "is above maxPodsPerTrigger=10"),
+        ({"tube": "t", "maxTriggerDelay": "1m"}, "needs minPodsPerTrigger"),
+        ({"stream": "s", "maxPodsPerTrigger": "10"}, "cannot be used with .* stream; there are host"),
+        ({"tube": "t", "encoding": "json"}, "option encoding: 'json' is not valid; give auto, lines or arrow"),
+        ({"stream": "s", "encoding": "arrow"}, "option encoding cannot be used with .* stream"),
+        ({"tube": "a tube"}, "option tube: 'a tube' is not valid"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(given: dict[str, str], says: str) -> None:
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused_with_the_remedy(given: dict[str, str], say
 
 def test_limits_of_triggers_do_not_go_with_a_batch_read() -> None:
     parse_options({"tube": "t", "maxPodsPerTrigger": "10"}, streaming=None)
-    with pytest.raises(UsageError, match="option maxPodsPerTrigger does not go with a batch read of a tube"):
+    with pytest.raises(UsageError, match="option maxPodsPerTrigger cannot be used with a batch read of a tube"):
         parse_options({"tube": "t", "maxPodsPerTrigger": "10"}, streaming=False)
 
 

@@ -1,4 +1,4 @@
-"""Downstreams of a pipeline: where the rows of a tube are kept in step (docs/spark.md)."""
+"""Downstreams of a pipeline: they are kept in step with the rows of a tube (docs/spark.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a downstream of the pipeline must do, and what it is told.
+"""The interface of a downstream of the pipeline.
 
 A micro-batch goes to a downstream in two steps: `apply` in every task, with that task's changes, and then `commit` once
-on the driver, with what the tasks returned. Spark may run a task again and may replay a whole batch after a crash: the
-same (query, number, step) comes again, and a downstream that remembers it writes nothing twice.
+on the driver, with what the tasks returned. Spark may run a task again, and may replay a whole batch after a crash. The
+(query, number, step) is then the same, and a downstream that stores it writes nothing twice.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from replicad.spark.enrich import Changes
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What rows look like: the columns of `Changes.writes` (`_shard` and `_seq` among them) and which of them is the
-    id.
+    """The columns of `Changes.writes`, with `_shard` and `_seq`, and the name of the id column.
 
-    A row's identity is (`_shard`, id). `_seq` is the seq of the last touch that it was written for.
+    A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written.
     """
 
     schema: pa.Schema
@@ -30,9 +29,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchId:
-    """A micro-batch: the query's id, the batch's number, and the step in it (0 is the batch itself, then garbage).
+    """A micro-batch: the query's id, the batch's number, and its step (0 is the batch itself, then garbage collection).
 
-    Within a query (number, step) only ever grows, except that the last ones may come again.
+    Within a query (number, step) grows, except that the last ones may be repeated.
     """
 
     query: str
@@ -42,9 +41,9 @@ class BatchId:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What `apply` did: rows written and deleted, or `repeated` where all of it had been done before.
+    """The result of `apply`: rows written and deleted, or `repeated` if all of it had been done before.
 
-    `note` goes to `commit` on the driver as it is.
+    `note` is passed to `commit` on the driver.
     """
 
     written: int = 0
@@ -54,16 +53,16 @@ class Applied:
 
 
 class Sink(ABC):
-    """A downstream. Instances are pickled to the executors; connections are made there, not before.
+    """A downstream. Instances are pickled to the executors, so connections must be opened there.
 
-    `settle` is how long, in seconds, a write may take to become visible to `stale_ids`.
+    `settle` is the time in seconds that a write may take to become visible to `stale_ids`.
     """
 
     settle: float = 0.0
 
     @abstractmethod
     def prepare(self, shape: Shape) -> None:
-        """On the driver, before the query starts: make what is missing, refuse what does not fit.
+        """On the driver, before the query starts: create what is missing, refuse what has another shape.
 
         Raises:
             UsageError, DatabaseError, EnvironmentRefused: the downstream cannot take rows of that shape.
@@ -71,26 +70,23 @@ class Sink(ABC):
 
     @abstractmethod
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
-        """In a task: take its changes. Tasks of a batch are numbered alike when it comes again; -1 is the driver
-        itself.
+        """In a task: write its changes. A repeated batch has the same task numbers; -1 is the driver.
 
-        An id is in one task only, once. Every iteration over `changes` looks the rows up anew, in bounded pieces; not
-        iterating saves the look-up.
+        An id is in one task only, once. Every iteration over `changes` looks up the rows again, in bounded pieces.
         """
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> int | None:
-        """On the driver, after all tasks: make the batch visible. When it returns the batch may be acked.
+        """On the driver, after all tasks: make the batch visible. When it returns, the pods of the batch may be acked.
 
-        Returns how many rows were deleted where only now that is known, None where `apply` has counted them.
+        Returns how many rows were deleted; None if `apply` has counted them.
         """
         del batch, applied
         return None
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array | None:
-        """On the driver: up to `limit` ids (bigint) that the downstream holds for the shard with a `_seq` below
-        `before`.
+        """On the driver: up to `limit` ids (bigint) of the shard that the downstream has with a `_seq` below `before`.
 
-        None: this downstream cannot tell, and garbage stays.
+        None: this downstream cannot list them, and garbage stays.
         """
         del shape, shard, before, limit
         return None

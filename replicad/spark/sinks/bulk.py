@@ -1,8 +1,8 @@
-"""A search index as the downstream, over HTTP: the `_bulk` form that Elasticsearch and OpenSearch take.
+"""A search index as the downstream: the `_bulk` API of Elasticsearch and OpenSearch, over HTTP.
 
-At least once: a batch that comes again puts the same documents under the same ids. Documents that the index refuses
-for good (a mapping that does not fit) end the batch with the reason; what it is too busy for is sent again. Sockets of
-the standard library; one connection per worker.
+At least once: a repeated batch writes the same documents under the same ids. If the index refuses a document (another
+mapping), the batch fails with the reason. If the index is too busy, the document is sent again. Uses `http.client`, one
+connection per worker.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from replicad.retry import Retries
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
-MAX_BYTES = 5 << 20  # of one request; both products advise some megabytes
+MAX_BYTES = 5 << 20  # of one request; both products recommend some megabytes
 _TIMEOUT = 60.0  # seconds for one request
-_PATIENCE = 120.0  # seconds for which an index that is away or too busy is waited for
+_PATIENCE = 120.0  # seconds to wait for an index that is unreachable or too busy
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries; each pause doubles
 _BUSY = (429, 502, 503, 504)
-_SEARCH_MOST = 10_000  # hits in one search; the products' own limit
+_SEARCH_MOST = 10_000  # hits in one search; a limit of both products
 
-_FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # names that begin with _ are the index' own
+_FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # the index reserves names that begin with _
 
 Line = tuple[bytes, bytes]  # action, document (empty for a delete)
 
 
 @dataclass(frozen=True, slots=True)
 class BulkSink(Sink):
-    """Keeps `index` at `url` (user and password may stand in it) in step; `api_key` instead of a password.
+    """Keeps `index` at `url` (with user and password, or with `api_key`) in step.
 
-    A document's id is `{shard}:{id}` unless `document_id` says otherwise. It has the fields `replicad_shard` and
-    `replicad_seq` besides its columns, as numbers; garbage is found by them.
+    A document's id is made from `document_id`. It has the numeric fields `replicad_shard` and `replicad_seq` besides
+    its columns; garbage is found by them.
     """
 
     url: str = field(repr=False)
@@ -65,13 +65,13 @@ class BulkSink(Sink):
             raise UsageError(f"document_id {self.document_id!r}: write it like {{shard}}:{{id}} ({error})") from None
 
     def prepare(self, shape: Shape) -> None:  # noqa: ARG002
-        """Ask whether the index can be reached and lets us in; it makes the index itself with the first document."""
+        """Check that the server can be reached and accepts our login. It creates the index with the first document."""
         status, answer = self._request("GET", "/", None)
         if status >= 400:
             raise UsageError(f"{mask_secrets(self.url)} refuses us with status {status}: {_shortened(answer)}")
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
-        """Put and delete documents, some megabytes at a time."""
+        """Write and delete documents, some megabytes at a time."""
         written = deleted = 0
         for change in changes:
             self._send(self._puts(change.writes, shape.id))
@@ -80,7 +80,7 @@ class BulkSink(Sink):
         return Applied(written, deleted)
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
-        """Ids of the shard that were last written for a touch before `before`; what was written before is visible."""
+        """Ids of the shard with a `_seq` below `before`. Refreshes the index first, so that all writes are visible."""
         index = quote(self.index, safe="")
         self._checked("POST", f"/{index}/_refresh", None, missing=True)
         filters = [{"term": {_FIELDS["_shard"]: shard}}, {"range": {_FIELDS["_seq"]: {"lt": before}}}]
@@ -130,14 +130,14 @@ class BulkSink(Sink):
                     reason = json.dumps(done.get("error"))[:500]
                     raise DownstreamError(f"index {self.index} refuses document {done.get('_id')}: {reason}")
             if again and not retries.pause():
-                raise DownstreamError(f"index {self.index} stays too busy for {len(again)} documents; they come again")
+                raise DownstreamError(f"index {self.index} stays too busy for {len(again)} documents")
             lines = again
         return deleted
 
     # --- requests ---
 
     def _checked(self, method: str, path: str, body: bytes | None, *, missing: bool = False) -> dict[str, Any]:
-        """A request that must succeed; `missing`: an index that is not there yet is an empty answer."""
+        """A request that must succeed. `missing`: the answer is empty if the index does not exist yet."""
         retries = Retries(_FIRST_PAUSE, _LONGEST_PAUSE, patience=self.patience)
         while True:
             try:
@@ -186,7 +186,7 @@ def _connection(
 
 
 def _plain(value: object) -> object:
-    """What JSON has no form for: times in ISO 8601, bytes in base64, the rest as Python prints it."""
+    """A value that JSON does not have: times in ISO 8601, bytes in base64, others as `str`."""
     if isinstance(value, datetime.date):  # datetimes are dates
         return value.isoformat()
     if isinstance(value, bytes):

@@ -1,7 +1,7 @@
 """A user's own class as the downstream: three methods, called in the tasks.
 
-Delivery is at least once: a batch may come again, as a whole or in part, so `write` and `delete` must bear repetition,
-and what `write` was told last for an id counts.
+Delivery is at least once: a batch may be repeated, as a whole or in part. So `write` and `delete` must be safe to
+repeat, and the last call for an id must win.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 @runtime_checkable
 class Downstream(Protocol):
-    """What a user's class provides. Instances are pickled to the executors: connect in the methods, not in `__init__`.
+    """The interface of a user's class. Instances are pickled to the executors: connect in the methods, not in
+    `__init__`.
 
-    An attribute `settle` (seconds, default 0) says how long a write may take to become visible to `stale_ids`.
+    The attribute `settle` (seconds, default 0) is the time that a write may take to become visible to `stale_ids`.
     """
 
     def write(self, rows: pa.Table) -> None:
-        """Take rows as they are now, at most some 10,000 of one shard: the columns asked for, `_shard` and `_seq`.
+        """Write current rows, at most some 10,000 of one shard: the chosen columns, `_shard` and `_seq`.
 
-        Keep `_seq` with the row if garbage is to be collected. When this returns the rows may be acked.
+        Store `_seq` with the row if garbage must be collected. When this returns, the pods of the rows may be acked.
         """
 
     def delete(self, shard: int, ids: Sequence[int]) -> None:
-        """Forget these ids of the shard; some may never have been written."""
+        """Delete these ids of the shard. Some may never have been written."""
 
     def stale_ids(self, shard: int, before: int) -> Iterable[int]:
-        """Ids held for the shard whose `_seq` is below `before`; an empty answer where that cannot be told."""
+        """Ids of the shard with a `_seq` below `before`; empty if the class cannot list them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,10 @@ class CustomSink(Sink):
         object.__setattr__(self, "settle", float(getattr(self.target, "settle", self.settle)))
 
     def prepare(self, shape: Shape) -> None:
-        """Nothing: the class prepares itself."""
+        """Nothing to do: the class prepares itself."""
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
-        """Hand the changes over, chunk by chunk."""
+        """Pass the changes to the class, chunk by chunk."""
         written = deleted = 0
         for change in changes:
             try:
@@ -80,5 +81,5 @@ class CustomSink(Sink):
         return Applied(written, deleted)
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:  # noqa: ARG002
-        """What the class says."""
+        """At most `limit` of the ids that the class returns."""
         return pa.array(list(itertools.islice(self.target.stale_ids(shard, before), limit)), pa.int64())

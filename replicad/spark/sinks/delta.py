@@ -1,9 +1,8 @@
 """A Delta table as the downstream (the package `deltalake`, no JVM): each batch is one commit of the table.
 
-Tasks stage their changes as Parquet below the table, in a folder that Delta passes over; the driver merges all of it
-in one commit that also carries the batch's number as an application transaction. So a batch is in the table whole or
-not at all, and one that comes again is recognised: exactly once in effect. Files of older versions stay until someone
-runs VACUUM, as in any Delta table.
+Tasks stage their changes as Parquet files in a folder below the table that Delta ignores. The driver merges them in one
+commit that also has the batch's number as an application transaction. So a batch is in the table as a whole or not at
+all, and a repeated batch is recognised: the effect is exactly once. Files of older versions stay until VACUUM.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.enrich import Changes, conform
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
-STAGING = "_replicad"  # folders that begin with _ are no part of a Delta table, and VACUUM leaves them alone
+STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
 _GONE = "_gone"
-_ORPHAN_AGE = 86400.0  # seconds after which a staged file was left by a crash, not by a slow task
-_STEPS = 20  # bits of a transaction's version that number the steps of a batch
+_ORPHAN_AGE = 86400.0  # seconds after which a staged file must be from a crash, not from a slow task
+_STEPS = 20  # low bits of a transaction's version: the step of the batch
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaSink(Sink):
-    """Keeps the Delta table at `uri` (a path, or s3://, gs://, ...) in step. Made when it is missing.
+    """Keeps the Delta table at `uri` (a path, or s3://, gs://, ...) in step. Creates it if it is missing.
 
-    `storage` are deltalake's storage options; staging reaches the store by what the environment says of it.
+    `storage` are deltalake's storage options. Staging uses pyarrow, which takes its settings from the environment.
     """
 
     uri: str
@@ -46,7 +45,7 @@ class DeltaSink(Sink):
             object.__setattr__(self, "uri", os.path.abspath(os.path.expanduser(self.uri)))
 
     def prepare(self, shape: Shape) -> None:
-        """Make the table, or refuse one with other columns; remove what a crash left in staging long ago."""
+        """Create the table, or refuse one with other columns; remove old staged files that a crash left."""
         made = _deltalake().DeltaTable.create(
             self.uri, shape.schema, mode="ignore", storage_options=self.storage or None
         )
@@ -55,7 +54,7 @@ class DeltaSink(Sink):
         if there != wanted:
             raise UsageError(
                 f"the Delta table {self.uri} has other columns ({', '.join(sorted(there ^ wanted))} are only on one "
-                "side); name another table and start with a new checkpoint and a backfill"
+                "side); use another table, with a new checkpoint and a backfill"
             )
         store, root = _store(self.uri)
         for info in store.get_file_info(pafs.FileSelector(f"{root}/{STAGING}", allow_not_found=True, recursive=True)):
@@ -63,7 +62,7 @@ class DeltaSink(Sink):
                 store.delete_file(info.path)
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
-        """Stage the changes in a file of their own."""
+        """Stage the changes in a new file."""
         if self._holds(batch):
             return Applied(repeated=True)
         store, root = _store(self.uri)
@@ -81,7 +80,7 @@ class DeltaSink(Sink):
         return Applied(written, deleted, note=json.dumps(path))
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> int | None:
-        """Merge what was staged, in one commit; nothing where the batch is in already."""
+        """Merge the staged files in one commit, unless the batch is already in the table."""
         store, _ = _store(self.uri)
         files = [json.loads(done.note) for done in applied if done.note]
         deleted = 0
@@ -108,11 +107,11 @@ class DeltaSink(Sink):
                 .execute()
             )
         except _deltalake().exceptions.DeltaError as error:
-            raise DownstreamError(f"the Delta table {self.uri} did not take a batch: {error}") from error
+            raise DownstreamError(f"the Delta table {self.uri} refused a batch: {error}") from error
         return int(done["num_target_rows_deleted"])
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
-        """Ids of the shard that were last written for a touch before `before`."""
+        """Ids of the shard with a `_seq` below `before`."""
         stale = (pc.field("_shard") == shard) & (pc.field("_seq") < before)
         found = self._table().to_pyarrow_dataset().scanner(columns=[shape.id], filter=stale).head(limit)
         return found.column(shape.id).combine_chunks()
@@ -132,7 +131,7 @@ def _version(batch: BatchId) -> int:
 
 def _deltalake() -> Any:
     try:
-        import deltalake  # noqa: PLC0415 - only who has a Delta table needs it
+        import deltalake  # noqa: PLC0415 - an extra
         import deltalake.exceptions  # noqa: PLC0415
     except ImportError as error:
         raise EnvironmentRefused(
@@ -147,7 +146,7 @@ def _store(uri: str) -> tuple[pafs.FileSystem, str]:
 
 
 def _staged(shape: Shape) -> pa.Schema:
-    """The id first: `commit` knows it by its place."""
+    """The schema of staged files: the id column first, which is how `commit` finds it."""
     return pa.schema(
         [shape.schema.field(shape.id), *(f for f in shape.schema if f.name != shape.id), (_GONE, pa.bool_())]
     )

@@ -1,8 +1,8 @@
-"""The manifest of a Parquet folder: which files make up the table now, and which batches are in it.
+"""The manifest of a Parquet folder: the files that are the table now, and the batches that are in it.
 
-`manifest/<version>.json` is written whole and then linked to its name, which fails when that version is there already:
-a version either exists completely or does not, and two writers cannot both make it. Each shard's files cut its ids into
-ranges, as the leaves of a tree would: a file holds the ids from its `low` up to the next one's. Knows no row.
+`manifest/<version>.json` is first written under another name and then linked, which fails if the version exists. So a
+version is always complete, and two writers cannot both make it. The files of a shard divide its ids into ranges: a file
+has the ids from its `low` up to that of the next file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from replicad.errors import DownstreamError
 from replicad.spark.sinks.base import BatchId, Shape
 
 FORMAT = 1
-KEPT_VERSIONS = 8  # a reader has this many batches' time to open the files that it was told of
-KEPT_QUERIES = 16  # queries whose last batch is remembered; one is added with every new checkpoint
+KEPT_VERSIONS = 8  # a reader of `current` can open its files for so many batches
+KEPT_QUERIES = 16  # queries whose last batch is stored; every new checkpoint adds one
 _NAME = re.compile(r"([0-9]{20})\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One file: the ids of a shard from `low` on, `rows` of them, the lowest `_seq` among them."""
+    """One file: the ids of a shard from `low` on, the number of its rows, and their lowest `_seq`."""
 
     low: int
     file: str
@@ -40,8 +40,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version of the table. `shards` maps a shard to its leaves by `low`;
-    `applied` a query to its last (batch, step).
+    """One version of the table. `shards` maps a shard to its leaves by `low`, `applied` a query to its last (batch,
+    step).
     """
 
     version: int
@@ -60,11 +60,11 @@ class Manifest:
         return sum(leaf.rows for leaves in self.shards.values() for leaf in leaves)
 
     def holds(self, batch: BatchId) -> bool:
-        """Whether the batch, or a later one of its query, is in."""
+        """Whether the batch, or a later one of its query, is in the table."""
         return self.applied.get(batch.query, (-1, 0)) >= (batch.number, batch.step)
 
     def with_batch(self, batch: BatchId, changed: Mapping[int, Sequence[Leaf]]) -> Manifest:
-        """The next version: the shards of `changed` have new leaves, and the batch is in."""
+        """The next version, with the batch and the new leaves of the shards in `changed`."""
         shards = {**self.shards, **{shard: tuple(leaves) for shard, leaves in changed.items()}}
         applied = {query: at for query, at in self.applied.items() if query != batch.query}
         applied[batch.query] = (batch.number, batch.step)
@@ -92,11 +92,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not that.
-        """
+        """Read what `to_json` wrote. Raises ValueError, KeyError or TypeError for other text."""
         found: dict[str, Any] = json.loads(text)
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}")
@@ -107,12 +103,12 @@ class Manifest:
 
 
 def path_of(folder: Path, version: int) -> Path:
-    """Where a version is kept."""
+    """The file of a version."""
     return folder / "manifest" / f"{version:020d}.json"
 
 
 def versions(folder: Path) -> list[int]:
-    """The versions that there are, in ascending order."""
+    """The existing versions in ascending order."""
     try:
         names = os.listdir(folder / "manifest")
     except FileNotFoundError:
@@ -121,21 +117,13 @@ def versions(folder: Path) -> list[int]:
 
 
 def latest(folder: Path) -> Manifest | None:
-    """The current version; None where nothing was ever committed.
-
-    Raises:
-        DownstreamError: the newest manifest cannot be read.
-    """
+    """The current version; None if there is none. Raises DownstreamError if it cannot be read."""
     found = versions(folder)
     return load(folder, found[-1]) if found else None
 
 
 def load(folder: Path, version: int) -> Manifest:
-    """One version.
-
-    Raises:
-        DownstreamError: it cannot be read.
-    """
+    """One version. Raises DownstreamError if it cannot be read."""
     path = path_of(folder, version)
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
@@ -144,7 +132,7 @@ def load(folder: Path, version: int) -> Manifest:
 
 
 def publish(folder: Path, manifest: Manifest) -> bool:
-    """Make a version the current one; False, and nothing changed, when somebody else has made that version."""
+    """Make a version the current one. False, without any change, if another process has made that version."""
     path = path_of(folder, manifest.version)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
@@ -163,7 +151,7 @@ def publish(folder: Path, manifest: Manifest) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder outlive a crash of the machine."""
+    """Flush a folder to disk, so that its names survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -172,10 +160,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def drop_old_versions(folder: Path) -> None:
-    """Forget all but the last versions, and the files that only they had."""
+    """Delete all but the last versions, and the files that only they have."""
     old = versions(folder)[:-KEPT_VERSIONS]
     for version in old:
-        with contextlib.suppress(DownstreamError):  # another process was quicker
+        with contextlib.suppress(DownstreamError):  # another process has deleted the version
             next_files = set(load(folder, version + 1).files)
             for file in load(folder, version).files:
                 if file not in next_files:
@@ -184,7 +172,7 @@ def drop_old_versions(folder: Path) -> None:
 
 
 def orphans(folder: Path, older_than: float) -> Iterator[Path]:
-    """Files below `data` of no version, last changed before `older_than` (seconds since the epoch)."""
+    """Files below `data` that are in no version, last changed before `older_than` (seconds since the epoch)."""
     used = {file for version in versions(folder) for file in load(folder, version).files}
     for path in (folder / "data").glob("*/*.parquet"):
         if f"{path.parent.name}/{path.name}" not in used and path.stat().st_mtime < older_than:

@@ -1,9 +1,9 @@
-"""A folder of Parquet files as the downstream: a table that follows upserts and deletes, and never shows half a batch.
+"""A folder of Parquet files as the downstream: a table with upserts and deletes, in which batches appear as a whole.
 
-The files of a shard are ranges of ids. A task rewrites the files whose ids were touched and leaves the old ones in
-place; when all tasks are done, the driver publishes a manifest that names the new ones (`manifest`). What a crash
-leaves behind is not in any manifest. `current` lists the files of the table as it is now; any tool reads those. All
-executors and the driver see the same folder: on one machine, or on a shared file system.
+Each file of a shard has a range of ids. A task writes new files for those whose ids were touched and keeps the old
+ones. When all tasks are done, the driver publishes a manifest with the new files (`manifest`). Files that a crash
+leaves are in no manifest. `current` lists the files of the table for any tool that reads Parquet. The driver and all
+executors need the same folder: on one machine, or on a shared file system.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from replicad.spark.sinks.manifest import Leaf, Manifest
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-ROWS_PER_FILE = 50_000  # a single changed row rewrites one file: some tens of milliseconds at this size
-_ORPHAN_AGE = 3600.0  # seconds after which a file that no manifest names was left by a crash, not by a slow task
+ROWS_PER_FILE = 50_000  # a changed row rewrites one file, which takes some tens of milliseconds at this size
+_ORPHAN_AGE = 3600.0  # seconds after which a file without manifest must be from a crash, not from a slow task
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetSink(Sink):
-    """Keeps the Parquet table in `folder` in step. Made when it is missing."""
+    """Keeps the Parquet table in `folder` in step. Creates it if it is missing."""
 
     folder: Path
     rows_per_file: int = ROWS_PER_FILE
@@ -53,7 +53,7 @@ class ParquetSink(Sink):
             raise UsageError(f"rows_per_file={self.rows_per_file}: give a number from 1")
 
     def prepare(self, shape: Shape) -> None:
-        """Make the folder, refuse one that holds another table, and remove what a crash left behind long ago."""
+        """Create the folder, refuse one with another table, and remove old files that a crash left."""
         try:
             for name in ("data", "manifest"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -62,18 +62,18 @@ class ParquetSink(Sink):
         found = manifest.latest(self.folder)
         if found is None:
             if any((self.folder / "data").iterdir()):
-                raise UsageError(f"{self.folder / 'data'} is not empty and has no manifest; name a folder of its own")
+                raise UsageError(f"{self.folder / 'data'} is not empty and has no manifest; use another folder")
             manifest.publish(self.folder, Manifest(0, shape))
         elif found.shape != shape:
             raise UsageError(
-                f"downstream folder {self.folder} holds a table with other columns ({_named(found.shape)}, now it "
-                f"would be {_named(shape)}); name another folder and start with a new checkpoint and a backfill"
+                f"downstream folder {self.folder} has a table with other columns ({_named(found.shape)}, now it "
+                f"would be {_named(shape)}); use another folder, with a new checkpoint and a backfill"
             )
         for path in manifest.orphans(self.folder, time.time() - _ORPHAN_AGE):
             path.unlink(missing_ok=True)
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
-        """Write new files for what the changes touch. They are not the table's before `commit`."""
+        """Write new files for the changed ids. `commit` makes them part of the table."""
         base = self._latest()
         if base.holds(batch):
             return Applied(repeated=True)
@@ -88,7 +88,7 @@ class ParquetSink(Sink):
         return Applied(len(writes), deleted, note=json.dumps({"base": base.version, "shards": note}))
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:
-        """Publish the next version of the table, unless the batch is in it already."""
+        """Publish the next version of the table, unless the batch is already in it."""
         base = self._latest()
         if base.holds(batch):
             return
@@ -103,7 +103,7 @@ class ParquetSink(Sink):
         manifest.drop_old_versions(self.folder)
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
-        """Ids of the shard that were last written for a touch before `before`."""
+        """Ids of the shard with a `_seq` below `before`."""
         found: list[pa.Array] = []
         for leaf in self._latest().shards.get(shard, ()):
             if leaf.min_seq < before and sum(map(len, found)) < limit:
@@ -114,13 +114,12 @@ class ParquetSink(Sink):
     def _latest(self) -> Manifest:
         found = manifest.latest(self.folder)
         if found is None:
-            raise DownstreamError(f"{self.folder} has no manifest any more; was it removed while the pipeline ran?")
+            raise DownstreamError(f"{self.folder} has no manifest; was it removed while the pipeline was running?")
         return found
 
     def _taken(self) -> DownstreamError:
         return DownstreamError(
-            f"another pipeline writes to {self.folder} at the same time; "
-            "stop one of them, this one goes on when it is started again"
+            f"another pipeline writes to {self.folder} at the same time; stop one of them, and start the other again"
         )
 
     def _rewrite_shard(
@@ -146,7 +145,7 @@ class ParquetSink(Sink):
         return made, deleted
 
     def _write(self, rows: pa.Table, batch: BatchId, shard: int, id_: str) -> list[Leaf]:
-        """Write rows sorted by id into as few files as their size allows; none for no rows."""
+        """Write rows sorted by id into as few files as their number allows; none for no rows."""
         if not len(rows):
             return []
         pieces = max(1, len(rows) // self.rows_per_file) if len(rows) >= 2 * self.rows_per_file else 1
@@ -184,7 +183,7 @@ def _of(table: pa.Table, shard: int) -> pa.Table:
 
 
 def _between(table: pa.Table, leaves: Sequence[Leaf], number: int, id_: str) -> pa.Table:
-    """The rows that belong to leaf `number`: from its `low` to the next one's, the first and the last open-ended."""
+    """The rows of leaf `number`: from its `low` to that of the next. The first leaf has no lower bound."""
     ids = table.column(id_)
     if number > 0:
         table = table.filter(pc.greater_equal(ids, leaves[number].low))
@@ -199,10 +198,10 @@ def _named(shape: Shape) -> str:
 
 
 def current(folder: Path | str) -> list[Path]:
-    """The files that make up the table now, for any tool that reads Parquet. They stay for some batches more.
+    """The files of the table now, for any tool that reads Parquet. They exist for some more batches.
 
     Raises:
-        UsageError: the folder holds no table of ours.
+        UsageError: the folder has no table of a pipeline.
     """
     found = _current(folder)
     return [Path(folder) / "data" / file for file in found.files]
@@ -228,5 +227,5 @@ def read(spark: SparkSession, folder: Path | str) -> DataFrame:
 def _current(folder: Path | str) -> Manifest:
     found = manifest.latest(Path(folder))
     if found is None:
-        raise UsageError(f"{folder} holds no table of a replicad pipeline")
+        raise UsageError(f"{folder} has no table of a replicad pipeline")
     return found

@@ -1,8 +1,8 @@
 """A Postgres table as the downstream: upserts and deletes in one transaction with the batch's number.
 
-Each task has one transaction. Its first statement moves this task's row in `replicad_batches` on to the batch, and does
-nothing when it is there already; so a task that runs twice, a batch that comes again, and a driver that was thought
-dead and still writes change nothing: exactly once in effect. What is written is the business of `enrich`.
+Each task has one transaction. Its first statement sets this task's row in `replicad_batches` to the batch. If the row
+already has this batch or a later one, the task writes nothing. So a repeated task or batch, or a driver that still runs
+after its replacement, changes nothing: the effect is exactly once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _STALE = "SELECT {id} FROM {table} WHERE _shard = $1 AND _seq < $2 ORDER BY {id}
 
 @dataclass(frozen=True, slots=True)
 class PostgresSink(Sink):
-    """Keeps `table` (`name` or `schema.name`, as in SQL) at `url` in step. Made when it is missing.
+    """Keeps `table` (`name` or `schema.name`, as in SQL) at `url` in step. Creates it if it is missing.
 
     An existing table needs the columns of the rows, `_shard integer` and `_seq bigint`, and a unique key (`_shard`,
     id).
@@ -63,7 +63,7 @@ class PostgresSink(Sink):
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.table):
-            raise UsageError(f"downstream table {self.table!r} is no name of a table; write it like public.cities")
+            raise UsageError(f"downstream table {self.table!r} is not a name of a table; write it like public.cities")
 
     def __repr__(self) -> str:  # the url may hold a password
         return f"PostgresSink(table={self.table!r})"
@@ -78,7 +78,7 @@ class PostgresSink(Sink):
         return f"{self._schema}.replicad_batches" if self._schema else "replicad_batches"
 
     def prepare(self, shape: Shape) -> None:
-        """Make the schema, the table and the table of batches where they are missing."""
+        """Create the schema, the table and the table of batches if they are missing."""
         columns = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
         statements = [
             *([f"CREATE SCHEMA IF NOT EXISTS {self._schema}"] if self._schema else []),
@@ -98,8 +98,8 @@ class PostgresSink(Sink):
         missing = [name for name in shape.schema.names if name not in there]
         if missing:
             raise UsageError(
-                f"the downstream table {self.table} has no column {missing[0]!r}; add it, name another table, "
-                f"or drop the table to have it made anew (its columns are {', '.join(there)})"
+                f"the downstream table {self.table} has no column {missing[0]!r}; add it, use another table, "
+                f"or drop the table to have it created again (its columns are {', '.join(there)})"
             )
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
@@ -153,7 +153,7 @@ class PostgresSink(Sink):
         return deleted
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
-        """Ids of the shard that were last written for a touch before `before`."""
+        """Ids of the shard with a `_seq` below `before`."""
         sql = _STALE.format(table=self.table, id=quote(shape.id))
 
         def work(driver: Any) -> list[tuple[int]]:
@@ -171,8 +171,8 @@ def _type_of(field: pa.Field) -> str:
         found = _TYPES.get(of_list)
     if found is None:
         raise UsageError(
-            f"column {field.name} is {field.type}, which has no counterpart in a Postgres table; "
-            "turn it into text or plain columns in the transform"
+            f"column {field.name} is {field.type}, for which Postgres has no type; "
+            "convert it to text or plain columns in the transform"
         )
     return found + ("[]" if pa.types.is_list(field.type) else "")
 

@@ -1,1 +1,1 @@
-"""The line protocol, deaf and blind: nothing in here opens, sleeps, logs or looks at a clock."""
+"""The line protocol without I/O: nothing here opens a connection, sleeps, logs or reads a clock."""

@@ -1,6 +1,6 @@
-"""What a command is: a frozen dataclass whose fields say how its line is written, and what others must know of it.
+"""A command: a frozen dataclass whose fields declare the form of its line.
 
-Whether a command is allowed now is for `states`, what it means for the daemon and the clients.
+`states` decides whether a command is allowed now. Its meaning is left to the daemon and the clients.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Command:
-    """What all commands have. `command` declares the class attributes."""
+    """The base class of all commands. The decorator `command` sets the class attributes."""
 
     __slots__ = ()
 
@@ -27,20 +27,20 @@ class Command:
     USAGE: ClassVar[str]
     FORM: ClassVar[Form]
     VERB: ClassVar[str | None]
-    """What a client must be allowed to do; None: every client may."""
+    """The permission that a client needs; None: every client may send it."""
     ANSWER: ClassVar[str]
-    """The name of the command that answers it, or that ends the answer; empty where nothing does."""
+    """The name of the command that is or ends the answer; empty if there is no answer."""
     EARLIER: ClassVar[Callable[[str], str] | None]
-    """Turns the arguments of an earlier form of the command into those of the present one."""
+    """Converts the arguments of an earlier form of the command to the present form."""
     _read: ClassVar[Callable[[str], list[Any]]]
     _checked: ClassVar[bool]
 
     @classmethod
     def parse(cls, rest: str) -> Self:
-        """Build the command from what follows its name on the line.
+        """Build the command from the text behind its name.
 
         Raises:
-            RemoteProtocolError: the arguments are not of this command's form.
+            RemoteProtocolError: the arguments do not have the form of this command.
         """
         if cls.EARLIER is not None:
             rest = cls.EARLIER(rest)
@@ -50,21 +50,17 @@ class Command:
         return made
 
     def check(self) -> None:
-        """Raise RemoteProtocolError where arguments do not go together."""
-
-    def arguments(self) -> str:
-        """What follows the name on the line, empty where nothing does."""
-        return self.FORM.write(self)
+        """Raise RemoteProtocolError for arguments that exclude each other."""
 
     def render(self) -> str:
-        """The line without its end, such that `parse` makes an equal command of it on the other side.
+        """The line without its end. The other side parses it into an equal command.
 
         Raises:
-            LocalProtocolError: an argument would break the line, or be read as something else.
+            LocalProtocolError: an argument would break the line, or would be parsed as something else.
         """
         try:
-            arguments = self.arguments()
-        except KeyError:  # a value that no word stands for
+            arguments = self.FORM.write(self)
+        except KeyError:  # a value for which the kind has no word
             raise LocalProtocolError(f"{self.NAME} cannot be sent: an argument has no such value") from None
         line = f"{self.NAME} {arguments}" if arguments else self.NAME
         if not line.isprintable() and BREAKS.search(line):
@@ -72,15 +68,15 @@ class Command:
         if not line.isascii() and SURROGATES.search(line):
             raise LocalProtocolError(f"{self.NAME} cannot be sent: it would contain half a character")
         try:
-            understood = self._same_as(self.parse(arguments))
+            same = self._same_as(self.parse(arguments))
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"{self.NAME} cannot be sent: {error}") from None
-        if not understood:  # a blank in a name, say, that makes two words of it
-            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would be read as something else")
+        if not same:  # e.g. a name with a blank, which would be two words
+            raise LocalProtocolError(f"{self.NAME} cannot be sent: it would be parsed as something else")
         return line
 
     def _same_as(self, other: Self) -> bool:
-        """Equal as far as the line can tell: seconds only to the microsecond."""
+        """Whether both have the same line: seconds are equal to the microsecond."""
         pairs = ((getattr(self, a.name), getattr(other, a.name)) for a in self.FORM.arguments)
         return all(a == b or (isinstance(b, float) and decimal(a) == decimal(b)) for a, b in pairs)
 
@@ -100,7 +96,7 @@ def command(
         made: Any = dataclass(frozen=True, slots=True)(kind)
         made.NAME = name
         made.SENDER = sender
-        made.FORM = Form.of(name, made)
+        made.FORM = Form(name, made)
         made.USAGE = made.FORM.usage
         made._read = made.FORM.read
         made._checked = made.check is not Command.check
@@ -114,7 +110,7 @@ def command(
 
 
 def declared_in(module: str) -> tuple[type[Command], ...]:
-    """The commands that a module declares, in their order; for its last line, as `declared_in(__name__)`."""
+    """The commands of a module in their order. A module calls `declared_in(__name__)` in its last line."""
     return tuple(
         found
         for found in vars(sys.modules[module]).values()
@@ -123,7 +119,7 @@ def declared_in(module: str) -> tuple[type[Command], ...]:
 
 
 class Vocabulary:
-    """The commands that one end of a connection knows, by name."""
+    """The commands that one end of a connection accepts, by name."""
 
     def __init__(self, kinds: Iterable[type[Command]]) -> None:
         self._kinds = {kind.NAME: kind for kind in kinds}
@@ -139,14 +135,14 @@ class Vocabulary:
         return self._kinds.get(kind.NAME) is kind
 
     def with_(self, *kinds: type[Command]) -> Vocabulary:
-        """These commands and others."""
+        """A vocabulary with more commands."""
         return Vocabulary([*self, *kinds])
 
     def parse(self, line: str, sender: Side) -> Command:
-        """Turn one line (without its end) into a command, as sent by `sender`.
+        """Parse one line (without its end) from `sender`.
 
         Raises:
-            RemoteProtocolError: a control character, an unknown command, not that side's command, or wrong arguments.
+            RemoteProtocolError: a control character, an unknown command, one of the other side, or wrong arguments.
         """
         refuse_controls(line, sender)
         name, _, arguments = line.partition(" ")

@@ -1,6 +1,6 @@
-"""The commands of every connection, whatever it is used for, in the order of the protocol's page.
+"""The commands of every connection, in the order of protocol.md.
 
-What streams, tubes and other features say stands in `commands.py` of their folders.
+The commands of streams, tubes and other features are in `commands.py` of their folders.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ __all__ = [
 
 @command("SERVER", Side.SERVER)
 class Server(Command):
-    """SERVER: the server's name; the first line of every connection."""
+    """SERVER: the server's name, in the first line of every connection."""
 
     server_name: str = word("server_name")
 
 
 @command("PING", Side.BOTH)
 class Ping(Command):
-    """PING: the sender is alive. The text is the sender's wall-clock time in ms, as in Synapse; nothing uses it."""
+    """PING: shows that the sender is alive. The text is its wall-clock time in ms, as in Synapse; nothing uses it."""
 
     text: str = text("text", empty=True, default="")
 
 
 @command("NAME", Side.CLIENT)
 class Name(Command):
-    """NAME: what the client wants to be called in logs and lists."""
+    """NAME: the client's name for logs and lists."""
 
     text: str = text("text", Kind("name", longest=MAX_WORD))
 
 
 @command("AUTH", Side.CLIENT)
 class Auth(Command):
-    """AUTH (ours): the shared secret, where the daemon asks for one; only NAME and PING may come before it."""
+    """AUTH (ours): the shared secret, if the daemon asks for one. Only NAME and PING may come before it."""
 
     token: str = word("token")
 
@@ -48,21 +48,21 @@ class Auth(Command):
 
 @command("ERROR", Side.BOTH)
 class Error(Command):
-    """ERROR: `code: sentence` from replicad, free text from others. The text may be anything, even nothing."""
+    """ERROR: `code: sentence` from replicad, any text (or none) from others."""
 
     text: str = text("text", empty=True)
 
 
 @command("REMOTE_SERVER_UP", Side.BOTH, verb="relay")
 class RemoteServerUp(Command):
-    """REMOTE_SERVER_UP: a remote server may be back; passed on to every other connection of every daemon."""
+    """REMOTE_SERVER_UP: a remote server may be reachable again. Sent on to every other connection of every daemon."""
 
     server_name: str = word("server_name")
 
 
 @command("LOCK_RELEASED", Side.BOTH, verb="relay")
 class LockReleased(Command):
-    """LOCK_RELEASED: a lock is free again; passed on to every other connection of every daemon. `data` is JSON."""
+    """LOCK_RELEASED: a lock is free again. Sent on to every other connection of every daemon."""
 
     data: str = text("[instance_name, lock_name, lock_key]", json_array_of(3))
 

@@ -1,7 +1,6 @@
-"""One end of one connection, without the connection: bytes in, commands out, and deadlines by the caller's clock.
+"""The protocol state of one end of a connection, without I/O: bytes in, commands out, deadlines by the caller's clock.
 
-The server, the trio client and the blocking client share it. It opens nothing, sleeps for nothing and logs nothing;
-`next_deadline` says when to call `due`.
+The server, the trio client and the blocking client use it. `next_deadline` returns when to call `due`.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from replicad.protocol.lines import MAX_LINE, LineTooLong, MixedBuffer
 from replicad.protocol.states import State, after
 from replicad.protocol.words import refuse_controls
 
-PING_INTERVAL = 5.0  # seconds; at least one command is sent in each; Synapse's figure (protocol.md, Keep-alive)
-PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING; Synapse's figure
-LINE_TIMEOUT = 30.0  # seconds in which a line that has begun must end; long enough for a slow typist
+PING_INTERVAL = 5.0  # seconds; at least one command is sent in each, as in Synapse (protocol.md, Keep-alive)
+PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING, as in Synapse
+LINE_TIMEOUT = 30.0  # seconds within which a line must end; a person may be typing it
 
 
 class Due(enum.Enum):
-    """What a deadline asks for."""
+    """The action that a deadline requires."""
 
-    PING = "ping"  # send one
-    PEER_SILENT = "peer_silent"  # hang up
-    UNFINISHED_LINE = "unfinished_line"  # hang up
+    PING = "ping"  # send PING
+    PEER_SILENT = "peer_silent"  # close the connection
+    UNFINISHED_LINE = "unfinished_line"  # close the connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,9 @@ class Timing:
 
 
 class Connection:
-    """What one end knows of a connection: the unread bytes, the state, and when each side last spoke.
+    """One end of a connection: the unread bytes, the state, and when each side last sent something.
 
-    Times are seconds of one monotonic clock, handed in by the caller. Not safe for use from two threads at once.
+    Times are seconds of one monotonic clock; the caller passes them. Not thread-safe.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Connection:
         max_line: int = MAX_LINE,
         wants_auth: bool = False,
     ) -> None:
-        """`side` is ours, `vocabulary` what both may say. `wants_auth`: as a server, allow nothing before AUTH."""
+        """`side` is this end, `vocabulary` the commands of both sides. `wants_auth`: this server needs AUTH first."""
         self.side = side
         self._vocabulary = vocabulary
         if side is Side.CLIENT:
@@ -73,47 +72,45 @@ class Connection:
     # --- receiving ---
 
     def receive_data(self, data: bytes, now: float) -> None:
-        """Take bytes from the peer; `next_command` then hands out what they make up.
+        """Take bytes from the peer; `next_command` then returns their commands.
 
         Raises:
-            LineTooLong: the peer goes on with a line beyond the limit.
+            LineTooLong: the peer continues a line that is too long.
         """
         lines = self._lines.feed(data).split(b"\n")
-        lines.pop()  # what stands behind the last end: nothing
+        lines.pop()  # the empty text behind the last line end
         self._waiting.extend(line[:-1] if line.endswith(b"\r") else line for line in lines)
         self._note_received(bool(lines), now)
 
     def receive_block(self, data: bytes, now: float) -> bytes:
-        """Take bytes from the peer and hand out all lines that are now whole in one piece, ends included.
+        """Take bytes from the peer and return all lines that are now complete in one piece, with their ends.
 
-        For who takes bulk rows apart without a command for each; every line that is not such a row goes to
-        `understand`. Not to be mixed with `receive_data` on one connection. Call `check` once the lines are used up.
+        For callers that parse bulk rows themselves and pass every other line to `understand`. Do not use it together
+        with `receive_data` on one connection. Call `check` after all lines have been used.
 
         Raises:
-            LineTooLong: the peer goes on with a line beyond the limit.
+            LineTooLong: the peer continues a line that is too long.
         """
         raw = self._lines.raw
         block = self._lines.feed(data)
-        # Raw bytes are signs of life, each of them: how long a block may take is for who waits for it to say.
+        # All raw bytes count as signs of life. The reader of a block decides how long it may take.
         self._note_received(bool(block) or raw, now)
         return block
 
     def stop_at(self, word: str | None) -> None:
-        """Have `receive_block` hand out nothing beyond a line that begins with this word; None: as much as there is.
+        """Let `receive_block` return nothing beyond a line that begins with this word. None: no such word.
 
-        Whoever reads such a line then calls `expect_raw` where raw bytes follow it.
+        If raw bytes follow the line, its reader calls `expect_raw`.
         """
         self._lines.stop = None if word is None else f"{word} ".encode()
 
     def expect_raw(self, size: int) -> None:
-        """The next thing that `receive_block` hands out are the `size` raw bytes that the peer has announced, and the
-        byte behind them.
-        """
+        """Let `receive_block` return next the `size` raw bytes that the peer announced, and the byte behind them."""
         self._lines.expect_raw(size)
 
     @property
     def holds_back(self) -> bool:
-        """Whether bytes were received that `receive_block` has not looked at: call it with b"" before reading more."""
+        """Whether received bytes wait for `receive_block`: call it with b"" before reading more."""
         return self._lines.held
 
     def _note_received(self, whole_lines: bool, now: float) -> None:
@@ -126,13 +123,13 @@ class Connection:
             self._line_began = now
 
     def next_command(self) -> Command | None:
-        """The oldest command that was received whole and not handed out yet; None when more bytes are needed.
+        """The next received command; None if more bytes are needed.
 
-        Blank lines are passed over. After an exception the connection is CLOSED.
+        Blank lines are ignored. After an exception the connection is CLOSED.
 
         Raises:
-            RemoteProtocolError: the line is not UTF-8, no command, the wrong side's, malformed or too long.
-            NotAuthorised: anything but AUTH came first where a token is wanted.
+            RemoteProtocolError: the line is not UTF-8, no command, one of the wrong side, malformed or too long.
+            NotAuthorised: a token is required, and the command came before AUTH.
         """
         while self._waiting:
             command = self._command(self._waiting.popleft())
@@ -142,13 +139,9 @@ class Connection:
         return None
 
     def understand(self, line: bytes) -> Command | None:
-        """The command on one line of the peer, None for a blank one; the connection's state moves with it.
+        """Parse one line of the peer and change the state. None for a blank line.
 
-        A `\r` at its end is dropped. After an exception the connection is CLOSED.
-
-        Raises:
-            RemoteProtocolError: the line is not UTF-8, no command, the wrong side's or malformed.
-            NotAuthorised: anything but AUTH came first where a token is wanted.
+        A `\r` at its end is dropped. After an exception the connection is CLOSED. Raises as `next_command`.
         """
         return self._command(line.removesuffix(b"\r"))
 
@@ -166,11 +159,7 @@ class Connection:
         return command
 
     def check(self) -> None:
-        """Raise where the line now under way is beyond the limit already; the connection is CLOSED then.
-
-        Raises:
-            LineTooLong: a RemoteProtocolError.
-        """
+        """Raise LineTooLong if the unfinished line is already too long. The connection is then CLOSED."""
         try:
             self._lines.check()
         except LineTooLong:
@@ -193,22 +182,21 @@ class Connection:
     # --- sending ---
 
     def send(self, command: Command, now: float) -> bytes:
-        """`render`, for the caller who writes the bytes at once. Raises what `render` raises."""
+        """As `render`, for a caller that writes the bytes at once."""
         line = self.render(command)
         self._last_sent = now
         return line
 
     def render(self, command: Command) -> bytes:
-        """The bytes of a command of ours, its end included; the caller writes them later, and then calls `sent`.
+        """The line of a command with its end. The caller writes it later and then calls `sent`.
 
-        A server that hears nothing any more, because its client broke the protocol, may still answer what was asked
-        before; a client has nothing to say but ERROR then.
+        On a CLOSED connection a server may still answer earlier requests; a client may only send ERROR.
 
         Raises:
-            LocalProtocolError: not our side's command, the connection is closed, or the line would be refused.
+            LocalProtocolError: a command of the other side, the connection is closed, or the line would be refused.
         """
         if not command.SENDER & self.side:
-            raise LocalProtocolError(f"{command.NAME} is not for this side to send")
+            raise LocalProtocolError(f"{command.NAME} cannot be sent by this side")
         if self.state is State.CLOSED and self.side is Side.CLIENT and command.NAME != "ERROR":
             raise LocalProtocolError(f"{command.NAME} after the connection was closed")
         line = command.render()
@@ -220,19 +208,19 @@ class Connection:
         return line.encode() + b"\n"
 
     def sent(self, now: float) -> None:
-        """Note that finished lines went out by another way than `send`."""
+        """Note that lines were sent by another way than `send`."""
         self._last_sent = now
 
     # --- time ---
 
     def pardon(self, now: float) -> None:
-        """Forgive the peer its silence up to `now`: it was us who did not read."""
+        """Restart the peer's time-outs at `now`, because this side did not read before."""
         self._last_received = now
         if self._line_began is not None:
             self._line_began = now
 
     def next_deadline(self) -> float:
-        """When `due` has something to say at the latest."""
+        """The latest time for the next call of `due`."""
         deadline = self._last_sent + self._timing.ping_interval
         if self._peer_pings:
             deadline = min(deadline, self._last_received + self._timing.peer_timeout)
@@ -241,7 +229,7 @@ class Connection:
         return deadline
 
     def due(self, now: float) -> Due | None:
-        """What is due at `now`. A hang-up wins over a PING; time-outs start with the peer's first PING."""
+        """The action that is due at `now`, if any; closing first. The peer's time-out needs a first PING from it."""
         if self._peer_pings and now >= self._last_received + self._timing.peer_timeout:
             return Due.PEER_SILENT
         if self._line_began is not None and now >= self._line_began + self._timing.line_timeout:

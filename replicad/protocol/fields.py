@@ -1,7 +1,7 @@
-"""How a command declares its arguments: one field, one kind. Parsing, rendering and usage texts come from it.
+"""The declaration of a command's arguments, for parsing, rendering and usage texts.
 
-A line is made of words with one blank between them, in this order: required words, optional words, options
-(`key=value`, in any order), and at the end perhaps a text, which may hold blanks. A field says which of these it is:
+A line consists of words with one blank between them, in this order: required words, optional words, options
+(`key=value`, in any order), and at the end perhaps a text, which may contain blanks. Each field declares one:
 
     stream: str = word("stream_name")
     part: Part = word("partition/partitions", PART)
@@ -9,12 +9,12 @@ A line is made of words with one blank between them, in this order: required wor
     ttl: float | None = option("seconds", SECONDS)
     row: str = text("row_json")
 
-This file knows the forms and no command. A `Kind` reads and writes one argument; features make kinds of their own.
+A `Kind` reads and writes one argument. Features may define more kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
@@ -27,23 +27,23 @@ from replicad.protocol.words import (
     flag,
     integer,
     integers,
-    json_array,
+    json_value,
     seconds,
     small,
 )
 
 _KEY = "replicad.argument"
 
-UNBOUNDED = 1 << 62  # characters: the line's length is the bound
+UNBOUNDED = 1 << 62  # characters: limited only by the length of the line
 
 Read = Callable[[str, str, str], Any]  # command, name of the argument, its text; raises RemoteProtocolError
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A type of argument on the wire: how its text is read and written, and how long it may be.
+    """A type of argument: how its text is read and written, and how long it may be.
 
-    `read` None: the text itself is the value. `name` tells tests which values to invent.
+    `read` None: the value is the text. `name` is for tests, which make values of the kind.
     """
 
     name: str
@@ -64,12 +64,12 @@ def _choices(known: Mapping[str, Any], kind_name: str) -> Kind:
 
 
 def choice(**known: Any) -> Kind:
-    """One of a few words, each with the value that it stands for."""
+    """One of a few words; each stands for a value."""
     return _choices(known, "choice")
 
 
 def one_of(*words: str) -> Kind:
-    """One of a few words, which is the value."""
+    """One of a few words; the word is the value."""
     return _choices({word: word for word in words}, "one_of")
 
 
@@ -85,10 +85,12 @@ def word_or(absent: str, kind: Kind) -> Kind:
 
 
 def json_array_of(size: int) -> Kind:
-    """A JSON array of so many values; its text is the value."""
+    """A JSON array of exactly `size` values. The value of the argument is its text."""
 
     def read(command: str, what: str, text: str) -> str:  # noqa: ARG001
-        json_array(command, text, size)
+        found = json_value(command, text)
+        if not isinstance(found, list) or len(found) != size:
+            raise bad(command, f"expected a JSON array of {size} values")
         return text
 
     return Kind(f"json_array_{size}", read, longest=UNBOUNDED)
@@ -115,12 +117,12 @@ class Argument:
     place: Literal["word", "optional", "option", "literal", "rest", "text"]
     usage: str
     kind: Kind
-    empty: bool = False  # of a text: whether there may be none
-    name: str = ""  # the field's
+    empty: bool = False  # of a text: whether it may be missing
+    name: str = ""  # of the field
     default: Any = None
 
     def shown(self) -> str:
-        """What stands for it in the usage of its command."""
+        """The argument in the usage of its command."""
         match self.place:
             case "option":
                 return f"[{self.name}={self.usage}]"
@@ -138,40 +140,41 @@ def word(usage: str, kind: Kind = WORD) -> Any:
 
 
 def optional(usage: str, kind: Kind = WORD, *, default: Any) -> Any:
-    """A word that may be left out, with all that are behind it."""
+    """A word that may be left out, together with all optional words behind it."""
     return field(default=default, metadata={_KEY: Argument("optional", usage, kind)})
 
 
 def option(usage: str, kind: Kind = WORD, *, default: Any) -> Any:
-    """`name=value`, which may be left out; written only where the value is not the default."""
+    """`name=value`, which may be left out. Written only if the value is not the default."""
     return field(default=default, metadata={_KEY: Argument("option", usage, kind)})
 
 
 def literal(spelled: str, *, default: bool) -> Any:
-    """A last word that stands there or not: True or False. Never the first word of a line."""
+    """A last word that is present or absent: True or False. Never the first argument."""
     return field(default=default, metadata={_KEY: Argument("literal", spelled, WORD)})
 
 
 def rest(usage: str, kind: Kind, *, default: tuple[Any, ...]) -> Any:
-    """All words that are left, read and written as one text with single blanks; none give the default."""
+    """All remaining words, read and written as one text with single blanks. Without words: the default."""
     return field(default=default, metadata={_KEY: Argument("rest", usage, kind)})
 
 
 def text(usage: str, kind: Kind = TEXT, *, empty: bool = False, default: Any = MISSING) -> Any:
-    """Everything that is left, blanks included; `empty`: it may be missing."""
+    """The rest of the line, with its blanks. `empty`: it may be missing."""
     return field(default=default, metadata={_KEY: Argument("text", usage, kind, empty)})
 
 
 class Form:
-    """The arguments of one command, made from its fields: how they are read from a line and written to one."""
+    """The arguments of one command: reads them from a line and writes them to one."""
 
-    def __init__(self, command: str, declared: Sequence[Argument]) -> None:
-        self.arguments = tuple(declared)
+    def __init__(self, command: str, kind: type) -> None:
+        """`kind` is a dataclass whose fields are all declared by functions of this file."""
+        self.arguments = declared = tuple(_argument(entry) for entry in fields(kind))
         self.usage = " ".join(argument.shown() for argument in declared)
         self._command = command
         self._words = [a for a in declared if a.place == "word"]
         self._count = len(self._words)
-        self._more = tuple(declared[self._count :])
+        self._more = declared[self._count :]
         self._optional = [a for a in declared if a.place == "optional"]
         self._options = {a.name: a for a in declared if a.place == "option"}
         self._literal = next((a for a in declared if a.place == "literal"), None)
@@ -183,18 +186,13 @@ class Form:
             if a.kind.read is not None
         ]
         self._limits = [a.kind.longest for a in self._words]
-        self._shortest = min([MAX_WORD, *self._limits])  # a line of at most so many characters has no word too long
-
-    @classmethod
-    def of(cls, command: str, kind: type) -> Form:
-        """The form of a dataclass of which every field is declared by a function of this file."""
-        return cls(command, [_argument(entry) for entry in fields(kind)])
+        self._shortest = min([MAX_WORD, *self._limits])  # no word of at most so many characters is too long
 
     def read(self, line: str) -> list[Any]:
-        """The values of all fields, in their order, from what follows the command on the line.
+        """The values of all fields, in their order, from the text behind the command's name.
 
         Raises:
-            RemoteProtocolError: the line has another form, or an argument cannot be read.
+            RemoteProtocolError: the text has another form, or an argument cannot be read.
         """
         count = self._count
         if not self._more:
@@ -208,7 +206,7 @@ class Form:
         return [*self._required(words[:count]), *(found.get(a.name, a.default) for a in self._more)]
 
     def write(self, command: object) -> str:
-        """What follows the command's name on the line."""
+        """The text behind the command's name."""
         parts = [a.kind.write(getattr(command, a.name)) for a in self._words]
         for argument in self._more:
             value = getattr(command, argument.name)
@@ -222,11 +220,11 @@ class Form:
         return " ".join(parts)
 
     def refused(self) -> RemoteProtocolError:
-        """The error that says how the command is written."""
+        """The error with the form of the command."""
         return bad(self._command, f"the form is `{f'{self._command} {self.usage}'.rstrip()}`")
 
     def _required(self, words: list[Any]) -> list[Any]:
-        """Check and read the required words, in place."""
+        """Check the required words and replace each by its value."""
         if len(words) != self._count or not all(words):
             raise self.refused()
         if max(map(len, words), default=0) > self._shortest:
@@ -253,7 +251,7 @@ class Form:
         return values
 
     def _read_more(self, words: list[str], *, first: bool) -> dict[str, Any]:
-        """The optional words, options, literal and rest, by name; what is not there is left out."""
+        """The values of optional words, options, literal and rest, by name; without those that are absent."""
         values: dict[str, Any] = {}
         if self._rest is not None:
             if not all(words):
@@ -295,5 +293,5 @@ def _argument(entry: Field[Any]) -> Argument:
 
 
 def _label(argument: Argument) -> str:
-    """What an error calls the argument."""
+    """The name of the argument in an error."""
     return argument.name if argument.place == "option" or not argument.usage.isidentifier() else argument.usage

@@ -1,7 +1,4 @@
-"""Which command is allowed when, as one table: where a key is missing, the command is refused.
-
-A connection is seen from one end. Names of states say what that end waits for.
-"""
+"""The states of one end of a connection, and the commands that each allows."""
 
 from __future__ import annotations
 
@@ -12,29 +9,29 @@ from replicad.protocol.commands import Auth, Command, Error, Name, Ping, Server
 
 
 class State(enum.Enum):
-    """Where a connection stands."""
+    """The state of one end of a connection."""
 
-    AWAIT_AUTH = "await_auth"  # server: the client has yet to show its token
-    AWAIT_SERVER = "await_server"  # client: SERVER comes first
+    AWAIT_AUTH = "await_auth"  # server: the client must send AUTH
+    AWAIT_SERVER = "await_server"  # client: the server must send SERVER
     OPEN = "open"
     CLOSED = "closed"
 
 
 class CloseReason(enum.Enum):
-    """Why a connection ended; logged and counted under this name."""
+    """Why a connection ended. Logged and counted by this name."""
 
     PEER_CLOSED = "peer_closed"  # end of file
-    PEER_ERROR = "peer_error"  # it sent ERROR
+    PEER_ERROR = "peer_error"  # the peer sent ERROR
     PEER_LOST = "peer_lost"  # reset, unreachable
-    PEER_SILENT = "peer_silent"  # it sent PING once and then nothing for the time-out
-    BAD_LINE = "bad_line"  # it broke the protocol
-    UNFINISHED_LINE = "unfinished_line"  # it began a line and did not end it in time
+    PEER_SILENT = "peer_silent"  # the peer has sent PING and then nothing for the time-out
+    BAD_LINE = "bad_line"  # the peer broke the protocol
+    UNFINISHED_LINE = "unfinished_line"  # the peer began a line and did not end it in time
     NOT_AUTHORISED = "not_authorised"
-    STREAM_ENDED = "stream_ended"  # a stream that it follows was removed, or broke off
-    SLOW_READER = "slow_reader"  # it fell behind the bound
+    STREAM_ENDED = "stream_ended"  # a stream that the peer follows was removed or failed
+    SLOW_READER = "slow_reader"  # the peer fell behind the journal, or took no bytes for too long
     TOO_MANY_REQUESTS = "too_many_requests"
     SERVER_STOPPING = "server_stopping"
-    INTERNAL_ERROR = "internal_error"  # a defect of ours
+    INTERNAL_ERROR = "internal_error"  # a defect of replicad
 
 
 TRANSITIONS: dict[State, dict[type[Command], State]] = {
@@ -42,16 +39,16 @@ TRANSITIONS: dict[State, dict[type[Command], State]] = {
     State.AWAIT_SERVER: {Server: State.OPEN, Ping: State.AWAIT_SERVER, Error: State.CLOSED},
     State.CLOSED: {},
 }
-"""What leads where. On an OPEN connection every command is allowed: ERROR may refuse a single request and leave the
-connection as it is; who sends one about the connection closes it."""
+"""State, received command, next state. A command that is missing is refused. OPEN allows every command: an ERROR may
+refuse one request only, and if it concerns the connection, its sender closes the connection."""
 
 
 def after(state: State, command: Command) -> State:
-    """The state that receiving `command` leads to.
+    """The state after receiving `command`.
 
     Raises:
         NotAuthorised: the client has to send AUTH first.
-        RemoteProtocolError: the command has no place here.
+        RemoteProtocolError: the command is not allowed in this state.
     """
     if state is State.OPEN:
         return state

@@ -101,7 +101,7 @@ def test_a_transform_sees_rows_and_what_it_leaves_out_is_deleted(
     assert (result.rows_written, result.rows_deleted) == (1, 3)
     found = psql(cities.url, "SELECT _shard, id, label FROM dw.big ORDER BY 1, 2").splitlines()
     assert found == [f"1|{one}|CITY {one}" for one in (1, 2, 5, 6, 7, 8, 9)] + ["2|5|CITY 5"]
-    with pytest.raises(UsageError, match=r"must keep the column _seq .* not there"):
+    with pytest.raises(UsageError, match=r"must keep the column _seq .* missing"):
         pipeline.run(cities.config(sink, tmp_path / "b", transform=lambda rows: rows.drop("_seq")), spark)
 
 

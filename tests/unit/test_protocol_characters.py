@@ -122,8 +122,8 @@ BAD_VALUES = {
     "-" + "9" * MAX_NUMBER: f"up to {MAX_NUMBER}",
     "0." + "9" * 5000: "too long or too large",
     "1e999": "too long or too large",
-    "NaN": "NaN is no number",
-    "-Infinity": "-Infinity is no number",
+    "NaN": "NaN is not a number",
+    "-Infinity": "-Infinity is not a number",
     "[" * 100_000: "nested too deeply",
 }
 

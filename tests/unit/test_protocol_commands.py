@@ -198,7 +198,7 @@ def test_only_the_sides_that_may_send_a_command_can(case: Case) -> None:
         return
     with pytest.raises(RemoteProtocolError, match=f"{case.command.NAME} is not a .* command"):
         parse(case.line, other)
-    with pytest.raises(LocalProtocolError, match="not for this side"):
+    with pytest.raises(LocalProtocolError, match="cannot be sent by this side"):
         Connection(other, EVERY, now=0).send(case.command, 0)
 
 

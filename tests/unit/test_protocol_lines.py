@@ -21,59 +21,41 @@ def cut(data: bytes, at: list[int]) -> list[bytes]:
     return [data[begin:end] for begin, end in itertools.pairwise(places)]
 
 
-def whole_lines(data: bytes) -> list[bytes]:
-    return [line.removesuffix(b"\r") for line in data.split(b"\n")[:-1]]
-
-
 @given(texts, st.lists(st.integers(0, 300), max_size=10))
 def test_lines_are_those_of_split_at_any_chunking(data: bytes, at: list[int]) -> None:
-    by_line, by_block = LineBuffer(1000), LineBuffer(1000)
-    lines: list[bytes] = []
-    blocks: list[bytes] = []
-    for piece in cut(data, at):
-        lines += by_line.feed(piece)
-        blocks.append(by_block.feed_block(piece))
-    assert lines == whole_lines(data)
+    buffer = LineBuffer(1000)
+    blocks = [buffer.feed(piece) for piece in cut(data, at)]
     assert all(block.endswith(b"\n") or not block for block in blocks)
     assert b"".join(blocks) == data[: data.rfind(b"\n") + 1]
-    assert by_line.partial == by_block.partial == len(data) - data.rfind(b"\n") - 1
+    assert buffer.partial == len(data) - data.rfind(b"\n") - 1
 
 
 @given(texts, st.lists(st.integers(0, 300), max_size=10))
 def test_the_limit_holds_at_any_chunking_and_costs_no_line_before_it(data: bytes, at: list[int]) -> None:
     parts = data.split(b"\n")
     too_long = next((number for number, part in enumerate(parts) if len(part) > LIMIT), None)
-    by_line, by_block = LineBuffer(LIMIT), LineBuffer(LIMIT)
-    lines: list[bytes] = []
+    buffer = LineBuffer(LIMIT)
     blocks: list[bytes] = []
     raised = 0
     for piece in cut(data, at):
-        assert by_line.partial <= LIMIT
+        assert buffer.partial <= LIMIT
         try:
-            lines += by_line.feed(piece)
-        except LineTooLong:
-            raised += 1
-        try:
-            blocks.append(by_block.feed_block(piece))
+            blocks.append(buffer.feed(piece))
         except LineTooLong:
             raised += 1
     if too_long is None:
         assert raised == 0
-        by_line.check()
-        by_block.check()
+        buffer.check()
     else:
-        for buffer in (by_line, by_block):
-            with pytest.raises(LineTooLong, match=f"at most {LIMIT} bytes"):
-                buffer.check()
-    expected = [part.removesuffix(b"\r") for part in parts[:-1][:too_long]]
-    assert lines == expected
-    assert [line.removesuffix(b"\r") for line in b"".join(blocks).split(b"\n")[:-1]] == expected
+        with pytest.raises(LineTooLong, match=f"at most {LIMIT} bytes"):
+            buffer.check()
+    assert b"".join(blocks).split(b"\n")[:-1] == parts[:-1][:too_long]
 
 
 def test_a_line_of_exactly_the_limit_fits_and_one_byte_more_does_not() -> None:
-    assert LineBuffer(LIMIT).feed(b"x" * LIMIT + b"\n") == [b"x" * LIMIT]
+    assert LineBuffer(LIMIT).feed(b"x" * LIMIT + b"\n") == b"x" * LIMIT + b"\n"
     buffer = LineBuffer(LIMIT)
-    assert buffer.feed(b"ok\n" + b"x" * (LIMIT + 1)) == [b"ok"]
+    assert buffer.feed(b"ok\n" + b"x" * (LIMIT + 1)) == b"ok\n"
     with pytest.raises(LineTooLong):
         buffer.feed(b"\n")
 
@@ -94,7 +76,7 @@ def test_a_sender_of_one_byte_at_a_time_costs_work_in_proportion_to_its_bytes(si
     buffer = LineBuffer()
     for _ in range(size):
         buffer.feed(Counted(b"x"))
-    assert buffer.feed(Counted(b"\n")) == [b"x" * size]
+    assert buffer.feed(Counted(b"\n")) == b"x" * size + b"\n"
     assert Counted.work == size + 1, "every byte is looked at once, not once more with every byte that follows"
 
 
@@ -102,7 +84,7 @@ def test_an_endless_line_is_cut_at_the_limit_in_constant_memory() -> None:
     buffer = LineBuffer(1000)
     piece = b"x" * 300
     for fed in (300, 600, 900, 0):
-        assert buffer.feed(piece) == []
+        assert buffer.feed(piece) == b""
         assert buffer.partial == fed
     with pytest.raises(LineTooLong):
         buffer.feed(piece)

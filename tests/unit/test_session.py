@@ -120,7 +120,7 @@ async def test_any_command_keeps_a_pinging_peer_alive(start: Start, autojump_clo
         (b"RDATA a b 1 []\n", "bad_line: RDATA is not a client's command"),
         (b"TAKEN\n", "bad_line: TAKEN: the form is"),
         (b"NAME \xff\n", "bad_line: a line is not valid UTF-8"),
-        (b"NAME a\0b\n", "bad_line: a line holds the control character U+0000 (character 7"),
+        (b"NAME a\0b\n", "bad_line: a line has the control character U+0000 (character 7"),
         (b"NAME " + b"x" * 5000 + b"\n", "line_too_long: "),
         (b"x" * 5000, "line_too_long: "),
     ],

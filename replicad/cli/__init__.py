@@ -1,7 +1,7 @@
 """The command line: `replicad COMMAND`, one file per command or group of commands.
 
-Start-up time matters, because a health check runs every few seconds. So nothing that this package imports at its start
-imports trio, asyncpg or pyspark; a command imports them when it runs.
+Start-up must be fast, because a health check runs every few seconds. So trio, asyncpg and pyspark are imported only
+when a command that needs them runs.
 """
 
 from __future__ import annotations

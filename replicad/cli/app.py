@@ -1,4 +1,4 @@
-"""The command `replicad`: its sub-commands, and what happens when one of them fails."""
+"""The command `replicad` and its sub-commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMANDS = {
 EPILOG = """\b
 Start here:
   replicad serve                      serve an embedded Postgres on 127.0.0.1:9009
-  replicad serve --database URL       serve a Postgres of yours
+  replicad serve --database URL       serve your own Postgres
   nc 127.0.0.1 9009                   connect by hand, then type REPLICATE
 """
 
@@ -45,7 +45,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"max_content_width": 100})
-@click.option("--debug", is_flag=True, help="Show the traceback where a command fails.")
+@click.option("--debug", is_flag=True, help="Show the traceback if a command fails.")
 @click.version_option(package_name="replicad", message="%(prog)s %(version)s")
 @click.pass_obj
 def root(session: Session, debug: bool) -> None:

@@ -1,4 +1,4 @@
-"""`replicad demo`: a demonstration of replicad on real data; see replicad.demo."""
+"""`replicad demo`: runs replicad.demo."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from replicad.terminal.command import ReplicadCommand, option
     type=click.Path(path_type=Path),
     default=".replicad/demo",
     show_default=True,
-    help="Folder for its Postgres, its logs and the copy.",
+    help="Folder for the Postgres, the logs and the copy.",
 )
 def command(folder: Path) -> None:
     """Run a demonstration on real data, in about a minute.
 
     Loads cities of the world into an embedded Postgres, attaches them to a tube, serves it, and lets Spark keep a copy
     in Parquet. At the end it compares the copy with the tables row by row. The exit status is 1 if they differ. Needs
-    Java 17 and the extra `demo`. You may end it by Ctrl-C at any time, and run it again.
+    Java 17 and the extra `demo`. You may end it with Ctrl-C at any time, and run it again.
     """
     import trio
 

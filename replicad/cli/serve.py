@@ -1,4 +1,4 @@
-"""`replicad serve`: turns options into settings and runs the daemon."""
+"""`replicad serve`: runs the daemon."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Examples:
 def command(config: Path | None, **options: Any) -> None:
     """Serve the streams and tubes of a Postgres over TCP, until SIGTERM or SIGINT.
 
-    Without --database it starts an embedded Postgres. It installs the SQL that it needs where it is missing, upgrades
-    it where it is older, and logs that.
+    Without --database it starts an embedded Postgres. It installs the SQL that it needs if it is missing, upgrades an
+    older version, and logs that.
 
     Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m). Every option is also a variable: --max-line is
-    REPLICAD_MAX_LINE. The command line goes before the environment, the environment before the file.
+    REPLICAD_MAX_LINE. The command line overrides the environment, and the environment overrides the file.
     The secret for AUTH comes from --token-file or from REPLICAD_TOKEN.
     """
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # until the daemon handles them

@@ -1,4 +1,4 @@
-"""`replicad sql up|down`: prints our SQL as a script for psql, for people who read it before they install it."""
+"""`replicad sql up|down`: prints replicad's SQL as a script for psql."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command() -> None:
     """Print the SQL that replicad installs in a database, or the SQL that removes it, as scripts for psql.
 
     The daemon installs what it needs by itself. Use this to read the SQL first, or if the daemon may not create
-    anything. PART is one of those in the usage; without it all parts are printed. Each part is one transaction. Both
+    objects. PART is one of those in the usage; without it all parts are printed. Each part is one transaction. Both
     scripts may be run several times.
     """
 
@@ -43,7 +43,7 @@ Examples:
 @_schema
 @_current
 def up(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> None:
-    """Print the script that installs, or upgrades and keeps all data."""
+    """Print the script that installs or upgrades. All data are kept."""
     _print(parts or PARTS, schema, "up", current=current_schema)
 
 

@@ -1,4 +1,4 @@
-"""`replicad version`: the installed versions of all packages that a bug report should name."""
+"""`replicad version`: prints the versions for a bug report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTS = {
 
 @click.command("version", cls=ReplicadCommand, short_help="Print the versions of replicad and of what it uses.")
 def command() -> None:
-    """Print the versions of replicad, of Python and of the packages that replicad uses; name missing extras."""
+    """Print the versions of replicad, of Python and of the packages that replicad uses, and the missing extras."""
     for extra, names in _PARTS.items():
         for name in names:
             click.echo(f"{name} {_version(name, extra)}")

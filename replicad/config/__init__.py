@@ -1,1 +1,1 @@
-"""Settings: how one is declared and found (`declaring`), which there are (`settings`, `limits`), and the logs."""
+"""Settings: how they are declared and parsed (`declaring`), their list (`settings`, `limits`), and the logs."""

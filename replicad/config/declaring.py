@@ -1,8 +1,7 @@
-"""How a setting is declared, and how its value is found: command line, then environment, then file, then default.
+"""Declaring settings, and finding their values: command line, then environment, then file, then default.
 
-A setting is a field of a frozen dataclass, made by `setting()`. From its one declaration come the option `--max-line`,
-the variable `REPLICAD_MAX_LINE`, the key `max_line` of the file, the help text, the check of the value and the
-message where the check fails. Which settings there are stands in `config`.
+A setting is a field of a frozen dataclass, made by `setting()`. The declaration gives the option `--max-line`, the
+variable `REPLICAD_MAX_LINE`, the key `max_line` of the file, the help text, the check of the value and its message.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting: all that the command line, the documents and the checks need to know of it."""
+    """One setting."""
 
     name: str
     default: Any
     help: str
     placeholder: str
-    parse: Callable[[str], Any]  # raises ValueError with the half sentence that says what was expected
+    parse: Callable[[str], Any]  # raises ValueError with what to give instead
     minimum: float | None = None
     maximum: float | None = None
     unit: str = ""
-    on_command_line: bool = True  # False for secrets: every user of the machine can read an argument
+    on_command_line: bool = True  # False for secrets: every user of the machine can see a command line
 
     @property
     def option(self) -> str:
@@ -50,10 +49,10 @@ class Setting:
         return "REPLICAD_" + self.name.upper()
 
     def read(self, text: str, source: str) -> Any:
-        """Turn the text that `source` (an option, a variable, a key of a file) gave into a value.
+        """Parse and check the text from `source` (an option, a variable, a key of a file).
 
         Raises:
-            UsageError: naming the source, the value and what would do.
+            UsageError: with the source, the value and what to give instead.
         """
         try:
             value = self.parse(text)
@@ -64,7 +63,7 @@ class Setting:
         return value
 
     def check(self, value: Any, source: str) -> None:
-        """Raise UsageError where a number is out of the range that makes sense."""
+        """Raise UsageError if a number is out of its range."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         low, high = self.minimum, self.maximum
@@ -74,7 +73,7 @@ class Setting:
 
 
 def plain(number: float) -> str:
-    """The number as a person writes it: `15` and not `15.0`, never with an exponent."""
+    """The number as people write it: `15` and not `15.0`, never with an exponent."""
     return f"{number:f}".rstrip("0").rstrip(".") if isinstance(number, float) else str(number)
 
 
@@ -90,9 +89,9 @@ def setting(
     secret: bool = False,
     in_repr: bool = True,
 ) -> T:
-    """Declare a field of a settings dataclass; the arguments are those of `Setting`.
+    """Declare a field of a settings dataclass. The arguments are those of `Setting`.
 
-    `secret` keeps the value out of the command line, of messages and of repr(); `in_repr=False` out of repr() alone.
+    `secret` keeps the value out of the command line, messages and repr(); `in_repr=False` out of repr() only.
     """
     spec = Setting("", default, help, placeholder, parse, minimum, maximum, unit, on_command_line=not secret)
     made: T = field(default=default, repr=in_repr and not secret, metadata={_KEY: spec})
@@ -105,7 +104,7 @@ def _setting_in(entry: Field[Any]) -> Setting:
 
 
 def settings_of(kind: type, *, nested: bool = True) -> Iterator[Setting]:
-    """Every setting of a settings dataclass and (`nested`) of the dataclasses inside it, in the order of the fields."""
+    """All settings of a settings dataclass and (`nested`) of the dataclasses inside it, in the order of the fields."""
     for entry in fields(kind):
         if _KEY in entry.metadata:
             yield _setting_in(entry)
@@ -114,9 +113,9 @@ def settings_of(kind: type, *, nested: bool = True) -> Iterator[Setting]:
 
 
 def check_ranges(settings: Any, *ordered: tuple[str, str]) -> None:
-    """Check every number of a settings object that was made in Python instead of read; for `__post_init__`.
+    """Check all numbers of a settings object, for `__post_init__`.
 
-    `ordered` are pairs of names: the first of them may not be above the second.
+    `ordered` are pairs of names: the value of the first may not be above that of the second.
     """
     for entry in fields(settings):
         if _KEY in entry.metadata:
@@ -125,16 +124,16 @@ def check_ranges(settings: Any, *ordered: tuple[str, str]) -> None:
     for less, more in ordered:
         low, high = getattr(settings, less), getattr(settings, more)
         if low > high:
-            said = [f"--{name.replace('_', '-')} {plain(value)}" for name, value in ((less, low), (more, high))]
-            raise UsageError(f"{' is above '.join(said)}; lower the one or raise the other")
+            both = [f"--{name.replace('_', '-')} {plain(value)}" for name, value in ((less, low), (more, high))]
+            raise UsageError(f"{' is above '.join(both)}; lower the first or raise the second")
 
 
 def load(
     kind: type[T], options: Mapping[str, str | None], environ: Mapping[str, str], file: Mapping[str, str] | None = None
 ) -> T:
-    """Build a settings object of `kind` from texts by field name (None: not given), the environment and a file's keys.
+    """Build a settings object of `kind` from options by field name (None: not given), the environment and a file.
 
-    An empty variable counts as unset. Raises UsageError as `Setting.read` does.
+    An empty variable is ignored. Raises UsageError as `Setting.read`.
     """
     values: dict[str, Any] = {}
     for entry in fields(kind):  # type: ignore[arg-type]
@@ -165,10 +164,10 @@ def read_toml(path: Path, where: str = "") -> dict[str, Any]:
 
 
 def load_object(path: str, where: str) -> Any:
-    """What `module:name` names, for an option that names a function or a class of the user's.
+    """Import `module:name`, for an option with a function or class of the user's.
 
     Raises:
-        UsageError: there is no such module, or nothing of that name in it; the message begins with `where`.
+        UsageError: it cannot be imported; the message begins with `where`.
     """
     module, _, name = path.partition(":")
     try:
@@ -181,7 +180,7 @@ def read_file(path: Path, kind: type) -> dict[str, str]:
     """Read a TOML file of `key = value` lines into texts by setting name.
 
     Raises:
-        UsageError: no such file, not TOML, or a key that is no setting of `kind`.
+        UsageError: no such file, not TOML, or a key that is not a setting of `kind`.
     """
     found = read_toml(path, "--config: ")
     known = {made.name for made in settings_of(kind)}
@@ -195,7 +194,7 @@ def read_file(path: Path, kind: type) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
-# --- parsers: text to value, ValueError with what was expected --------------------------------------
+# --- parsers: text to value, ValueError with what to give instead ---
 
 
 def text_of(pattern: str, expected: str) -> Callable[[str], str]:
@@ -218,7 +217,7 @@ def whole_number(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Seconds, with a fraction where wanted: `30`, `0.5`, also `500ms`, `2m` and `1h`."""
+    """Seconds: `30`, `0.5`, also `500ms`, `2m` and `1h`."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)", text)
     if found is None:
         raise ValueError("give seconds such as 30 or 0.5, or 500ms, 2m, 1h")
@@ -234,7 +233,7 @@ def size(text: str) -> int:
 
 
 def path(text: str) -> Path:
-    """A path; `~` is the user's home."""
+    """A path; `~` is the user's home folder."""
     if not text or "\0" in text:
         raise ValueError("give a path")
     return Path(text).expanduser()
@@ -246,7 +245,7 @@ def choice_of(*names: str) -> Callable[[str], str]:
     return text_of("|".join(map(re.escape, names)), f"give {listed}")
 
 
-# --- kinds of settings: `setting` with the parser, placeholder and unit of the kind ------------------
+# --- kinds of settings: `setting` with a parser, placeholder and unit ---
 
 
 def count(default: int, help: str, low: int, high: int) -> int:

@@ -1,4 +1,4 @@
-"""Every bound of the daemon, each with its default, its range and its reason. `Limits` is part of `config`."""
+"""All limits of the daemon, each with its default, its range and its reason."""
 
 from __future__ import annotations
 
@@ -16,75 +16,73 @@ def _time(default: float, text: str, low: float, high: float = _DAY) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds in bytes, seconds and counts.
+    """Limits in bytes, seconds and counts.
 
     Raises:
-        UsageError: a value out of its range, or two that contradict each other.
+        UsageError: a value is out of its range, or two are in conflict.
     """
 
     max_line: int = amount(
         _MIB,
-        "Longest line taken from a client: longer than any sane row, and bearable once per client.",
+        "Longest line accepted from a client. Each client can use so much memory.",
         4 * _KIB,
         64 * _MIB,
     )
-    line_timeout: float = _time(  # a line is a packet or two; whoever needs longer sends it byte by byte
+    line_timeout: float = _time(  # a line is one or two packets
         30.0, "A line that a client began must end within this time.", 0.1
     )
-    max_connections: int = count(  # 10,000 workers, and headroom for people and probes
-        12_000, "Connections at the same time; one more is told so and closed.", 1, 1_000_000
+    max_connections: int = count(  # 10,000 workers, and some for people and health checks
+        12_000, "Connections at the same time. One more gets an ERROR and is closed.", 1, 1_000_000
     )
-    max_pending: int = count(  # read ahead of their answers; requests for streams and for tubes are queued apart
+    max_pending: int = count(  # for each service: requests for streams and for tubes have separate queues
         256,
         "Requests of one client that may wait for their answers; a client that sends one more is disconnected.",
         1,
         100_000,
     )
-    auth_timeout: float = _time(10.0, "Where a token is asked for, AUTH must come within this time.", 0.1)
-    ping_interval: float = _time(  # the protocol's own figure
-        5.0, "Every client is sent at least one command in this time, a PING where there is nothing else.", 0.05
+    auth_timeout: float = _time(10.0, "If a token is set, a client must send AUTH within this time.", 0.1)
+    ping_interval: float = _time(  # as in Synapse
+        5.0, "Every client is sent at least one command in this time, if necessary a PING.", 0.05
     )
-    peer_timeout: float = _time(  # the protocol's own figure
-        15.0, "A client that has ever sent a PING and is silent for this long is disconnected.", 0.1
+    peer_timeout: float = _time(  # as in Synapse
+        15.0, "A client that has sent a PING and then nothing for this long is disconnected.", 0.1
     )
-    stall_timeout: float = _time(  # enough for a hiccup of a network; an answer from Postgres hangs on it
-        60.0, "A client that takes nothing of an answer for this long is disconnected.", 0.1
+    stall_timeout: float = _time(  # longer than a short network failure; a connection to Postgres waits meanwhile
+        60.0, "A client that reads nothing of an answer for this long is disconnected.", 0.1
     )
     journal_bytes: int = amount(  # the only memory that grows with the traffic, whatever the number of clients
         64 * _MIB,
-        "Memory for rows on their way to clients, shared by all. A client that falls behind it is cut off.",
+        "Memory for rows on their way to clients, shared by all. A client that falls behind it is disconnected.",
         _MIB,
         64 * _GIB,
     )
-    journal_chunks: int = count(
-        8192, "Chunks in the journal; bounds the bookkeeping where chunks are small.", 16, 10_000_000
-    )
+    journal_chunks: int = count(8192, "Chunks in the journal: limits its overhead if chunks are small.", 16, 10_000_000)
     journal_seconds: float = _time(  # a client that is minutes behind is better served from Postgres
         300.0, "Age of the oldest row in the journal.", 1
     )
     poll_min: float = _time(  # measured: 3 ms from commit to client, at no cost for 32 writers
-        0.005, "Postgres is asked for news this often while something moves.", 0.001, 60
+        0.005, "Interval of polling Postgres while there are changes.", 0.001, 60
     )
-    poll_max: float = _time(  # twenty cheap statements a second when nothing happens
-        0.05, "Postgres is asked for news this often while nothing moves.", 0.001, 60
+    poll_max: float = _time(  # twenty cheap statements a second
+        0.05, "Interval of polling Postgres while there are no changes.", 0.001, 60
     )
-    database_connections: int = count(  # poller, publisher, leases, acks and requests; none waits for a person
+    database_connections: int = count(  # poller, publisher, leases, acks and requests: all are short
         8, "Connections to Postgres for everything but catch-ups.", 3, 500
     )
     catchup_connections: int = count(  # a thousand reconnecting clients take turns
         4, "Connections to Postgres for clients that resume from an old token or read pods.", 1, 500
     )
     connect_timeout: float = _time(10.0, "A connection to Postgres must be made within this time.", 0.1, 600)
-    statement_timeout: float = _time(  # none of ours takes a second on a healthy server
-        60.0, "A statement must end within this time; catch-ups and backfills have their own measure.", 0.1
+    statement_timeout: float = _time(  # our statements take less than a second on a healthy server
+        60.0, "A statement must end within this time; catch-ups and backfills have other limits.", 0.1
     )
-    lease_ttl: float = _time(30.0, "A partition of a tube whose holder is silent for this long is free again.", 0.5)
-    lease_ttl_max: float = _time(  # a worker that asks for more, and dies, blocks its partition that long
+    lease_ttl: float = _time(30.0, "A lease of a partition expires when its holder sends nothing for this long.", 0.5)
+    lease_ttl_max: float = _time(  # a worker that is killed blocks its partition for so long
         3600.0, "The longest lease that a client may ask for.", 0.5
     )
     wait_max: float = _time(300.0, "The longest that a request may wait for pods or for a lease.", 0)
     presence_devices: int = count(  # about 1 KB each
-        500_000, "Devices whose syncing presence keeps; one more is refused.", 1, 100_000_000
+        500_000, "Syncing devices that presence stores; one more is refused.", 1, 100_000_000
     )
     stop_grace: float = _time(5.0, "On SIGTERM or SIGINT everything ends within this time.", 0.1, 600)
 

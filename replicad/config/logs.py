@@ -1,8 +1,7 @@
-"""Sets logging up: events with fields to stderr, readable on a terminal, JSON lines elsewhere, secrets masked.
+"""Configures the logs of the command line: events with fields on stderr, as text or JSON lines, with secrets masked.
 
-The daemon and the command line call `structlog.get_logger()` and log events (`log.info("session_closed", peer=name)`).
-What users import as a library does the same through the standard `logging` (see `eventlog`). What becomes of both is
-decided here, by the command line only.
+The daemon and the commands log events with structlog (`log.info("session_closed", peer=name)`), the libraries for users
+with the standard `logging` (see `eventlog`). Both go to the same place here.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ _DEPTH = 4  # fields are flat or nearly so; deeper values are rendered by repr()
 
 
 class QuietStream:
-    """A logger that writes whole lines to a text stream and outlives its reader.
+    """A logger that writes lines to a text stream and ignores its errors.
 
-    Whoever reads our stderr may go away (`replicad serve 2>&1 | head`); that must not end a session in the daemon.
+    The reader of stderr may close it (`replicad serve 2>&1 | head`); that must not end a session of the daemon.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, line: str) -> None:
-        """Write one line and flush; an error of the stream is dropped, there being no other place to report it."""
+        """Write one line and flush. Errors are ignored, because there is no other place to report them."""
         try:
             self._stream.write(line + "\n")
             self._stream.flush()
@@ -43,7 +42,7 @@ class QuietStream:
 
 
 def mask_value(value: Any, depth: int = _DEPTH) -> Any:
-    """The value with the secrets in its texts masked; numbers and None come back as they are, containers rebuilt."""
+    """A copy of the value with the secrets in its texts masked."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
@@ -56,20 +55,20 @@ def mask_value(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def mask_field(name: str, value: Any, depth: int = _DEPTH) -> Any:
-    """Like `mask_value`, and nothing at all of a field whose name says that it is a secret."""
+    """As `mask_value`. A field with the name of a secret is masked as a whole."""
     return MASK if name in _SECRET_FIELDS else mask_value(value, depth)
 
 
 def mask_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The structlog processor that lets no secret pass, and puts first what a reader looks for first."""
+    """The structlog processor that masks secrets, and puts time, level and event first."""
     names = [*(name for name in _FIRST if name in event), *(name for name in event if name not in _FIRST)]
     return {name: mask_field(name, event[name]) for name in names}
 
 
 class FromLibraries(logging.Handler):
-    """Hands what libraries log through the standard module to structlog, so that stderr has one form.
+    """Passes records of the standard `logging` to structlog, so that all logs have one form.
 
-    Events of our own libraries keep their names and fields; what others log is the event `library_message`.
+    Events of replicad's libraries keep their names and fields. Records of others become the event `library_message`.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -86,8 +85,8 @@ class FromLibraries(logging.Handler):
 def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, colour: bool = True) -> None:
     """Send all events of this process to `stream` (default: stderr) in the form and at the level of the settings.
 
-    `colour=False` forbids colours even on a terminal. Call it once, at the start. Our own libraries log at the level of
-    the settings, those of others from warnings on; at level debug, everything.
+    `colour=False` forbids colours even on a terminal. Call it once, at the start. Other libraries log warnings and
+    errors only, except at level debug.
     """
     out = sys.stderr if stream is None else stream
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]

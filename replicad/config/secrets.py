@@ -1,4 +1,4 @@
-"""Reads the files that settings name for secrets: the token, and the certificate authorities to trust."""
+"""Reads the files of secrets: the token, and the certificate authorities to trust."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from replicad.config.declaring import text_of
 from replicad.errors import UsageError
 
-SYSTEM = "system"  # in place of a file: the authorities that the operating system trusts
+SYSTEM = "system"  # instead of a file: the authorities that the operating system trusts
 
-word = text_of(r"[!-~]{1,1024}", "give one word of printable ASCII without blanks")  # it stands on a line of the wire
+word = text_of(r"[!-~]{1,1024}", "give one word of printable ASCII without blanks")  # an argument of a command
 
 
 def read_token(file: Path | str, source: str = "--token-file") -> str:
-    """Read a secret from the first line of a file. `source` is the option that named the file.
+    """Read a secret from the first line of a file. `source` is the option that gave the file.
 
     Raises:
-        UsageError: the file cannot be read, or its first line is no token.
+        UsageError: the file cannot be read, or its first line is not a token.
     """
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -27,14 +27,14 @@ def read_token(file: Path | str, source: str = "--token-file") -> str:
     try:
         return word(lines[0].strip() if lines else "")
     except ValueError as error:
-        raise UsageError(f"{source}: the first line of {file} is no token; {error}") from None
+        raise UsageError(f"{source}: the first line of {file} is not a token; {error}") from None
 
 
 def trust(authority: Path | str | None, source: str) -> ssl.SSLContext:
     """TLS for a client that trusts a certificate authority (a PEM file). `system` and None: those of the system.
 
     Raises:
-        UsageError: the file cannot be read or holds no certificate; `source` is the option that named it.
+        UsageError: the file cannot be read or has no certificate; `source` is the option that gave it.
     """
     try:
         return ssl.create_default_context(cafile=None if str(authority) == SYSTEM else authority)

@@ -1,7 +1,6 @@
-"""What can be set, with its default and the reason for it: frozen dataclasses, validated when they are made.
+"""All settings except `limits`, with their defaults: frozen dataclasses that are checked when they are made.
 
-The only reader of the environment (`REPLICAD_*`) and of files (configuration, token, certificates). Who uses a value
-and how is none of its business; how a value is found and checked stands in `settings`, the bounds stand in `limits`.
+Only this room reads the environment (`REPLICAD_*`) and files of settings and secrets.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9009
 
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})")
-_SCHEMA = text_of(r"[^\0]{1,63}", "give the name of a schema, at most 63 characters")  # Postgres cuts longer names off
+_SCHEMA = text_of(r"[^\0]{1,63}", "give the name of a schema, at most 63 characters")  # Postgres truncates longer names
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen or to connect to. Port 0 asks the system for a free one (listening only)."""
+    """An address to listen on or to connect to. Port 0: a free one (for listening only)."""
 
     host: str
     port: int
@@ -42,10 +41,10 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Read `HOST:PORT`, an IPv6 address in brackets: `127.0.0.1:9009`, `db1.example.org:9009`, `[::1]:9009`.
+    """Parse `HOST:PORT`, with an IPv6 address in brackets: `127.0.0.1:9009`, `db1.example.org:9009`, `[::1]:9009`.
 
     Raises:
-        ValueError: not of that form; the message says what is.
+        ValueError: with what to give instead.
     """
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?)\]:([0-9]{1,5})", text)
     host, _, port = text.rpartition(":")
@@ -70,11 +69,11 @@ def _database(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseSettings:
-    """Which Postgres, and where our schemas are in it."""
+    """The Postgres to use, and the names of replicad's schemas in it."""
 
     database: str | None = setting(
         None,
-        "Postgres to use, PostgreSQL 15 or newer. Without it replicad runs one of its own (the extra `embedded`).",
+        "Postgres to use, PostgreSQL 15 or newer. Without it replicad starts an embedded one (the extra `embedded`).",
         "URL",
         _database,
         in_repr=False,
@@ -82,8 +81,8 @@ class DatabaseSettings:
     data_folder: Path = setting(
         Path(".replicad/postgres"), "Where the embedded Postgres keeps its data.", "FOLDER", path
     )
-    tube_schema: str = setting("tube", "Schema that holds the tubes and their functions.", "SCHEMA", _SCHEMA)
-    stream_schema: str = setting("replicad", "Schema that holds the registry of streams.", "SCHEMA", _SCHEMA)
+    tube_schema: str = setting("tube", "Schema of the tubes and their functions.", "SCHEMA", _SCHEMA)
+    stream_schema: str = setting("replicad", "Schema of the registry of streams.", "SCHEMA", _SCHEMA)
 
     def __post_init__(self) -> None:
         if self.tube_schema == self.stream_schema:
@@ -91,35 +90,35 @@ class DatabaseSettings:
 
     @property
     def shown(self) -> str:
-        """The database for logs and messages: its password masked, the folder where it is the embedded one."""
+        """The database for logs and messages: the URL without its password, or the folder of the embedded one."""
         return f"embedded Postgres in {self.data_folder}" if self.database is None else mask_secrets(self.database)
 
 
 def default_server_name() -> str:
-    """This machine's name, as far as it can stand on a line of the protocol."""
+    """This machine's name, with `-` for characters that a command cannot contain."""
     return re.sub(r"[^!-~]", "-", socket.gethostname())[:255] or "replicad"
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """All of `replicad serve`. `server_name` empty means this machine's name."""
+    """All settings of `replicad serve`. An empty `server_name` becomes this machine's name."""
 
     database: DatabaseSettings = DatabaseSettings()
     listen: Address = setting(
         Address(DEFAULT_HOST, DEFAULT_PORT),
-        "Where clients connect; port 0 takes a free one. Beyond the loopback use --token-file and TLS.",
+        "Address for clients; port 0: a free one. For other machines use --token-file and TLS as well.",
         "HOST:PORT",
         parse_address,
     )
-    server_name: str = setting("", "Name that SERVER tells to clients. Default: the machine's name.", "NAME", word)
+    server_name: str = setting("", "Name in the command SERVER. Default: the machine's name.", "NAME", word)
     token: str | None = setting(None, "Secret that clients must send with AUTH.", "TOKEN", word, secret=True)
     token_file: Path | None = setting(
-        None, "File with the secret that clients must send with AUTH. Default: everybody may connect.", "FILE", path
+        None, "File with the secret that clients must send with AUTH. Default: no secret is needed.", "FILE", path
     )
     tls_cert: Path | None = setting(None, "Certificate (chain) in PEM form; turns TLS on.", "FILE", path)
-    tls_key: Path | None = setting(None, "Its private key, where it is not in the same file.", "FILE", path)
+    tls_key: Path | None = setting(None, "Private key of --tls-cert, if it is in another file.", "FILE", path)
     ready_file: Path | None = setting(
-        None, "File to write HOST:PORT into once clients may connect; removed at the end.", "FILE", path
+        None, "File to write HOST:PORT to when clients may connect; removed at the end.", "FILE", path
     )
     limits: Limits = Limits()
 
@@ -128,13 +127,13 @@ class ServerSettings:
             object.__setattr__(self, "server_name", default_server_name())
         _take_token(self)
         if self.tls_key is not None and self.tls_cert is None:
-            raise UsageError("--tls-key needs --tls-cert, the certificate that the key belongs to")
+            raise UsageError("--tls-key needs --tls-cert, the certificate of the key")
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """What the listener needs for TLS, or None where no certificate is set.
+        """TLS for the listener; None without a certificate.
 
         Raises:
-            UsageError: a file that cannot be read, or a key that does not belong to the certificate.
+            UsageError: a file cannot be read, or the key is not that of the certificate.
         """
         if self.tls_cert is None:
             return None
@@ -150,7 +149,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """All that a command which talks to a daemon needs to reach it."""
+    """The settings of a command that connects to a daemon."""
 
     server: Address = setting(
         Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", "HOST:PORT", parse_address
@@ -163,20 +162,16 @@ class ClientSettings:
 
     def __post_init__(self) -> None:
         if self.server.port == 0:
-            raise UsageError(f"--server {self.server}: port 0 cannot be connected to; give the daemon's port")
+            raise UsageError(f"--server {self.server}: port 0 is for listening only; give the daemon's port")
         _take_token(self)
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """What the connection needs for TLS, or None for a plain one.
-
-        Raises:
-            UsageError: the file cannot be read or holds no certificate.
-        """
+        """TLS for the connection; None for a plain one. Raises UsageError as `trust`."""
         return None if self.tls_ca is None else trust(self.tls_ca, "--tls-ca")
 
 
 def _take_token(settings: ServerSettings | ClientSettings) -> None:
-    """Put the content of the token file into `token`: whoever holds the settings need not ask where it came from."""
+    """Read the token file into `token`."""
     if settings.token_file is None:
         return
     if settings.token is not None:
@@ -193,19 +188,19 @@ def read_settings(
     defaults: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> T:
-    """Build settings of any kind of this file from texts by field name (None: not given), the environment and a file.
+    """Build settings of any kind from options by field name (None: not given), the environment and a TOML file.
 
-    `file` is TOML; `defaults` take the place of the declared ones, `environ` that of the process's own environment.
+    `defaults` replace the declared ones, `environ` the environment of the process.
 
     Raises:
-        UsageError: naming the option (or variable, or key), its value and the remedy.
+        UsageError: with the option (or variable, or key), its value and what to give instead.
     """
     lowest = {**(defaults or {}), **(read_file(file, kind) if file else {})}
     return load(kind, options, os.environ if environ is None else environ, lowest)
 
 
 def colour_allowed(environ: Mapping[str, str] | None = None) -> bool:
-    """False where the user forbids coloured output (https://no-color.org)."""
+    """False if the user forbids coloured output (https://no-color.org)."""
     return not (os.environ if environ is None else environ).get("NO_COLOR")
 
 
@@ -214,9 +209,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """What goes to stderr, and how it looks."""
+    """The settings of the logs on stderr."""
 
     log_level: str = choice("info", "How much to log.", *LOG_LEVELS)
     log_format: str = choice(
-        "auto", "How log lines look; auto is text on a terminal and JSON elsewhere.", "auto", "text", "json"
+        "auto", "Form of log lines; auto: text on a terminal, otherwise JSON.", "auto", "text", "json"
     )

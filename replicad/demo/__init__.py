@@ -1,1 +1,1 @@
-"""The demonstration: cities of the world in shard schemas, a tube on them, and a copy of them kept by Spark."""
+"""The demonstration: cities of the world in schemas of shards, a tube for them, and a copy that Spark keeps in step."""

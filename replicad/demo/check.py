@@ -1,4 +1,4 @@
-"""Are both sides equal? The tables in Postgres and the Parquet copy of them, row by row and value by value."""
+"""Compare the tables in Postgres with their Parquet copy, row by row and value by value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two sides have in common and what not; ids of rows that are on one side only, or differ."""
+    """The counts of rows on both sides, and the ids of rows that are on one side only or differ."""
 
     left: int
     right: int
@@ -27,11 +27,11 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether every row of either side is on the other, with the same values."""
+        """Whether both sides have the same rows with the same values."""
         return not (self.missing or self.superfluous or self.different)
 
     def describe(self) -> str:
-        """What is wrong, with some ids; for people."""
+        """The differences, with some ids, for people."""
         kinds = (("missing", self.missing), ("superfluous", self.superfluous), ("different", self.different))
         return "; ".join(
             f"{len(ids):,} {what} downstream, e.g. {', '.join(map(str, ids[:_EXAMPLES]))}" for what, ids in kinds if ids
@@ -59,7 +59,7 @@ def read_downstream(folder: Path) -> dict[int, tuple[Any, ...]]:
         UsageError: there is no copy in that folder.
         ValueError: an id is in it twice.
     """
-    from replicad.spark.sinks import parquet  # noqa: PLC0415 - pyarrow takes its time
+    from replicad.spark.sinks import parquet  # noqa: PLC0415 - pyarrow is slow to import
 
     table = parquet.table(folder).select(list(COLUMNS))
     rows = dict(zip(table.column("id").to_pylist(), zip(*table.to_pydict().values(), strict=True), strict=True))

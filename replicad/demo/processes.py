@@ -1,8 +1,8 @@
-"""The processes that the demonstration starts, and the promise that none of them outlives it.
+"""Start the processes of the demonstration, and end all of them with it.
 
-Each runs in a session of its own, so that Ctrl-C in the terminal reaches us alone; `until_interrupted` turns it into
-the cancellation of one scope, and every process is ended, shielded, where that scope unwinds. As signals are only
-acted on at trio's checkpoints, none can come between the start of a process and the code that will end it.
+Each process leads a session of its own, so that Ctrl-C in the terminal reaches only the demonstration. Ctrl-C cancels
+the block of `until_interrupted`, and the clean-up of that block ends every process. trio handles signals only at its
+checkpoints, so none can come between the start of a process and the code that will end it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from replicad.config.settings import Address, parse_address
 from replicad.errors import EnvironmentRefused
 
 _START = 60.0  # seconds for a daemon to listen; installing the schema on a slow disk takes a few
-_STOP = 8.0  # seconds for a polite end (the daemon promises 5) before SIGKILL
-_LOOK = 0.02  # seconds between looks at a file or a process
+_STOP = 8.0  # seconds between SIGTERM and SIGKILL; the daemon ends within 5
+_LOOK = 0.02  # seconds between two checks of a file or a process
 
 
 @asynccontextmanager
 async def until_interrupted() -> AsyncIterator[None]:
-    """SIGINT, SIGTERM and SIGHUP cancel the block, once; when it has unwound, KeyboardInterrupt is raised."""
+    """SIGINT, SIGTERM and SIGHUP cancel the block. After its clean-up KeyboardInterrupt is raised."""
     interrupted = False
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
         async with trio.open_nursery() as nursery:
@@ -47,7 +47,7 @@ async def until_interrupted() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def running(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> AsyncIterator[trio.Process]:
-    """Run a command with its output in the file `log`; at the end of the block it and its children are gone."""
+    """Run a command with its output in the file `log`. The end of the block ends it and its children."""
     with log.open("wb") as output:
         process = await trio.lowlevel.open_process(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
@@ -60,7 +60,7 @@ async def running(command: Sequence[str], log: Path, environ: Mapping[str, str])
 
 
 async def end(process: trio.Process) -> None:
-    """End a process that leads its own session: SIGTERM, and SIGKILL for whatever of it is left after a while."""
+    """End a process that leads a session: SIGTERM, and after `_STOP` seconds SIGKILL to it and its children."""
     process.terminate()
     with trio.move_on_after(_STOP):
         await process.wait()
@@ -70,16 +70,16 @@ async def end(process: trio.Process) -> None:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Our environment without the settings of another replicad (`REPLICAD_*`), and with `more`."""
+    """The environment without the user's settings (`REPLICAD_*`), and with `more`."""
     return {**{name: value for name, value in os.environ.items() if not name.startswith("REPLICAD_")}, **more}
 
 
 @asynccontextmanager
 async def running_daemon(url: str, folder: Path) -> AsyncIterator[Address]:
-    """Run `replicad serve` on the database at `url` and a free port of the loopback; yields where it listens.
+    """Run `replicad serve` on the database at `url` and a free port of the loopback; yields its address.
 
     Raises:
-        EnvironmentRefused: it ended instead of listening, or took too long; the message has its last words.
+        EnvironmentRefused: it ended, or does not listen in time; the message has the last line of its log.
     """
     ready, log = folder / "daemon.address", folder / "daemon.log"
     ready.unlink(missing_ok=True)
@@ -89,11 +89,11 @@ async def running_daemon(url: str, folder: Path) -> AsyncIterator[Address]:
             while process.poll() is None and not ready.exists():
                 await trio.sleep(_LOOK)
         if not ready.exists():
-            raise EnvironmentRefused(f"the daemon did not start: {last_line(log)} (all of it is in {log})")
+            raise EnvironmentRefused(f"the daemon did not start: {last_line(log)} (its log is {log})")
         yield parse_address(ready.read_text(encoding="utf-8").strip())
 
 
 def last_line(log: Path) -> str:
-    """The last line of a file that is not empty, at most 300 characters of it."""
+    """The last line of a file that is not blank, at most 300 characters of it."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it logged nothing"

@@ -1,7 +1,6 @@
-"""The demonstration from end to end: real rows, a tube on them, the daemon, Spark, and a copy that follows.
+"""The demonstration from end to end: rows, a tube, the daemon, Spark, and a copy that is kept in step.
 
-Every part is the real one and runs as a person would run it; what is printed as a command is run as that command.
-Nothing is assumed: figures come from what was counted, and both sides are compared row by row.
+It runs the commands that it prints. All figures are counted, and both sides are compared row by row.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import trio
 from replicad.config.settings import Address
 from replicad.demo import data
 from replicad.demo.check import Comparison, compare, read_downstream
-from replicad.demo.follow import TUBE, Following, following, write_config
+from replicad.demo.follow import TUBE, RunningPipeline, running_pipeline, write_config
 from replicad.demo.processes import clean_environment, running_daemon, until_interrupted
 from replicad.demo.show import Show, program
 from replicad.demo.words import QUERY, next_steps
@@ -32,10 +31,9 @@ from replicad.postgres.embedded import embedded_postgres
 from replicad.spark.java import find_java
 
 PARTITIONS = 4  # of the tube: as many tasks as Spark runs at once on a usual machine
-DEFAULT_FOLDER = Path(".replicad/demo")
 
-_LOOK = 0.2  # seconds between two looks at how far the pipeline is
-_PATIENCE = 300.0  # seconds without any progress of the pipeline after which something is wrong
+_LOOK = 0.2  # seconds between two checks of the pipeline's progress
+_PATIENCE = 300.0  # seconds without progress of the pipeline after which the demonstration fails
 
 
 @dataclass
@@ -49,11 +47,11 @@ class Demo:
     changes: data.Changes = field(default_factory=data.Changes)
 
     async def run(self) -> bool:
-        """Run it all; True when both sides were equal, twice.
+        """Run the demonstration. True if both sides were equal in both comparisons.
 
         Raises:
             EnvironmentRefused: something is missing or did not start.
-            KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP, when every process that was started is gone.
+            KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP, after all processes have ended.
         """
         started = time.monotonic()
         find_java(os.environ)
@@ -69,7 +67,7 @@ class Demo:
             await self._change(db, shards, server)
             second = await self._follow(db, pipeline, shards, "the changes")
             self._query()
-            equal = self._summary(db, pipeline, (first, second), time.monotonic() - started)
+            equal = self._summary(pipeline, first, second, time.monotonic() - started)
             self.show.step("Ending the pipeline, the daemon and Postgres")
         self.show.line(next_steps(self.folder, self.url))
         return equal
@@ -83,15 +81,15 @@ class Demo:
         return db
 
     async def _load(self, db: Database, shards: Sequence[data.Shard]) -> None:
-        self.show.step("Loading cities of the world, a schema per continent")
+        self.show.step("Loading cities of the world, one schema per continent")
         self.loaded = 0
-        for part in reversed(schema.PARTS):  # what a run before has left: every run begins anew
+        for part in reversed(schema.PARTS):  # remove what an earlier run has left
             await schema.uninstall(db, part)
         for name in ("downstream", "checkpoint"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for shard in shards:
             self.loaded += await data.fill_shard(db, shard)
-            self.show.progress(f"{self.loaded:,} rows, {shard.table} is there")
+            self.show.progress(f"{self.loaded:,} rows, {shard.table} is loaded")
         await data.make_census(db)
         self.show.line(f"{self.loaded:,} rows in {len(shards)} tables")
 
@@ -104,27 +102,29 @@ class Demo:
         return server
 
     async def _make_tube(self) -> None:
-        self.show.step("Making a tube, and attaching the tables to it")
+        self.show.step("Creating a tube, and attaching the tables to it")
         await self._command("tubes", "create", TUBE, "--partitions", str(PARTITIONS))
         await self._command("tubes", "attach", TUBE, data.TABLE, "--shards", "all")
 
-    async def _pipeline(self, stack: AsyncExitStack, server: Address) -> Following:
+    async def _pipeline(self, stack: AsyncExitStack, server: Address) -> RunningPipeline:
         self.show.step("Scheduling a backfill, and starting Spark as a client of the daemon")
         await self._command("tubes", "backfill", TUBE, "--shards", "all")
         config = write_config(self.folder, server, self.url)
         self.show.command("pipeline", "run", str(config))
-        return await stack.enter_async_context(following(self.folder, config, self.url))
+        return await stack.enter_async_context(running_pipeline(self.folder, config, self.url))
 
-    async def _follow(self, db: Database, pipeline: Following, shards: Sequence[data.Shard], what: str) -> Comparison:
+    async def _follow(
+        self, db: Database, pipeline: RunningPipeline, shards: Sequence[data.Shard], what: str
+    ) -> Comparison:
         """Wait until the tube is empty, and compare."""
         began = time.monotonic()
         moved, ids = began, -1
         while True:
-            pipeline.look()
+            pipeline.update()
             if pipeline.ids != ids:
                 moved, ids = time.monotonic(), pipeline.ids
             elif time.monotonic() - moved > _PATIENCE:
-                raise EnvironmentRefused(f"nothing has moved for {_PATIENCE:g} s; see the logs in {self.folder}")
+                raise EnvironmentRefused(f"no progress for {_PATIENCE:g} s; see the logs in {self.folder}")
             waiting = await db.fetch_value(
                 "SELECT sum(inc_count + backfill_count) FROM tube.tube_stats() WHERE tube = $1", TUBE
             )
@@ -133,7 +133,7 @@ class Demo:
             doing = f"{ids:,} ids read" if ids else "Spark is starting"
             self.show.progress(f"{doing}, {int(waiting):,} pods wait, {time.monotonic() - began:.0f} s")
             await trio.sleep(_LOOK)
-        pipeline.look()
+        pipeline.update()
         found = compare(await data.read_rows(db, shards), read_downstream(self.folder / "downstream"))
         seconds = time.monotonic() - began
         self.show.line(
@@ -157,19 +157,16 @@ class Demo:
         )
 
     def _query(self) -> None:
-        self.show.step("Asking the copy")
+        self.show.step("Querying the copy")
         folder = self.folder / "downstream"
         text = QUERY.format(folder=folder)
         self.show.line(text)
         names: dict[str, object] = {}
-        exec(text, names)  # noqa: S102 - our own text, printed as it is run
+        exec(text, names)  # noqa: S102 - the text above
         self.show.line(str(names["answer"]))
 
-    def _summary(
-        self, _db: Database, pipeline: Following, found: tuple[Comparison, Comparison], seconds: float
-    ) -> bool:
-        self.show.step(f"What was counted, in {seconds:.0f} s")
-        first, second = found
+    def _summary(self, pipeline: RunningPipeline, first: Comparison, second: Comparison, seconds: float) -> bool:
+        self.show.step(f"Summary, after {seconds:.0f} s")
         self.show.figures(
             [
                 ("rows loaded", self.loaded),
@@ -189,10 +186,10 @@ class Demo:
         return equal
 
     async def _command(self, *words: str) -> None:
-        """Run a command of ours on the demonstration's database, and show it with what it prints.
+        """Run a command of replicad on the demonstration's database, and show it with its output.
 
         Raises:
-            EnvironmentRefused: it failed.
+            EnvironmentRefused: the command failed.
         """
         self.show.command(*words)
         done = await trio.run_process(

@@ -1,4 +1,4 @@
-"""What the demonstration says: numbered steps, the commands that it runs, progress in place, figures in a table."""
+"""The output of the demonstration: numbered steps, the commands that it runs, progress, figures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import click
 
-_EVERY = 5.0  # seconds between two lines of progress where they cannot be written over each other
+_EVERY = 5.0  # seconds between two lines of progress if stdout is not a terminal
 
 
 class Show:
-    """Prints to stdout. Knows whether that is a terminal, where progress stays on one line."""
+    """Prints to stdout. On a terminal progress stays on one line."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
@@ -23,24 +23,24 @@ class Show:
         self._step = 0
 
     def step(self, text: str) -> None:
-        """Begin the next step."""
+        """Print the heading of the next step."""
         self._step += 1
         self._end_line()
         click.secho(f"\n{self._step}. {text}", bold=True)
 
     def line(self, text: str) -> None:
-        """Say something, indented."""
+        """Print text, indented."""
         self._end_line()
         for part in text.splitlines():
             click.echo(f"   {part}".rstrip())
 
     def command(self, *words: str) -> None:
-        """Show a command that is run now, as a person would type it."""
+        """Print the command that is run now, as people type it."""
         self._end_line()
         click.secho("   $ " + " ".join([program(), *words]), fg="cyan")
 
     def progress(self, text: str) -> None:
-        """Show how far a long step is: in place on a terminal, now and then elsewhere."""
+        """Print the progress of a long step: in place on a terminal, otherwise every `_EVERY` seconds."""
         now = time.monotonic()
         if self._terminal:
             width = shutil.get_terminal_size().columns - 4
@@ -51,7 +51,7 @@ class Show:
             click.echo(f"   {text}")
 
     def figures(self, rows: Iterable[tuple[str, int | float | str]]) -> None:
-        """Counted figures, one a line, numbers to the right."""
+        """Print figures, one per line, numbers to the right."""
         shown = [(name, value if isinstance(value, str) else f"{value:,}") for name, value in rows]
         width = max(len(name) for name, _ in shown)
         for name, value in shown:
@@ -64,7 +64,7 @@ class Show:
 
 
 def program() -> str:
-    """How to call `replicad` from this shell: by its name where it is on PATH, else by its path."""
+    """How to call `replicad` from this shell: by its name if it is on PATH, otherwise by its path."""
     beside = Path(sys.executable).with_name("replicad")
     found = shutil.which("replicad")
     if found is not None and Path(found).resolve() == beside.resolve():
@@ -75,6 +75,6 @@ def program() -> str:
 
 
 def near(path: Path) -> Path:
-    """The path from the current folder where it lies below it."""
+    """The path relative to the current folder if it lies below it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,4 +1,4 @@
-"""The longer texts of the demonstration: the query on the copy, and what to type next."""
+"""The long texts of the demonstration: the query on the copy, and what to type next."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ answer = by_country.sort_by([("population_sum", "descending")]).slice(0, 5).to_p
 
 NEXT = """\
 
-Now yours. Serve the data of this demonstration again, or a Postgres that you have:
+Now try it yourself. Serve the data of this demonstration again, or your own Postgres:
 
   {program} serve --data-folder {folder}/postgres
   {program} serve --database postgresql://user@host/name
 
-Talk to it by hand, in another terminal:
+Send commands by hand, in another terminal:
 
   nc 127.0.0.1 9009
-  REPLICATE census EARLIEST        the rows of a stream, and those that come
-  TUBE cities                      its partitions
-  CLAIM cities 0/1                 take the whole tube, and read it: PODS cities 0/1 TERM limit=5
+  REPLICATE census EARLIEST        the rows of a stream, old and new
+  TUBE cities                      the number of its partitions
+  CLAIM cities 0/1                 lease the whole tube, then read it: PODS cities 0/1 TERM limit=5
 
-Change something in a third one, and watch:
+Change rows in a third terminal, and watch:
 
   {psql} '{url}' \\
     -c "UPDATE shard_0003.cities SET name = upper(name)"
@@ -41,7 +41,7 @@ Read it with Spark:
   touches = spark.readStream.format("replicad").option("tube", "cities").load()
   touches.writeStream.format("console").option("checkpointLocation", "/tmp/touches").start().awaitTermination()
 
-The copy is in {folder}/downstream, the logs are in {folder}. README.md goes on from here."""
+The copy is in {folder}/downstream, the logs are in {folder}. Read on in README.md."""
 
 
 def next_steps(folder: Path, url: str) -> str:

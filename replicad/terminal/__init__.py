@@ -1,1 +1,1 @@
-"""What the commands of all features share: options, the connection to a database, output, and messages of failures."""
+"""Shared by the commands of all features: options, the connection to a database, output, messages of failures."""

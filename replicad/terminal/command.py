@@ -1,4 +1,4 @@
-"""What all commands share: options made from settings, help in sections, logs, `--debug`.
+"""Shared by all commands: options made from settings, help in sections, logs, `--debug`.
 
 A command's file declares `command` with `@click.command(cls=ReplicadCommand)`. Modules that are slow to import are
 imported inside its function.
@@ -45,7 +45,7 @@ option = functools.partial(click.option, cls=SectionOption)
 class ReplicadCommand(click.Command):
     """A command with `--debug` and a help text in sections.
 
-    `log_level` is the default level of its logs (`info` for commands that run for long). None: it logs nothing.
+    `log_level` is the default level of its logs (`info` for commands that run for a long time). None: no logs.
     """
 
     def __init__(self, *args: Any, log_level: str | None = None, **kwargs: Any) -> None:
@@ -58,7 +58,7 @@ class ReplicadCommand(click.Command):
         self.params.append(_debug_option())
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Configure the logs, if the command has any, then run."""
+        """Configure the logs, if the command has any, then run it."""
         if self.log_level is None:
             return super().invoke(ctx)
         chosen = {name: ctx.params.pop(name) for name in ("log_level", "log_format")}
@@ -116,7 +116,7 @@ def _debug_option() -> click.Option:
         expose_value=False,
         is_eager=True,
         callback=_set_debug,
-        help="Show the traceback where the command fails.",
+        help="Show the traceback if the command fails.",
         section=_COMMON,
     )
 
@@ -151,7 +151,7 @@ class Seconds(click.ParamType):  # type: ignore[type-arg] # generic in newer ver
         self._low, self._high = low, high
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
-        """Raises UsageError with the name of the option."""
+        """Parse the value. Raises UsageError with the name of the option."""
         where = param.opts[0] if param is not None else self.name
         try:
             found = seconds(str(value))

@@ -1,4 +1,4 @@
-"""For commands that work on Postgres: choose the database, open a small pool, and run one async function."""
+"""Run one async function of a command on the chosen database."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def on_database(
     install: bool = False,
     statement_timeout: float | None = 60,
 ) -> T:
-    """Run `work` on the database that the options (those of DatabaseSettings) name, and return its result.
+    """Run `work` on the database of the options (those of DatabaseSettings), and return its result.
 
-    `part` is the SQL part that the work needs. It is installed or upgraded only with `install`, which the `enable`
-    commands give. `statement_timeout` is in seconds.
+    `part` is the SQL part that the work needs. With `install` (the commands `enable`) it is installed or upgraded
+    first. `statement_timeout` is in seconds.
 
     Raises:
         SchemaMissing: the part is not installed, or its version is older than this program's.
@@ -72,7 +72,7 @@ def on_database(
 def on_streams(
     options: Mapping[str, str | None], work: Callable[[Database, str], Awaitable[T]], *, install: bool = False
 ) -> T:
-    """As `on_database`, for what needs no more than the schema of the streams."""
+    """As `on_database`, for work that needs only the schema of the streams."""
     return on_database(options, lambda db, found: work(db, found.stream_schema), part="stream", install=install)
 
 

@@ -1,6 +1,6 @@
-"""How a command ends when it fails: one line on stderr, the exit status, no traceback.
+"""The end of a command that fails: one line on stderr and the exit status, without a traceback.
 
-0 is success, 1 a failure, 2 wrong usage, 130 Ctrl-C. The class of the exception decides.
+The exit status is 0 for success, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def report(error: BaseException, *, debug: bool) -> int:
-    """Print on stderr what ended the command, and return the exit status. `debug` adds the traceback."""
+    """Print on stderr the error that ended the command, and return the exit status. `debug` adds the traceback."""
     found = leaves(error)
     if debug:
         say(mask_secrets("".join(traceback.format_exception(error))).rstrip())
@@ -43,7 +43,7 @@ def report(error: BaseException, *, debug: bool) -> int:
         return ours[0].exit_status
     foreign = next(leaf for leaf in found if not isinstance(leaf, ReplicadError))
     what = one_line(f"{type(foreign).__name__}: {foreign}")
-    hint = "" if debug else "; run it again with --debug to see where, and please report it"
+    hint = "" if debug else "; run it again with --debug for the traceback, and please report it"
     say(f"replicad: unexpected {what}{hint}")
     return 1
 
@@ -62,10 +62,10 @@ def one_line(text: str) -> str:
 def say(text: str) -> None:
     """Write a line to stderr. A closed stderr is not a failure."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - the one way out that is no log
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 - a message, not a log event
 
 
 def abandon_stdout() -> None:
-    """The reader has closed our stdout (`replicad tail | head`): discard what the interpreter flushes at its end."""
+    """The reader has closed stdout (`replicad tail | head`): discard what the interpreter would flush at its end."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs. Widths are counted in characters."""
+"""The output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 
 def plain_value(value: Any) -> Any:
-    """The value in a form that JSON has: times as ISO text, decimals as numbers."""
+    """The value for JSON: times as ISO text, decimals as numbers."""
     if isinstance(value, datetime.datetime):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
@@ -23,7 +23,7 @@ def plain_value(value: Any) -> Any:
 
 
 def cell(value: Any) -> str:
-    """The value as text in a table: empty for None, lists with commas, thousands separated in whole numbers."""
+    """The value as text in a table: empty for None, lists with commas, numbers with thousands separators."""
     value = plain_value(value)
     if value is None:
         return ""

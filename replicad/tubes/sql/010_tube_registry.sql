@@ -1,6 +1,6 @@
--- tube_seq: numbers the pods of all tubes of this schema. Positions rest on CACHE 1; never change it.
--- tube_registry: one row per tube. Written by tube_ensure_exists and tube_ensure_absent; whoever changes leases,
--- attachments or the number of partitions of a tube locks its row first.
+-- tube_seq: numbers the pods of all tubes of this schema. Positions depend on CACHE 1; never change it.
+-- tube_registry: one row per tube. Written by tube_ensure_exists and tube_ensure_absent. Functions that change leases,
+-- attachments or the number of partitions of a tube lock its row first.
 CREATE SEQUENCE IF NOT EXISTS tube_seq;
 COMMENT ON SEQUENCE tube_seq IS 'replicad: seq of the pods of all tubes; must keep CACHE 1';
 

@@ -1,5 +1,5 @@
--- tube_attachment: one row per tube and table with its triggers on it; a partition or heir has the table that was named
--- as its root. Written by tube_table_ensure_attached and tube_table_ensure_detached.
+-- tube_attachment: one row per tube and table with the tube's triggers. The root of a partition or heir is the table
+-- that was attached by name. Written by tube_table_ensure_attached and tube_table_ensure_detached.
 CREATE TABLE IF NOT EXISTS tube_attachment (
     tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
     tbl regclass NOT NULL,

@@ -1,4 +1,4 @@
--- tube_parked: pods, or ids out of pods, that failed too often. Written by tube_park, tube_parked_replay and _drop.
+-- tube_parked: pods, or ids of pods, that failed too often. Written by tube_park, tube_parked_replay and _drop.
 CREATE TABLE IF NOT EXISTS tube_parked (
     parked bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
     tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,

@@ -1,5 +1,5 @@
 -- tube_backfill: the latest backfill of each attached table. Written by tube_backfill_step3 and tube_backfill_chunk.
--- A finished one stays until its control pods have left the tube; it says whose they are.
+-- The row of a finished backfill stays until its control pods have left the tube; it shows to which table they belong.
 CREATE TABLE IF NOT EXISTS tube_backfill (
     tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
     tbl regclass NOT NULL,

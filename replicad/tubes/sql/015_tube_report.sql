@@ -1,4 +1,4 @@
--- tube_report: what readers of a tube have counted, the last word of each. Written by tube_report_put.
+-- tube_report: the last report of each reader of a tube. Written by tube_report_put.
 CREATE TABLE IF NOT EXISTS tube_report (
     tube text NOT NULL REFERENCES tube_registry ON DELETE CASCADE,
     reporter text NOT NULL,                   -- who counts: a pipeline, say

@@ -1,5 +1,5 @@
--- tube_object_name(base, suffix): base || suffix as a name of at most 63 bytes, which is where Postgres would cut it
--- (and make two names one). A longer one is cut in the base and told apart by a hash. Writes nothing.
+-- tube_object_name(base, suffix): base || suffix as a name of at most 63 bytes. Postgres would truncate a longer name,
+-- and two names could become equal. Here the base is shortened and a hash is added. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_object_name(base text, suffix text) RETURNS name
 LANGUAGE plpgsql IMMUTABLE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -17,7 +17,7 @@ END
 $$;
 COMMENT ON FUNCTION tube_object_name(text, text) IS 'A name of at most 63 bytes, unique to its parts';
 
--- tube_qualified(tbl): the table's name with its schema, quoted, good under any search_path. Writes nothing.
+-- tube_qualified(tbl): the table's name with its schema, quoted; valid under any search_path. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_qualified(tbl regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format('%I.%I', n.nspname, c.relname)
@@ -25,7 +25,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_qualified(regclass) IS 'A table''s quoted name with its schema; NULL for a dropped table';
 
--- tube_relation(tube): the table that holds the tube's pods, quoted, with its schema. Writes nothing.
+-- tube_relation(tube): the table with the tube's pods, quoted, with its schema. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_relation(tube text) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format('%I.%I', current_schema(), tube)

@@ -14,8 +14,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_find(text) IS 'A tube''s row in the registry';
 
--- tube_keep(tube): the same, and until the transaction ends nobody drops the tube. Whoever will wait for anything that
--- hangs on a tube calls it first, as those who drop tubes begin with that row: so nobody waits in a circle. Raises
+-- tube_keep(tube): the same; until the transaction ends the tube cannot be dropped. Functions that will wait for a lock
+-- on an object of the tube call it first. Dropping a tube locks the same row first, so there is no deadlock. Raises
 -- RT001. Locks the row in tube_registry.
 CREATE OR REPLACE FUNCTION tube_keep(tube text) RETURNS tube_registry
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
@@ -26,8 +26,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_keep(text) IS 'A tube''s row in the registry, kept from being dropped';
 
--- tube_lock(tube): the same, and until the transaction ends nobody else changes the tube, its attachments or who holds
--- its leases. Raises RT001. Locks the row in tube_registry.
+-- tube_lock(tube): the same; until the transaction ends no other transaction changes the tube, its attachments or the
+-- holders of its leases. Raises RT001. Locks the row in tube_registry.
 CREATE OR REPLACE FUNCTION tube_lock(tube text) RETURNS tube_registry
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

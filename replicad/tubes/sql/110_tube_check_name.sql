@@ -1,5 +1,5 @@
--- tube_check_name(tube): raises RT005 where a tube cannot be called so. Writes nothing.
--- The name stands in lines whose words are parted by blanks, and 50 bytes leave room for the suffixes of its indexes.
+-- tube_check_name(tube): raises RT005 if a tube cannot have this name. Writes nothing.
+-- The name is a word in commands, so it has no blanks. 50 bytes leave room for the suffixes of its indexes.
 CREATE OR REPLACE FUNCTION tube_check_name(tube text) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE

@@ -1,9 +1,9 @@
--- Predicates and routings run inside the triggers, with the rights of their owner. Their names are looked up along the
--- search_path of whoever set them, kept as data, but never in a schema where everybody may create objects: there a
--- stranger's operator could take the place of the one that was meant.
+-- Predicates and routings run inside the triggers, with the rights of the triggers' owner. Their names are looked up in
+-- the search_path of the user who set them, which is stored. Schemas in which everybody may create objects are left
+-- out: there another user could create an operator that would be called instead of the intended one.
 
--- tube_safe_path(path): those schemas of path in which names of expressions may be looked up; says which it left out.
--- Writes nothing.
+-- tube_safe_path(path): the schemas of path in which names of expressions may be looked up. Raises a NOTICE for each
+-- schema that it leaves out. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_safe_path(path name[]) RETURNS name[]
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -23,7 +23,7 @@ END
 $$;
 COMMENT ON FUNCTION tube_safe_path(name[]) IS 'The schemas in which predicates and routings may look names up';
 
--- tube_path_text(path): the search_path setting of what runs an expression. Writes nothing.
+-- tube_path_text(path): the search_path under which an expression runs. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_path_text(path name[]) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT string_agg(part, ', ' ORDER BY place)
@@ -35,8 +35,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_path_text(name[]) IS 'The search_path under which predicates and routings run';
 
--- tube_where(VARIADIC predicates): their conjunction as the end of a WHERE clause; empty where all are NULL. Each
--- stands on lines of its own, so that a comment at its end swallows nothing. Writes nothing.
+-- tube_where(VARIADIC predicates): their conjunction as the end of a WHERE clause; empty if all are NULL. Each is on
+-- its own lines, so that a comment at its end hides nothing else. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_where(VARIADIC predicates text[]) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT coalesce(string_agg(E' AND (\n' || p || E'\n)', '' ORDER BY n), '')
@@ -44,8 +44,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_where(text[]) IS 'Predicates as the end of a WHERE clause';
 
--- tube_check_expression(tbl, what, expression, path): raises RT005 unless the expression is one value per row of the
--- table, a boolean for what = 'predicate' and a whole number of 32 bits for 'routing'. Reads no row. Writes nothing.
+-- tube_check_expression(tbl, what, expression, path): raises RT005 unless the expression gives one value per row of the
+-- table: a boolean for what = 'predicate', an integer or smallint for 'routing'. Reads no row. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_check_expression(tbl regclass, what text, expression text, path name[]) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

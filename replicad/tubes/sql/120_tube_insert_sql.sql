@@ -1,6 +1,6 @@
--- tube_insert_sql(tube, op, shard, rows, chunk, routed): the one statement that turns any number of rows into pods of
--- at most chunk ids, in the order of the rows. op, shard and chunk are SQL; rows is a query of id, and of tube_shard
--- where routed (shard then stands in where that is NULL; a negative one loses its sign). Writes nothing itself.
+-- tube_insert_sql(tube, op, shard, rows, chunk, routed): the statement that turns any number of rows into pods of at
+-- most chunk ids, in the order of the rows. op, shard and chunk are SQL. rows is a query that returns id and, if
+-- routed, tube_shard: shard replaces a NULL, and the sign bit of a negative number is cleared. Writes nothing itself.
 CREATE OR REPLACE FUNCTION tube_insert_sql(
     tube text, op text, shard text, rows text, chunk text = '250', routed boolean = false
 ) RETURNS text
@@ -28,7 +28,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_insert_sql(text, text, text, text, text, boolean) IS 'The statement that turns rows into pods';
 
--- tube_op_sql(op): SQL for the operation to write: op, but B in a session whose application_name contains "backfill".
+-- tube_op_sql(op): SQL for the operation of a pod: op, or B in a session whose application_name contains "backfill".
 CREATE OR REPLACE FUNCTION tube_op_sql(op text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT format(
@@ -36,7 +36,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_op_sql(text) IS 'SQL for an operation, B in a session that backfills';
 
--- tube_rows_sql(source, predicate, routing): the query of the ids (and shards) of those rows of source that pass.
+-- tube_rows_sql(source, predicate, routing): the query of the ids (and shards) of the rows of source that pass the
+-- predicate.
 CREATE OR REPLACE FUNCTION tube_rows_sql(source text, predicate text, routing text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT format('SELECT %sid::bigint AS id FROM %s AS tube_row WHERE id IS NOT NULL%s',

@@ -1,6 +1,6 @@
--- tube_few_sql(tube, op, rows, rows_before): the statement that touches the usual few: at most 250 rows of one shard as
--- one pod, in one plain INSERT. It does nothing, and says so in FOUND, for none, for more, and where rows_before (a
--- query like rows, or NULL) yields other ids. Writes nothing itself.
+-- tube_few_sql(tube, op, rows, rows_before): the statement for the usual case: at most 250 rows of one shard become one
+-- pod with one plain INSERT. For no rows, for more rows, and if rows_before (a query like rows, or NULL) returns other
+-- ids, it inserts nothing and FOUND is false. Writes nothing itself.
 CREATE OR REPLACE FUNCTION tube_few_sql(tube text, op text, rows text, rows_before text) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format($sql$
@@ -17,12 +17,12 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_few_sql(text, text, text, text) IS 'The statement that turns a few rows into one pod';
 
--- tube_trigger_body(tube, predicate, routing): the source of the trigger function that touches tube for a statement's
--- rows. predicate is what tube_where yields. The function gets the shard as its argument. Writes nothing itself.
+-- tube_trigger_body(tube, predicate, routing): the source of the trigger function that inserts pods for the rows of a
+-- statement. predicate is the result of tube_where. The function gets the shard as its argument. Writes nothing itself.
 --
--- An update touches the rows as they are and, where a row left the predicate, its shard or its id, the row as it was:
--- the downstream has to hear of that too.
--- Names of columns come first (variable_conflict): a table may have columns called like variables of the language.
+-- An update touches the new rows. If a row no longer passes the predicate, or has another shard or id, the old row is
+-- touched too, because the downstream must delete it.
+-- variable_conflict use_column: a column of the table may have the name of a variable.
 CREATE OR REPLACE FUNCTION tube_trigger_body(tube text, predicate text, routing text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $outer$
 DECLARE

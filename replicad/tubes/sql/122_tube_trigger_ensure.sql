@@ -1,9 +1,9 @@
--- tube_trigger_ensure(tube, predicate, routing, path): makes the trigger function for attachments with this predicate
--- and routing of their own (NULL for none; path is where their names are looked up) and returns its quoted name.
--- Attachments that ask for the same share one; those that ask for nothing have {tube}_trigger. Writes that function.
+-- tube_trigger_ensure(tube, predicate, routing, path): creates the trigger function for attachments with their own
+-- predicate and routing (NULL: none; their names are looked up in path) and returns its quoted name. Attachments with
+-- the same predicate, routing and path share one function; those without any use {tube}_trigger. Writes that function.
 --
--- It runs with its owner's rights, so that whoever may write to the table needs none on the tube; it names every object
--- of ours with its schema, and its search_path is that of the expressions.
+-- The function runs with its owner's rights, so that users who write to the table need no rights on the tube. It refers
+-- to replicad's objects with their schema; its search_path is that of the expressions.
 CREATE OR REPLACE FUNCTION tube_trigger_ensure(tube text, predicate text, routing text, path name[]) RETURNS text
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -28,7 +28,7 @@ $$;
 COMMENT ON FUNCTION tube_trigger_ensure(text, text, text, name[])
     IS 'Makes the trigger function of a kind of attachment';
 
--- tube_trigger_sweep(tube): drops the tube's trigger functions that no trigger uses any more, but for {tube}_trigger.
+-- tube_trigger_sweep(tube): drops the tube's trigger functions that no trigger uses, except {tube}_trigger.
 CREATE OR REPLACE FUNCTION tube_trigger_sweep(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

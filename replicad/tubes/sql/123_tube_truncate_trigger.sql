@@ -1,8 +1,8 @@
--- tube_truncate_trigger(tube): BEFORE TRUNCATE trigger of attached tables; touches, as deleted, every id that goes.
+-- tube_truncate_trigger(tube): BEFORE TRUNCATE trigger of attached tables; touches every id of the table as deleted.
 -- Writes the tube. Postgres fires it for each partition or heir that a TRUNCATE reaches, so each table touches its own
--- rows, and those of partitions or heirs that were made after it was attached and have no trigger yet.
+-- rows, and those of partitions or heirs that were created after the attachment and have no trigger yet.
 --
--- It reads the table with its owner's rights; row security that would hide rows makes it fail instead of missing them.
+-- It reads the table with its owner's rights. If row security would hide rows, it fails instead of missing them.
 CREATE OR REPLACE FUNCTION tube_truncate_trigger() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 DECLARE

@@ -1,8 +1,8 @@
--- tube_touch_ensure(tube): makes {tube}_touch(shard, ids, op, payload, chunk_size). Writes that function.
+-- tube_touch_ensure(tube): creates {tube}_touch(shard, ids, op, payload, chunk_size). Writes that function.
 --
--- {tube}_touch inserts pods of at most chunk_size ids in the order given and returns how many; with no ids and a
--- payload one control pod, with neither nothing. NULLs among the ids are left out. Raises RT005. It runs with its
--- owner's rights: whoever has USAGE on this schema may touch. Writes the tube.
+-- {tube}_touch inserts pods of at most chunk_size ids in the given order and returns how many. Without ids it inserts
+-- one control pod with the payload; without ids and payload, nothing. NULLs among the ids are left out. Raises RT005.
+-- It runs with its owner's rights: every user with USAGE on this schema may call it. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_touch_ensure(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $outer$
 DECLARE
@@ -37,8 +37,8 @@ END
 $outer$;
 COMMENT ON FUNCTION tube_touch_ensure(text) IS 'Makes the function that touches a tube by hand';
 
--- tube_check_touch(shard, op, chunk_size): raises RT005 where a touch cannot be. Writes nothing.
--- ids are stored in place, never compressed nor out of line, so a pod has to fit a page of 8 kB: 900 ids do.
+-- tube_check_touch(shard, op, chunk_size): raises RT005 for arguments that no pod can have. Writes nothing.
+-- ids are stored in the row, neither compressed nor out of line. So a pod must fit into a page of 8 kB; 900 ids do.
 CREATE OR REPLACE FUNCTION tube_check_touch(shard integer, op character, chunk_size integer) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 BEGIN

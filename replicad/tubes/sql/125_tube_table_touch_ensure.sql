@@ -21,12 +21,12 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_table_touch_call(tube_attachment) IS 'The part of {table}_touch that serves one tube';
 
--- tube_table_touch_ensure(tbl): makes {table}_touch(ids, op, payload, chunk_size) in the table's schema for the table's
--- attachments as they are now. Raises RT005 where a function of other origin has that name. Writes that function.
+-- tube_table_touch_ensure(tbl): creates {table}_touch(ids, op, payload, chunk_size) in the table's schema for the
+-- present attachments of the table. Raises RT005 if another function has that name. Writes that function.
 --
--- {table}_touch touches every tube that the table is attached to and returns the number of pods. Predicates do not
--- apply: whoever touches by hand means it. An id goes to the shard of its row; with no row (deleted), or for a control
--- pod, to the attachment's. It runs with its owner's rights, so that writers to the table may call it.
+-- {table}_touch touches every tube that the table is attached to and returns the number of pods. It ignores predicates.
+-- An id goes to the shard of its row. An id without a row (deleted) and a control pod go to the shard of the
+-- attachment. It runs with its owner's rights, so that users who write to the table may call it.
 CREATE OR REPLACE FUNCTION tube_table_touch_ensure(tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $outer$
 DECLARE
@@ -63,8 +63,8 @@ END
 $outer$;
 COMMENT ON FUNCTION tube_table_touch_ensure(regclass) IS 'Makes the function that touches ids of a table by hand';
 
--- tube_table_touch_sweep(): forgets attachments of dropped tables, and drops those {table}_touch functions of ours
--- whose table is attached no more, was renamed or dropped. Writes tube_attachment, tube_backfill.
+-- tube_table_touch_sweep(): deletes the attachments of dropped tables, and drops replicad's {table}_touch functions of
+-- tables that are no longer attached, were renamed or dropped. Writes tube_attachment, tube_backfill.
 CREATE OR REPLACE FUNCTION tube_table_touch_sweep() RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

@@ -1,14 +1,12 @@
--- tube_index_ensure(tube, partitions): the index by which a partition is read: ((shard % partitions), priority, seq)
--- with priority 0 for regular and 1 for backfill pods. Raises RT005 where its name is taken. Writes indexes of the
--- tube.
+-- tube_index_ensure(tube, partitions): creates the index for reading a partition: ((shard % partitions), priority, seq)
+-- with priority 0 for regular and 1 for backfill pods. Raises RT005 if its name is taken. Writes indexes of the tube.
 --
--- One index serves all partitions and both priorities: an insert costs the same with one partition as with a thousand
--- (a partial index for each pair costs every insert about 1 us, needed or not). The planner is kept from gathering
--- statistics on it and on seq: those of a queue are wrong a minute later, and with them it sorts a whole partition to
--- return its first pods. Without them it always expects next to nothing, and goes by the index. The index of another
--- number of partitions goes too, unless readers keep the table locked: dropping would make them and all writers wait,
--- so after half a second (before anybody in that queue looks for deadlocks) it stays until the next call; it costs a
--- little and harms nobody.
+-- One index serves all partitions and both priorities, so that the cost of an insert does not depend on the number of
+-- partitions (a partial index for each pair costs every insert about 1 us). No statistics are gathered for it and for
+-- seq: those of a queue are wrong a minute later, and with them the planner sorts a whole partition to return its first
+-- pods. Without statistics it expects few rows and uses the index. The index of another number of partitions is
+-- dropped. While readers have the table locked, the DROP would make them and all writers wait. So it gives up after
+-- half a second (before the deadlock check of other waiting transactions), and the index stays until the next call.
 CREATE OR REPLACE FUNCTION tube_index_ensure(tube text, partitions integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -40,8 +38,9 @@ END
 $$;
 COMMENT ON FUNCTION tube_index_ensure(text, integer) IS 'Makes the index for a number of partitions';
 
--- tube_table_ensure(tube): makes the table of a new tube. Raises RT005 where a name is taken. Writes table and indexes.
--- No CHECKs: each would cost every write of an attached table 2 us, and the functions that insert have checked already.
+-- tube_table_ensure(tube): creates the table of a new tube. Raises RT005 if a name is taken. Writes table and indexes.
+-- No CHECKs: each would cost every write of an attached table 2 us, and the functions that insert check their
+-- arguments.
 CREATE OR REPLACE FUNCTION tube_table_ensure(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN

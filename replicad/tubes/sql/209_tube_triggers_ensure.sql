@@ -1,4 +1,4 @@
--- tube_infer_shard(tbl): the number that ends the name of the table's schema; NULL where none does. Writes nothing.
+-- tube_infer_shard(tbl): the number at the end of the name of the table's schema, or NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_infer_shard(tbl regclass) RETURNS integer
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT CASE WHEN digits::numeric <= 2147483647 THEN digits::numeric::integer END
@@ -9,7 +9,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_infer_shard(regclass) IS 'The number that ends the name of a table''s schema';
 
--- tube_check_table(tube, tbl): raises RT005 where a table or one of its partitions cannot be attached. Writes nothing.
+-- tube_check_table(tube, tbl): raises RT005 if a table or one of its partitions cannot be attached. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_check_table(tube text, tbl regclass) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -50,8 +50,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_trigger_name(regclass, text, text) IS 'The name of a tube''s trigger on a table';
 
--- tube_triggers_ensure(tube, tbl, function, shard): makes the tube's four triggers on one table, where they are not as
--- wanted. Writes triggers.
+-- tube_triggers_ensure(tube, tbl, function, shard): creates those of the tube's four triggers on one table that are
+-- missing or different. Writes triggers.
 CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

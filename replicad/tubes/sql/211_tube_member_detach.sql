@@ -1,5 +1,5 @@
--- tube_lock_table(tbl): until the transaction ends nobody else attaches or detaches this table. Takes an advisory lock:
--- a lock of the table itself would make its writers wait even where nothing is to be done.
+-- tube_lock_table(tbl): until the transaction ends no other transaction attaches or detaches this table. Takes an
+-- advisory lock: a lock of the table itself would make its writers wait even if there is nothing to do.
 CREATE OR REPLACE FUNCTION tube_lock_table(tbl regclass) RETURNS void
 LANGUAGE sql SET search_path FROM CURRENT AS $$
     SELECT pg_advisory_xact_lock(
@@ -7,8 +7,8 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_lock_table(regclass) IS 'Serialises attaching and detaching of a table';
 
--- tube_member_detach(tube, tbl): takes the tube's triggers off one table or partition. Writes tube_attachment,
--- triggers. They are found by the functions that they call, so that a renamed table loses them too.
+-- tube_member_detach(tube, tbl): drops the tube's triggers on one table or partition. They are found by the functions
+-- that they call, because the table may have been renamed. Writes tube_attachment, triggers.
 CREATE OR REPLACE FUNCTION tube_member_detach(tube text, tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

@@ -1,5 +1,5 @@
--- tube_fault(tube): why the tube's table cannot be read, NULL where it can. Waits little for locks; what it has read
--- once can be read without waiting until the transaction ends. Writes nothing.
+-- tube_fault(tube): why the tube's table cannot be read; NULL if it can. Waits only briefly for its lock and keeps it
+-- until the transaction ends, so that later reads do not wait. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_fault(tube text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET lock_timeout = '200ms' AS $$
 BEGIN
@@ -12,8 +12,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_fault(text) IS 'Why a tube''s table cannot be read';
 
--- tube_count(t, partition, backfill, exact): what tube_stats says of one kind of pods in one partition; all NULL where t
--- is. Writes nothing.
+-- tube_count(t, partition, backfill, exact): the columns of tube_stats for one kind of pods in one partition; all NULL
+-- if t is NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_count(
     t tube_registry, partition integer, backfill boolean, exact integer,
     OUT pods bigint, OUT ids bigint, OUT min_seq bigint, OUT max_seq bigint,
@@ -42,8 +42,8 @@ $$;
 COMMENT ON FUNCTION tube_count(tube_registry, integer, boolean, integer)
     IS 'Counts or estimates one kind of pods in one partition';
 
--- tube_count_control(tube, partitions, partition): how many control pods a partition has; NULL where tube is. Writes
--- nothing.
+-- tube_count_control(tube, partitions, partition): the number of control pods of a partition; NULL if tube is NULL.
+-- Writes nothing.
 CREATE OR REPLACE FUNCTION tube_count_control(tube text, partitions integer, partition integer) RETURNS bigint
 LANGUAGE plpgsql STABLE STRICT SET search_path FROM CURRENT AS $$
 DECLARE

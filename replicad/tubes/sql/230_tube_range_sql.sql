@@ -1,4 +1,4 @@
--- tube_served_sql(): the condition that leaves out what is the backfiller's, not a reader's. Writes nothing.
+-- tube_served_sql(): the condition that leaves out the pods for the backfiller. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_served_sql() RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT '(cardinality(ids) > 0 OR payload ->> ''type'' IS DISTINCT FROM ''backfill_schedule'')'
@@ -7,11 +7,10 @@ COMMENT ON FUNCTION tube_served_sql() IS 'The condition on pods that are handed 
 
 -- tube_range_sql(t, partitions, partition, backfill, after, upto, pods, served): the query of a partition's pods of one
 -- priority with after < seq <= upto, by seq, at most pods of them (NULL: no limit). served leaves out the control pods
--- backfill_schedule: those are for the backfiller, which comes and goes on its own time. Writes nothing.
+-- backfill_schedule, which are for the backfiller. Writes nothing.
 --
--- The tube's index serves its own number of partitions, and what is made of whole partitions of it (0/1 above all) by
--- putting up to 64 of them together. A range of another number, a batch planned before it was changed, goes by the
--- primary key.
+-- The tube's index serves its own number of partitions. A larger partition that consists of up to 64 of them (mostly
+-- 0/1) is read as their union. A range of another number of partitions, planned before a change, uses the primary key.
 CREATE OR REPLACE FUNCTION tube_range_sql(
     t tube_registry, partitions integer, partition integer, backfill boolean,
     after bigint = 0, upto bigint = 9223372036854775807, pods bigint = NULL, served boolean = false
@@ -51,8 +50,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_check_partition(integer, integer) IS 'Refuses partitions that cannot be';
 
--- tube_check_partitions(tube, partitions): true; raises RT003 where the tube has another number of partitions by now,
--- RT001 where there is no tube. Writes nothing.
+-- tube_check_partitions(tube, partitions): true; raises RT003 if the tube has another number of partitions, RT001 if
+-- there is no such tube. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_check_partitions(tube text, partitions integer) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE

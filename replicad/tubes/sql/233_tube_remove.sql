@@ -1,5 +1,5 @@
--- tube_remove(tube, partitions, partition, seqs): deletes those of the pods that belong to the partition, and asks
--- nothing; returns how many. Writes the tube.
+-- tube_remove(tube, partitions, partition, seqs): deletes those of the pods that belong to the partition, without any
+-- check; returns how many. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_remove(tube text, partitions integer, partition integer, seqs bigint[]) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

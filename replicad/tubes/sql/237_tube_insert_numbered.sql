@@ -1,5 +1,5 @@
--- tube_progress(first, last, every, total): true; a NOTICE when a running insert, on its way from the first to the last
--- id of a pod, passes a multiple of every. total is approximate, or NULL. Writes nothing.
+-- tube_progress(first, last, every, total): true; raises a NOTICE if there is a multiple of every between the numbers
+-- of the first and the last id of a pod. total is approximate, or NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_progress(first bigint, last bigint, every integer, total bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 BEGIN
@@ -13,9 +13,9 @@ $$;
 COMMENT ON FUNCTION tube_progress(bigint, bigint, integer, bigint) IS 'Tells how far a long insert has got';
 
 -- tube_insert_numbered(tubes, query, path, shard, op, total, every, chunk): puts the ids of a query into pods of chunk
--- ids in each of the tubes; returns how many ids. The query yields id and n, from 0 without gaps, and pods follow n;
--- with shard NULL it yields shard as well, and n is counted per shard. It runs under the search_path path. Tells of its
--- progress as tube_progress does. Memory is bounded by work_mem. Writes the tubes.
+-- ids in each of the tubes; returns how many ids. The query returns id and n, from 0 without gaps, which is the order
+-- of the pods. If shard is NULL, it also returns shard, and n counts per shard. It runs under the search_path path.
+-- Reports its progress with tube_progress. Memory is bounded by work_mem. Writes the tubes.
 CREATE OR REPLACE FUNCTION tube_insert_numbered(
     tubes text[], query text, path text, shard integer, op character, total bigint, every integer, chunk integer
 ) RETURNS bigint
@@ -50,7 +50,7 @@ $$;
 COMMENT ON FUNCTION tube_insert_numbered(text[], text, text, integer, character, bigint, integer, integer)
     IS 'Puts the ids of a numbered query into tubes';
 
--- tube_split(tube_or_tubes): the tube of that name, or else the tubes of a list with commas between. Raises RT001.
+-- tube_split(tube_or_tubes): the tube of that name, or the tubes of a list with commas. Raises RT001.
 -- Writes nothing.
 CREATE OR REPLACE FUNCTION tube_split(tube_or_tubes text) RETURNS text[]
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$

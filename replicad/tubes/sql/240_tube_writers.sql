@@ -1,5 +1,5 @@
--- tube_writers(): the transactions that hold a lock by which a tube's pods are written: virtualtransaction, pid (NULL
--- for a prepared one). Writes nothing.
+-- tube_writers(): the transactions that hold a lock for writing pods of a tube: virtualtransaction, pid (NULL for a
+-- prepared transaction). Writes nothing.
 CREATE OR REPLACE FUNCTION tube_writers() RETURNS TABLE (virtualtransaction text, pid integer)
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT DISTINCT l.virtualtransaction, l.pid

@@ -1,6 +1,7 @@
--- tube_attached(tube, tbl, order_col): the attachment that a backfill is of. Raises RT001, and RT005 where the table is
--- not attached or has no such column. Locks its row, so that one backfill of it starts at a time, and before it, in the
--- order of those who drop tubes and triggers, the tube's row and the table. Writes nothing.
+-- tube_attached(tube, tbl, order_col): the attachment of a backfill. Raises RT001, and RT005 if the table is not
+-- attached or has no such column. Locks the attachment's row, so that only one backfill of it starts at a time. Before
+-- that it locks the tube's row and the table, in the same order as the functions that drop tubes and triggers. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_attached(tube text, tbl regclass, order_col text) RETURNS tube_attachment
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -25,8 +26,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_attached(text, regclass, text) IS 'The attachment that a backfill is of';
 
--- tube_backfilling(tube, tbl, shard): whether this table's shard is being backfilled: it is being put into the tube, or
--- control pods of its backfill are still there. Pods of other tables in the same shard do not count. Writes nothing.
+-- tube_backfilling(tube, tbl, shard): whether this table's shard is being backfilled: its backfill is not finished, or
+-- control pods of it are still in the tube. Backfills of other tables in the shard do not count. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfilling(tube text, tbl regclass, shard integer) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -62,9 +63,10 @@ END
 $$;
 COMMENT ON FUNCTION tube_backfill_control(text, text, text, integer[]) IS 'Puts control pods of a backfill into a tube';
 
--- tube_backfill_begin(a, start_seq, order_col, shard, shards): notes a new backfill and marks its beginning in shards.
--- Returns false, and writes nothing, where one is under way. Raises RT005. Writes tube_backfill and the tube, which is
--- locked for writing before it is read: a reader that becomes a writer could meet an index that is being replaced.
+-- tube_backfill_begin(a, start_seq, order_col, shard, shards): records a new backfill and marks its beginning in
+-- shards. Returns false, and writes nothing, if one is running. Raises RT005. Writes tube_backfill and the tube. It
+-- locks the tube for writing before it reads it: raising a read lock later could deadlock with the replacement of an
+-- index.
 CREATE OR REPLACE FUNCTION tube_backfill_begin(
     a tube_attachment, start_seq text, order_col text, shard integer, shards integer[]
 ) RETURNS boolean
@@ -90,8 +92,8 @@ $$;
 COMMENT ON FUNCTION tube_backfill_begin(tube_attachment, text, text, integer, integer[])
     IS 'Marks the beginning of a backfill';
 
--- tube_backfill_progress(a, more, finished): adds to what is in the tube, and marks the end where it is reached. Writes
--- tube_backfill and the tube.
+-- tube_backfill_progress(a, more, finished): adds to the number of ids in the tube, and marks the end if finished.
+-- Writes tube_backfill and the tube.
 CREATE OR REPLACE FUNCTION tube_backfill_progress(a tube_attachment, more bigint, finished boolean) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

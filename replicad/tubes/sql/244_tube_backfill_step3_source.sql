@@ -1,5 +1,5 @@
 -- tube_backfill_source(a, order_col, home): the query of shard, id and sort_key of the rows to backfill; home is the
--- shard of rows without a routing. Writes nothing.
+-- shard if there is no routing. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_backfill_source(a tube_attachment, order_col text, home integer) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT format('SELECT %s AS shard, id::bigint AS id, %I AS sort_key FROM %s AS tube_row WHERE id IS NOT NULL%s',

@@ -1,10 +1,10 @@
 -- tube_backfill_chunk(step1, tube, tbl, order_col, shard, max_ids, insert_chunk_size): step 3 of a backfill in pieces:
--- puts the next max_ids ids into the tube and remembers where it stopped. ids is how many it put (NULL where the shard
--- is left alone, see step 3), finished whether that was the end. Each call is a short transaction, after which regular
--- pods flow and a crash costs nothing; whoever calls next, from wherever, goes on: with the start_seq, order and shard
--- of the first call. An index on order_col keeps the calls cheap; without one each reads the table. A row that moves in
--- the order meanwhile may be missed or come twice; its change has touched it anyway. Raises RT001, RT005. Writes the
--- tube and tube_backfill.
+-- puts the next max_ids ids into the tube and records where it stopped. ids is how many it put (NULL if the shard is
+-- skipped, see step 3), finished whether that was the end. Each call is a short transaction; regular pods are read
+-- between the calls, and a crash loses no progress. The next call, from any session, goes on with the start_seq, order
+-- and shard of the first call. An index on order_col makes the calls cheap; without one each reads the whole table. A
+-- row whose place in the order changes meanwhile may be missed or put twice; its change has touched it anyway. Raises
+-- RT001, RT005. Writes the tube and tube_backfill.
 CREATE OR REPLACE FUNCTION tube_backfill_chunk(
     step1 text, tube text, tbl regclass, order_col text, shard integer = NULL,
     max_ids integer = 100000, insert_chunk_size integer = 250, OUT ids bigint, OUT finished boolean
@@ -71,8 +71,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_backfill_page(tube_attachment, tube_backfill, integer) IS 'The next ids of a backfill';
 
--- tube_backfill_put(b, ids, shards, chunk): puts them into the tube, after a backfill_start for each shard that is new
--- to the backfill. Writes the tube and tube_backfill.
+-- tube_backfill_put(b, ids, shards, chunk): puts the ids into the tube, after a backfill_start for each shard that is
+-- new to the backfill. Writes the tube and tube_backfill.
 CREATE OR REPLACE FUNCTION tube_backfill_put(b tube_backfill, ids bigint[], shards integer[], chunk integer)
 RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$

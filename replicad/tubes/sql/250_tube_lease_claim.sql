@@ -1,11 +1,11 @@
--- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): the lease of a partition: its term and its first
--- beat.
+-- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): claims a partition; returns the lease's term and
+-- first beat.
 --   partitions  the tube's number, or 1: the whole tube
---   holder      asking again for what it holds exactly, it gets its term again with a new beat
---   expired     beats that the caller has watched unchanged for longer than their ttl: leases in the way with such a
---               beat are removed. Their holder may be alive: its term fits nothing any more.
--- Two leases are in each other's way when a shard could belong to both: p/n and q/m where p = q modulo gcd(n, m).
--- Raises RT001, RT003, RT004 (naming the holder), RT005. Locks the tube's row in tube_registry, writes tube_lease.
+--   holder      if it already holds exactly this lease, it keeps the term and gets a new beat
+--   expired     beats that the caller has seen unchanged for longer than their ttl: overlapping leases with such a beat
+--               are removed. If their holder is still alive, its term is refused from now on.
+-- Two leases overlap when a shard could belong to both: p/n and q/m where p = q modulo gcd(n, m).
+-- Raises RT001, RT003, RT004 (with the holder), RT005. Locks the tube's row in tube_registry, writes tube_lease.
 CREATE OR REPLACE FUNCTION tube_lease_claim(
     tube text, partitions integer, partition integer, holder text, ttl interval, expired bigint[],
     OUT term bigint, OUT beat bigint

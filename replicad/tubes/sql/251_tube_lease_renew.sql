@@ -14,7 +14,8 @@ END
 $$;
 COMMENT ON FUNCTION tube_lease_lost(text, integer, integer, bigint) IS 'Raises the error of a lost lease';
 
--- tube_lease_renew(tube, partitions, partition, term): a new beat for this very lease. Raises RT002. Writes tube_lease.
+-- tube_lease_renew(tube, partitions, partition, term): gives exactly this lease a new beat. Raises RT002. Writes
+-- tube_lease.
 CREATE OR REPLACE FUNCTION tube_lease_renew(tube text, partitions integer, partition integer, term bigint)
 RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$

@@ -1,4 +1,4 @@
--- tube_lease_release(tube, partitions, partition, term): gives this very lease back; false where it was lost already.
+-- tube_lease_release(tube, partitions, partition, term): deletes exactly this lease; false if there is none.
 -- Writes tube_lease.
 CREATE OR REPLACE FUNCTION tube_lease_release(tube text, partitions integer, partition integer, term bigint)
 RETURNS boolean

@@ -1,6 +1,6 @@
--- tube_lease_check(tube, partitions, partition, term): true when a lease with that term covers the partition, that is,
--- when it is of the same partition or of one that contains it. Raises RT002. Made to stand inside the statement that
--- reads, so that reading and fencing see one snapshot. Writes nothing.
+-- tube_lease_check(tube, partitions, partition, term): true if a lease with that term is of the partition or of one
+-- that contains it. Raises RT002. It is part of the statement that reads, so that both use one snapshot. Writes
+-- nothing.
 CREATE OR REPLACE FUNCTION tube_lease_check(tube text, partitions integer, partition integer, term bigint)
 RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
@@ -18,8 +18,8 @@ $$;
 COMMENT ON FUNCTION tube_lease_check(text, integer, integer, bigint)
     IS 'Whether a term holds a partition; fences reads';
 
--- tube_lease_hold(tube, partitions, partition, term): the same, and nobody takes that lease away until the transaction
--- ends; renewals go on. Raises RT002. Locks the lease's row.
+-- tube_lease_hold(tube, partitions, partition, term): the same; until the transaction ends the lease cannot be removed,
+-- but it can be renewed. Raises RT002. Locks the lease's row.
 CREATE OR REPLACE FUNCTION tube_lease_hold(tube text, partitions integer, partition integer, term bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN

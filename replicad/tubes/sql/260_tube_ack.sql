@@ -1,6 +1,6 @@
--- tube_ack(tube, partitions, partition, term, seqs): the downstream has these pods: deletes those that are in the
--- partition, and returns how many; fewer than asked for means that some were gone already or belong elsewhere.
--- The number of partitions is the one under which the pods were read; the lease proves that nobody else has them.
+-- tube_ack(tube, partitions, partition, term, seqs): deletes pods that the downstream has, if they belong to the
+-- partition, and returns how many. Fewer than given: some were deleted before or belong to another partition.
+-- The number of partitions is that under which the pods were read. The lease guarantees that no other worker has them.
 -- Raises RT002, RT005. Locks the lease's row, writes the tube.
 CREATE OR REPLACE FUNCTION tube_ack(tube text, partitions integer, partition integer, term bigint, seqs bigint[])
 RETURNS bigint
@@ -31,7 +31,7 @@ COMMENT ON FUNCTION tube_ack_upto(text, integer, integer, bigint, bigint, bigint
     IS 'Removes a range of pods that the downstream has';
 
 -- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority
--- with after < seq <= upto, and asks nothing; returns how many. Writes the tube.
+-- with after < seq <= upto, without any check; returns how many. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_remove_range(
     tube text, partitions integer, partition integer, backfill boolean, after bigint, upto bigint
 ) RETURNS bigint

@@ -1,9 +1,9 @@
--- tube_park(tube, partitions, partition, term, seq, ids, tries, error): these ids of a pod of the partition keep
--- failing: moves them to tube_parked, with the number of tries and the error; with no ids (NULL or empty) the whole
--- pod, be it a control pod. A pod without ids left goes. Ids for a control pod are garbage that is collected on its
--- behalf: they are kept as touches of its shard, and the control pod stays. Returns how many ids (1 for a control pod);
--- 0 where the pod is gone. Raises RT002, RT005. Locks the rows of the tube, which what is parked refers to, and of the
--- lease; writes the tube and tube_parked.
+-- tube_park(tube, partitions, partition, term, seq, ids, tries, error): moves ids of a pod that keep failing to
+-- tube_parked, with the number of tries and the error; without ids (NULL or empty) the whole pod, also a control pod. A
+-- pod without remaining ids is deleted. Ids given for a control pod are garbage that a reader collects because of it:
+-- they are parked as touches of its shard, and the control pod stays. Returns how many ids (1 for a control pod); 0 if
+-- there is no such pod. Raises RT002, RT005. Locks the tube's row in tube_registry, to which tube_parked refers, and
+-- the lease's row; writes the tube and tube_parked.
 CREATE OR REPLACE FUNCTION tube_park(
     tube text, partitions integer, partition integer, term bigint, seq bigint, ids bigint[], tries integer, error text
 ) RETURNS bigint

@@ -1,6 +1,5 @@
--- tube_report_put(tube, reporter, counts): keeps what a reader of the tube has counted, in place of what it said before.
--- Those who have said nothing for a week are forgotten, and of more than 100 those who have been silent for longest.
--- Raises RT001, RT005. Writes tube_report.
+-- tube_report_put(tube, reporter, counts): stores the report of a reader of the tube, in place of its last one. Reports
+-- that are older than a week are deleted, and all but the newest 100. Raises RT001, RT005. Writes tube_report.
 CREATE OR REPLACE FUNCTION tube_report_put(tube text, reporter text, counts jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN

@@ -1,11 +1,11 @@
 -- tube_plan(tube, partitions, partition, term, after_regular, after_backfill, upto, max_pods, max_ids, max_backfill):
--- how far a reader behind the cursor (after_regular, after_backfill) gets: the cursor behind the last of its next pods,
--- how many pods and how many ids.
---   upto          the tube's position: only pods up to it are certain to be all there
---   max_pods      at most so many pods, and among them
---   max_backfill  at most so many backfill pods (NULL: no such limit); they come only when no regular pod is left
---   max_ids       about so many ids (NULL: any number, and ids is NULL): the pod that exceeds it stays out, unless it
---                 is the first
+-- how far a reader at the cursor (after_regular, after_backfill) gets: the cursor behind the last of its next pods, the
+-- number of pods and of ids.
+--   upto          the tube's position: no pod can appear at or below it
+--   max_pods      at most so many pods
+--   max_backfill  at most so many backfill pods among them (NULL: no limit); they come after all regular pods
+--   max_ids       about so many ids (NULL: no limit, and ids is NULL): a pod that exceeds it is left out, unless it is
+--                 the first
 -- Raises RT001, RT002, RT003, RT005, RT006. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_plan(
     tube text, partitions integer, partition integer, term bigint,
@@ -49,9 +49,9 @@ $$;
 COMMENT ON FUNCTION tube_plan(text, integer, integer, bigint, bigint, bigint, bigint, integer, bigint, integer)
     IS 'How far the reader of a partition gets with its next pods';
 
--- tube_plan_half(range, max_ids, at_least): of the pods of a range, by seq, those within max_ids ids and at least that
--- many: the last seq (NULL: none), how many pods and (with max_ids) ids, and whether max_ids left pods out. Writes
--- nothing.
+-- tube_plan_half(range, max_ids, at_least): the first pods of a range, by seq, that have at most max_ids ids together,
+-- but at least at_least pods: the last seq (NULL: none), the number of pods and (with max_ids) of ids, and whether
+-- max_ids left pods out. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_plan_half(
     range text, max_ids bigint, at_least integer, OUT last bigint, OUT pods integer, OUT ids bigint, OUT cut boolean
 )

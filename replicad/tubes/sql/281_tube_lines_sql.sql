@@ -1,11 +1,11 @@
 -- tube_lines_sql(tube, partitions, partition, term, after_regular, after_backfill, upto_regular, upto_backfill): the
--- statement, fit for COPY, that yields finished lines for the partition's pods in (after, upto]: regular ones by seq,
--- then backfill ones by seq:
+-- statement, for COPY, that returns finished lines for the partition's pods in (after, upto]: regular pods by seq, then
+-- backfill pods by seq:
 --   RDATA tube:<tube> <p>/<n> <seq> {"seq":1,"op":"U","shard":3,"ids":[1,2],"ts":"2026-01-01T00:00:00.000000+00:00"}
--- and "payload" last where there is one. The statement raises RT002 when term does not hold the partition at the time
--- it runs. The range may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
+-- and "payload" last if there is one. The statement raises RT002 if term does not hold the partition when it runs. The
+-- range may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
 --
--- concat builds a line twice as fast as || does, and jsonb would take a row apart and put it together again.
+-- concat builds a line twice as fast as ||. jsonb would parse each row and render it again.
 CREATE OR REPLACE FUNCTION tube_lines_sql(
     tube text, partitions integer, partition integer, term bigint,
     after_regular bigint, after_backfill bigint, upto_regular bigint, upto_backfill bigint

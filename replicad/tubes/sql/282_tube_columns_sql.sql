@@ -1,19 +1,20 @@
--- tube_columns_sql(tube, partitions, partition, term, backfill, after, upto, payload): the statement that yields the next
--- pods of one priority in (after, upto], by seq, those with seq > $1, packed into columns: up to 16 rows of at most $2
--- pods each, and no row where there is no pod.
---   pods    how many
---   last    the seq of the last
+-- tube_columns_sql(tube, partitions, partition, term, backfill, after, upto, payload): the statement that returns the
+-- next pods of one priority in (after, upto] with seq > $1, by seq, packed into columns: up to 16 rows of at most $2
+-- pods each, and no row if there is no pod.
+--   pods    the number of pods
+--   last    the seq of the last pod
 --   fixed   28 bytes of each pod: seq (8), shard (4), number of ids (4), microseconds since 2000 (8), op (4, code point)
---   ids     the ids of all of them, 12 bytes each: the length, which is 8, and the id. A NULL has length -1 and no id
--- and, with payload, of so many pods as have at most $3 bytes before the last of them:
---   sizes   4 bytes of each pod: the length of its payload's text in UTF-8, -1 where there is none
---   bodies  those texts, one behind the other; NULL where there is none. A row in which they are longer is the last
--- All numbers are big-endian. The statement raises RT002 when term does not hold the partition at the time it runs. The
--- range may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
+--   ids     the ids of all pods, 12 bytes each: the length, which is 8, and the id. A NULL has length -1 and no id
+-- With payload there are two more columns. A row ends with the pod with which its payloads exceed $3 bytes:
+--   sizes   4 bytes of each pod: the length of its payload's text in UTF-8, -1 without payload
+--   bodies  those texts, concatenated; NULL if there are none. A row in which they are longer than $3 is the last
+-- All numbers are big-endian. The statement raises RT002 if term does not hold the partition when it runs. The range
+-- may be older than the tube's number of partitions. Raises RT001, RT005. Writes nothing.
 --
--- ids are stored PLAIN, so a pod has no more of them than fit into a page, and $2 bounds a row; payloads have no bound
--- of their own. Few and wide aggregates, since each costs every pod a call, and rows of less than 64 kB: those of a
--- megabyte take nearly twice the time, for memory that malloc gives back to the system and gets anew four times a row.
+-- ids are stored PLAIN, so those of a pod fit into a page, and $2 bounds a row; the size of payloads has no bound.
+-- There are few and wide aggregates, because each costs a call per pod. Rows have less than 64 kB: with rows of 1 MB
+-- the statement takes nearly twice as long, because malloc returns memory to the system and gets it again four times a
+-- row.
 CREATE OR REPLACE FUNCTION tube_columns_sql(
     tube text, partitions integer, partition integer, term bigint,
     backfill boolean, after bigint, upto bigint, payload boolean = false

@@ -1,5 +1,5 @@
--- The functions that are made per tube and per table, and the triggers, as this version makes them. A tube or table that
--- is broken (its table was dropped by hand, say) stays as it is and keeps nobody from the others.
+-- Creates the functions of each tube and table, and the triggers, in the form of this version. A tube or table for
+-- which this fails (e.g. its table was dropped by hand) stays as it is; the others are updated.
 DO $regenerate$
 DECLARE
     r tube_registry;

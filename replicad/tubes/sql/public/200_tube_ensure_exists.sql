@@ -1,11 +1,11 @@
--- tube_ensure_exists(tube, partitions, predicate, path): makes the tube, or alters it to be as asked; nothing is
--- written where it is so already. predicate is SQL on a row of any attached table: only rows for which it is true are
--- touched and backfilled. Its names are looked up along path, by default the caller's search_path. Pods and attachments
--- are kept; a table that was dropped by hand is made anew. Raises RT005. Writes tube_registry, the tube's table,
--- indexes, {tube}_touch and its trigger functions.
+-- tube_ensure_exists(tube, partitions, predicate, path): creates the tube, or alters it; writes nothing if the tube is
+-- already so. predicate is SQL on a row of any attached table: only rows for which it is true are touched and
+-- backfilled. Its names are looked up in path, by default the caller's search_path. Pods and attachments are kept; a
+-- table that was dropped by hand is created again. Raises RT005. Writes tube_registry, the tube's table, indexes,
+-- {tube}_touch and its trigger functions.
 --
--- Altering the number of partitions builds an index, which makes writers wait meanwhile; on a tube with millions of
--- pods choose a quiet hour, and set lock_timeout where long transactions write.
+-- A new number of partitions needs a new index, and writers wait while it is built. For a tube with millions of pods
+-- choose a time with few writes, and set lock_timeout if there are long transactions that write.
 CREATE OR REPLACE FUNCTION tube_ensure_exists(
     tube text, partitions integer = 1, predicate text = NULL, path name[] = current_schemas(false)
 ) RETURNS void

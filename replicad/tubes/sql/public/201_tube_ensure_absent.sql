@@ -1,5 +1,6 @@
--- tube_ensure_absent(tube): detaches all its tables and drops the tube with its pods, leases and what is parked.
--- Does nothing where there is no such tube. Writes tube_registry and what hangs on it, triggers, functions, the table.
+-- tube_ensure_absent(tube): detaches all its tables and drops the tube with its pods, leases and parked ids. Does
+-- nothing if there is no such tube. Writes tube_registry and the tables that refer to it, triggers, functions, the
+-- table.
 CREATE OR REPLACE FUNCTION tube_ensure_absent(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

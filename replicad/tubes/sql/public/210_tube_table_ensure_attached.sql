@@ -1,14 +1,14 @@
--- tube_table_ensure_attached(tube, tbl, shard, predicate, routing, path): from now on what is written to the table
--- touches the tube; or alters an attachment to be as asked; nothing is written where it is so already.
---   shard      of all its rows; left out: the number that ends the name of the table's schema, else the present one
---   predicate  SQL on a row, on top of the tube's own: other rows are neither touched nor backfilled
---   routing    SQL on a row that yields its shard, an integer; NULL falls back to shard, a negative number loses its
---              sign. With it shard may be left out anywhere (then 0)
+-- tube_table_ensure_attached(tube, tbl, shard, predicate, routing, path): attaches the table, so that from now on
+-- changes of its rows touch the tube, or alters the attachment; writes nothing if the attachment is already so.
+--   shard      of all its rows; default: the number at the end of the name of the table's schema, or the present shard
+--   predicate  SQL on a row, in addition to the tube's own: other rows are neither touched nor backfilled
+--   routing    SQL on a row that gives its shard, an integer; shard replaces a NULL, and the sign bit of a negative
+--              number is cleared. With a routing, the last default of shard is 0
 --   path       where names of predicate and routing are looked up; by default the caller's search_path
--- Partitions and heirs are attached with their table. A statement on the table touches also what it writes to
--- partitions made later; statements that name such a partition itself are missed until this function is called again
--- (tube_list().unattached shows them). Raises RT001, RT005. Writes tube_attachment, {table}_touch, and the triggers
--- {table}_{tube}_{after_insert,after_update,after_delete,before_truncate}_trigger, for which writers wait.
+-- Partitions and heirs are attached with their table. A statement on the table also touches the rows that it writes to
+-- partitions that were created later. Statements on such a partition itself are missed until this function is called
+-- again (tube_list().unattached shows them). Raises RT001, RT005. Writes tube_attachment, {table}_touch, and the
+-- triggers {table}_{tube}_{after_insert,after_update,after_delete,before_truncate}_trigger, for which writers wait.
 CREATE OR REPLACE FUNCTION tube_table_ensure_attached(
     tube text, tbl regclass, shard integer = NULL, predicate text = NULL, routing text = NULL,
     path name[] = current_schemas(false)

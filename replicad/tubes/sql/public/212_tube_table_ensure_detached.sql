@@ -1,6 +1,7 @@
--- tube_table_ensure_detached(tube, tbl): what is written to the table and its partitions no longer touches the tube;
--- with tube NULL, any tube. Pods that are there stay. Does nothing where nothing is attached. Raises RT005 for a
--- partition that was attached through its table. Writes tube_attachment, tube_backfill, triggers, functions.
+-- tube_table_ensure_detached(tube, tbl): detaches the table and its partitions from the tube (tube NULL: from all
+-- tubes): changes of rows no longer touch the tube. Pods in the tube stay. Does nothing if the table is not attached.
+-- Raises RT005 for a partition that was attached through its table. Writes tube_attachment, tube_backfill, triggers,
+-- functions.
 CREATE OR REPLACE FUNCTION tube_table_ensure_detached(tube text, tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE

@@ -1,6 +1,6 @@
--- tube_list(tbl): the tubes and the tables attached to them, or the tubes of one table. A tube with no table has NULLs.
--- table_predicate, routing and unattached go beyond the tube: the attachment's own expressions, and partitions of the
--- table that were made after it was attached and miss triggers (attach the table again to mend that). Writes nothing.
+-- tube_list(tbl): the tubes and the tables attached to them, or the tubes of one table. A tube without tables has
+-- NULLs. table_predicate and routing are the expressions of the attachment. unattached are partitions of the table that
+-- were created after the attachment and have no triggers; attach the table again to add them. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_list(tbl regclass = NULL) RETURNS TABLE (
     tube text, predicate text, partitions integer, tbl regclass, shard integer,
     table_predicate text, routing text, unattached regclass[]

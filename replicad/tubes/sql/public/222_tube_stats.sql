@@ -1,9 +1,8 @@
--- tube_stats(exact): a row per tube and partition. Regular pods are counted as inc, those of op B as backfill, control
--- pods in theirs and in control_count as well; times are those of the pods with the lowest and highest seq. shards are
--- those of attached tables in the partition. inc_ids and backfill_ids count ids.
--- Where a partition has more than exact pods of a kind, they are counted in a sample of about 200 pages and estimated
--- from that; estimated is true then. A tube whose table cannot be read has NULLs for all that stands in it. Writes
--- nothing.
+-- tube_stats(exact): one row per tube and partition. inc_ columns are about regular pods, backfill_ columns about pods
+-- of op B. Control pods count in one of them and in control_count. Times are those of the pods with the lowest and
+-- highest seq. shards are those of attached tables in the partition. inc_ids and backfill_ids count ids. If a partition
+-- has more than exact pods of a kind, their number is estimated from a sample of about 200 pages, and estimated is
+-- true. If the table of a tube cannot be read, these columns are NULL. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_stats(exact integer = 10000) RETURNS TABLE (
     tube text, predicate text, partition integer, shards integer[],
     inc_count bigint, inc_min_seq bigint, inc_max_seq bigint, inc_min_ts timestamptz, inc_max_ts timestamptz,

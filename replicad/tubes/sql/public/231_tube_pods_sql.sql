@@ -1,9 +1,9 @@
 -- tube_pods_sql(tube, partitions, partition, exclude_backfill): the query that reads one partition: regular pods by
--- seq, then, unless they are excluded, backfill pods by seq. A LIMIT may be appended. It raises RT003 when it is run
--- after the number of partitions changed. Raises RT001, RT003, RT005. Writes nothing.
+-- seq, then, unless they are excluded, backfill pods by seq. A LIMIT may be appended. The query raises RT003 if the
+-- number of partitions has changed when it runs. Raises RT001, RT003, RT005. Writes nothing.
 --
--- The query is right for a single reader that deletes what it has read; a reader that goes on behind a cursor must not
--- pass the tube's position, or it misses pods of transactions that commit late: see tube_plan.
+-- The query is correct for a single reader that deletes the pods that it has read. A reader that uses a cursor must not
+-- read beyond the tube's position: it would miss pods of transactions that commit late (see tube_plan).
 CREATE OR REPLACE FUNCTION tube_pods_sql(
     tube text, partitions integer, partition integer, exclude_backfill boolean = false
 ) RETURNS text

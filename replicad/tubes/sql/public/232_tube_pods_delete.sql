@@ -1,4 +1,4 @@
--- tube_pods_delete(tube, partitions, partition, seqs): deletes these pods of the partition, for readers that use no
+-- tube_pods_delete(tube, partitions, partition, seqs): deletes these pods of the partition, for readers without a
 -- lease; returns how many there were. Raises RT001, RT003, RT005. Locks the tube's row in tube_registry, writes the
 -- tube.
 CREATE OR REPLACE FUNCTION tube_pods_delete(tube text, partitions integer, partition integer, seqs bigint[])

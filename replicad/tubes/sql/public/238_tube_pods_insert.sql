@@ -1,11 +1,11 @@
 -- tube_pods_insert(tube_or_tubes, query, shard, op, approx_size, fetch_chunk_size, insert_chunk_size, path): touches
 -- every id that the query returns, in pods of insert_chunk_size; returns how many ids there were (NULLs are left out).
---   tube_or_tubes      one tube, or several with commas between; the query runs once
+--   tube_or_tubes      one tube, or several with commas; the query runs once
 --   query              returns columns id and row_number; pods follow the order of row_number
 --   approx_size        how many ids are expected, for the percentage in the NOTICEs; NULL: unknown
 --   fetch_chunk_size   ids between two NOTICEs
 --   path               the search_path of the query; by default the caller's
--- Raises RT001, RT005. Writes the tubes. All in one transaction: their positions stand still meanwhile.
+-- Raises RT001, RT005. Writes the tubes. It is one transaction: the positions of the tubes do not move until it ends.
 CREATE OR REPLACE FUNCTION tube_pods_insert(
     tube_or_tubes text, query text, shard integer, op character = 'B', approx_size bigint = NULL,
     fetch_chunk_size integer = 20000, insert_chunk_size integer = 250, path name[] = current_schemas(true)

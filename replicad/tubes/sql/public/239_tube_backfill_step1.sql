@@ -1,5 +1,6 @@
--- tube_backfill_step1(): notes the sequence before a backfill: pods with this seq or less are older than it. Returns it
--- as text, start_seq of the control pods. Writes tube_seq. Its transaction must end before step 2 begins.
+-- tube_backfill_step1(): returns, as text, a number from the sequence of pods: pods with this seq or less are older
+-- than the backfill. It is start_seq in the control pods. Writes tube_seq. Its transaction must end before step 2
+-- begins.
 CREATE OR REPLACE FUNCTION tube_backfill_step1() RETURNS text
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT nextval('tube_seq')::text

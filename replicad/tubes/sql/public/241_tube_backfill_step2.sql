@@ -1,10 +1,9 @@
 -- tube_backfill_step2(timeout): waits until every transaction that was writing pods when it was called has ended, so
--- that no pod older than the number of step 1 can turn up after the backfill. Raises 55P03, naming the culprit, when
--- one lasts longer than timeout; then call it again. It needs READ COMMITTED. Writes nothing.
+-- that no pod with a seq below the number of step 1 can appear after the backfill. Raises 55P03, with the transaction,
+-- if one lasts longer than timeout; then call it again. It needs READ COMMITTED. Writes nothing.
 --
--- A writer locks the tube before it draws a seq and keeps the lock to its end, hence nobody else need be waited for. A
--- transaction that is prepared may change its name on the way (a restart does that): those are looked for in a second
--- round.
+-- A writer locks the tube before it gets a seq and keeps the lock until it ends, so only holders of that lock must be
+-- waited for. A prepared transaction may change its virtualtransaction (after a restart), so there is a second round.
 CREATE OR REPLACE FUNCTION tube_backfill_step2(timeout interval = '60 seconds') RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE

@@ -1,6 +1,6 @@
--- tube_backfill_schedule(tube, order_col, shard_from, shard_to): asks for a backfill of the attached tables with a
--- shard from shard_from to shard_to, by one backfill_schedule control pod for each that is neither being backfilled nor
--- scheduled yet; returns how many. Raises RT001, RT005. Writes the tube.
+-- tube_backfill_schedule(tube, order_col, shard_from, shard_to): schedules a backfill of the attached tables with a
+-- shard from shard_from to shard_to: it inserts a control pod backfill_schedule for each table that is neither being
+-- backfilled nor scheduled, and returns how many. Raises RT001, RT005. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_backfill_schedule(tube text, order_col text, shard_from integer, shard_to integer)
 RETURNS integer
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$

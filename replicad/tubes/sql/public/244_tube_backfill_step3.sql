@@ -1,11 +1,11 @@
 -- tube_backfill_step3(step1, tube, tbl, order_col, shard, fetch_chunk_size, insert_chunk_size): puts all ids of the
--- table that the predicates let pass into the tube, in the order of order_col, between control pods backfill_start and
--- backfill_end; returns how many. A shard that is being backfilled is left alone: NULL.
---   step1              what step 1 returned; step 2 must have waited since
---   shard              for rows without a routing of their own; by default the attachment's
+-- table that pass the predicates into the tube, in the order of order_col, between control pods backfill_start and
+-- backfill_end; returns how many. A shard that is already being backfilled is skipped: NULL.
+--   step1              the result of step 1; step 2 must have been called after it
+--   shard              if there is no routing; by default the attachment's
 --   fetch_chunk_size   ids between two NOTICEs of progress
--- Raises RT001, RT005. Writes the tube and tube_backfill. All in one transaction, during which the tube's position
--- stands still and regular pods wait: for large tables there is tube_backfill_chunk.
+-- Raises RT001, RT005. Writes the tube and tube_backfill. It is one transaction, during which the tube's position does
+-- not move and regular pods wait. For large tables use tube_backfill_chunk.
 CREATE OR REPLACE FUNCTION tube_backfill_step3(
     step1 text, tube text, tbl regclass, order_col text, shard integer = NULL,
     fetch_chunk_size integer = 20000, insert_chunk_size integer = 250

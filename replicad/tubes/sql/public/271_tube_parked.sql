@@ -1,4 +1,4 @@
--- tube_parked_list(tube): what is parked, of one tube or (NULL) of all, the oldest first. Writes nothing.
+-- tube_parked_list(tube): the parked ids of one tube or (NULL) of all, the oldest first. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_parked_list(tube text = NULL) RETURNS SETOF tube_parked
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT p.* FROM tube_parked p WHERE $1 IS NULL OR p.tube = $1 ORDER BY p.parked
@@ -25,7 +25,7 @@ END
 $$;
 COMMENT ON FUNCTION tube_parked_replay(text, bigint[]) IS 'Puts what failed too often back into its tube';
 
--- tube_parked_drop(tube, parked_ids): forgets entries of tube_parked, by their number or (NULL) all; returns how many.
+-- tube_parked_drop(tube, parked_ids): deletes entries of tube_parked, by their number or (NULL) all; returns how many.
 -- Raises RT001. Writes tube_parked.
 CREATE OR REPLACE FUNCTION tube_parked_drop(tube text, parked_ids bigint[] = NULL) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$

@@ -1,5 +1,5 @@
--- The tables called $1 in schemas whose names end in a number, by that number; partitions stand behind their table.
--- The daemon's and Spark's queries never need this; it serves `replicad tubes ... --shards`.
+-- The tables called $1 in schemas whose names end in a number, by that number, without partitions. For
+-- `replicad tubes ... --shards`.
 SELECT format('%I.%I', n.nspname, c.relname) AS tbl, n.nspname AS schema
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace

@@ -1,5 +1,5 @@
--- The tubes, and what can be seen to be wrong with each (`fault`, NULL: nothing). $1 text: the schema's name. Reads
--- tube_registry and catalogs only, so that a tube whose table is locked, broken or gone keeps nobody from the others.
+-- The tubes, and the fault of each (NULL: none). $1 text: the schema's name. Reads tube_registry and catalogs only, so
+-- that a tube whose table is locked, broken or missing does not hide the others.
 SELECT
     r.tube AS name,
     r.partitions,
@@ -7,18 +7,18 @@ SELECT
     s.oid::bigint AS sequence_oid,
     CASE
         WHEN c.oid IS NULL THEN format(
-            'its table %1$I.%2$I is gone: it was dropped, renamed or moved. Put it back, or make it anew and empty: '
+            'its table %1$I.%2$I is missing: it was dropped, renamed or moved. Restore it, or create an empty one: '
             'replicad tubes create %2$s --partitions %3$s', $1::text, r.tube, r.partitions)
-        WHEN s.oid IS NULL THEN format('sequence %I.tube_seq, which numbers the pods, is gone: put it back', $1::text)
+        WHEN s.oid IS NULL THEN format('sequence %I.tube_seq, which numbers the pods, is missing: restore it', $1::text)
         WHEN c.relkind <> 'r' OR (
             SELECT count(*) FROM pg_attribute AS a
             WHERE a.attrelid = c.oid AND a.attname IN ('seq', 'op', 'shard', 'ids', 'payload', 'ts') AND NOT a.attisdropped
         ) < 6 THEN format(
             '%1$I.%2$I is not the table that replicad made: it needs the columns seq, op, shard, ids, payload and ts. '
-            'Put the old one back, or drop this one and make it anew: replicad tubes create %2$s --partitions %3$s',
+            'Restore the old one, or drop this one and create it again: replicad tubes create %2$s --partitions %3$s',
             $1::text, r.tube, r.partitions)
         WHEN NOT (has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')) THEN format(
-            'its table may not be read and acked from: GRANT SELECT, INSERT, UPDATE, DELETE ON %I.%I TO %I',
+            'this user may not read and delete pods in its table: GRANT SELECT, INSERT, UPDATE, DELETE ON %I.%I TO %I',
             $1::text, r.tube, current_user)
     END AS fault
 FROM {schema}.tube_registry AS r

@@ -1,6 +1,6 @@
--- One row per tube and partition: what waits, since when, who has it, how far its backfills are, what was put aside.
--- moved_in and moved_out count the pods of the whole tube since its table was made. writer is the transaction that has
--- been writing pods for the longest: what came after it waits until it ends. report is the last one of any reader of the
+-- One row per tube and partition: waiting pods, their lag, the holder of the lease, the progress of backfills, parked
+-- ids. moved_in and moved_out count the pods of the whole tube since its table was made. writer is the transaction that
+-- has been writing pods for the longest: later pods wait until it ends. report is the last report of any reader of the
 -- tube, such as a pipeline.
 SELECT s.tube, s.partition, s.inc_count AS pods, s.inc_ids AS ids, s.backfill_count AS backfill_pods, s.estimated,
     greatest(extract(epoch FROM clock_timestamp() - s.inc_min_ts), 0)::float8 AS lag_s,

@@ -1,6 +1,6 @@
--- Attached tables whose writes do not reach their tube: a trigger of theirs is missing, disabled or calls something else,
--- or the table was dropped. At most three for each tube, and how many there are. $1 text: the schema's name. Reads
--- tube_attachment and catalogs only. A dropped partition is left out: what was in it went with it.
+-- Attached tables whose changes are not recorded: a trigger is missing, disabled or calls another function, or the
+-- table was dropped. At most three for each tube, and their number. $1 text: the schema's name. Reads tube_attachment
+-- and catalogs only. A dropped partition is left out, because its rows were dropped with it.
 WITH functions AS MATERIALIZED (
     SELECT p.oid, p.proname = 'tube_truncate_trigger' AS truncates, d.description
     FROM pg_namespace AS n
@@ -34,7 +34,7 @@ SELECT u.tube, u.tbl::oid::bigint AS table_oid, u.dropped, u.shard, u.predicate,
         WHERE c.oid = u.root) AS root,
     ARRAY(SELECT e.name FROM (VALUES (4, 'INSERT'), (16, 'UPDATE'), (8, 'DELETE'), (32, 'TRUNCATE')) AS e (bit, name)
         WHERE u.events & e.bit = 0) AS missing,
-    -- A dropped table has no name any more; its {{table}}_touch function, which is no attached table's, may still tell.
+    -- The name of a dropped table is unknown, but its {{table}}_touch function may remain; no attached table has it.
     CASE WHEN u.dropped THEN ARRAY(
         SELECT format('%I.%I', n.nspname, left(p.proname, -6)) FROM pg_proc AS p JOIN pg_namespace AS n ON n.oid = p.pronamespace
         WHERE p.proname LIKE '%\_touch'

@@ -131,9 +131,6 @@ class Vocabulary:
     def __iter__(self) -> Iterator[type[Command]]:
         return iter(self._kinds.values())
 
-    def __contains__(self, kind: type[Command]) -> bool:
-        return self._kinds.get(kind.NAME) is kind
-
     def with_(self, *kinds: type[Command]) -> Vocabulary:
         """A vocabulary with more commands."""
         return Vocabulary([*self, *kinds])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import threading
 import time
@@ -106,6 +105,8 @@ def patiently(
     while True:
         try:
             return work(connection(url, transactional=transactional))
+        except EnvironmentRefused:
+            raise
         except Exception as error:
             forget(url, transactional=transactional)
             known = error if isinstance(error, DatabaseError) else _driver_error(error)
@@ -116,14 +117,9 @@ def patiently(
 
 
 def _driver_error(error: Exception) -> DatabaseError | None:
-    return _ours(error) if isinstance(error, _driver_errors()) else None
-
-
-@functools.cache
-def _driver_errors() -> tuple[type[Exception], ...]:
     from adbc_driver_manager import Error  # noqa: PLC0415
 
-    return (Error,)
+    return _ours(error) if isinstance(error, Error) else None
 
 
 def _ours(error: Exception) -> DatabaseError:

@@ -71,12 +71,11 @@ class TubeOffset:
 
     def to_json(self) -> dict[str, Any]:
         """The offset for Spark. Equal offsets give equal text."""
-        names = sorted(str(number) for number in range(len(self.places)))
         places = {
-            name: {"b": place.cursor.backfill, "c": place.pods, "r": place.cursor.regular}
-            for name, place in ((name, self.places[int(name)]) for name in names)
+            str(number): {"b": place.cursor.backfill, "c": place.pods, "r": place.cursor.regular}
+            for number, place in enumerate(self.places)
         }
-        return {"n": len(self.places), "p": places, "v": VERSION}
+        return {"n": len(self.places), "p": dict(sorted(places.items())), "v": VERSION}
 
     @property
     def partitions(self) -> int:

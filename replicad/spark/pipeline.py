@@ -31,7 +31,7 @@ from replicad.errors import (
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 from replicad.spark.database import forget
-from replicad.spark.enrich import Enricher
+from replicad.spark.enrich import KEYS, Enricher
 from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
@@ -55,7 +55,6 @@ log = get_logger("replicad.spark")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed is tried again; each pause doubles
 _PATIENCE = 60.0  # seconds to wait for the current batch when a pipeline ends
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
-_KEYS = {"_shard": pa.int32(), "_seq": pa.int64()}
 _RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # other errors end the run
 
 
@@ -278,13 +277,13 @@ def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher
     if not isinstance(after, DataFrame):
         raise UsageError(f"transform: it returned {type(after).__name__}, not a DataFrame")
     found = {field.name: field.type for field in to_arrow_schema(after.schema, timezone="UTC")}
-    for name, kind in ((config.id_column, pa.int64()), *_KEYS.items()):
+    for name, kind in ((config.id_column, pa.int64()), *zip(KEYS.names, KEYS.types, strict=True)):
         if found.get(name) != kind:
             state = f"is {found[name]}" if name in found else "is missing"
             raise UsageError(f"transform: it must keep the column {name} ({kind}), which {state} in its result")
     ours = {config.id_column: pa.int64()}
-    ours.update({name: kind for name, kind in found.items() if name not in _KEYS})
-    return Shape(pa.schema([*ours.items(), *_KEYS.items()]), config.id_column)
+    ours.update({name: kind for name, kind in found.items() if name not in KEYS.names})
+    return Shape(pa.schema([*ours.items(), *KEYS]), config.id_column)
 
 
 def _make_checkpoint(config: PipelineConfig) -> None:

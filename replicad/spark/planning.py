@@ -5,10 +5,9 @@ Asks a daemon for plans through one callable. Knows neither sockets nor Spark.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from replicad.protocol.tokens import Cursor
 from replicad.spark.offsets import Place, TubeOffset
@@ -18,19 +17,7 @@ MOST_PODS = 100_000  # pods per request if there is no limit; a daemon may answe
 _ROUNDS = 3  # of dividing what is left of the budget among partitions that have more; each costs them a round trip
 
 
-class Ask(Protocol):
-    """Asks how far a read would get: PODS with plan=1 (see `tubes.commands.Pods`)."""
-
-    def __call__(
-        self,
-        part: Part,
-        after: Cursor,
-        *,
-        limit: int,
-        ids: int | None = None,
-        backfill: int | None = None,
-        wait: float = 0.0,
-    ) -> CursorAt: ...
+Ask = Callable[..., CursorAt]  # with the arguments of `TubeHold.plan`
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,6 @@ def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[
 
     All rows of a shard are in one of the `tasks` tasks.
     """
-    keys = pa.schema([("_shard", pa.int32()), (shape.id, pa.int64()), ("_seq", pa.int64())])
 
     def work(batches: Batches) -> Batches:
         held = list(batches)
@@ -97,9 +96,9 @@ def run_sink(sink: Sink, shape: Shape, batch: BatchId, tasks: int) -> Callable[[
         rows = pa.Table.from_batches(held)
         kind = rows.column(KIND)
         writes = conform(rows.filter(pc.equal(kind, WRITE)), shape.schema)
-        touched = conform(rows.filter(pc.equal(kind, DELETE)), keys)
+        touched = conform(rows.filter(pc.equal(kind, DELETE)), shape.keys)
         absent = touched.join(writes.select(["_shard", shape.id]), keys=["_shard", shape.id], join_type="left anti")
-        changes = [Changes(writes, conform(absent, keys))]
+        changes = [Changes(writes, conform(absent, shape.keys))]
         applied = sink.apply(shape, batch, tasks << _TASK_BITS | _task_number(), changes)
         yield _summary(None, applied)
 

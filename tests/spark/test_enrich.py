@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pyarrow as pa
 import pytest
 from helpers import psql
 
-from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, UsageError
+from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused, UsageError
 from replicad.spark.database import forget, patiently
 from replicad.spark.enrich import Enricher
 from replicad.spark.tables import TableRule, find_layout
@@ -167,3 +168,10 @@ def test_an_absent_postgres_is_waited_for_only_so_long(url: str) -> None:
     assert 2 <= len(slept) <= 6
     with pytest.raises(DatabaseRefused, match="does not exist"):
         patiently(url.replace("/test_", "/no_test_"), len)
+
+
+def test_without_the_driver_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("adbc_driver_postgresql", "adbc_driver_manager"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(EnvironmentRefused, match="pip install"):
+        patiently("postgresql://nobody@127.0.0.1:1/nothing", lambda _: None, patience=0)

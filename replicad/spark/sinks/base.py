@@ -26,6 +26,11 @@ class Shape:
     schema: pa.Schema
     id: str
 
+    @property
+    def keys(self) -> pa.Schema:
+        """The columns of `Changes.deletes`."""
+        return pa.schema([("_shard", pa.int32()), (self.id, pa.int64()), ("_seq", pa.int64())])
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchId:

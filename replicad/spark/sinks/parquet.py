@@ -167,15 +167,11 @@ class ParquetSink(Sink):
 
 
 def _gather(shape: Shape, changes: Iterable[Changes]) -> tuple[pa.Table, pa.Table]:
-    writes, deletes = [shape.schema.empty_table()], [_keys(shape).empty_table()]
+    writes, deletes = [shape.schema.empty_table()], [shape.keys.empty_table()]
     for change in changes:
         writes.append(change.writes)
         deletes.append(change.deletes)
     return pa.concat_tables(writes), pa.concat_tables(deletes)
-
-
-def _keys(shape: Shape) -> pa.Schema:
-    return pa.schema([("_shard", pa.int32()), (shape.id, pa.int64()), ("_seq", pa.int64())])
 
 
 def _of(table: pa.Table, shard: int) -> pa.Table:

@@ -125,7 +125,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.server_name:
             object.__setattr__(self, "server_name", default_server_name())
-        _take_token(self)
+        _read_token_file(self)
         if self.tls_key is not None and self.tls_cert is None:
             raise UsageError("--tls-key needs --tls-cert, the certificate of the key")
 
@@ -163,14 +163,14 @@ class ClientSettings:
     def __post_init__(self) -> None:
         if self.server.port == 0:
             raise UsageError(f"--server {self.server}: port 0 is for listening only; give the daemon's port")
-        _take_token(self)
+        _read_token_file(self)
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """TLS for the connection; None for a plain one. Raises UsageError as `trust`."""
         return None if self.tls_ca is None else trust(self.tls_ca, "--tls-ca")
 
 
-def _take_token(settings: ServerSettings | ClientSettings) -> None:
+def _read_token_file(settings: ServerSettings | ClientSettings) -> None:
     """Read the token file into `token`."""
     if settings.token_file is None:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,10 +14,11 @@ from typing import IO
 import trio
 
 from replicad.config.settings import Address
-from replicad.demo.processes import clean_environment, running
+from replicad.demo.processes import clean_environment, last_line, running
 from replicad.errors import EnvironmentRefused
 
 TUBE = "cities"
+_COUNTED = ("pods", "ids", "written", "deleted")  # fields of the event `batch_done`
 CONFIG = """\
 # The pipeline of the demonstration. Run it again with: replicad pipeline run {path}
 
@@ -42,16 +44,11 @@ trigger = "500ms"
 
 @dataclass
 class RunningPipeline:
-    """A running pipeline, and the counts of the micro-batches that it has logged."""
+    """A running pipeline, and the sums of the counts that it has logged: batches, pods, ids, written, deleted."""
 
     process: trio.Process
     log: Path
-    pods: int = 0
-    ids: int = 0
-    written: int = 0
-    deleted: int = 0
-    batches: int = 0
-    last_line: str = "it logged nothing"
+    counts: Counter[str] = field(default_factory=Counter)
     _file: IO[str] | None = field(default=None, repr=False)
     _rest: str = ""
 
@@ -64,22 +61,14 @@ class RunningPipeline:
         self._file = self._file or self.log.open(encoding="utf-8", errors="replace")
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
         for line in lines:
-            self._take(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and event.get("event") == "batch_done":
+                self.counts.update({"batches": 1, **{name: event[name] for name in _COUNTED}})
         if self.process.poll() is not None:
-            raise EnvironmentRefused(f"the pipeline ended: {self.last_line[:300]} (its log is {self.log})")
-
-    def _take(self, line: str) -> None:
-        self.last_line = line.strip() or self.last_line
-        try:
-            event = json.loads(line)
-        except ValueError:
-            return
-        if isinstance(event, dict) and event.get("event") == "batch_done":
-            self.batches += 1
-            self.pods += event["pods"]
-            self.ids += event["ids"]
-            self.written += event["written"]
-            self.deleted += event["deleted"]
+            raise EnvironmentRefused(f"the pipeline ended: {last_line(self.log)} (its log is {self.log})")
 
 
 def write_config(folder: Path, server: Address, database: str) -> Path:

@@ -121,8 +121,8 @@ class Demo:
         moved, ids = began, -1
         while True:
             pipeline.update()
-            if pipeline.ids != ids:
-                moved, ids = time.monotonic(), pipeline.ids
+            if pipeline.counts["ids"] != ids:
+                moved, ids = time.monotonic(), pipeline.counts["ids"]
             elif time.monotonic() - moved > _PATIENCE:
                 raise EnvironmentRefused(f"no progress for {_PATIENCE:g} s; see the logs in {self.folder}")
             waiting = await db.fetch_value(
@@ -171,11 +171,11 @@ class Demo:
             [
                 ("rows loaded", self.loaded),
                 ("rows changed, deleted, inserted since", self.changes.total),
-                ("pods read over TCP", pipeline.pods),
-                ("ids in them", pipeline.ids),
-                ("micro-batches", pipeline.batches),
-                ("rows written downstream", pipeline.written),
-                ("rows deleted downstream", pipeline.deleted),
+                ("pods read over TCP", pipeline.counts["pods"]),
+                ("ids in them", pipeline.counts["ids"]),
+                ("micro-batches", pipeline.counts["batches"]),
+                ("rows written downstream", pipeline.counts["written"]),
+                ("rows deleted downstream", pipeline.counts["deleted"]),
                 ("rows in Postgres now", second.left),
                 ("rows downstream now", second.right),
                 ("rows that are equal in every column", second.equal),

@@ -70,7 +70,7 @@ class TubeHold:
         Raises:
             UnknownTube, ConnectionLost, NotAuthorised.
         """
-        return self._connected(lambda client: client.tube(self.tube))
+        return self._with_retries(lambda client: client.tube(self.tube))
 
     def term(self) -> int:
         """The term of the lease. Claims the lease if there is none.
@@ -97,7 +97,7 @@ class TubeHold:
         Raises:
             CursorAhead: `after` lies beyond the tube's position.
         """
-        return self._leased(
+        return self._with_lease(
             lambda client, term: client.plan(
                 self.tube, part, term, after, limit=limit, ids=ids, backfill=backfill, wait=wait
             )
@@ -105,16 +105,16 @@ class TubeHold:
 
     def ack(self, part: Part, after: Cursor, upto: Cursor) -> int:
         """Remove the pods of (after, upto]; returns how many there were. Safe to repeat."""
-        return self._leased(lambda client, term: client.ack_upto(self.tube, part, term, after=after, upto=upto))
+        return self._with_lease(lambda client, term: client.ack_upto(self.tube, part, term, after=after, upto=upto))
 
-    def _leased(self, request: Callable[[BlockingClient, int], T]) -> T:
+    def _with_lease(self, request: Callable[[BlockingClient, int], T]) -> T:
         """Run a request under the lease. If the lease was lost, claim it again and repeat the request once."""
         patient_until = time.monotonic() + POSITION_PATIENCE
         lost_before = False
         while True:
             term = self.term()
             try:
-                return self._connected(lambda client, term=term: request(client, term))  # type: ignore[misc]
+                return self._with_retries(lambda client, term=term: request(client, term))  # type: ignore[misc]
             except LeaseLost as error:
                 self._forget(term)
                 if lost_before:
@@ -126,7 +126,7 @@ class TubeHold:
                     raise
                 time.sleep(0.1)
 
-    def _connected(self, request: Callable[[BlockingClient], T]) -> T:
+    def _with_retries(self, request: Callable[[BlockingClient], T]) -> T:
         """Run a request and repeat it when the connection is lost. All requests are safe to repeat."""
         retries = retries_of(self._options)
         while True:
@@ -143,7 +143,7 @@ class TubeHold:
         wait = 0.0
         while True:
             try:
-                lease = self._connected(
+                lease = self._with_retries(
                     lambda client, wait=wait: client.claim(  # type: ignore[misc]
                         self.tube, WHOLE, ttl=self._ttl, wait=wait, holder=self.holder
                     )

@@ -62,7 +62,7 @@ def on_database(
             if install:
                 await install_part(db, part, name)
             else:
-                _say_remark(await schema.require(db, part, name), part, name)
+                _print_remark(await schema.require(db, part, name), part, name)
             return await work(db, settings)
 
     with database_url(settings) as url:
@@ -84,10 +84,10 @@ async def install_part(db: Database, part: Part, name: str) -> None:
     if outcome in (schema.Outcome.INSTALLED, schema.Outcome.UPGRADED):
         say(f"replicad: schema {name} ({part}) {outcome.value}")
     elif outcome is not schema.Outcome.UNCHANGED:
-        _say_remark(await schema.read_installed(db, part, name), part, name)
+        _print_remark(await schema.read_installed(db, part, name), part, name)
 
 
-def _say_remark(present: Installed | None, part: Part, name: str) -> None:
+def _print_remark(present: Installed | None, part: Part, name: str) -> None:
     from replicad.postgres import schema
 
     remark = schema.remark(present, part, name)

@@ -25,7 +25,7 @@ _GROWTH = 4  # a row of the next piece has at most so many times the pods of a r
 _LONG = 4 << 20  # bytes; a larger piece takes more than a few ms to render and is rendered in a worker thread
 
 BlockSink = Callable[..., Awaitable[None]]  # sends its arguments, the parts of one block, without a gap
-Keep = Callable[[], Awaitable[None]]  # renews the lease when it is time
+RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class BulkBook:
         self._sizes = sizes
         self._loaded = False
 
-    async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int:
+    async def send(self, want: Want, sink: BlockSink, renew: RenewLease) -> int:
         """Send the pods as ARROW lines with their blocks to `sink`; returns how many there were.
 
-        At most two pieces are in memory: one that is being sent, and the next. `keep` is called before every statement.
+        At most two pieces are in memory: one that is being sent, and the next. `renew` is called before each statement.
         Blocks may have been sent before an exception.
 
         Raises:
@@ -87,7 +87,7 @@ class BulkBook:
             nonlocal failure
             async with ahead:
                 try:
-                    await self._fetch(want, ahead, keep)
+                    await self._fetch(want, ahead, renew)
                 except Exception as error:  # noqa: BLE001 - raised again below, not in an exception group
                     failure = error
 
@@ -104,7 +104,7 @@ class BulkBook:
             raise failure
         return pods
 
-    async def _fetch(self, want: Want, ahead: trio.MemorySendChannel[Columns], keep: Keep) -> None:
+    async def _fetch(self, want: Want, ahead: trio.MemorySendChannel[Columns], renew: RenewLease) -> None:
         for backfill, begin, upto in want.halves():
             query: str = await call_value(
                 self._db,
@@ -121,7 +121,7 @@ class BulkBook:
             )
             after, limit = begin, self._sizes.first_pods
             while after < upto:
-                await keep()
+                await renew()
                 bounds = (after, limit, self._sizes.row_bytes) if want.payload else (after, limit)
                 rows = await self._db.fetch(query, *bounds)
                 if not rows:

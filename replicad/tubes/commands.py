@@ -98,7 +98,7 @@ class Claim(Command):
 
 @command("RENEW", Side.CLIENT, verb="work", answer="LEASE")
 class Renew(Command):
-    """RENEW: starts the lease's time to live anew. PODS, ACK and PARK do so as well."""
+    """RENEW: restarts the lease's time to live. PODS, ACK and PARK do so as well."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)

@@ -6,14 +6,14 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, ReplicadGroup, json_option, option
+from replicad.terminal.command import F, ReplicadCommand, ReplicadGroup, json_option, option
 from replicad.terminal.output import print_rows
 from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
 
@@ -22,6 +22,20 @@ _PROGRESS_IDS = 100_000  # ids between two lines about progress
 _OPERATIONS = click.Choice(["I", "U", "D", "T", "B"], case_sensitive=False)
 
 _tube = click.argument("tube")
+_shard = option("--shard", metavar="N", type=int, required=True, help="Shard of the ids.")
+_numbers = click.argument("numbers", metavar="[NUMBER...]", nargs=-1, type=int)
+_everything = option("--all", "everything", is_flag=True, help="Everything that is parked.")
+
+
+def _op(default: str) -> Callable[[F], F]:
+    return option(
+        "--op",
+        metavar="I|U|D|T|B",
+        type=_OPERATIONS,
+        default=default,
+        show_default=True,
+        help="Operation. Workers read B after all others.",
+    )
 
 
 @click.command(
@@ -34,15 +48,8 @@ Examples:
 )
 @_tube
 @click.argument("ids", metavar="ID...|-", nargs=-1)
-@option("--shard", metavar="N", type=int, required=True, help="Shard of the ids.")
-@option(
-    "--op",
-    metavar="I|U|D|T|B",
-    type=_OPERATIONS,
-    default="T",
-    show_default=True,
-    help="Operation. Workers read B after all others.",
-)
+@_shard
+@_op("T")
 @option("--payload", metavar="JSON", help="Payload of every pod. Without ids: make one control pod.")
 @island_options
 def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | None, **options: Any) -> None:
@@ -79,15 +86,8 @@ Example:
 )
 @_tube
 @click.argument("query")
-@option("--shard", metavar="N", type=int, required=True, help="Shard of the ids.")
-@option(
-    "--op",
-    metavar="I|U|D|T|B",
-    type=_OPERATIONS,
-    default="B",
-    show_default=True,
-    help="Operation. Workers read B after all others.",
-)
+@_shard
+@_op("B")
 @island_options
 def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
     """Put every id that QUERY returns into TUBE.
@@ -102,8 +102,7 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
         )
         return int(count)
 
-    found = on_islands(options, work, statement_timeout=None)
-    for island, count in found:
+    for island, count in on_islands(options, work, statement_timeout=None):
         click.echo(f"{count:,} ids" + (f" on {island}" if island else ""))
 
 
@@ -150,27 +149,16 @@ def stats(tube: str | None, as_json: bool, **options: Any) -> None:
         print_rows([], rows, as_json=True, nothing="")
         return
     now = datetime.now(UTC)
-    columns = [*(["island"] if rows and "island" in rows[0] else [])]
-    columns += [
-        "tube",
-        "partition",
-        "shards",
-        "pods",
-        "ids",
-        "age_s",
-        "backfill_pods",
-        "backfill_ids",
-        "control",
-        "state",
-    ]
-    print_rows(columns, [_stats_row(row, now) for row in rows], as_json=False, nothing="there is no such tube")
+    shown = [_stats_row(row, now) for row in rows]
+    print_rows(list(shown[0]) if shown else [], shown, as_json=False, nothing="there is no such tube")
 
 
 def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
+    """The columns of the table for people, in their order."""
     oldest = row["inc_min_ts"]
     about = "~" if row["estimated"] else ""
     return {
-        **{name: row[name] for name in ("island", "tube", "partition", "state") if name in row},
+        **{name: row[name] for name in ("island", "tube", "partition") if name in row},
         "shards": _ranges(row["shards"]),
         "pods": f"{about}{row['inc_count']:,}" if about else row["inc_count"],
         "ids": row["inc_ids"],
@@ -178,6 +166,7 @@ def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
         "backfill_pods": row["backfill_count"],
         "backfill_ids": row["backfill_ids"],
         "control": row["control_count"],
+        "state": row["state"],
     }
 
 
@@ -213,8 +202,8 @@ def parked_list(tube: str, as_json: bool, **options: Any) -> None:
 
 @parked.command("replay")
 @_tube
-@click.argument("numbers", metavar="[NUMBER...]", nargs=-1, type=int)
-@option("--all", "everything", is_flag=True, help="Everything that is parked.")
+@_numbers
+@_everything
 @island_options
 def parked_replay(tube: str, numbers: tuple[int, ...], everything: bool, **options: Any) -> None:
     """Put the parked ids with these NUMBERs back into TUBE."""
@@ -223,8 +212,8 @@ def parked_replay(tube: str, numbers: tuple[int, ...], everything: bool, **optio
 
 @parked.command("drop")
 @_tube
-@click.argument("numbers", metavar="[NUMBER...]", nargs=-1, type=int)
-@option("--all", "everything", is_flag=True, help="Everything that is parked.")
+@_numbers
+@_everything
 @island_options
 def parked_drop(tube: str, numbers: tuple[int, ...], everything: bool, **options: Any) -> None:
     """Delete the parked ids with these NUMBERs."""

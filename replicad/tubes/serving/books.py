@@ -13,7 +13,7 @@ import trio
 
 from replicad.postgres.bridge import Sink
 from replicad.protocol.tokens import Cursor
-from replicad.tubes.bulk import BlockSink, Keep, Want
+from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import TubeInfo
@@ -67,7 +67,7 @@ class PodStore(Protocol):
 class Blocks(Protocol):
     """`BulkBook`."""
 
-    async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int: ...
+    async def send(self, want: Want, sink: BlockSink, renew: RenewLease) -> int: ...
 
 
 class Backfills(Protocol):

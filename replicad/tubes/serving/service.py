@@ -149,9 +149,9 @@ class TubeService:
             self._troubles.forget(TUBE, name)
         for name, info in found.items():
             with self._troubles.contain(TUBE, name, "look"):
-                self._follow(info, before.get(name))
+                self._watch(info, before.get(name))
 
-    def _follow(self, info: TubeInfo, before: TubeInfo | None) -> None:
+    def _watch(self, info: TubeInfo, before: TubeInfo | None) -> None:
         """Watch the tube's table, which may have been replaced, and report its fault."""
         wanted = None
         if info.table_oid is not None and info.sequence_oid is not None:
@@ -280,7 +280,7 @@ class TubeService:
 
     async def _ack(self, session: Peer, command: Ack) -> None:
         await self._refuse_broken(command.tube)
-        await self._keep(command.tube, command.part, command.term)
+        await self._renew_if_due(command.tube, command.part, command.term)
         if command.upto is None:
             pods = await self._pods.ack(command.tube, command.part, command.term, command.seqs)
         else:
@@ -290,7 +290,7 @@ class TubeService:
 
     async def _park(self, session: Peer, command: Park) -> None:
         await self._refuse_broken(command.tube)
-        await self._keep(command.tube, command.part, command.term)
+        await self._renew_if_due(command.tube, command.part, command.term)
         ids = await self._pods.park(
             command.tube,
             command.part,
@@ -312,7 +312,7 @@ class TubeService:
 
     async def _read(self, session: Peer, command: Pods) -> None:
         info = await self._served(command.tube)
-        await self._keep(command.tube, command.part, command.term)
+        await self._renew_if_due(command.tube, command.part, command.term)
         await self._check(command.tube, command.after)
         if command.upto is not None:
             await self._check(command.tube, command.upto)
@@ -328,7 +328,7 @@ class TubeService:
         tube, part, term = command.tube, command.part, command.term
         if command.encoding == ARROW:
             want = Want(tube, part, term, command.after, upto, command.payload)
-            return await self._bulk.send(want, session.send, lambda: self._keep(tube, part, term))
+            return await self._bulk.send(want, session.send, lambda: self._renew_if_due(tube, part, term))
         return await self._pods.lines(tube, part, term, after=command.after, upto=upto, sink=session.send)
 
     async def _plan_or_wait(self, info: TubeInfo, command: Pods) -> CursorAt:
@@ -352,7 +352,7 @@ class TubeService:
                     ttl = self._renewed.get((command.tube, command.term), (0.0, self._limits.lease_ttl))[1]
                     with trio.move_on_at(min(deadline, trio.current_time() + ttl / WAIT_SHARE)):
                         await waiter.event.wait()
-                    await self._keep(command.tube, command.part, command.term)
+                    await self._renew_if_due(command.tube, command.part, command.term)
                 await self._served(command.tube)
 
     # --- what requests share ---
@@ -370,7 +370,7 @@ class TubeService:
                 f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors from CURSOR answers"
             )
 
-    async def _keep(self, tube: str, part: Part, term: int) -> None:
+    async def _renew_if_due(self, tube: str, part: Part, term: int) -> None:
         """Renew the lease of a request if part of its time to live has passed. The SQL statements check the lease."""
         known = self._renewed.get((tube, term))
         now = trio.current_time()

@@ -15,7 +15,7 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, LeaseHeld, Lease
 from replicad.postgres.bridge import Sink
 from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.tokens import Cursor
-from replicad.tubes.bulk import BlockSink, Keep, Want
+from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import TubeInfo
@@ -140,8 +140,8 @@ class MemoryBooks:
 
     # --- the rest ---
 
-    async def send(self, want: Want, sink: BlockSink, keep: Keep) -> int:
-        await keep()
+    async def send(self, want: Want, sink: BlockSink, renew: RenewLease) -> int:
+        await renew()
         await sink(b"ARROW of %d\n" % want.upto.regular)
         return 1
 

@@ -185,9 +185,30 @@ class StreamWaits(StreamError):
 
 
 class BadToken(StreamError):
-    """The token does not parse or belongs to another epoch of the stream."""
+    """The token does not parse, or the stream does not know its epoch (any more)."""
 
     code = "bad_token"
+
+
+class TokenForked(BadToken):
+    """The history of the stream forked below the token: the rows above the fork are gone, ids may mean other rows.
+
+    `rewind` is the token to resume with, after the rows above it were discarded. On the wire it is a `bad_token` as
+    `forked_text` writes it; a client that does not know of forks begins again.
+    """
+
+    @property
+    def rewind(self) -> str:
+        """The last word of the message (an exception that is made again from its message alone keeps it so)."""
+        return str(self).rpartition(" ")[2]
+
+
+def forked_text(stream: str, shared: str, rewind: str) -> str:
+    """The message of a TokenForked: up to where history is shared, and the token to resume with.
+
+    Both are vector tokens. `shared` has no epoch; `rewind` has one.
+    """
+    return f"stream {stream} forked after {shared}: discard the rows after {shared} and resume from {rewind}"
 
 
 class TokenAhead(StreamError):
@@ -361,11 +382,15 @@ class StreamRestarted(FederationError):
 
 
 def by_code() -> dict[str, type[ReplicadError]]:
-    """Map every `code` to its class, for clients that turn an ERROR line back into an exception."""
+    """Map every `code` to its class, for clients that turn an ERROR line back into an exception.
+
+    A class that shares the code of its parent is not in it: the text tells the two apart.
+    """
     found: dict[str, type[ReplicadError]] = {}
     todo: list[type[ReplicadError]] = [ReplicadError]
     while todo:
         kind = todo.pop()
-        found[kind.code] = kind
+        if "code" in vars(kind):
+            found[kind.code] = kind
         todo.extend(kind.__subclasses__())
     return found

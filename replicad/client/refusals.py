@@ -19,13 +19,16 @@ from replicad.errors import (
     StreamWaits,
     TokenAhead,
     TokenExpired,
+    TokenForked,
     TubeError,
     by_code,
 )
 from replicad.protocol.lines import LineTooLong
+from replicad.protocol.tokens import Vector
 
 _STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # how the server begins to say so
 _NAMES = re.compile(r"stream (\S+) ")  # how the server begins a sentence about a stream
+_FORKED = re.compile(r"stream (\S+) forked after \S+: .* resume from (\S+)")  # errors.forked_text
 _STOPPING = "server stopping"  # the one ERROR without a code (docs/protocol-notes.md)
 
 
@@ -39,8 +42,17 @@ def refusal(text: str) -> ReplicadError:
         return RemoteError(text or "the server sent ERROR without a reason")
     if issubclass(kind, RowUnreadable) and (found := _STOPS.match(sentence)):
         return kind(sentence, stream=found[1], row_id=int(found[2]))
+    if kind is BadToken and (found := _FORKED.fullmatch(sentence)) and _has_epoch(found[2]):
+        return TokenForked(sentence)
     error: ReplicadError = kind(sentence)
     return error
+
+
+def _has_epoch(token: str) -> bool:
+    try:
+        return Vector.parse(token).epoch is not None
+    except BadToken:
+        return False
 
 
 def is_notice(error: ReplicadError) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from collections.abc import Generator
 from datetime import UTC, datetime
 from typing import Any
@@ -13,18 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.client.pods import Pod, parse_pods
-from replicad.client.refusals import concerns_one_request, may_pass, refusal
+from replicad.client.refusals import again, concerns_one_request, may_pass, named_stream, refusal
 from replicad.client.requests import Introduction, ask, ask_for_pods, greet
 from replicad.client.steps import Receive, Send
 from replicad.errors import (
+    BadToken,
     LeaseHeld,
     LeaseLost,
     RemoteError,
     RemoteProtocolError,
     ReplicadError,
     ServerStopping,
+    TokenForked,
     WrongServer,
     by_code,
+    forked_text,
 )
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Connection
@@ -144,6 +148,26 @@ def test_every_code_comes_back_as_its_class_with_the_sentence(code: str) -> None
     error = refusal(f"{code}: no: really not")
     assert type(error) is by_code()[code]
     assert str(error) == "no: really not"
+
+
+def test_a_fork_comes_back_with_the_token_to_resume_with() -> None:
+    for shared, rewind in [
+        ("50", "00c0ffee00c0ffee!50"),
+        ("58~2.61", "00c0ffee00c0ffee!40~2.61"),
+        ("-3", "0123abcd!-3"),
+    ]:
+        error = refusal("bad_token: " + forked_text("events", shared, rewind))
+        assert isinstance(error, TokenForked)
+        assert (error.code, error.rewind, named_stream(error)) == ("bad_token", rewind, "events")
+        assert f"discard the rows after {shared} " in str(error)
+        copied = again(pickle.loads(pickle.dumps(error)))
+        assert isinstance(copied, TokenForked)
+        assert copied.rewind == rewind
+
+
+@pytest.mark.parametrize("rewind", ["50", "nonsense", "00c0ffee!1~2", ""])
+def test_a_fork_without_a_token_to_resume_with_is_a_refused_token(rewind: str) -> None:
+    assert type(refusal("bad_token: " + forked_text("events", "50", rewind))) is BadToken
 
 
 @pytest.mark.parametrize("text", ["", "something went wrong", "no_such_code: text", "lease_held"])

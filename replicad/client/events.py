@@ -33,12 +33,18 @@ class PositionMoved(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """What was known of the stream no longer holds: ids went back, or rows were missed that nobody has any more.
+    """Discard what you have of `instance` above `token`; all of it where `token` is None.
 
-    Whoever keeps something derived from the rows (a cache, a copy) throws it away, or makes it anew. `instance` is the
-    writer that was reset, None for all of them. `reason` is `moved_back`, `epoch`, or the code of the error with which
-    the server refused our token: `bad_token`, `token_ahead`, `token_expired`. `token` is the writer's new
-    position where it is known.
+    The rows above it are void: the history of the stream forked (a restored backup, a promoted standby, a new
+    sequence), or rows were missed that are no longer there. Those that there are now come after the event.
+
+    `instance` is a writer, `*` in a linear subscription, or None: the rows of all writers. Whoever keeps something
+    derived from the rows that cannot be undone row by row (a cache, a sum) makes it anew.
+
+    `reason` is `moved_back` (a POSITION went back), `forked` (rows above the fork were received before it), or the code
+    of the error with which the server refused a token that cannot be continued: `bad_token`, `token_ahead`,
+    `token_expired`. After these three the stream begins again, `token` is None. After a fork several events may come,
+    one for each writer and one for all.
     """
 
     stream: str

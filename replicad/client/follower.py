@@ -16,11 +16,13 @@ from replicad.client.events import Gap, PositionMoved, Reset, RowBatch
 from replicad.client.progress import LINEAR, UNKNOWN, Mark, StreamProgress
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.command import Command
+from replicad.protocol.tokens import Vector
 from replicad.streams.commands import BATCH, Position, Rdata, Writers
 
 Understand = Callable[[bytes], Command | None]  # Connection.understand, or what wraps it
 
 MAX_LANES = 100_000  # writers of all streams together that are remembered; others are looked up anew when they write
+FORKED = "forked"  # the reason of a Reset
 _SHORT = 18  # digits; every number of that length is a bigint
 
 
@@ -91,6 +93,19 @@ class Follower:
         """The subscription has ended on this connection: rows count again when it was asked for anew and answered."""
         self._forget_lanes(stream)
         self._streams[stream].new_connection()
+
+    def rewind(self, stream: str, token: str) -> list[Reset]:
+        """History forked: go back to `token`, which the server has named. Returns what is to be discarded.
+
+        Empty where the stream does not stand above the token.
+
+        Raises:
+            BadToken: the token is no vector.
+        """
+        return [
+            Reset(stream, instance, position, FORKED)
+            for instance, position in self._streams[stream].rewind(Vector.parse(token))
+        ]
 
     def streams(self) -> list[str]:
         """The streams that are wanted, in the order in which they were asked for."""
@@ -234,10 +249,13 @@ class Follower:
         mark = progress.mark(told.instance)
         have = mark.at
         if told.new < have:
-            self._drop_batches(told.stream, told.instance)
+            # Batches under way belong to the history of before; rows after the new position come again.
+            instance = progress.move_back(told.instance, told.new)
+            self._drop_batches(told.stream, instance or LINEAR)
+            if instance is None:
+                self._forget_lanes(told.stream)
             progress.live = True
-            mark.at = told.new
-            yield Reset(told.stream, told.instance, told.new, "moved_back")
+            yield Reset(told.stream, instance, told.new, "moved_back")
         elif have != UNKNOWN and (told.prev > have or self._drop_batches(told.stream, told.instance)):
             # Or a batch that will not be finished: what came of it has to come again.
             progress.live = False
@@ -249,8 +267,8 @@ class Follower:
             if told.new != have:
                 yield PositionMoved(told.stream, told.instance, told.new)
 
-    def _drop_batches(self, stream: str, instance: str) -> bool:
-        """Forget unfinished batches of a writer (`*`: of all writers of the stream); True where there was one."""
+    def _drop_batches(self, stream: str, instance: str) -> list[_Lane]:
+        """Forget unfinished batches of a writer (`*`: of all writers of the stream); returns where there was one."""
         if instance == LINEAR:
             lanes = [lane for lane in self._lanes.values() if lane.stream == stream]
         else:
@@ -259,17 +277,32 @@ class Follower:
         unfinished = [lane for lane in lanes if lane.batch is not None]
         for lane in unfinished:
             lane.end_batch("")
-        return bool(unfinished)
+        return unfinished
 
-    def _writers(self, told: Writers) -> Iterator[Reset]:
+    def _writers(self, told: Writers) -> Iterator[Reset | Gap]:
         progress = self._streams.get(told.stream)
         if progress is None:
             return
-        progress.answered = True
-        if progress.set_writers(told.epoch, dict(told.numbers)):
-            self._forget_lanes(told.stream)
+        if progress.is_forked(told.epoch):
+            yield from self._begin_generation(progress, told.epoch)
+        if self.gap is None:
+            progress.answered = True
+            progress.set_writers(told.epoch, dict(told.numbers))
+
+    def _begin_generation(self, progress: StreamProgress, epoch: str) -> Iterator[Reset | Gap]:
+        """The server is in another generation. It has told before which of our positions go back."""
+        unfinished = self._drop_batches(progress.name, LINEAR)
+        self._forget_lanes(progress.name)
+        back, again = progress.begin_generation(epoch)
+        gaps = [(lane.instance, lane.mark.at) for lane in unfinished] + ([(LINEAR, back[0][1])] if again else [])
+        if gaps:
+            # Rows that we do not have will not come on this connection, but after the next subscription.
             progress.live = False
-            yield Reset(told.stream, None, None, "epoch")
+            self.gap = Gap(progress.name, *gaps[0], gaps[0][1])
+        for instance, position in back:
+            yield Reset(progress.name, instance, position, FORKED)
+        if self.gap is not None:
+            yield self.gap
 
     def _forget_lanes(self, stream: str) -> None:
         self._lanes = {prefix: lane for prefix, lane in self._lanes.items() if lane.stream != stream}

@@ -1,6 +1,10 @@
 """How far a reader has got in one stream, writer by writer, and the token that says so.
 
 Pure bookkeeping: it is told of positions and numbers and renders tokens. Which rows move a position is for `follower`.
+
+A token names one epoch, that is one generation of the stream's history. When the history forks, positions go back to
+what the two generations share. Writers without a position of their own here (retired, or known only to an earlier
+process) stand at the token's minimum. So when the minimum goes back, the rows of every writer above it are void.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ UNKNOWN = -(1 << 63) - 1  # below every bigint: a position that nobody has told 
 LINEAR = "*"  # the instance in whose name POSITION speaks of all writers
 WORDS = (None, "NOW", "EARLIEST")
 MAX_UNLISTED = 100_000  # writers that WRITERS does not name whose last row is remembered, to pass over its repeats
+
+
+Back = list[tuple[str | None, int]]  # whose rows above which position are void; None: the rows of all writers
 
 
 class Mark:
@@ -45,6 +52,7 @@ class StreamProgress:
         self._writers = WriterSet()
         self._marks: dict[str, Mark] = {}
         self._all = Mark()  # the one position of a linear subscription
+        self._handed_upto = UNKNOWN  # rows of writers without a mark may have been handed over up to here
         self._base: Vector | str | None  # where we began, or stood before the last change of writers
         if token in WORDS:
             self._base = token
@@ -52,6 +60,7 @@ class StreamProgress:
             assert token is not None
             self._base = Vector.parse(token)
             self._epoch = self._base.epoch
+            self._handed_upto = self._base.minimum
 
     def mark(self, instance: str) -> Mark:
         """The position that a row or a POSITION of `instance` moves."""
@@ -60,6 +69,7 @@ class StreamProgress:
         found = self._marks.get(instance)
         if found is None:
             if len(self._marks) >= MAX_UNLISTED + len(self._writers.numbers):
+                self._handed_upto = max([self._handed_upto, *(mark.at for mark in self._marks.values())])
                 self._marks = {name: self._marks[name] for name in self._writers.numbers if name in self._marks}
             found = self._marks[instance] = Mark()
         return found
@@ -69,12 +79,46 @@ class StreamProgress:
         marks = {LINEAR: self._all} if self.linear else self._marks
         return {instance: mark.at for instance, mark in marks.items() if mark.at != UNKNOWN}
 
-    def set_writers(self, epoch: str, numbers: Mapping[str, int]) -> bool:
-        """Take a line of WRITERS; True where the epoch is another, and all positions are forgotten."""
-        changed = self._epoch is not None and epoch != self._epoch
-        if changed:
-            self.forget("EARLIEST")
-        elif self.positions():
+    def is_forked(self, epoch: str) -> bool:
+        """Whether the token is of another generation than the server."""
+        return self._epoch is not None and epoch != self._epoch
+
+    def begin_generation(self, epoch: str) -> tuple[Back, bool]:
+        """The server goes on in another generation, from the positions that it told or accepted.
+
+        True where rows that are void now will not come again on this connection.
+        """
+        at = self._vector()
+        back: Back = []
+        again = False
+        if isinstance(at, Vector):
+            at = at if self.answered else at.shortened()
+            others = self._others_above(at.minimum)
+            back = self._rewind(at)
+            again = bool(back) and back[0][0] is None and (bool(at.ahead) or (self.answered and others))
+        self._epoch = epoch
+        self._writers.begin()  # the line that told us names the writers anew
+        return back, again
+
+    def rewind(self, token: Vector) -> Back:
+        """Go back to a token of another generation, from which the next subscription begins."""
+        back = self._rewind(token)
+        self._epoch = token.epoch
+        return back
+
+    def move_back(self, instance: str, position: int) -> str | None:
+        """A POSITION went back. Returns whose rows above it are void: the writer's, or all writers' (None)."""
+        self._keep_minimum(self._vector())
+        self.mark(instance).at = position
+        if self._writers.numbers.keys() == {instance} and self._others_above(position):
+            self._rewind(Vector(position))  # those that are not listed stand where the one that is listed stands
+            return None
+        return instance
+
+    def set_writers(self, epoch: str, numbers: Mapping[str, int]) -> None:
+        """Take a line of WRITERS; of another epoch after `begin_generation`."""
+        if self.positions():
+            self._keep_minimum(self._vector())
             self._base = self._vector()
         elif not numbers and not self.linear and self._base in (None, "NOW"):
             self._base = "EARLIEST"  # there is no writer yet: from now on is from the first row on
@@ -83,7 +127,6 @@ class StreamProgress:
         for name in self._writers.add(numbers):
             if had_writers and name in self._marks:
                 self._marks[name].at = UNKNOWN  # who joins stands where POSITION says, whatever rows came unlisted
-        return changed
 
     def told(self) -> None:
         """A POSITION came: the writers that were named before it are all there are."""
@@ -103,14 +146,6 @@ class StreamProgress:
             }
         self._writers.begin()
 
-    def forget(self, word: str) -> None:
-        """Begin again from `NOW` or `EARLIEST`, in whatever epoch that is."""
-        self._epoch = None
-        self._writers = WriterSet()
-        self._marks = {}
-        self._all = Mark()
-        self._base = word
-
     def token(self) -> str | None:
         """What to subscribe with to go on from here; None and NOW mean: from now on."""
         base = self._vector()
@@ -129,3 +164,46 @@ class StreamProgress:
         # Not all writers were told: those that were not stand where they stood.
         stand = {number: told.get(number, self._base.at(number)) for number in numbers.values()}
         return Vector(min([self._base.minimum, *stand.values()]), {**self._base.ahead, **stand}, self._epoch)
+
+    def _keep_minimum(self, at: Vector | str | None) -> None:
+        if isinstance(at, Vector):
+            self._handed_upto = max(self._handed_upto, at.minimum)
+
+    def _others_above(self, position: int) -> bool:
+        """Whether rows above a position were handed over of writers that are not listed."""
+        return not self.linear and any(
+            mark.at > position for name, mark in self._marks.items() if name not in self._writers.numbers
+        )
+
+    def _rewind(self, to: Vector) -> Back:
+        """Lower all positions to those of `to`."""
+        base = self._vector()
+        if not isinstance(base, Vector):
+            return []
+        if self.linear:
+            if base.minimum <= to.minimum:
+                return []
+            if self._all.at != UNKNOWN:
+                self._all.at = to.minimum
+            self._base = Vector(to.minimum, epoch=to.epoch)
+            return [(LINEAR, to.minimum)]
+        positions = self.positions()
+        known = {name: number for name, number in self._writers.numbers.items() if name in positions}
+        nameless = base.ahead.keys() - known.values()
+        if (
+            max(self._handed_upto, base.minimum) > to.minimum
+            or self._others_above(to.minimum)
+            or any(base.ahead[number] > to.at(number) for number in nameless)
+        ):
+            for mark in self._marks.values():
+                mark.at = min(mark.at, to.minimum)
+            self._handed_upto = to.minimum
+            self._base = Vector(to.minimum, epoch=to.epoch)
+            return [(None, to.minimum)]
+        back: Back = []
+        for name, number in known.items():
+            if self._marks[name].at > to.at(number):
+                self._marks[name].at = to.at(number)
+                back.append((name, to.at(number)))
+        self._base = to
+        return back

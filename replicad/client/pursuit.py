@@ -31,6 +31,7 @@ from replicad.errors import (
     StreamError,
     TokenAhead,
     TokenExpired,
+    TokenForked,
 )
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error
@@ -118,6 +119,7 @@ class Pursuit:
         self._waited = 0.0
         self._gaps = 0
         self._refusals = 0
+        self._rewinds = 0  # in a row, to tokens that the server named
 
     def steps(self) -> Steps[None]:
         """Never ends; yields Events, and commands that are not about streams.
@@ -213,11 +215,12 @@ class Pursuit:
             if refused is None:
                 self._accepted.add(stream)
                 self._stops.accepted(stream)
+                self._rewinds = 0
             elif self._others_go_on(refused, stream):
                 self._answers_due = 0  # the refusal may have been the answer to a TAKEN
                 yield self._stop(stream, refused)
             elif not self._stops.is_stopped(stream):
-                yield self._reset_after(refused, stream)
+                yield from self._resets_after(refused, stream)
                 continue
             self._asking = None
             return
@@ -309,19 +312,26 @@ class Pursuit:
         self._refused = error
         return None
 
-    def _reset_after(self, error: ReplicadError, stream: str) -> Reset:
-        """Begin the stream again where the server does not take our own token.
+    def _resets_after(self, error: ReplicadError, stream: str) -> list[Reset]:
+        """Go back, or begin the stream again, where the server does not take the token.
+
+        A token above a fork goes back to the fork, a caller's own as well: the server knows what it stands for. With
+        any other token the stream begins again, where it was accepted before.
 
         Raises:
             ReplicadError: the refusal, where it is about something else, may pass, or comes once more.
         """
+        if isinstance(error, TokenForked) and self._rewinds < REFUSALS:
+            self._rewinds += 1
+            if resets := self.follower.rewind(stream, error.rewind):
+                return resets
         ours = stream in self._accepted and self.follower.token(stream) != self._options.after_reset
         may_be_behind = isinstance(error, TokenAhead) and self._refusals < REFUSALS
         if not ours or may_be_behind or not isinstance(error, BadToken | TokenExpired | TokenAhead):
             raise error
         self._refusals = 0
         self.follower.want(stream, self._options.after_reset, linear=self._options.linear)
-        return Reset(stream, None, None, error.code)
+        return [Reset(stream, None, None, error.code)]
 
     def _delay_after(self, error: ReplicadError) -> float:
         """How long to wait after an error; raises it where waiting does not help, or not any more."""

@@ -288,21 +288,98 @@ def test_a_writer_that_was_told_below_the_old_minimum_lowers_it_and_repeats_nobo
     assert reader.follower.token("events") == f"{EPOCH}!8~1.9~2.10~4.9"
 
 
-def test_another_epoch_is_a_reset_of_the_whole_stream() -> None:
+def test_a_fork_is_told_by_the_positions_that_go_back_and_the_epoch_only_names_it() -> None:
     reader = opened()
-    reader.read("RDATA events w1 batch [of before]\n")
-    assert reader.read("WRITERS events ffffffff w1=1\n") == [Reset("events", None, None, "epoch")]
-    assert reader.follower.token("events") == "EARLIEST", "nothing is known of the new epoch"
-    assert reader.read("POSITION events w1 2 2\nRDATA events w1 3 [1]\n") == [
-        PositionMoved("events", "w1", 2),
-        RowBatch("events", "w1", 3, ["[1]"]),
+    reader.read("RDATA events w1 20 [1]\nRDATA events w2 21 [1]\n")
+    assert reader.read("POSITION events w2 21 20\n") == [Reset("events", "w2", 20, "moved_back")]
+    assert reader.follower.token("events") == f"{EPOCH}!20", "of the epoch of before, and nothing that it lost"
+    assert reader.read("WRITERS events ffffffff w1=1 w2=2\nPOSITION events w1 20 20\nPOSITION events w2 20 20\n") == []
+    assert reader.follower.token("events") == "ffffffff!20"
+    assert reader.read("RDATA events w2 21 [2]\n") == [RowBatch("events", "w2", 21, ["[2]"])]
+
+
+def test_an_epoch_that_changes_and_moves_nothing_back_is_no_reset() -> None:
+    reader = opened()
+    assert reader.read("WRITERS events ffffffff w1=1 w2=2\nPOSITION events w1 5 5\nRDATA events w1 8 [1]\n") == [
+        RowBatch("events", "w1", 8, ["[1]"])
     ]
+    assert reader.follower.token("events") == "ffffffff!7~1.8"
+
+
+def test_when_the_minimum_goes_back_rows_of_writers_without_a_position_are_void_too() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 9 [1]\nRDATA events w2 9 [1]\n")
+    fork = "POSITION events w1 9 3\nPOSITION events w2 9 3\nWRITERS events ffffffff w1=1 w2=2\n"
+    assert reader.read(fork) == [
+        Reset("events", "w1", 3, "moved_back"),
+        Reset("events", "w2", 3, "moved_back"),
+        Reset("events", None, 3, "forked"),
+    ]
+    assert reader.follower.gap is None
+
+
+def test_rows_that_are_void_with_the_others_and_would_not_come_again_are_fetched() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 9 [1]\nRDATA events w2 20 [1]\n")
+    events = reader.read("POSITION events w1 9 3\nPOSITION events w2 20 5\nWRITERS events ffffffff w1=1 w2=2\n")
+    assert events[2:] == [Reset("events", None, 3, "forked"), Gap("events", "*", 3, 3)]
     assert reader.follower.token("events") == "ffffffff!3"
 
 
-def test_a_token_of_another_epoch_than_the_answers_is_a_reset_too() -> None:
-    reader = Reader("events ffffffff!50")
-    assert reader.read(OPENING)[0] == Reset("events", None, None, "epoch")
+def test_an_unfinished_batch_at_a_change_of_the_epoch_is_fetched_again() -> None:
+    reader = opened()
+    reader.read("RDATA events w1 batch [of before]\n")
+    assert reader.read("WRITERS events ffffffff w1=1 w2=2\n") == [Gap("events", "w1", 5, 5)]
+    assert reader.follower.token("events") == "ffffffff!5~2.7"
+
+
+def test_rows_of_a_writer_that_is_not_listed_come_again_after_the_one_that_stands_for_all_went_back() -> None:
+    reader = Reader()
+    reader.read(f"WRITERS events {EPOCH} +=1\nPOSITION events + 5 5\nRDATA events x 9 [1]\nPOSITION events + 5 9\n")
+    assert reader.read("POSITION events + 9 6\nRDATA events x 8 [2]\n") == [
+        Reset("events", None, 6, "moved_back"),
+        RowBatch("events", "x", 8, ["[2]"]),
+    ]
+
+
+def test_a_token_that_the_server_accepts_in_another_epoch_voids_what_it_does_not_speak_of() -> None:
+    reader = opened()
+    reader.read("RDATA events w9 20 [1]\n")
+    reader.reconnect()
+    assert reader.follower.token("events") == f"{EPOCH}!5~2.7"
+    answer = "WRITERS events ffffffff w1=1 w2=2\nPOSITION events w1 5 5\nPOSITION events w2 7 7\n"
+    assert reader.read(answer)[0] == Reset("events", None, 5, "forked")
+
+
+@pytest.mark.parametrize(
+    ("token", "back", "resets"),
+    [
+        ("5~2.7", "5~2.6", [Reset("events", "w2", 6, "forked")]),
+        ("5~2.7", "4~2.6", [Reset("events", None, 4, "forked")]),
+        ("5~2.7", "5~2.7", []),
+    ],
+)
+def test_a_token_goes_back_to_the_one_that_the_server_names(token: str, back: str, resets: list[Reset]) -> None:
+    reader = opened()
+    assert reader.follower.token("events") == f"{EPOCH}!{token}"
+    reader.reconnect()
+    assert reader.follower.rewind("events", f"ffffffff!{back}") == resets
+    after = "4" if back == "4~2.6" else back
+    assert reader.follower.token("events") == f"ffffffff!{after}"
+
+
+@pytest.mark.parametrize("back", ["49", "50~2.55"])
+def test_a_callers_token_knows_no_names_so_it_goes_back_for_all_writers(back: str) -> None:
+    reader = Reader("events a0b1c2d3!50~2.60")
+    minimum = int(back.split("~", maxsplit=1)[0])
+    assert reader.follower.rewind("events", f"ffffffff!{back}") == [Reset("events", None, minimum, "forked")]
+    assert reader.follower.token("events") == f"ffffffff!{minimum}"
+
+
+def test_a_linear_token_goes_back_as_a_single_integer() -> None:
+    reader = Reader("events a0b1c2d3!50", linear=True)
+    assert reader.follower.rewind("events", "ffffffff!40~2.45") == [Reset("events", "*", 40, "forked")]
+    assert reader.follower.token("events") == "ffffffff!40"
 
 
 def test_a_linear_subscription_has_one_position_for_all_writers() -> None:

@@ -17,8 +17,10 @@ from replicad.errors import (
     ReplicadError,
     ServerStopping,
     TokenAhead,
+    TokenForked,
     UnknownStream,
     WrongServer,
+    forked_text,
 )
 from replicad.protocol.commands import RemoteServerUp
 from replicad.protocol.connection import Connection
@@ -211,6 +213,46 @@ def test_a_token_of_ours_that_is_refused_is_a_reset_and_the_stream_begins_again(
     assert drive.asked[1:] == [f"REPLICATE events {EPOCH}!5", f"REPLICATE events {word}"]
     assert events[-1] == RowBatch("events", "w1", 3, ["[1]"])
     assert drive.pursuit.follower.token("events") == f"{EPOCH}!3"
+
+
+FORKED = f"ERROR bad_token: {forked_text('events', '3', 'ffffffff!3')}\n"
+AFTER = "WRITERS events ffffffff w1=1\nPOSITION events w1 3 3\n"
+
+
+@pytest.mark.parametrize("word", ["EARLIEST", "NOW"])
+def test_a_token_above_a_fork_goes_on_from_the_fork(word: str) -> None:
+    drive = following(after_reset=word)
+    drive.say(accepted(), "PING 1\n")
+    events = drive.say(LOST, FORKED, AFTER, "RDATA events w1 5 [2]\n")
+    assert events[1:] == [
+        Reset("events", None, 3, "forked"), Connected("here"), RowBatch("events", "w1", 5, ["[2]"])
+    ]  # fmt: skip
+    assert drive.asked[1:] == [f"REPLICATE events {EPOCH}!5", "REPLICATE events ffffffff!3"]
+
+
+def test_a_callers_token_above_a_fork_goes_on_from_the_fork_too() -> None:
+    drive = following(token="a0b1c2d3!7")
+    events = drive.say(FORKED, AFTER)
+    assert Reset("events", None, 3, "forked") in events
+    assert drive.asked == ["REPLICATE events a0b1c2d3!7", "REPLICATE events ffffffff!3"]
+
+
+def test_a_fork_that_takes_nothing_back_is_a_refusal() -> None:
+    drive = following(token="3")
+    with pytest.raises(TokenForked):
+        drive.say(FORKED)
+    drive = following()
+    drive.say(accepted(w1=3), "PING 1\n")
+    events = drive.say(LOST, FORKED)
+    assert events[-1] == Reset("events", None, None, "bad_token")
+
+
+def test_a_server_that_names_ever_lower_tokens_is_found_out() -> None:
+    drive = following(token="a0b1c2d3!99")
+    forks = [f"ERROR bad_token: {forked_text('events', str(at), f'ffffffff!{at}')}\n" for at in range(98, 0, -1)]
+    with pytest.raises(TokenForked):
+        drive.say(*forks)
+    assert len(drive.asked) == REFUSALS + 1
 
 
 def test_a_daemon_that_is_behind_is_given_time_before_it_is_a_reset() -> None:

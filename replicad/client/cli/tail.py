@@ -15,7 +15,7 @@ from replicad.terminal.failures import one_line, say
 
 if TYPE_CHECKING:
     from replicad.client.blocking_client import BlockingClient
-    from replicad.client.events import RowBatch
+    from replicad.client.events import Reset, RowBatch
 
 _WORDS = ("NOW", "EARLIEST")
 
@@ -43,7 +43,12 @@ Examples:
     "--linear", is_flag=True, help="In ascending order over all writers, each row as soon as none can come before it."
 )
 @option("--count", metavar="N", type=click.IntRange(min=1), help="End after N rows.")
-@option("--json", "as_json", is_flag=True, help="Print an object per row: stream, instance, token, row.")
+@option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print an object per row (stream, instance, token, row) and per reset (stream, instance, token, reset).",
+)
 @settings_options(ClientSettings, "Connection")
 def command(
     *, streams: tuple[str, ...], token: str, linear: bool, count: int | None, as_json: bool, **options: Any
@@ -52,6 +57,10 @@ def command(
 
     A line is stream, writer, token and the row as JSON. It survives restarts of the daemon and lost connections
     without missing a row; Ctrl-C ends it, and tells how to go on from there.
+
+    Where the history of a stream forked (a restored backup, a promoted standby), a line on stderr says which rows to
+    discard. With --json there is also an object on stdout: discard the rows of `instance` (null: of all writers) above
+    `token` (null: all rows).
     """
     token = token.upper() if token.upper() in _WORDS else token
     if len(streams) != 1 and token not in _WORDS:
@@ -87,8 +96,9 @@ def _follow(
                         if left == 0:
                             return
                     case Reset():
-                        what = event.stream if event.instance is None else f"{event.stream} of {event.instance}"
-                        say(f"replicad: {what} was reset ({event.reason}); what was known of it no longer holds")
+                        if as_json:
+                            click.echo(render_reset(event))
+                        say(f"replicad: {explain_reset(event)}")
                     case Connected():
                         followed = ", ".join(sorted(events.tokens())) or "every stream; there is none yet"
                         say(f"replicad: following {followed} at {event.server_name}")
@@ -116,3 +126,16 @@ def render(batch: RowBatch, rows: Sequence[str], *, as_json: bool) -> list[str]:
         return [f"{batch.stream} {batch.instance} {batch.token} {row}" for row in rows]
     head = f'{{"stream":{json.dumps(batch.stream)},"instance":{json.dumps(batch.instance)},"token":{batch.token},"row":'
     return [f"{head}{row}}}" for row in rows]
+
+
+def render_reset(event: Reset) -> str:
+    """What to discard, for programs."""
+    found = {"stream": event.stream, "instance": event.instance, "token": event.token, "reset": event.reason}
+    return json.dumps(found, separators=(",", ":"))
+
+
+def explain_reset(event: Reset) -> str:
+    """What to discard, for people."""
+    rows = "all rows" if event.instance in (None, "*") else f"the rows of {event.instance}"
+    above = "" if event.token is None else f" after {event.token}"
+    return f"stream {event.stream} was reset ({event.reason}): discard {rows}{above}; the present rows follow"

@@ -24,8 +24,10 @@ from replicad.errors import (
     ProtocolError,
     ReplicadError,
     TokenAhead,
+    TokenForked,
     UnknownStream,
     UnknownTube,
+    forked_text,
 )
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Connection, Due, Timing
@@ -161,6 +163,7 @@ class FakeSession:
         self.wake = trio.Event()
         self.out = bytearray()
         self.subscriptions: dict[str, tuple[bool, dict[str, int], int]] = {}
+        self.epochs: dict[str, str] = {}  # that each subscription was told last
         self.waiting: tuple[float, Command] | None = None  # a long poll: until when, for what
         self.stalled = False  # it reads nothing any more
 
@@ -263,7 +266,11 @@ class FakeSession:
             begin = Vector(0)
         else:
             begin = Vector.parse(command.token or "")
-            if begin.epoch not in (None, stream.epoch):
+            shared = stream.forks.get(begin.epoch or stream.epoch, begin.maximum)
+            if begin.maximum > shared:
+                rewind = Vector(min(begin.minimum, shared), {n: min(at, shared) for n, at in begin.ahead.items()})
+                raise TokenForked(forked_text(command.stream or "", str(shared), f"{stream.epoch}!{rewind}"))
+            if begin.epoch not in (None, stream.epoch, *stream.forks):
                 raise BadToken("the token is of another epoch")
             if begin.maximum > stream.last:
                 raise TokenAhead(f"the token lies beyond {stream.last}")
@@ -272,16 +279,19 @@ class FakeSession:
             told = {"*": begin.minimum}
         else:
             told = {writer: begin.at(number) for writer, number in stream.numbers.items()}
-            self.send(c.Writers(name, stream.epoch, tuple(stream.numbers.items())))
+        self.send(c.Writers(name, stream.epoch, tuple(stream.numbers.items())))
         self.send(*(c.Position(name, writer, at, at) for writer, at in told.items()))
         first = bisect_right(stream.facts, begin.minimum, key=lambda fact: fact[0])
         self.subscriptions[name] = (command.linear, told, first)
+        self.epochs[name] = stream.epoch
 
     def _pump(self) -> None:
         """Queue what came since, at most some tens of kilobytes at a time."""
         with self.world.lock:
             for name, (linear, told, first) in self.subscriptions.items():
                 stream = self.world.streams[name]
+                if self.epochs[name] != stream.epoch:
+                    first = self._announce_fork(name, told, self.epochs[name])
                 if not linear and stream.numbers.keys() - told.keys():
                     self.send(c.Writers(name, stream.epoch, tuple(stream.numbers.items())))
                     for writer in stream.numbers.keys() - told.keys():
@@ -301,6 +311,19 @@ class FakeSession:
                             self.send(c.Position(name, writer, position, stream.last))
                             told[writer] = stream.last
                 self.subscriptions[name] = (linear, told, at)
+
+    def _announce_fork(self, name: str, told: dict[str, int], epoch: str) -> int:
+        """Positions that go back, WRITERS, and all positions; returns the fact to go on with."""
+        stream = self.world.streams[name]
+        shared = stream.forks.get(epoch, 0)
+        for writer, position in told.items():
+            if position > shared:
+                self.send(c.Position(name, writer, position, shared))
+                told[writer] = shared
+        self.send(c.Writers(name, stream.epoch, tuple(stream.numbers.items())))
+        self.send(*(c.Position(name, writer, at, at) for writer, at in told.items()))
+        self.epochs[name] = stream.epoch
+        return bisect_right(stream.facts, min(told.values(), default=0), key=lambda fact: fact[0])
 
     # --- tubes ---
 

@@ -190,6 +190,54 @@ def test_a_restore_is_told_as_a_reset_and_then_everything_there_is_comes(
         assert follower.token("events") == "ffffffff!1"
 
 
+@pytest.mark.parametrize("linear", [False, True])
+def test_after_a_promotion_that_lost_rows_reading_goes_on_from_the_fork(
+    fake: FakeDaemon, world: World, make_client: MakeClient, linear: bool
+) -> None:
+    for row in range(1, 5):
+        world.commit("events", "w1", f"[{row}]")
+    with make_client(fake.port).follow({"events": "EARLIEST"}, linear) as follower:
+        take(follower, 4)
+        fake.kill()
+        world.fork("events", "ffffffff", 2)
+        world.commit("events", "w1", "[5]")
+        fake.start()
+        assert next(follower) == Reset("events", "*" if linear else None, 2, "forked")
+        assert next(follower) == RowBatch("events", "w1", 3, ["[5]"])
+        assert follower.token("events") == "ffffffff!3"
+
+
+def test_a_kept_token_that_lies_above_a_fork_goes_on_from_the_fork(
+    fake: FakeDaemon, world: World, make_client: MakeClient
+) -> None:
+    for writer in ("w1", "w2", "w1"):
+        world.commit("events", writer, "[1]")
+    client = make_client(fake.port)
+    with client.follow({"events": "EARLIEST"}) as follower:
+        take(follower, 3)
+        kept = follower.token("events")
+    world.fork("events", "ffffffff", 1)
+    world.commit("events", "w2", "[5]")
+    with client.follow({"events": kept}) as follower:
+        assert take(follower, 2) == [Reset("events", None, 1, "forked"), RowBatch("events", "w2", 2, ["[5]"])]
+
+
+def test_a_fork_while_connected_takes_back_what_lies_above_it(
+    fake: FakeDaemon, world: World, make_client: MakeClient
+) -> None:
+    for writer in ("w1", "w2", "w1"):
+        world.commit("events", writer, "[1]")
+    with make_client(fake.port).follow({"events": "EARLIEST"}) as follower:
+        take(follower, 3)
+        world.fork("events", "ffffffff", 1)
+        world.commit("events", "w2", "[5]")
+        events = take(follower, 4)
+        assert sorted(event.instance or "" for event in events[:3]) == ["", "w1", "w2"]
+        assert {event.token for event in events[:3]} == {1}
+        assert events[3] == RowBatch("events", "w2", 2, ["[5]"])
+        assert follower.token("events") == "ffffffff!1~2.2"
+
+
 def test_a_reset_while_connected_is_told_too(fake: FakeDaemon, world: World, make_client: MakeClient) -> None:
     world.commit("events", "w1", "[1]", skip=9)
     with make_client(fake.port).follow({"events": "EARLIEST"}) as follower:

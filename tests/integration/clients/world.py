@@ -23,6 +23,7 @@ class FakeStream:
     joined_at: dict[str, int] = field(default_factory=dict)
     last: int = 0
     epoch: str = "a1b2c3d4"
+    forks: dict[str, int] = field(default_factory=dict)  # up to where each earlier epoch is shared with this one
 
 
 @dataclass
@@ -73,6 +74,15 @@ class World:
         """As after a restore: nothing is left, ids begin anew."""
         with self.lock:
             self.streams[stream] = FakeStream(epoch=epoch)
+
+    def fork(self, stream: str, epoch: str, shared: int) -> None:
+        """As after a standby was promoted that had only the rows up to `shared`: later ids are given out again."""
+        with self.lock:
+            found = self.streams[stream]
+            found.forks = {known: min(at, shared) for known, at in {**found.forks, found.epoch: shared}.items()}
+            found.facts = [fact for fact in found.facts if fact[0] <= shared]
+            found.last, found.epoch = shared, epoch
+        self.changed()
 
     def touch(self, tube: str, *ids: int, op: str = "U", shard: int = 0, payload: Any = None) -> int:
         """Write a pod."""

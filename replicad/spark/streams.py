@@ -75,12 +75,10 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         else:
             latest = position(self._options, begin, self._options.poll_timeout)
         if latest.epoch != begin.epoch or latest.minimum < begin.minimum:
-            loss = f"{self._options.what} was reset: it is at {latest}, the checkpoint at {begin}"
-            if self._options.fail_on_data_loss:
-                raise DataLoss(f"{loss}. Start with a new checkpointLocation, or set failOnDataLoss=false")
-            log.warning("%s; reading begins with its first row", loss)
-            begin = Vector(_resolve(self._options, _FIRST).minimum, epoch=latest.epoch)
-        end = latest.minimum
+            begin = _continued(self._options, begin)
+            if latest.epoch != begin.epoch:
+                latest = self._target = position(self._options, None, 0.0)
+        end = max(begin.minimum, latest.minimum)
         if not isinstance(limit, ReadAllAvailable):
             most = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
             end = min(end, begin.minimum + most)
@@ -91,8 +89,12 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         after, upto = StreamOffset.from_json(start).token, StreamOffset.from_json(end).token
         if after == upto:
             return []
-        if after.epoch != upto.epoch or after.minimum > upto.minimum:
-            after = Vector(-1, epoch=upto.epoch)  # the stream was reset in between: from its first row
+        if after.epoch != upto.epoch:  # the history forked in between, or since the batch was planned
+            after = _continued(self._options, after)
+            if after.epoch != upto.epoch:
+                upto = _continued(self._options, upto)
+        if after.minimum >= upto.minimum:
+            return []
         return [StreamPartition(self._options, after, upto)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -145,20 +147,58 @@ def position(options: SourceOptions, known: Vector | None, wait: float) -> Vecto
 def _beginning(options: SourceOptions) -> Vector:
     if options.starting_offsets == LATEST:
         return position(options, None, 0.0)
-    return _resolve(options, _FIRST if options.starting_offsets == EARLIEST else options.starting_offsets)
+    begin, fork = _ask(options, _FIRST if options.starting_offsets == EARLIEST else options.starting_offsets)
+    if fork is not None and options.fail_on_data_loss:
+        raise DataLoss(f"{_forked(options, fork)}, which is below startingOffsets. Set startingOffsets to {begin}")
+    return begin
 
 
-def _resolve(options: SourceOptions, token: str) -> Vector:
-    """The token at which the daemon starts a subscription from `token`: checked, and with the epoch."""
+def _ask(options: SourceOptions, token: str) -> tuple[Vector, int | None]:
+    """Where a subscription from a token begins, as the daemon says: checked, and with the epoch.
+
+    With it the position after which the history forked, if the token lies above it.
+    """
+    fork: int | None = None
     with _follow(options, token) as events:
         for event in events:
-            if isinstance(event, PositionMoved):
-                return _reached(options, events)
-    raise ConnectionLost(f"the daemon did not report where {options.what} begins")
+            if isinstance(event, Reset):
+                fork = event.token
+            elif isinstance(event, PositionMoved):
+                return _reached(options, events), fork
+    raise ConnectionLost(f"{options.what} did not say where it begins")
 
 
-def _follow(options: SourceOptions, token: str, name: str = "spark/position") -> BlockingFollower[_Event]:
-    """The stream from a token, in linear order. `name` is the client's name for the daemon."""
+def _forked(options: SourceOptions, fork: int | None) -> str:
+    return f"the history of {options.what} forked after {fork}"
+
+
+def _continued(options: SourceOptions, token: Vector) -> Vector:
+    """Where reading goes on behind an offset of another generation.
+
+    Raises:
+        DataLoss: rows up to the offset are void or no longer retained, and failOnDataLoss is set.
+    """
+    begin: Vector | None = None
+    try:
+        begin, fork = _ask(options, str(token))
+    except (TokenExpired, TokenAhead, BadToken) as error:
+        loss = f"{options.what} cannot go on behind the checkpoint, which is at {token}: {error}"
+    else:
+        if fork is None:
+            return begin
+        loss = f"{_forked(options, fork)}, and the checkpoint is at {token}: what was read after {fork} is void"
+    where = "its first row" if begin is None else str(begin)
+    if options.fail_on_data_loss:
+        raise DataLoss(
+            f"{loss}. Remove from the results what came of those rows, then start with a new checkpointLocation. "
+            f"Or set failOnDataLoss=false to go on from {where}"
+        )
+    log.warning("%s; reading goes on from %s", loss, where)
+    return begin or _ask(options, _FIRST)[0]
+
+
+def _follow(options: SourceOptions, token: str, name: str = "spark/position") -> BlockingFollower[_Told]:
+    """The stream from a token, in linear order; `name` is ours for the daemon."""
     assert options.stream is not None
     patience = patience_of(options)
     return (
@@ -178,10 +218,10 @@ def _read_rows(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
     Raises:
         DataLoss: rows of the range are no longer retained, or the stream was reset, and failOnDataLoss is set.
     """
-    options, upto = partition.options, partition.upto.minimum
+    options = partition.options
     held: list[RowBatch] = []
     size = 0
-    for batch in _rows(options, partition.after, upto):
+    for batch in _rows(options, partition.after, partition.upto):
         held.append(batch)
         size += len(batch.rows)
         if size >= ROWS_PER_BATCH:
@@ -191,14 +231,15 @@ def _read_rows(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
         yield _record_batch(held)
 
 
-def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch]:
-    if after.minimum >= upto:
+def _rows(options: SourceOptions, after: Vector, upto: Vector) -> Iterator[RowBatch]:
+    if after.minimum >= upto.minimum:
         return
     begin = str(after) if after.minimum >= 0 else _FIRST
     while True:
         try:
             with _follow(options, begin, "spark/task") as events:
-                yield from _up_to(events, upto)
+                yield from _up_to(options, events, upto.minimum)
+                reached = _reached(options, events)
         except (TokenExpired, TokenAhead, BadToken) as error:
             if options.fail_on_data_loss or begin == _FIRST:
                 raise DataLoss(
@@ -208,13 +249,25 @@ def _rows(options: SourceOptions, after: Vector, upto: int) -> Iterator[RowBatch
             log.warning("rows of %s behind %s are missing: %s", options.what, after, error)
             begin = _FIRST
         else:
+            if reached.epoch != upto.epoch:
+                _continued(options, upto)  # planned before a fork: were these the rows that were planned?
             return
 
 
-def _up_to(events: Iterable[_Event], upto: int) -> Iterator[RowBatch]:
+def _up_to(options: SourceOptions, events: Iterable[_Told], upto: int) -> Iterator[RowBatch]:
     for event in events:
         if isinstance(event, Reset):
-            raise TokenExpired(f"{event.stream} was reset ({event.reason})")
+            if event.token is None:
+                raise TokenExpired(f"{event.stream} was reset ({event.reason})")
+            if options.fail_on_data_loss:
+                raise DataLoss(
+                    f"{_forked(options, event.token)} while rows up to {upto} were read. The next try "
+                    "begins behind the checkpoint. Set failOnDataLoss=false to go on in any case"
+                )
+            log.warning(
+                "%s while rows up to %s were read; reading goes on from there", _forked(options, event.token), upto
+            )
+            continue
         if isinstance(event, RowBatch) and event.token <= upto:
             yield event
         if event.token >= upto:

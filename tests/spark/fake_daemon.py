@@ -31,9 +31,11 @@ from replicad.errors import (
     ReplicadError,
     TokenAhead,
     TokenExpired,
+    TokenForked,
     TubeRefused,
     UnknownStream,
     UnknownTube,
+    forked_text,
 )
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Auth, Error, Ping, Server
@@ -129,6 +131,7 @@ class FakeDaemon:
         self.tops: dict[str, int] = {}  # positions of streams; may be above the last row
         self.trimmed: dict[str, int] = {}  # up to where rows of streams were forgotten
         self.epoch = "0123456789ab"
+        self.forks: dict[str, int] = {}  # up to where each earlier epoch is shared with this one
         self.cut_after_pods: int | None = None  # close the connection after so many pods of the next answer, once
         self.arrow: int | None = None  # of how many pods of an answer it gives blocks; None: of all
         self.requests: list[str] = []
@@ -192,6 +195,15 @@ class FakeDaemon:
             self.tops[stream] = rows[-1][0]
             self.moved.notify_all()
             return rows[-1][0]
+
+    def fork(self, stream: str, epoch: str, shared: int) -> None:
+        """The rows after `shared` are gone, and their ids are given out again."""
+        with self.moved:
+            self.forks = {known: min(at, shared) for known, at in {**self.forks, self.epoch: shared}.items()}
+            self.epoch = epoch
+            self.streams[stream] = [row for row in self.streams[stream] if row[0] <= shared]
+            self.tops[stream] = shared
+            self._seq = itertools.count(shared + 1)
 
     def count(self, command: str) -> int:
         """How many requests of that name came."""
@@ -425,7 +437,10 @@ class FakeDaemon:
             start = top if token == "NOW" else oldest
         else:
             vector = Vector.parse(token)
-            if vector.epoch not in (None, self.epoch):
+            shared = self.forks.get(vector.epoch or self.epoch, vector.minimum)
+            if vector.minimum > shared:
+                raise TokenForked(forked_text(stream, str(shared), f"{self.epoch}!{shared}"))
+            if vector.epoch not in (None, self.epoch, *self.forks):
                 raise BadToken(f"token {token} is of another epoch than {self.epoch}")
             start = vector.minimum
         if start > top:

@@ -99,14 +99,64 @@ def test_rows_that_were_trimmed_are_data_loss_or_a_warning(daemon: FakeDaemon) -
     assert Query(options(daemon, failOnDataLoss="false"), query.offsets[:1]).trigger() == rows[4:]
 
 
-def test_a_restored_stream_is_noticed_by_its_epoch(daemon: FakeDaemon) -> None:
+def test_a_stream_restored_to_a_time_before_the_checkpoint_is_read_from_its_first_row(daemon: FakeDaemon) -> None:
     rows = fill(daemon)
     query = Query(options(daemon))
     assert query.trigger() == rows
     daemon.epoch = "ba9876543210"
-    with pytest.raises(DataLoss, match="was reset"):
+    with pytest.raises(DataLoss, match=r"stream events cannot go on behind the checkpoint.*from its first row"):
         query.trigger()
     assert Query(options(daemon, failOnDataLoss="false"), query.offsets).trigger() == rows
+
+
+def test_a_fork_above_the_checkpoint_is_not_noticed(daemon: FakeDaemon) -> None:
+    rows = fill(daemon)
+    query = Query(options(daemon))
+    assert query.trigger() == rows
+    daemon.fork("events", "ba9876543210", rows[-1][1])
+    more = fill(daemon, 2)
+    assert query.trigger() == more
+    assert query.trigger() == []
+    assert Query(options(daemon), query.offsets).read(0, 1) == rows, "a replay of a batch of before"
+
+
+def test_a_fork_below_the_checkpoint_is_data_loss_or_reading_goes_on_from_it(daemon: FakeDaemon) -> None:
+    rows = fill(daemon)
+    query = Query(options(daemon))
+    assert query.trigger() == rows
+    fork = rows[3][1]
+    daemon.fork("events", "ba9876543210", fork)
+    more = fill(daemon, 5)
+    message = rf"history of stream events forked after {fork}, .* at \S+!{rows[-1][1]}: .*from ba9876543210!{fork}"
+    with pytest.raises(DataLoss, match=message):
+        query.trigger()
+    lenient = Query(options(daemon, failOnDataLoss="false"), query.offsets)
+    assert lenient.trigger() == more
+    assert lenient.trigger() == []
+
+
+def test_a_batch_that_was_planned_before_a_fork_below_its_end_is_data_loss_or_is_read_as_it_is_now(
+    daemon: FakeDaemon,
+) -> None:
+    rows = fill(daemon)
+    query = Query(options(daemon))
+    assert query.trigger() == rows
+    fork = rows[3][1]
+    daemon.fork("events", "ba9876543210", fork)
+    more = fill(daemon, 5)
+    with pytest.raises(DataLoss, match=f"forked after {fork}"):
+        Query(options(daemon), query.offsets).read(0, 1)
+    lenient = Query(options(daemon, failOnDataLoss="false"), query.offsets)
+    assert lenient.read(0, 1) == [*rows[:4], *more[:2]], "as far as the batch was planned"
+    assert lenient.trigger() == more, "those above the fork again"
+
+
+def test_starting_offsets_above_a_fork_is_refused_with_the_token_to_begin_with(daemon: FakeDaemon) -> None:
+    rows = fill(daemon)
+    old, fork = daemon.epoch, rows[3][1]
+    daemon.fork("events", "ba9876543210", fork)
+    with pytest.raises(DataLoss, match=f"Set startingOffsets to ba9876543210!{fork}"):
+        Query(options(daemon, startingOffsets=f"{old}!{rows[-1][1]}"))
 
 
 def test_an_unknown_stream_is_said_at_once(daemon: FakeDaemon) -> None:

@@ -96,9 +96,7 @@ def _follow(
                         if left == 0:
                             return
                     case Reset():
-                        if as_json:
-                            click.echo(render_reset(event))
-                        say(f"replicad: {explain_reset(event)}")
+                        _report(event, as_json=as_json)
                     case Connected():
                         followed = ", ".join(sorted(events.tokens())) or "every stream; there is none yet"
                         say(f"replicad: following {followed} at {event.server_name}")
@@ -126,6 +124,12 @@ def render(batch: RowBatch, rows: Sequence[str], *, as_json: bool) -> list[str]:
         return [f"{batch.stream} {batch.instance} {batch.token} {row}" for row in rows]
     head = f'{{"stream":{json.dumps(batch.stream)},"instance":{json.dumps(batch.instance)},"token":{batch.token},"row":'
     return [f"{head}{row}}}" for row in rows]
+
+
+def _report(event: Reset, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(render_reset(event))
+    say(f"replicad: {explain_reset(event)}")
 
 
 def render_reset(event: Reset) -> str:

@@ -288,8 +288,9 @@ class FakeSession:
     def _pump(self) -> None:
         """Queue what came since, at most some tens of kilobytes at a time."""
         with self.world.lock:
-            for name, (linear, told, first) in self.subscriptions.items():
+            for name, (linear, told, at) in self.subscriptions.items():
                 stream = self.world.streams[name]
+                first = at
                 if self.epochs[name] != stream.epoch:
                     first = self._announce_fork(name, told, self.epochs[name])
                 if not linear and stream.numbers.keys() - told.keys():
@@ -297,20 +298,19 @@ class FakeSession:
                     for writer in stream.numbers.keys() - told.keys():
                         told[writer] = stream.joined_at[writer]
                         self.send(c.Position(name, writer, told[writer], told[writer]))
-                at = first
-                while at < len(stream.facts) and len(self.out) < 65536:
-                    token, writer, rows = stream.facts[at]
-                    at += 1
+                while first < len(stream.facts) and len(self.out) < 65536:
+                    token, writer, rows = stream.facts[first]
+                    first += 1
                     if token > told["*" if linear else writer]:
                         told["*" if linear else writer] = token
                         self.send(*(c.Rdata(name, writer, None, row) for row in rows[:-1]))
                         self.send(c.Rdata(name, writer, token, rows[-1]))
-                if at == len(stream.facts):
+                if first == len(stream.facts):
                     for writer, position in told.items():
                         if position < stream.last:
                             self.send(c.Position(name, writer, position, stream.last))
                             told[writer] = stream.last
-                self.subscriptions[name] = (linear, told, at)
+                self.subscriptions[name] = (linear, told, first)
 
     def _announce_fork(self, name: str, told: dict[str, int], epoch: str) -> int:
         """Positions that go back, WRITERS, and all positions; returns the fact to go on with."""

@@ -17,13 +17,20 @@ import structlog
 import trio
 
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
-from replicad.errors import DatabaseError, DatabaseUnavailable, RouteFailed, StreamRefused
+from replicad.errors import (
+    BadToken,
+    DatabaseError,
+    DatabaseUnavailable,
+    RouteFailed,
+    StreamRefused,
+    StreamRestarted,
+)
 from replicad.protocol.commands import RemoteServerUp
 from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu
 from replicad.sender.routing import Router, SourceRow, Update, body_text
-from replicad.sender.store import Recording, Store
+from replicad.sender.store import Recording, Restart, Store
 from replicad.sender.upstream import Told, Upstream
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
@@ -35,10 +42,6 @@ IDLE_TOKEN = 1.0  # seconds after which a position without rows is stored too
 T = TypeVar("T")
 
 log = structlog.get_logger()
-
-
-class Restart(Exception):
-    """A stream was reset: begin again with the state in Postgres."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +145,11 @@ class Intake:
             case PositionMoved():
                 await self._position(event)
             case Reset():
+                log.warning("stream_reset", stream=event.stream, reason=event.reason, position=event.token)
                 if event.token is not None:
                     await self._rewind(event.stream, event.token)
-                log.warning("stream_reset", stream=event.stream, reason=event.reason)
+                elif event.reason == BadToken.code:
+                    await self._check_restored(event.stream)
                 raise Restart
             case Connected():
                 log.info("daemon_connected", server=event.server_name)
@@ -179,6 +184,22 @@ class Intake:
         names = list(self._engine) if stream == self._facts else []
         forgotten = await self._store.rewind(stream, token, names)
         log.warning("stream_rewound", stream=stream, position=token, facts_forgotten=forgotten)
+
+    async def _check_restored(self, stream: str) -> None:
+        """The server knows nothing of the history that we followed: its database was restored to a time before it.
+
+        The state of the sender was restored with it, unless this session has written since. Then it speaks of rows
+        that are void.
+
+        Raises:
+            StreamRestarted: the state is that of this session.
+        """
+        recorded = self._recorded.get(stream)
+        if recorded is not None and (await self._store.tokens()).get(stream) == recorded:
+            raise StreamRestarted(
+                f"the history of stream {stream} forked at an unknown position, and it was recorded up to {recorded}. "
+                "Start the sender once with --from to say where to go on: a token, now or earliest"
+            )
 
     async def _take_rows(self, upstream: Upstream, batches: Sequence[RowBatch]) -> None:
         stream, upto = batches[0].stream, batches[-1].token

@@ -33,11 +33,11 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.retry import Backoff
 from replicad.sender.catchup import SqlLatest
 from replicad.sender.engine import Engine, EngineStatistics
-from replicad.sender.intake import Intake, IntakeStatistics, Restart
+from replicad.sender.intake import Intake, IntakeStatistics
 from replicad.sender.routing import FixedRouter, FunctionRouter, Router, SqlRouter, check_query, load_function
 from replicad.sender.settings import Routing, SenderSettings
 from replicad.sender.sharding import ownership
-from replicad.sender.store import Store, open_store
+from replicad.sender.store import Restart, Store, open_store
 from replicad.sender.transport import open_transport
 from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
 

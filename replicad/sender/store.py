@@ -26,6 +26,10 @@ _STANDINGS = 2000  # destinations read at once when a sender starts
 _COLLAPSE = 200  # destinations whose facts are collapsed by one statement
 
 
+class Restart(Exception):
+    """A stream was reset: begin again with the state in Postgres."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """The state of a destination; replaces the one before. `done_edus`: stored updates that it has accepted."""
@@ -90,6 +94,7 @@ class Store:
         self._db = db
         self._keeper = keeper
         self._writing = trio.Lock()
+        self._rewound = False
         self._schema = schema
         self._sender = sender
 
@@ -163,8 +168,16 @@ class Store:
         return removed
 
     async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
-        """Go on behind `token` for these destinations; returns how many outstanding facts were forgotten."""
-        forgotten: int = await self._write("federation_rewind", self._sender, stream, token, list(names))
+        """Go on behind `token` for these destinations; returns how many outstanding facts were forgotten.
+
+        It is the last write of this store. A result of a request that was under way would tell that a destination has
+        facts above `token`, and their ids are given out again for other facts.
+        """
+        async with self._writing:
+            self._rewound = True
+            forgotten: int = await call_value(
+                self._keeper, self._schema, "federation_rewind", self._sender, stream, token, list(names)
+            )
         return forgotten
 
     async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
@@ -190,6 +203,8 @@ class Store:
 
     async def _write(self, function: str, *args: object) -> Any:
         async with self._writing:
+            if self._rewound:
+                raise Restart
             return await call_value(self._keeper, self._schema, function, *args)
 
 

@@ -14,7 +14,7 @@ from replicad.errors import DatabaseError, SenderRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.sender.items import START, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
-from replicad.sender.store import Entry, Recording, Store, open_store
+from replicad.sender.store import Entry, Recording, Restart, Store, open_store
 
 from ..federation_fakes import MemoryStore
 
@@ -254,6 +254,10 @@ async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store
     assert (await real.tokens())["facts"] == 5
     assert Order(5, 0) < found["a"].success < Order(6, 0)
     assert (await real.page("b", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction is None
+    with pytest.raises(Restart):  # the result of a request that was under way
+        await real.write([Entry("b", Order(8, 0), 1)])
+    assert (await standings(real))["b"].success == START
+    real = Store(real._db, real._keeper, real._schema, real._sender)  # as the next session has it
     await record(real, 8, (fact(8, body='"new"'), ["a", "b"]))
     assert await orders(real, "b") == [(4, 0), (8, 0)]
     page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)

@@ -12,7 +12,15 @@ from typing import Protocol
 
 from replicad.caches.course import Course
 from replicad.caches.registry import Caches
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
+from replicad.client.events import (
+    Connected,
+    Disconnected,
+    GenerationBegan,
+    PositionMoved,
+    Reset,
+    RowBatch,
+    TakenUpto,
+)
 from replicad.client.pursuit import FollowWishes
 from replicad.errors import ReplicadError
 from replicad.eventlog import get_logger
@@ -20,8 +28,14 @@ from replicad.retry import Backoff
 
 STREAM = "caches"
 ENDED = "following the stream has ended"
-Also = PositionMoved | Connected | Disconnected | TakenUpto
-ALSO: tuple[type[Also], ...] = (PositionMoved, Connected, Disconnected, TakenUpto)  # the driver asks its follower so
+Also = PositionMoved | GenerationBegan | Connected | Disconnected | TakenUpto
+ALSO: tuple[type[Also], ...] = (
+    PositionMoved,
+    GenerationBegan,
+    Connected,
+    Disconnected,
+    TakenUpto,
+)  # the driver asks its follower so
 RETRY_FIRST = 0.5  # seconds until following is begun anew after something that trying again may not mend
 RETRY_CAP = 30.0
 
@@ -73,10 +87,12 @@ class Following:
                     self._caches.stand(live=False, problem=_CATCHING_UP)
             case TakenUpto():
                 course.taken(event.token, now() - event.age)
-            case Reset():
+            case Reset() | GenerationBegan():
+                # A value may come from a transaction that is lost, although its invalidation had not come yet.
                 self._caches.empty()
                 course.reset(now())
-                log.info("caches_emptied", stream=self._stream, reason=event.reason)
+                reason = event.reason if isinstance(event, Reset) else "generation"
+                log.info("caches_emptied", stream=self._stream, reason=reason)
             case Disconnected():
                 was_live = course.live
                 emptied = self._lost(follower.token(self._stream), str(event.error))

@@ -53,6 +53,18 @@ class Reset(NamedTuple):
     reason: str
 
 
+class GenerationBegan(NamedTuple):
+    """The server follows another generation of the stream's history: Postgres restarted, or a fork.
+
+    What is to be discarded is in Reset events before it; mostly there are none. Whoever keeps something that was read
+    from the database itself throws it away: transactions that were visible there may be lost, also those whose rows
+    had not come yet. `epoch` stands in tokens from now on.
+    """
+
+    stream: str
+    epoch: str
+
+
 class Gap(NamedTuple):
     """Rows of a writer between `have` and `told` were not received; they have to be fetched."""
 
@@ -109,6 +121,7 @@ class StreamsChanged(NamedTuple):
 
 Also = (
     PositionMoved
+    | GenerationBegan
     | Connected
     | Disconnected
     | StreamStopped

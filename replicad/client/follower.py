@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from replicad.client.events import Gap, PositionMoved, Reset, RowBatch
+from replicad.client.events import Gap, GenerationBegan, PositionMoved, Reset, RowBatch
 from replicad.client.progress import LINEAR, UNKNOWN, Mark, StreamProgress
 from replicad.errors import RemoteProtocolError
 from replicad.protocol.command import Command
@@ -20,6 +20,8 @@ from replicad.protocol.tokens import Vector
 from replicad.streams.commands import BATCH, Position, Rdata, Writers
 
 Understand = Callable[[bytes], Command | None]  # Connection.understand, or what wraps it
+
+Received = RowBatch | PositionMoved | Reset | GenerationBegan | Gap | Command
 
 MAX_LANES = 100_000  # writers of all streams together that are remembered; others are looked up anew when they write
 FORKED = "forked"  # the reason of a Reset
@@ -132,7 +134,7 @@ class Follower:
 
     # --- what comes ---
 
-    def feed(self, block: bytes, understand: Understand) -> Iterator[RowBatch | PositionMoved | Reset | Gap | Command]:
+    def feed(self, block: bytes, understand: Understand) -> Iterator[Received]:
         """Take whole lines, ends included; yields what they mean, and every command that is not about a stream.
 
         Lazy: positions advance as the events are taken. After a Gap nothing more is taken before `new_connection`.
@@ -153,9 +155,7 @@ class Follower:
             if self.gap is not None:
                 return
 
-    def _feed_text(
-        self, text: str, understand: Understand
-    ) -> Iterator[RowBatch | PositionMoved | Reset | Gap | Command]:
+    def _feed_text(self, text: str, understand: Understand) -> Iterator[Received]:
         new = tuple.__new__  # what RowBatch() does, without a Python function in between
         prefix, lane, mark, end = _NO_LANE.prefix, _NO_LANE, _NO_LANE.mark, 0
         for line in text.split("\n"):
@@ -182,7 +182,7 @@ class Follower:
             else:
                 yield from self._line(line.encode(), understand)
 
-    def _line(self, line: bytes, understand: Understand) -> Iterator[RowBatch | PositionMoved | Reset | Gap | Command]:
+    def _line(self, line: bytes, understand: Understand) -> Iterator[Received]:
         """The long way, for all that is no row or needs a second look."""
         command = understand(line)
         match command:
@@ -279,7 +279,7 @@ class Follower:
             lane.end_batch("")
         return unfinished
 
-    def _writers(self, told: Writers) -> Iterator[Reset | Gap]:
+    def _writers(self, told: Writers) -> Iterator[Reset | GenerationBegan | Gap]:
         progress = self._streams.get(told.stream)
         if progress is None:
             return
@@ -289,7 +289,7 @@ class Follower:
             progress.answered = True
             progress.set_writers(told.epoch, dict(told.numbers))
 
-    def _begin_generation(self, progress: StreamProgress, epoch: str) -> Iterator[Reset | Gap]:
+    def _begin_generation(self, progress: StreamProgress, epoch: str) -> Iterator[Reset | GenerationBegan | Gap]:
         """The server is in another generation. It has told before which of our positions go back."""
         unfinished = self._drop_batches(progress.name, LINEAR)
         self._forget_lanes(progress.name)
@@ -301,6 +301,7 @@ class Follower:
             self.gap = Gap(progress.name, *gaps[0], gaps[0][1])
         for instance, position in back:
             yield Reset(progress.name, instance, position, FORKED)
+        yield GenerationBegan(progress.name, epoch)
         if self.gap is not None:
             yield self.gap
 

@@ -16,7 +16,15 @@ from replicad.caches.following import Following
 from replicad.caches.guard import Ticket
 from replicad.caches.registry import Caches
 from replicad.caches.storage import MISSING
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, TakenUpto
+from replicad.client.events import (
+    Connected,
+    Disconnected,
+    GenerationBegan,
+    PositionMoved,
+    Reset,
+    RowBatch,
+    TakenUpto,
+)
 from replicad.errors import ConnectionLost
 
 KEYS = st.integers(0, 2)
@@ -282,6 +290,24 @@ def test_an_answer_of_before_the_ids_went_back_does_not_keep_caches_from_being_p
     assert cache.get((1,)) is MISSING
     following.take(TakenUpto("caches", 4, 0.0), Client("4", w=4))
     assert cache.get((1,)) == "kept"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Reset("caches", "w", 3, "moved_back"), Reset("caches", None, 3, "forked"), GenerationBegan("caches", "f0")],
+)
+def test_values_of_another_generation_are_not_kept_and_loads_under_way_are_not_stored(
+    event: Reset | GenerationBegan,
+) -> None:
+    caches, cache, following = connected()
+    cache.store(cache.begin((1,)), "of a lost transaction")
+    under_way = cache.begin((2,))
+    following.take(event, Client("3", w=3))
+    cache.store(under_way, "of a lost transaction")
+    assert (cache.get((1,)), cache.get((2,))) == (MISSING, MISSING)
+    assert caches.live, "nothing of before is in the caches"
+    cache.store(cache.begin((1,)), "new")
+    assert cache.get((1,)) == "new"
 
 
 def test_nothing_is_trusted_that_nobody_follows_any_more() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicad.client.events import Gap, PositionMoved, Reset, RowBatch
+from replicad.client.events import Gap, GenerationBegan, PositionMoved, Reset, RowBatch
 from replicad.client.follower import BatchLimits, Follower
 from replicad.errors import BadToken, RemoteProtocolError
 from replicad.protocol.commands import Ping, RemoteServerUp
@@ -293,7 +293,9 @@ def test_a_fork_is_told_by_the_positions_that_go_back_and_the_epoch_only_names_i
     reader.read("RDATA events w1 20 [1]\nRDATA events w2 21 [1]\n")
     assert reader.read("POSITION events w2 21 20\n") == [Reset("events", "w2", 20, "moved_back")]
     assert reader.follower.token("events") == f"{EPOCH}!20", "of the epoch of before, and nothing that it lost"
-    assert reader.read("WRITERS events ffffffff w1=1 w2=2\nPOSITION events w1 20 20\nPOSITION events w2 20 20\n") == []
+    assert reader.read("WRITERS events ffffffff w1=1 w2=2\nPOSITION events w1 20 20\nPOSITION events w2 20 20\n") == [
+        GenerationBegan("events", "ffffffff")
+    ]
     assert reader.follower.token("events") == "ffffffff!20"
     assert reader.read("RDATA events w2 21 [2]\n") == [RowBatch("events", "w2", 21, ["[2]"])]
 
@@ -301,7 +303,8 @@ def test_a_fork_is_told_by_the_positions_that_go_back_and_the_epoch_only_names_i
 def test_an_epoch_that_changes_and_moves_nothing_back_is_no_reset() -> None:
     reader = opened()
     assert reader.read("WRITERS events ffffffff w1=1 w2=2\nPOSITION events w1 5 5\nRDATA events w1 8 [1]\n") == [
-        RowBatch("events", "w1", 8, ["[1]"])
+        GenerationBegan("events", "ffffffff"),
+        RowBatch("events", "w1", 8, ["[1]"]),
     ]
     assert reader.follower.token("events") == "ffffffff!7~1.8"
 
@@ -314,6 +317,7 @@ def test_when_the_minimum_goes_back_rows_of_writers_without_a_position_are_void_
         Reset("events", "w1", 3, "moved_back"),
         Reset("events", "w2", 3, "moved_back"),
         Reset("events", None, 3, "forked"),
+        GenerationBegan("events", "ffffffff"),
     ]
     assert reader.follower.gap is None
 
@@ -322,14 +326,18 @@ def test_rows_that_are_void_with_the_others_and_would_not_come_again_are_fetched
     reader = opened()
     reader.read("RDATA events w1 9 [1]\nRDATA events w2 20 [1]\n")
     events = reader.read("POSITION events w1 9 3\nPOSITION events w2 20 5\nWRITERS events ffffffff w1=1 w2=2\n")
-    assert events[2:] == [Reset("events", None, 3, "forked"), Gap("events", "*", 3, 3)]
+    began = GenerationBegan("events", "ffffffff")
+    assert events[2:] == [Reset("events", None, 3, "forked"), began, Gap("events", "*", 3, 3)]
     assert reader.follower.token("events") == "ffffffff!3"
 
 
 def test_an_unfinished_batch_at_a_change_of_the_epoch_is_fetched_again() -> None:
     reader = opened()
     reader.read("RDATA events w1 batch [of before]\n")
-    assert reader.read("WRITERS events ffffffff w1=1 w2=2\n") == [Gap("events", "w1", 5, 5)]
+    assert reader.read("WRITERS events ffffffff w1=1 w2=2\n") == [
+        GenerationBegan("events", "ffffffff"),
+        Gap("events", "w1", 5, 5),
+    ]
     assert reader.follower.token("events") == "ffffffff!5~2.7"
 
 

@@ -331,6 +331,14 @@ def test_rows_that_are_void_with_the_others_and_would_not_come_again_are_fetched
     assert reader.follower.token("events") == "ffffffff!3"
 
 
+def test_rows_above_the_position_of_the_one_that_stands_for_all_are_fetched_again_in_another_epoch() -> None:
+    reader = Reader()
+    reader.read(f"WRITERS events {EPOCH} +=1\nPOSITION events + 5 5\nRDATA events x 9 [1]\n")
+    events = reader.read("WRITERS events ffffffff +=1\n")
+    assert events[0] == Reset("events", None, 5, "forked")
+    assert events[2:] == [Gap("events", "*", 5, 5)]
+
+
 def test_an_unfinished_batch_at_a_change_of_the_epoch_is_fetched_again() -> None:
     reader = opened()
     reader.read("RDATA events w1 batch [of before]\n")

@@ -356,7 +356,7 @@ def run(chance: random.Random, kind: str) -> Client:
     return client
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.integers(0, 1 << 32).map(random.Random), st.sampled_from(["linear", "listed", "crowded", "retiring"]))
 def test_after_any_forks_exactly_the_present_rows_are_held(chance: random.Random, kind: str) -> None:
     run(chance, kind)

@@ -5,6 +5,7 @@
 #   make test PYTEST_ARGS="tests/unit -x"    a part of the suite
 #   make test WORKERS=0 PYTEST_ARGS="-s"     one after another, in one process (a number: in so many)
 #   make test-busy TIMES=5                   the whole suite as often, on a machine that has other things to do
+#   make specs SPECS="Leases"                one model, or one configuration
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
 
 PYTHON ?= python3
@@ -12,12 +13,13 @@ PYTEST_ARGS ?=
 WORKERS ?= auto
 TIMES ?= 5
 BENCH_ARGS ?=
+SPECS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint docs bench stress dist clean distclean check-java
+.PHONY: help demo test test-busy lint specs docs bench stress dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +43,9 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 	for check in "ruff check ." "ruff format --check ." mypy; do $(RUN) -m $$check || failed="$$failed $$check;"; done; \
 	$(VENV)/bin/lint-imports || failed="$$failed lint-imports;"; \
 	if [ -n "$$failed" ]; then echo "make: refused by:$$failed see above" >&2; exit 1; fi
+
+specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (docs/specs.md)
+	@$(RUN) specs/run.py $(SPECS)
 
 docs: $(VENV)/.dev ## make docs/api.md, docs/sql.md and the tables of protocol.md anew
 	@for page in tests.api_page tests.schema.page tests.protocol_page; do $(RUN) -m $$page || exit 1; done
@@ -93,6 +98,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with all extras and the developer's tools (about 700 MB the first time)"
 	$(call pip_install,--editable '.[demo]' --group dev)
 	@touch $(VENV)/.demo $@
+
+$(VENV)/.specs: $(VENV)/.dev
+	@echo "==> installing TLC (2 MB)"
+	$(call pip_install,--group specs)
+	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
 	@echo "==> installing the peers to measure against"

@@ -9,7 +9,8 @@ import pytest
 from replicad.postgres import schema, schema_text
 from tests.schema import page
 
-DESIGN = {"architecture.md", "positions.md", "leases.md", "protocol-notes.md", "where.md"}  # for who changes replicad
+# for who changes replicad
+DESIGN = {"architecture.md", "positions.md", "leases.md", "protocol-notes.md", "specs.md", "where.md"}
 PAGES = [page.ROOT / "README.md", page.ROOT / "protocol.md", *sorted((page.ROOT / "docs").glob("*.md"))]
 PUBLIC = {name for part in schema.PARTS for name in page.public(part)}
 INTERNAL = {name for part in schema.PARTS for name in schema_text.created(part).routines} - PUBLIC

@@ -1,0 +1,40 @@
+"""docs/specs.md names every rule that a configuration in specs/ switches off, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/specs.md").read_text(encoding="utf-8")
+FILES = sorted((ROOT / "specs").glob("*/without_*.cfg"))
+
+
+def named() -> list[tuple[str, str]]:
+    """Model and rule of each row in the tables of rules: they stand under a heading with the model's name."""
+    found = []
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE):
+        model = section.split("\n", 1)[0].split(":")[0].strip("` ").removesuffix(".tla")
+        found += [(model, rule) for rule in re.findall(r"^\| `without_(\w+)` \|", section, re.MULTILINE)]
+    return found
+
+
+def test_each_rule_of_the_page_has_a_configuration_and_each_configuration_a_row() -> None:
+    assert len(FILES) > 40
+    assert sorted(named()) == sorted((path.parent.name, path.stem.removeprefix("without_")) for path in FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_configuration_switches_off_the_rule_in_its_name_which_the_model_knows(path: Path) -> None:
+    rule = path.stem.removeprefix("without_")
+    assert re.findall(r"Off = (.*)", path.read_text(encoding="utf-8")) == [f'{{"{rule}"}}']
+    assert f'Rule("{rule}")' in path.parent.with_suffix(".tla").read_text(encoding="utf-8")
+
+
+def test_every_rule_of_a_model_can_be_switched_off() -> None:
+    models = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "specs").glob("*.tla")}
+    assert len(models) == 4
+    rules = {(model, rule) for model, text in models.items() for rule in re.findall(r'Rule\("(\w+)"\)', text)}
+    assert rules == {(path.parent.name, path.stem.removeprefix("without_")) for path in FILES}

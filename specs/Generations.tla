@@ -243,6 +243,9 @@ TokenIsTrue ==
     LET n == Min(Len(have), Common(epoch)) IN
     n <= Len(db.rows) /\ \A i \in 1..n : have[i] = db.rows[i]
 
+(* The noted position is never ahead of the rows, once a daemon has seen that the ids began again. *)
+NoteIsTrue == OtherFile(db) \/ db.noted <= Len(db.rows)
+
 (* A client that reads at a daemon which has looked at the database as it is has a prefix of the table, and nothing else. *)
 AfterALook ==
     \A d \in Daemons :

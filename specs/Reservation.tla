@@ -113,8 +113,10 @@ AdoptLock(s) == \* stream_adopt: a lock of this transaction's own
 
 AdoptCheck(s) == \* and then a look whether the id is still covered; where it is not, RS003 aborts the transaction
     /\ at[s] = "adopted"
-    /\ ~Rule("lock_before_certificate") \/ Certified(wanted[s] - 1) # {}
-    /\ setting' = [setting EXCEPT ![s] = seen[s]]
+    /\ LET covered == Certified(wanted[s] - 1) IN
+       /\ ~Rule("lock_before_certificate") \/ covered # {}
+       /\ setting' = [setting EXCEPT ![s] = IF Rule("guard_counts_from_the_certificate") /\ covered # {}
+                                            THEN Max(seen[s], Greatest(covered)) ELSE seen[s]]
     /\ row' = [row EXCEPT ![s] = Min(@, wanted[s])]
     /\ Goes(s, "idle") /\ Reads(s, None) /\ wanted' = [wanted EXCEPT ![s] = Free]
     /\ UNCHANGED <<seq, daemon, lock, saved, reservations>>

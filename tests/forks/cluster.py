@@ -1,0 +1,206 @@
+"""One address of a Postgres, and what may stand behind it one day: another server, an older copy, a promoted standby.
+
+The address is a folder with a socket in it that is a symbolic link. Whoever connects follows it to the server that is
+current; to switch it is one rename. Everything blocks, so tests call it in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from urllib.parse import quote
+
+from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from tests.conftest import PATIENCE, psql
+
+SMALL = {
+    "fsync": "off",  # what ends here is Postgres, not the machine
+    "full_page_writes": "off",
+    "shared_buffers": "16MB",
+    "max_connections": "80",
+    "max_prepared_transactions": "32",
+    "autovacuum": "off",
+    "wal_keep_size": "64MB",
+    "hot_standby_feedback": "off",
+}
+_SOCKET = ".s.PGSQL.5432"
+_LOOK = 0.01  # seconds between two looks at something that has no event to wait for
+
+
+class Cluster:
+    """A Postgres at `url` whose server may be exchanged. Everything lies below `folder`.
+
+    `template`: the folder of a stopped EmbeddedPostgres to begin with; without it the cluster is made by initdb.
+    """
+
+    def __init__(self, folder: Path, template: Path | None = None) -> None:
+        self.folder = folder
+        folder.chmod(0o755)
+        self._numbers = count(1)
+        self._address = folder / "at"
+        self._address.mkdir()
+        self._address.chmod(0o755)
+        self._opened: list[EmbeddedPostgres] = []
+        first = folder / "s0"
+        if template is not None:
+            first.mkdir()
+            _copy(template / "data", first / "data")
+        self.server = self._open(first)
+        self._point_to(self.server)
+
+    @property
+    def url(self) -> str:
+        """The address, for daemons and writers."""
+        return f"postgresql://postgres@/postgres?host={quote(str(self._address))}&port=5432"
+
+    def close(self) -> None:
+        """Stop every server."""
+        for server in self._opened:
+            _stop(server, signal.SIGQUIT)
+            server.__exit__()
+        self._opened.clear()
+
+    # --- the current server ---
+
+    def stop(self, how: signal.Signals = signal.SIGQUIT) -> None:
+        """SIGQUIT is an immediate end, SIGINT a fast one with a checkpoint, SIGKILL leaves its children behind."""
+        _stop(self.server, how)
+
+    def start(self) -> None:
+        self.server.ensure_running()
+
+    def restart(self, how: signal.Signals = signal.SIGQUIT) -> None:
+        self.stop(how)
+        self.start()
+
+    # --- cold copies ---
+
+    def copy(self) -> Path:
+        """A copy of the data folder; the server must be stopped."""
+        copy = self.folder / f"copy{next(self._numbers)}"
+        _copy(self.server.data, copy)
+        return copy
+
+    def put_back(self, copy: Path) -> None:
+        """Replace the data folder by a copy; the server must be stopped."""
+        shutil.rmtree(self.server.data)
+        _copy(copy, self.server.data)
+
+    # --- standbys ---
+
+    def make_standby(self) -> EmbeddedPostgres:
+        """A streaming standby of the current server that has caught up."""
+        folder = self.folder / f"s{next(self._numbers)}"
+        folder.mkdir()
+        data = folder / "data"
+        _run("pg_basebackup", "-D", str(data), "-d", self.server.url, "-R", "-c", "fast", "-X", "stream")
+        for socket in data.glob(".s.PGSQL*"):
+            socket.unlink()
+        _give(data, like=self.server.data)
+        standby = self._open(folder)
+        _wait(lambda: psql(self.server.url, "SELECT count(*) FROM pg_stat_replication") != "0", "streaming")
+        return standby
+
+    def cut(self, standby: EmbeddedPostgres) -> None:
+        """End its connection to the primary: from now on it lags."""
+        psql(standby.url, "ALTER SYSTEM SET primary_conninfo = ''")
+        psql(standby.url, "SELECT pg_reload_conf()")
+        _wait(lambda: psql(standby.url, "SELECT count(*) FROM pg_stat_wal_receiver") == "0", "receiver to end")
+
+    def promote(self, standby: EmbeddedPostgres, *, primary_lives_on: bool = False) -> EmbeddedPostgres:
+        """Make the standby the server at the address; returns the old primary.
+
+        It is stopped at once, unless it lives on: then whoever is connected to it stays so.
+        """
+        old = self.server
+        if not primary_lives_on:
+            _stop(old, signal.SIGQUIT)
+        psql(standby.url, f"SELECT pg_promote(true, {round(PATIENCE)})")
+        self.server = standby
+        self._point_to(standby)
+        return old
+
+    def end(self, server: EmbeddedPostgres) -> None:
+        """Stop a server that is not current any more and remove its data."""
+        _stop(server, signal.SIGQUIT)
+        server.__exit__()
+        self._opened.remove(server)
+        shutil.rmtree(server.folder, ignore_errors=True)
+
+    # --- dumps ---
+
+    def dump(self, *, custom: bool = False) -> Path:
+        """`pg_dump --clean` of the database."""
+        file = self.folder / f"dump{next(self._numbers)}{'.custom' if custom else '.sql'}"
+        form = "custom" if custom else "plain"
+        _run("pg_dump", "--clean", "--if-exists", f"--format={form}", "-f", str(file), "-d", self.url)
+        return file
+
+    def restore(self, dump: Path, *, one_transaction: bool) -> None:
+        """Restore a dump over the database."""
+        restore_dump(self.url, dump, one_transaction=one_transaction)
+
+    # --- within ---
+
+    def _open(self, folder: Path) -> EmbeddedPostgres:
+        server = EmbeddedPostgres(folder, SMALL)
+        server.__enter__()
+        self._opened.append(server)
+        return server
+
+    def _point_to(self, server: EmbeddedPostgres) -> None:
+        fresh = self._address / "next"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(server.data / _SOCKET)
+        fresh.rename(self._address / _SOCKET)
+
+
+def restore_dump(url: str, dump: Path, *, one_transaction: bool) -> None:
+    """Restore a dump over the database that it was made of; an error ends it."""
+    single = ["--single-transaction"] if one_transaction else []
+    if dump.suffix == ".custom":
+        _run("pg_restore", "--clean", "--if-exists", "--exit-on-error", *single, "-d", url, str(dump))
+    else:
+        _run("psql", "--no-psqlrc", "-qX", "-v", "ON_ERROR_STOP=1", *single, "-d", url, "-f", str(dump))
+
+
+def _run(name: str, *args: str) -> None:
+    done = subprocess.run(
+        [find_programs() / name, *args], capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+    )
+    assert done.returncode == 0, f"{name}: {done.stderr[-2000:]}"
+
+
+def _copy(source: Path, target: Path) -> None:
+    subprocess.run(["cp", "-a", "--reflink=auto", str(source), str(target)], check=True)
+    (target / "postmaster.pid").unlink(missing_ok=True)
+    for socket in target.glob(".s.PGSQL*"):
+        socket.unlink()
+
+
+def _give(folder: Path, *, like: Path) -> None:
+    if os.geteuid() == 0:
+        owner = like.stat()
+        for path in (folder.parent, folder, *folder.rglob("*")):
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
+def _stop(server: EmbeddedPostgres, how: signal.Signals) -> None:
+    pid = server.pid()
+    if pid is None:
+        return
+    os.kill(pid, how)
+    _wait(lambda: server.pid() is None, f"the end of Postgres after {how.name}")
+
+
+def _wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(_LOOK)

@@ -1,0 +1,19 @@
+"""The cluster that all others are copies of: made once, stopped, and with the streams of these tests in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from replicad.postgres.embedded import EmbeddedPostgres
+from tests.conftest import install, psql
+
+from .cluster import SMALL
+from .tables import create_all
+
+
+def made_template(folder: Path) -> Path:
+    """Make it below `folder`, and return the folder."""
+    with EmbeddedPostgres(folder, SMALL) as server:
+        install(server.url, "stream", "tube", "federation")
+        psql(server.url, create_all())
+    return folder

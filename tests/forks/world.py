@@ -1,0 +1,236 @@
+"""A whole installation under test: a Postgres, daemons as processes of their own, writers, and clients of all kinds."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trio
+
+from tests.conftest import PATIENCE, psql
+
+from .cluster import Cluster
+from .holder import Address, Holder
+from .ledger import Order
+from .tables import TABLES, Table, Writing, rows_of
+
+# Until clients and tables must agree. It is a limit for what hangs: agreement takes a second or two.
+AGREEMENT = float(os.environ.get("REPLICAD_FORKS_PATIENCE", PATIENCE))
+
+T = TypeVar("T")
+
+
+class Disagreement(AssertionError):
+    """A client has not what the tables have, or was sent what it may not be sent."""
+
+
+class Server:
+    """`replicad serve` at one address for good, however often it is started."""
+
+    def __init__(self, folder: Path, url: str, number: int) -> None:
+        self.number = number
+        self.address: Address = ("127.0.0.1", _free_port())
+        self.ready = folder / f"ready{number}"
+        self.log = folder / f"serve{number}.log"
+        self._url = url
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.ready.unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "replicad", "serve", "--database", self._url, "--log-format", "json"),
+                    *("--listen", f"{self.address[0]}:{self.address[1]}", "--ready-file", str(self.ready)),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    async def wait_ready(self) -> None:
+        assert self._process is not None
+        with trio.fail_after(PATIENCE):
+            while not self.ready.exists():
+                assert self._process.poll() is None, f"the daemon ended: {self.said()}"
+                await trio.sleep(0.02)
+
+    def said(self, last: int = 2000) -> str:
+        return self.log.read_text(errors="replace")[-last:] if self.log.exists() else ""
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def suspend(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    async def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        if self._process is None:
+            return
+        self._signal(how)
+        self._signal(signal.SIGCONT)
+        await trio.to_thread.run_sync(self._process.wait, PATIENCE)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+class World:
+    """See `open_world`."""
+
+    def __init__(self, cluster: Cluster, servers: list[Server], tables: tuple[Table, ...], seed: int) -> None:
+        self.cluster = cluster
+        self.servers = servers
+        self.tables = tables
+        self.holders: list[Holder] = []
+        self.writing = Writing(cluster.url, seed, tables)
+        self.rng = random.Random(f"world {seed}")
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def url(self) -> str:
+        return self.cluster.url
+
+    def sql(self, text: str) -> str:
+        """Run SQL by psql; several commands are one transaction."""
+        return psql(self.url, text)
+
+    def hold(self, name: str, order: Order, place: int = 0, streams: Sequence[str] | None = None) -> Holder:
+        """Start a client."""
+        assert self._nursery is not None
+        names = [table.name for table in self.tables] if streams is None else streams
+        holder = Holder(name, order, names, [server.address for server in self.servers], self.rng)
+        holder.place = place
+        self.holders.append(holder)
+        self._nursery.start_soon(holder.run)
+        return holder
+
+    def hold_all_kinds(self, place: int = 0) -> list[Holder]:
+        """A client of each kind at one daemon."""
+        return [self.hold(f"{order.value}@{place}", order, place) for order in Order]
+
+    async def settle(self, what: str = "", *, say: bool = True) -> None:
+        """Let the writers rest, write one more row of everybody, and wait until all clients have what the tables have.
+
+        Raises Disagreement, with what was sent.
+        """
+        await self.writing.rest()
+        await blocking(self.end_prepared)
+        if say:
+            await blocking(self.write_once)
+        tables = {table.name: rows for table in self.tables for rows in [await blocking(rows_of, self.url, table)]}
+        deadline = trio.current_time() + AGREEMENT
+        while trio.current_time() < deadline:
+            if not any(holder.compare(tables) for holder in self.holders):
+                break
+            await trio.sleep(0.02)
+        self.check(tables, what)
+
+    def check(self, tables: dict[str, Any], what: str) -> None:
+        """Raise Disagreement where a client has not what the tables have, or has a finding."""
+        told: list[str] = []
+        for holder in self.holders:
+            for stream, difference in holder.compare(tables).items():
+                told += [f"{holder.name} {stream}: {difference}; {holder.counts()}", holder.trace(stream)]
+            for finding in dict.fromkeys(holder.findings()):
+                told.append(f"{holder.name} {finding}")
+            if holder.findings() and not holder.compare(tables):
+                told.append(holder.trace(holder.findings()[0].partition(":")[0]))
+        if told:
+            raise Disagreement("\n".join([what, *told]))
+
+    def write_once(self) -> None:
+        """One row of each writer in each table."""
+        for writer in ("w1", "w2", "w3"):
+            inserts = "; ".join(table.insert() for table in self.tables)
+            self.sql(f"SET application_name = '{writer}'; {inserts}")
+        for table in self.tables:
+            if table.advance():
+                self.sql(table.advance())
+
+    def write_rows(self, table: Table, rows: int, writer: str = "w1") -> None:
+        """So many rows of one writer."""
+        self.sql(f"SET application_name = '{writer}'; {table.insert(rows)}")
+        if table.advance():
+            self.sql(table.advance())
+
+    def end_prepared(self) -> None:
+        """Commit what was prepared and left."""
+        for gid in self.sql("SELECT gid FROM pg_prepared_xacts").splitlines():
+            self.sql(f"COMMIT PREPARED '{gid}'")
+
+    def position_of(self, table: Table) -> int:
+        """The last id that the table's sequence gave out."""
+        return int(self.sql(f"SELECT coalesce(pg_sequence_last_value('{table.sequence}'::regclass), 0)"))
+
+    async def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = trio.current_time() + AGREEMENT
+        while not condition():
+            assert trio.current_time() < deadline, f"waited in vain until {what}"
+            await trio.sleep(0.01)
+
+    async def agree(self) -> None:
+        """Wait until all clients have what the tables have; nobody writes."""
+        await self.settle("at the beginning", say=False)
+
+
+@asynccontextmanager
+async def open_world(
+    folder: Path,
+    template: Path,
+    *,
+    daemons: int = 1,
+    tables: tuple[Table, ...] = TABLES,
+    seed: int = 0,
+) -> AsyncIterator[World]:
+    """A copy of the template's cluster with `daemons` running."""
+    cluster = await blocking(Cluster, folder, template)
+    servers = [Server(folder, cluster.url, number) for number in range(daemons)]
+    world = World(cluster, servers, tables, seed)
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            await server.wait_ready()
+        async with trio.open_nursery() as nursery:
+            world._nursery = nursery
+            nursery.start_soon(world.writing.run)
+            yield world
+            nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            for server in servers:
+                await server.end()
+            await blocking(cluster.close)
+
+
+async def blocking(function: Callable[..., T], *args: object, **named: object) -> T:
+    """Call what blocks in a thread, to its end."""
+    return await trio.to_thread.run_sync(lambda: function(*args, **named))
+
+
+def _free_port() -> int:
+    """Outside of the range from which the system gives out ports: a client that knocks in vain must not meet itself."""
+    rng = random.Random(time.monotonic_ns() ^ os.getpid())
+    while True:
+        port = rng.randrange(20_000, 32_000)
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                tried.bind(("127.0.0.1", port))
+                return port

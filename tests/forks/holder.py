@@ -6,6 +6,7 @@ remembered for the report on a failed run.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ _RETRY = 0.2  # seconds before a stream that cannot be served now is asked for a
 _SILENCE = 20.0  # seconds without a byte, PINGs included, after which the connection counts as dead
 _REMEMBERED = 4000  # lines
 _VOID = ("bad_token", "token_expired", "token_ahead")  # answers after which the token is of no use
+_STOPPED = re.compile(r"row_(?:unreadable|too_long): stream (\S+) stops")
 _LATER = (
     "stream_refused",
     "unknown_stream",
@@ -150,8 +152,12 @@ class Holder:
             numbers = {writer: int(number) for writer, _, number in (pair.rpartition("=") for pair in pairs)}
             if (ledger := self.ledgers.get(name)) is not None:
                 ledger.writers(epoch, numbers)
-        elif word == "ERROR" and self._asking is not None:
-            self._answer(rest)
+        elif word == "ERROR":
+            stopped = _STOPPED.match(rest)
+            if stopped is not None and stopped[1] != self._asking:
+                self._ask_again(stopped[1])
+            elif self._asking is not None:
+                self._answer(rest)
 
     def _answer(self, text: str) -> None:
         assert self._asking is not None
@@ -164,6 +170,13 @@ class Holder:
             return
         self._to_ask.append(self._asking)
         self._asking = None
+
+    def _ask_again(self, stream: str) -> None:
+        """A subscription by name has ended before a row that cannot be read."""
+        if self.order is not Order.PLAIN and stream in self.ledgers:
+            self.ledgers[stream].connected()
+            self._to_ask.append(stream)
+            self._retry_at = trio.current_time() + _RETRY
 
     # --- the end ---
 
@@ -185,32 +198,30 @@ class Holder:
         return found
 
     def trace(self, stream: str, last: int = 60) -> str:
-        """The last lines of one stream; rows that follow each other are one line."""
+        """The last lines of one stream; rows that follow each other, and positions that move on, are one line."""
         found: list[str] = []
-        run: list[str] = []
-        before: tuple[str, str] | None = None
-
-        def close() -> None:
-            if len(run) > 2:
-                found.append(f"{run[0][:60]}  ... {len(run)} rows ...  {run[-1][:60]}")
-            else:
-                found.extend(run)
-            run.clear()
-
+        run: list[list[str]] = []
         for at, line in self.lines:
             words = line.split(" ", 4)
-            if not line.startswith(("--", "C>", "ERROR")) and (len(words) < 2 or words[1] != stream):
+            if line.startswith(("--", "C>", "ERROR")):
+                if words[:2] == ["C>", "REPLICATE"] and words[2:3] not in ([], [stream]):
+                    continue
+            elif words[1:2] != [stream]:
                 continue
-            if line.startswith("C> REPLICATE ") and words[2] != stream:
+            elif words[0] == "RDATA" or (words[0] == "POSITION" and int(words[4]) > int(words[3])):
+                run.append(words)
                 continue
-            key = (words[0], words[2]) if words[0] == "RDATA" else None
-            if key is None or key != before:
-                close()
-            stamped = f"{time.strftime('%H:%M:%S', time.gmtime(at))}.{int(at % 1 * 1000):03d} {line}"
-            if key is None:
-                found.append(stamped)
-            else:
-                run.append(stamped)
-            before = key
-        close()
-        return "\n".join(f"    {line[:200]}" for line in found[-last:])
+            found += [*_summary(run), f"{time.strftime('%H:%M:%S', time.gmtime(at))}.{int(at % 1 * 1000):03d} {line}"]
+            run = []
+        return "\n".join(f"    {line[:200]}" for line in [*found, *_summary(run)][-last:])
+
+
+def _summary(run: list[list[str]]) -> list[str]:
+    if not run:
+        return []
+    rows = [words for words in run if words[0] == "RDATA"]
+    ids = [int(words[4].strip("[").partition(",")[0]) for words in rows]
+    told = {words[2]: words[4] for words in run if words[0] == "POSITION"}
+    writers = ", ".join(sorted({words[2] for words in rows}))
+    sent = f"{len(rows)} rows {ids[0]}..{ids[-1]} of {writers}" if rows else "no rows"
+    return [f"             {sent}; then {' '.join(f'{writer} {at}' for writer, at in told.items()) or 'no POSITION'}"]

@@ -1,7 +1,7 @@
 """What one client has of one stream, by the rules of protocol.md alone: it shares no code with our clients.
 
-A `Ledger` takes the lines of one stream and keeps the rows by writer and id. It obeys what goes back: a POSITION whose new
-token is below what it has, a refusal that names a token to resume from, a refusal that names none. It notes what
+A `Ledger` takes the lines of one stream and keeps the rows by writer and id. It obeys what goes back: a POSITION whose
+new token is below what it has, a refusal that names a token to resume from, a refusal that names none. It notes what
 no server may do (rows again without having said so, rows out of order, a position that begins elsewhere), and is
 compared with the table in the end.
 """
@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 BEFORE_ALL = -1  # below every id of the tables of these tests
@@ -163,6 +163,10 @@ class Ledger:
             self.counts["moved back"] += 1
             for name in [*self._rows] if writer == ALL and self.order is Order.LINEAR else [writer]:
                 self._discard(name, new)
+            if self.order is Order.NAMED:  # writers that are not listed stand at the minimum of those that are
+                lowest = min({**self.at, writer: new}.values())
+                for name in self._rows.keys() - self.at.keys():
+                    self._discard(name, lowest)
         self.at[writer] = new
         self._placed.add(writer)
         if self.order is Order.NAMED and writer not in self.numbers:

@@ -21,6 +21,10 @@ from tests.conftest import psql
 from .ledger import Row
 
 WRITERS = ("w1", "w2", "w3")
+_SLOW = (
+    "CASE WHEN t.body LIKE 'slow%' THEN pg_sleep(0.05)::text || t.body "
+    "WHEN t.body LIKE 'poison%' THEN (1 / (length(t.body) * 0))::text ELSE t.body END"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Table:
     several: bool = True  # has an instance column, so tokens are vectors
     batches: bool = False  # ids have several rows
     two_phases: bool = True
+    slow: bool = False  # reading a row takes 50 ms if its body begins with "slow", and fails if it begins with "poison"
 
     @property
     def sequence(self) -> str:
@@ -40,7 +45,7 @@ class Table:
     def create(self) -> str:
         """The commands that make the table and register the stream."""
         instance = "'who'" if self.several else "NULL"
-        row = "json_build_array(t.id, t.who, t.body)" if self.several else "json_build_array(t.id, t.body)"
+        row = f"json_build_array(t.id, {'t.who, ' if self.several else ''}{_SLOW if self.slow else 't.body'})"
         positions = f"'public.{self.name}_positions'::regclass" if self.method == "positions_table" else "NULL"
         return (
             f"CREATE TABLE {self.name} (id bigserial{'' if self.batches else ' PRIMARY KEY'}, "
@@ -99,7 +104,7 @@ class Table:
         )
 
     def set_back(self, to: int) -> str:
-        """Remove the rows after an id and give their ids out again; only within a transaction, which keeps writers out."""
+        """Remove the rows after an id and give their ids out again; within a transaction, which keeps writers out."""
         positions = self.method == "positions_table"
         return (
             (f"LOCK TABLE {self.name}_positions IN EXCLUSIVE MODE;" if positions else "")

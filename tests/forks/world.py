@@ -207,11 +207,17 @@ async def open_world(
             server.start()
         for server in servers:
             await server.wait_ready()
+        failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             world._nursery = nursery
             nursery.start_soon(world.writing.run)
-            yield world
+            try:
+                yield world
+            except Exception as error:  # noqa: BLE001 - raised below, outside of the nursery that would wrap it
+                failure = error
             nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
     finally:
         with trio.CancelScope(shield=True):
             for server in servers:

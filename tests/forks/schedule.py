@@ -1,0 +1,297 @@
+"""A schedule of faults, made from a seed: what happens to the daemons, to Postgres and to the tables, in rounds.
+
+After each round everything is up again, the writers rest, and every client must have what the tables have. The seed
+gives the order of the faults; when exactly they hit is up to the machine.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import trio
+
+from replicad.postgres.embedded import EmbeddedPostgres
+
+from .holder import Holder
+from .ledger import Order
+from .tables import TABLES
+from .world import AGREEMENT, World, blocking
+
+DAEMONS = 2
+ROUNDS = (2, 3)
+STEPS = (3, 6)  # of a round
+_HOPS = 0.5  # seconds between two disconnections of clients, on average
+_SEEN = 30.0  # seconds until ids that were set back must be told
+_HOW = {"immediate": signal.SIGQUIT, "fast": signal.SIGINT, "killed": signal.SIGKILL}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One fault, and the seconds in which the writers write after it."""
+
+    what: str
+    args: tuple[object, ...] = ()
+    after: float = 0.0
+
+    def __str__(self) -> str:
+        return " ".join([self.what, *map(str, self.args), f"({self.after:.2f} s)"])
+
+
+def make_schedule(seed: int) -> list[list[Step]]:
+    """The rounds of a seed."""
+    return _Maker(random.Random(f"schedule {seed}")).make()
+
+
+@dataclass
+class _Maker:
+    """Knows what can happen next: no promotion without a standby, no `setval` that nobody can see."""
+
+    rng: random.Random
+    daemons: list[str] = field(default_factory=lambda: ["up"] * DAEMONS)
+    standby: str | None = None
+    dumps: bool = False
+    copies: bool = False
+
+    def make(self) -> list[list[Step]]:
+        return [self._round() for _ in range(self.rng.randint(*ROUNDS))]
+
+    def _round(self) -> list[Step]:
+        steps = [self._step() for _ in range(self.rng.randint(*STEPS))]
+        self.daemons = ["up"] * DAEMONS
+        return steps
+
+    def _step(self) -> Step:
+        what, weights = zip(*self._choices(), strict=True)
+        made: Callable[[], tuple[str, tuple[object, ...]]] = self.rng.choices(what, weights)[0]
+        name, args = made()
+        return Step(name, args, self.rng.choice((0.0, 0.05, 0.3, 0.8)) * self.rng.random())
+
+    def _choices(self) -> list[tuple[Callable[[], tuple[str, tuple[object, ...]]], float]]:
+        rng = self.rng
+        table = rng.choice(TABLES).name
+        one = rng.randrange(DAEMONS)
+        found: list[tuple[Callable[[], tuple[str, tuple[object, ...]]], float]] = [
+            (lambda: ("restart", (rng.choice([*_HOW]),)), 1.5),
+            (lambda: ("truncate", (table, rng.choice((-5, 0, 5, 40)))), 2),
+            (lambda: ("alter", (table, rng.randint(5, 60))), 1),
+            (lambda: ("dump", (rng.choice(("plain", "custom")),)), 1.5 if not self.dumps else 0.3),
+            (lambda: ("copy", (rng.choice(("immediate", "fast")),)), 1 if not self.copies else 0.2),
+        ]
+        if "up" in self.daemons:
+            found.append((lambda: ("setval", (table, rng.randint(1, 40), self.daemons.index("up"))), 2))
+        if self.daemons[one] == "up":
+            found.append((lambda: self._daemon(one, rng.choice(("kill", "end", "suspend", "suspend"))), 3))
+        else:
+            found.append((lambda: self._daemon(one, "up"), 2))
+        if self.standby is None:
+            found.append((lambda: self._standby("standby"), 2))
+        elif self.standby == "standby":
+            found.append((lambda: self._standby("cut"), 4))
+        if self.standby is not None:
+            found.append((lambda: self._standby("promote"), 3))
+        if self.dumps:
+            found.append((lambda: ("restore", (rng.choice(("one_transaction", "many")),)), 2))
+        if self.copies:
+            found.append((lambda: ("put_back", ()), 2))
+        return [self._noting(made, weight) for made, weight in found]
+
+    def _noting(
+        self, made: Callable[[], tuple[str, tuple[object, ...]]], weight: float
+    ) -> tuple[Callable[[], tuple[str, tuple[object, ...]]], float]:
+        def noted() -> tuple[str, tuple[object, ...]]:
+            name, args = made()
+            self.dumps |= name == "dump"
+            self.copies |= name == "copy"
+            return name, args
+
+        return noted, weight
+
+    def _daemon(self, one: int, to: str) -> tuple[str, tuple[object, ...]]:
+        self.daemons[one] = to
+        return to, (one,)
+
+    def _standby(self, to: str) -> tuple[str, tuple[object, ...]]:
+        self.standby = None if to == "promote" else to
+        return to, (self.rng.choice(("primary_ends", "primary_lives_on")),) if to == "promote" else ()
+
+
+class Player:
+    """Plays a schedule in a world with two daemons."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.played: list[str] = []
+        self._began = time.monotonic()
+        self._standby: EmbeddedPostgres | None = None
+        self._dumps: list[Path] = []
+        self._copies: list[Path] = []
+        self._tables = {table.name: table for table in world.tables}
+        self._plain: list[Holder] = []
+
+    async def play(self, seed: int, rounds: list[list[Step]]) -> None:
+        """Play it. Raises Disagreement, or AssertionError where a step itself fails."""
+        world = self.world
+        rng = random.Random(f"clients {seed}")
+        self._plain = [world.hold(f"plain@{place}", Order.PLAIN, place) for place in range(DAEMONS)]
+        for number in range(5):
+            order = (Order.NAMED, Order.LINEAR)[number % 2]
+            world.hold(f"{order.value}{number}", order, rng.randrange(DAEMONS))
+        for number, steps in enumerate(rounds, 1):
+            world.writing.go()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._move_clients, rng)
+                await trio.sleep(rng.random() * 0.6)
+                for step in steps:
+                    self._log(str(step))
+                    await self._steps[step.what](self, *step.args)
+                    await trio.sleep(step.after)
+                nursery.cancel_scope.cancel()
+            await self._all_up()
+            self._log("all up")
+            await world.settle(f"after round {number}")
+            self._log(f"agreed after round {number}")
+
+    def _log(self, what: str) -> None:
+        self.played.append(f"{time.strftime('%H:%M:%S')} {time.monotonic() - self._began:6.2f} {what}")
+
+    async def _move_clients(self, rng: random.Random) -> None:
+        """Clients with a token disconnect and resume, here or there, at once or later."""
+        movable = [holder for holder in self.world.holders if holder.order is not Order.PLAIN]
+        while True:
+            await trio.sleep(rng.expovariate(1 / _HOPS))
+            holder = rng.choice(movable)
+            if not holder.away.is_set():
+                holder.come_back(rng.randrange(DAEMONS))
+            elif rng.random() < 0.3:
+                holder.leave()
+            else:
+                holder.hop()
+
+    async def _all_up(self) -> None:
+        for server in self.world.servers:
+            server.resume()
+            if not server.runs:
+                server.start()
+        for server in self.world.servers:
+            await server.wait_ready()
+        for holder in self.world.holders:
+            if not holder.away.is_set():
+                holder.come_back()
+
+    # --- the steps ---
+
+    async def _kill(self, one: int) -> None:
+        await self.world.servers[one].end(signal.SIGKILL)
+
+    async def _end(self, one: int) -> None:
+        await self.world.servers[one].end(signal.SIGTERM)
+
+    async def _suspend(self, one: int) -> None:
+        self.world.servers[one].suspend()
+
+    async def _up(self, one: int) -> None:
+        """Resume it, or start it without waiting."""
+        server = self.world.servers[one]
+        server.resume()
+        if not server.runs:
+            server.start()
+
+    async def _restart(self, how: str) -> None:
+        await blocking(self.world.cluster.restart, _HOW[how])
+
+    async def _make_standby(self) -> None:
+        self._standby = await blocking(self.world.cluster.make_standby)
+
+    async def _cut(self) -> None:
+        assert self._standby is not None
+        await blocking(self.world.cluster.cut, self._standby)
+
+    async def _promote(self, how: str) -> None:
+        assert self._standby is not None
+        standby, self._standby = self._standby, None
+        lives_on = how == "primary_lives_on"
+        old = await blocking(self.world.cluster.promote, standby, primary_lives_on=lives_on)
+        if lives_on:
+            await trio.sleep(0.5)
+        await blocking(self.world.cluster.end, old)
+
+    async def _dump(self, form: str) -> None:
+        self._dumps.append(await blocking(self.world.cluster.dump, custom=form == "custom"))
+
+    async def _restore(self, how: str) -> None:
+        """Writers wait meanwhile, as they would for an operator. Daemons do not."""
+        await self._quiet()
+        await blocking(self.world.cluster.restore, self._dumps[-1], one_transaction=how == "one_transaction")
+        self.world.writing.go()
+
+    async def _copy(self, how: str) -> None:
+        await blocking(self.world.cluster.stop, _HOW[how])
+        self._copies.append(await blocking(self.world.cluster.copy))
+        await blocking(self.world.cluster.start)
+
+    async def _put_back(self) -> None:
+        await blocking(self.world.cluster.stop)
+        await blocking(self.world.cluster.put_back, self._copies[-1])
+        await blocking(self.world.cluster.start)
+
+    async def _truncate(self, name: str, more: int) -> None:
+        """Begin a table's ids again and climb beyond where they were, or not quite, in one transaction."""
+        await self._quiet()
+        table = self._tables[name]
+        rows = max(1, await blocking(self.world.position_of, table) + more)
+        sql = f"SET application_name = 'w1'; {table.truncate()}; {table.insert(rows)}"
+        await blocking(self.world.sql, sql)
+        self.world.writing.go()
+
+    async def _alter(self, name: str, back: int) -> None:
+        await self._quiet()
+        table = self._tables[name]
+        to = max(1, await blocking(self.world.position_of, table) - back)
+        sql = (
+            f"SET application_name = 'w2'; {table.set_back(to)}; "
+            f"ALTER SEQUENCE {table.sequence} RESTART WITH {to + 1}; {table.insert(2 * back)}"
+        )
+        await blocking(self.world.sql, sql)
+        self.world.writing.go()
+
+    async def _setval(self, name: str, back: int, seer: int) -> None:
+        """Set a sequence back, and write on when a daemon has told it: what no poll can see is no promise."""
+        await self._quiet()
+        table = self._tables[name]
+        to = max(1, await blocking(self.world.position_of, table) - back)
+        await blocking(self.world.sql, f"BEGIN; {table.set_back(to)}; COMMIT")
+        await self.world.servers[seer].wait_ready()
+        ledger = self._plain[seer].ledgers[name]
+        with trio.move_on_after(min(_SEEN, AGREEMENT)) as waited:
+            while not ledger.at or max(ledger.at.values()) > to:
+                await trio.sleep(0.01)
+        assert not waited.cancelled_caught, f"{name} was set back to {to}, and daemon {seer} tells {ledger.at}"
+        self.world.writing.go()
+
+    async def _quiet(self) -> None:
+        await self.world.writing.rest()
+        await blocking(self.world.end_prepared)
+
+    _steps: ClassVar[dict[str, Callable[..., Awaitable[None]]]] = {
+        "kill": _kill,
+        "end": _end,
+        "suspend": _suspend,
+        "up": _up,
+        "restart": _restart,
+        "standby": _make_standby,
+        "cut": _cut,
+        "promote": _promote,
+        "dump": _dump,
+        "restore": _restore,
+        "copy": _copy,
+        "put_back": _put_back,
+        "truncate": _truncate,
+        "alter": _alter,
+        "setval": _setval,
+    }

@@ -1,0 +1,202 @@
+"""History forks within one server: a dump is restored, a table truncated, a sequence set back."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from .ledger import Order
+from .tables import LONE, MANY, TABLED, TABLES, Table
+from .world import World, blocking, open_world
+
+SLOW = Table("slow", slow=True)
+STATES = ["alive", "down", "suspended"]
+
+
+@asynccontextmanager
+async def daemons(world: World, state: str) -> AsyncIterator[None]:
+    """The daemons are in that state within, and serve afterwards."""
+    for server in world.servers:
+        if state == "down":
+            await server.end(signal.SIGTERM)
+        elif state == "suspended":
+            server.suspend()
+    yield
+    for server in world.servers:
+        if state == "down":
+            server.start()
+            await server.wait_ready()
+        elif state == "suspended":
+            server.resume()
+
+
+@pytest.mark.parametrize(
+    ("state", "custom", "one_transaction"),
+    [
+        ("alive", False, True),
+        ("down", False, False),
+        pytest.param("alive", False, False, marks=pytest.mark.long),
+        pytest.param("alive", True, True, marks=pytest.mark.long),
+        pytest.param("alive", True, False, marks=pytest.mark.long),
+        pytest.param("down", True, True, marks=pytest.mark.long),
+        pytest.param("suspended", False, True, marks=pytest.mark.long),
+        pytest.param("suspended", True, False, marks=pytest.mark.long),
+    ],
+)
+async def test_a_dump_is_restored_and_clients_have_what_the_tables_have(
+    postgres_folder: Path, fork_template: Path, state: str, custom: bool, one_transaction: bool
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        await world.settle("before the dump")
+        for table in TABLES:
+            await blocking(world.write_rows, table, 30)
+        await world.settle("before the dump", say=False)
+        dump = await blocking(world.cluster.dump, custom=custom)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 10)
+        await world.settle("after the dump", say=False)
+        async with daemons(world, state):
+            await blocking(world.cluster.restore, dump, one_transaction=one_transaction)
+            for table in TABLES:
+                await blocking(world.write_rows, table, 20)
+        await world.settle("after the restore")
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_a_table_that_begins_its_ids_again_and_climbs_on_in_one_transaction_is_sent_in_full(
+    postgres_folder: Path, fork_template: Path, state: str
+) -> None:
+    """Less rows than before, as many, and more."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        await world.settle("before")
+        for rows in (1, 0, -1):
+            for table in TABLES:
+                await blocking(world.write_rows, table, 5)
+            await world.settle("before the next", say=False)
+            async with daemons(world, state):
+                for table in TABLES:
+                    again = world.position_of(table) - rows
+                    world.sql(f"SET application_name = 'w1'; {table.truncate()}; {table.insert(again)}")
+            await world.settle(f"begun again with {rows} rows less")
+
+
+@pytest.mark.parametrize("state", ["alive", pytest.param("down", marks=pytest.mark.long)])
+async def test_rows_removed_by_an_altered_sequence_are_gone_everywhere(
+    postgres_folder: Path, fork_template: Path, state: str
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        await world.settle("before")
+        for table in TABLES:
+            await blocking(world.write_rows, table, 30)
+        await world.settle("before the change", say=False)
+        async with daemons(world, state):
+            for table in TABLES:
+                back = world.position_of(table) - 20
+                world.sql(
+                    f"SET application_name = 'w1'; {table.set_back(back)}; "
+                    f"ALTER SEQUENCE {table.sequence} RESTART WITH {back + 1}; {table.insert(40)}"
+                )
+        await world.settle("after the change")
+
+
+async def test_ids_set_back_while_the_stream_is_busy_are_told_at_the_place_where_it_happened(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """Ten rows take their time; meanwhile the sequence goes back, and climbs on beyond where it was."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.sql(SLOW.create())
+        world.tables = (SLOW,)
+        world.hold_all_kinds()
+        for _ in range(2):
+            await world.settle("before")
+            world.sql(
+                "INSERT INTO slow (who, body) SELECT 'w1', 'slow ' || gen_random_uuid() FROM generate_series(1, 10)"
+            )
+            at = world.position_of(SLOW)
+            await world.wait_for(lambda: _is_reading(world), "the daemon reads the slow rows")
+            world.sql(f"BEGIN; {SLOW.set_back(at - 10)}; SELECT pg_sleep(0.3); COMMIT")
+            await blocking(world.write_rows, SLOW, 20)
+        await world.settle("after the ids went back")
+
+
+async def test_ids_set_back_while_a_row_stops_the_stream_are_told_at_the_place_where_it_happened(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        world.sql(SLOW.create())
+        world.tables = (SLOW,)
+        plain = world.hold("plain", Order.PLAIN)
+        world.hold("named", Order.NAMED)
+        world.hold("linear", Order.LINEAR)
+        await world.settle("before")
+        for _ in range(2):
+            await blocking(world.write_rows, SLOW, 10)
+            world.sql("INSERT INTO slow (who, body) VALUES ('w2', 'poison ' || gen_random_uuid())")
+            at = world.position_of(SLOW)
+            await world.wait_for(lambda: any("ERROR row_unreadable" in line for _, line in plain.lines), "it stops")
+            plain.lines.clear()
+            world.sql(f"BEGIN; {SLOW.set_back(at - 6)}; SELECT pg_sleep(0.3); COMMIT")
+            await blocking(world.write_rows, SLOW, 20)
+            await world.settle("after the ids went back")
+
+
+async def test_ids_set_back_at_a_poll_that_is_broken_off_are_not_forgotten(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """The daemon loses its connections a moment after the sequence went back, at ever other moments."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.tables = (LONE, MANY, TABLED)
+        world.hold_all_kinds()
+        await world.settle("before")
+        for number in range(12):
+            for table in world.tables:
+                await blocking(world.write_rows, table, 12)
+            await world.settle("before the next", say=False)
+            moment = number * 0.003
+            back = "; ".join(table.set_back(world.position_of(table) - 10) for table in world.tables)
+            kill = (
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE application_name LIKE 'replicad%' AND backend_type = 'client backend'"
+            )
+            await blocking(world.sql, f"BEGIN; {back}; SELECT pg_sleep({moment}); {kill}; SELECT pg_sleep(0.3); COMMIT")
+            for table in world.tables:
+                await blocking(world.write_rows, table, 25)
+            await world.settle(f"broken off after {moment * 1000:.0f} ms")
+
+
+async def test_what_a_daemon_knew_of_a_stream_ends_with_the_history_that_it_was_of(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """A writer called `*`, ids that have several rows only since the fork, and the alarm for late rows."""
+    async with open_world(postgres_folder, fork_template) as world:
+        shift = Table("shift")
+        world.sql(shift.create())
+        world.tables = (shift,)
+        named = world.hold("named", Order.NAMED)
+        world.hold("plain", Order.PLAIN)
+        world.hold("linear", Order.LINEAR)
+        await blocking(world.write_rows, shift, 20, "*")
+        await world.settle("before")
+        epoch = named.ledgers["shift"].epoch
+        batches = Table("shift", batches=True)
+        world.sql(
+            f"SET application_name = '*'; ALTER TABLE shift DROP CONSTRAINT shift_pkey; {shift.truncate()}; "
+            + "; ".join([batches.insert_batch(3)] * 20)
+        )
+        await world.settle("after the fork")
+        assert named.ledgers["shift"].epoch != epoch, "WRITERS tells the new epoch, whatever the writers are called"
+        await trio.sleep(6)  # the daemon looks for late rows every 5 s
+        assert "rows_below_position" not in world.servers[0].said(1 << 20)
+
+
+def _is_reading(world: World) -> bool:
+    """Whether a session of the daemon is at the rows of the slow table, in pg_sleep."""
+    return world.sql("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'") != "0"

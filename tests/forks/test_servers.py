@@ -1,0 +1,151 @@
+"""Another server at the same address: restarted, promoted although it lagged, put back from a cold copy.
+
+Every stream method, tokens of one writer and of several, and every kind of client take part in each test.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from .ledger import Order
+from .tables import MANY, TABLES
+from .world import World, blocking, open_world
+
+
+def long(*values: object) -> Any:
+    """A parameter that only `make stress` takes."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+async def write_for(world: World, seconds: float) -> None:
+    world.writing.go()
+    await trio.sleep(seconds)
+
+
+async def no_one_begins_again(world: World) -> None:
+    """What a client has up to the fork is never taken from it."""
+    for holder in world.holders:
+        assert not [what for what in holder.counts() if what.startswith("begins again")], holder.name
+
+
+@pytest.mark.parametrize("suspended", [False, long(True)], ids=["alive", "one_suspended"])
+@pytest.mark.parametrize("lives_on", [False, long(True)], ids=["primary_ends", "primary_lives_on"])
+async def test_a_lagging_standby_is_promoted_under_writers_and_no_client_misses_or_keeps_a_row(
+    postgres_folder: Path, fork_template: Path, suspended: bool, lives_on: bool
+) -> None:
+    async with open_world(postgres_folder, fork_template, daemons=2 if suspended else 1) as world:
+        world.hold_all_kinds()
+        world.writing.go()
+        standby = await blocking(world.cluster.make_standby)
+        await blocking(world.cluster.cut, standby)
+        before = await blocking(world.position_of, MANY)
+        await world.wait_for(lambda: world.position_of(MANY) > before + 50, "the standby lags")
+        if suspended:
+            world.hold_all_kinds(1)
+            await world.settle("before the promotion")
+            world.servers[1].suspend()
+            world.writing.go()
+        old = await blocking(world.cluster.promote, standby, primary_lives_on=lives_on)
+        await trio.sleep(1)
+        await blocking(world.cluster.end, old)
+        if suspended:
+            world.servers[1].resume()
+            await trio.sleep(0.5)
+        await world.settle("after the promotion")
+        await no_one_begins_again(world)
+        for holder in world.holders:
+            assert holder.counts().get("moved back"), "it had rows that the standby never got"
+
+
+async def test_rows_that_take_the_ids_of_lost_ones_within_one_poll_of_a_promotion_reach_everybody(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """50 rows are lost, and 80 are there before the daemon can look."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        standby = await blocking(world.cluster.make_standby)
+        await world.settle("before")
+        await blocking(world.cluster.cut, standby)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 50)
+        await world.settle("before the promotion", say=False)
+        world.servers[0].suspend()
+        await blocking(world.cluster.promote, standby)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 80)
+        world.servers[0].resume()
+        await world.settle("after the promotion")
+        await no_one_begins_again(world)
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGQUIT, long(signal.SIGINT), long(signal.SIGKILL)], ids=["immediate", "fast", "killed"]
+)
+async def test_postgres_restarts_under_writers_and_no_client_misses_or_keeps_a_row(
+    postgres_folder: Path, fork_template: Path, how: signal.Signals
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        for _ in range(2):
+            await write_for(world, 0.7)
+            await blocking(world.cluster.restart, how)
+        world.writing.go()
+        for holder in world.holders:
+            if holder.order is not Order.PLAIN:
+                holder.hop()
+        await trio.sleep(0.3)
+        await world.settle("after two restarts")
+        await no_one_begins_again(world)
+
+
+@pytest.mark.parametrize("daemon", ["down", long("alive"), long("suspended")])
+async def test_a_cold_copy_is_put_back_and_clients_that_resume_have_what_the_tables_have(
+    postgres_folder: Path, fork_template: Path, daemon: str
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        [server] = world.servers
+        world.hold_all_kinds()
+        await write_for(world, 0.5)
+        await world.settle("before the copy")
+        await blocking(world.cluster.stop, signal.SIGINT)
+        copy = await blocking(world.cluster.copy)
+        await blocking(world.cluster.start)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 10)
+        await world.settle("after the copy", say=False)
+        if daemon == "down":
+            await server.end()
+        elif daemon == "suspended":
+            server.suspend()
+        await blocking(world.cluster.stop)
+        await blocking(world.cluster.put_back, copy)
+        await blocking(world.cluster.start)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 20)
+        if daemon == "down":
+            server.start()
+            await server.wait_ready()
+        elif daemon == "suspended":
+            server.resume()
+        await world.settle("after it was put back")
+
+
+@pytest.mark.long
+async def test_a_crash_loses_what_was_not_flushed_and_no_client_keeps_it(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """Rows of writers that do not wait for the disk, and a crash after each few of them."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        for _ in range(5):
+            for _ in range(4):
+                for table in TABLES:
+                    world.sql(f"SET synchronous_commit = off; SET application_name = 'w2'; {table.insert(7)}")
+            await blocking(world.cluster.restart, signal.SIGQUIT)
+        await world.settle("after five crashes")
+        await no_one_begins_again(world)

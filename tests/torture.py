@@ -1,0 +1,103 @@
+"""Random faults against whole installations, from seeds: `make torture`, or `python -m tests.torture --help`.
+
+Each schedule has a Postgres, two daemons, writers of all kinds and clients of all kinds. It prints what was lost,
+repeated, out of order or kept though gone, with the schedule and what was sent. `--seed N --schedules 1` plays it
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import trio
+
+from tests.conftest import server_folder
+from tests.forks.schedule import DAEMONS, Player, make_schedule
+from tests.forks.template import made_template
+from tests.forks.world import open_world
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the first schedule (default 1)")
+    parser.add_argument("--schedules", type=int, default=10, help="how many, one seed after another (default 10)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many seconds")
+    parser.add_argument("--show", action="store_true", help="print the schedules and play none")
+    options = parser.parse_args()
+    seeds = range(options.seed, options.seed + options.schedules)
+    if options.show:
+        for seed in seeds:
+            show(seed)
+        return
+    failed = torture(seeds, options.seconds)
+    sys.exit(f"{len(failed)} schedules failed: {' '.join(map(str, failed))}" if failed else 0)
+
+
+def show(seed: int) -> None:
+    """Print a schedule."""
+    print(f"seed {seed}")
+    for number, steps in enumerate(make_schedule(seed), 1):
+        print(f"  round {number}: {', '.join(map(str, steps))}")
+
+
+def torture(seeds: range, seconds: float = float("inf")) -> list[int]:
+    """Play the schedules of the seeds; returns those that failed."""
+    began, failed, played = time.monotonic(), [], 0
+    with server_folder() as template:
+        made_template(template)
+        for seed in seeds:
+            if time.monotonic() - began > seconds:
+                break
+            played += 1
+            with server_folder() as folder:
+                if not trio.run(play, seed, folder, template):
+                    failed.append(seed)
+    print(f"{played} schedules in {time.monotonic() - began:.0f} s, {len(failed)} failed {failed or ''}")
+    return failed
+
+
+async def play(seed: int, folder: Path, template: Path) -> bool:
+    """Play one schedule and report on it; whether it passed."""
+    began = time.monotonic()
+    rounds = make_schedule(seed)
+    async with open_world(folder, template, daemons=DAEMONS, seed=seed) as world:
+        player = Player(world)
+        try:
+            await player.play(seed, rounds)
+        except Exception as failed:  # noqa: BLE001 - reported, and the next schedule is played
+            print(f"seed {seed} FAILED; again: python -m tests.torture --seed {seed} --schedules 1")
+            print("\n".join(f"  {line}" for line in player.played))
+            for failure in _leaves(failed):
+                print(f"{type(failure).__name__}: {failure}")
+            for server in world.servers:
+                print(f"  daemon {server.number} said at last:\n{server.said()}")
+            sys.stdout.flush()
+            return False
+        told: Counter[str] = Counter()
+        for holder in world.holders:
+            told.update(holder.counts())
+        words = ", ".join(f"{what} {times}" for what, times in sorted(told.items()))
+        writes = sum(world.writing.done.values())
+        print(
+            f"seed {seed} passed in {time.monotonic() - began:.1f} s: {sum(map(len, rounds))} faults, "
+            f"{writes} transactions; {words}",
+            flush=True,
+        )
+    return True
+
+
+def _leaves(failure: BaseException) -> Iterator[BaseException]:
+    if isinstance(failure, BaseExceptionGroup):
+        for one in failure.exceptions:
+            yield from _leaves(one)
+    else:
+        yield failure
+
+
+if __name__ == "__main__":
+    main()

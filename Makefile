@@ -7,19 +7,20 @@
 #   make test-busy TIMES=5                   the whole suite as often, on a machine that has other things to do
 #   make specs SPECS="Leases"                one model, or one configuration
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
+#   make torture TORTURE_ARGS="--seed 7 --schedules 1"   one schedule of faults; TORTURE_ARGS=--help says more
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= auto
 TIMES ?= 5
 BENCH_ARGS ?=
-SPECS ?=
+TORTURE_ARGS ?= --schedules 200
 VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint specs docs bench stress dist clean distclean check-java
+.PHONY: help demo test test-busy lint docs bench stress torture dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +58,9 @@ stress: $(VENV)/.dev ## the long form of the concurrency checks
 	@REPLICAD_STRESS_SECONDS="$${REPLICAD_STRESS_SECONDS:-180}" REPLICAD_STRESS_ROWS="$${REPLICAD_STRESS_ROWS:-10000000}" \
 		REPLICAD_STRESS_DESTINATIONS="$${REPLICAD_STRESS_DESTINATIONS:-10000}" \
 		$(RUN) -m pytest -m stress -s $(PYTEST_ARGS)
+
+torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended daemons, promoted standbys, restored dumps
+	@$(RUN) -m tests.torture $(TORTURE_ARGS)
 
 dist: $(VENV)/.dev ## sdist and wheel into dist/
 	@rm -rf dist

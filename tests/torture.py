@@ -11,13 +11,13 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import trio
 
 from tests.conftest import server_folder
-from tests.forks.schedule import DAEMONS, Player, make_schedule
+from tests.forks.schedule import DAEMONS, KINDS, Player, make_schedule
 from tests.forks.template import made_template
 from tests.forks.world import open_world
 
@@ -27,25 +27,29 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the first schedule (default 1)")
     parser.add_argument("--schedules", type=int, default=10, help="how many, one seed after another (default 10)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many seconds")
+    parser.add_argument("--only", default="", help=f"kinds of faults, with commas: {','.join(KINDS)}")
     parser.add_argument("--show", action="store_true", help="print the schedules and play none")
     options = parser.parse_args()
+    only = [kind for kind in options.only.split(",") if kind]
+    if unknown := set(only) - set(KINDS):
+        parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(KINDS)}")
     seeds = range(options.seed, options.seed + options.schedules)
     if options.show:
         for seed in seeds:
-            show(seed)
+            show(seed, only)
         return
-    failed = torture(seeds, options.seconds)
+    failed = torture(seeds, options.seconds, only)
     sys.exit(f"{len(failed)} schedules failed: {' '.join(map(str, failed))}" if failed else 0)
 
 
-def show(seed: int) -> None:
+def show(seed: int, only: Collection[str] = ()) -> None:
     """Print a schedule."""
     print(f"seed {seed}")
-    for number, steps in enumerate(make_schedule(seed), 1):
+    for number, steps in enumerate(make_schedule(seed, only), 1):
         print(f"  round {number}: {', '.join(map(str, steps))}")
 
 
-def torture(seeds: range, seconds: float = float("inf")) -> list[int]:
+def torture(seeds: range, seconds: float = float("inf"), only: Collection[str] = ()) -> list[int]:
     """Play the schedules of the seeds; returns those that failed."""
     began, failed, played = time.monotonic(), [], 0
     with server_folder() as template:
@@ -55,16 +59,16 @@ def torture(seeds: range, seconds: float = float("inf")) -> list[int]:
                 break
             played += 1
             with server_folder() as folder:
-                if not trio.run(play, seed, folder, template):
+                if not trio.run(play, seed, folder, template, only):
                     failed.append(seed)
     print(f"{played} schedules in {time.monotonic() - began:.0f} s, {len(failed)} failed {failed or ''}")
     return failed
 
 
-async def play(seed: int, folder: Path, template: Path) -> bool:
+async def play(seed: int, folder: Path, template: Path, only: Collection[str] = ()) -> bool:
     """Play one schedule and report on it; whether it passed."""
     began = time.monotonic()
-    rounds = make_schedule(seed)
+    rounds = make_schedule(seed, only)
     async with open_world(folder, template, daemons=DAEMONS, seed=seed) as world:
         player = Player(world)
         try:

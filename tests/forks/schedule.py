@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -43,9 +43,9 @@ class Step:
         return " ".join([self.what, *map(str, self.args), f"({self.after:.2f} s)"])
 
 
-def make_schedule(seed: int) -> list[list[Step]]:
-    """The rounds of a seed."""
-    return _Maker(random.Random(f"schedule {seed}")).make()
+def make_schedule(seed: int, only: Collection[str] = ()) -> list[list[Step]]:
+    """The rounds of a seed; of the kinds `only` where they are named."""
+    return _Maker(random.Random(f"schedule {seed}"), frozenset(only or KINDS)).make()
 
 
 @dataclass
@@ -53,6 +53,7 @@ class _Maker:
     """Knows what can happen next: no promotion without a standby, no `setval` that nobody can see."""
 
     rng: random.Random
+    only: frozenset[str]
     daemons: list[str] = field(default_factory=lambda: ["up"] * DAEMONS)
     standby: str | None = None
     dumps: bool = False
@@ -67,58 +68,58 @@ class _Maker:
         return steps
 
     def _step(self) -> Step:
-        what, weights = zip(*self._choices(), strict=True)
-        made: Callable[[], tuple[str, tuple[object, ...]]] = self.rng.choices(what, weights)[0]
-        name, args = made()
+        names, weights = zip(*((name, weight) for name, weight in self._choices() if name in self.only), strict=True)
+        name, args = self._make(self.rng.choices(names, weights)[0])
         return Step(name, args, self.rng.choice((0.0, 0.05, 0.3, 0.8)) * self.rng.random())
 
-    def _choices(self) -> list[tuple[Callable[[], tuple[str, tuple[object, ...]]], float]]:
-        rng = self.rng
-        table = rng.choice(TABLES).name
-        one = rng.randrange(DAEMONS)
-        found: list[tuple[Callable[[], tuple[str, tuple[object, ...]]], float]] = [
-            (lambda: ("restart", (rng.choice([*_HOW]),)), 1.5),
-            (lambda: ("truncate", (table, rng.choice((-5, 0, 5, 40)))), 2),
-            (lambda: ("alter", (table, rng.randint(5, 60))), 1),
-            (lambda: ("dump", (rng.choice(("plain", "custom")),)), 1.5 if not self.dumps else 0.3),
-            (lambda: ("copy", (rng.choice(("immediate", "fast")),)), 1 if not self.copies else 0.2),
+    def _choices(self) -> list[tuple[str, float]]:
+        """What can happen next, and how often it should."""
+        up = self.daemons.count("up")
+        return [
+            ("restart", 1.5),
+            ("truncate", 2),
+            ("alter", 1),
+            ("dump", 0.3 if self.dumps else 1.5),
+            ("copy", 0.2 if self.copies else 1),
+            ("setval", 2 if up else 0),
+            ("kill", up),
+            ("end", up),
+            ("suspend", 2 * up),
+            ("up", 2 * (DAEMONS - up)),
+            ("standby", 0 if self.standby else 2),
+            ("cut", 4 if self.standby == "standby" else 0),
+            ("promote", 3 if self.standby else 0),
+            ("restore", 2 if self.dumps else 0),
+            ("put_back", 2 if self.copies else 0),
+            ("pause", 0.01),  # where nothing else may happen
         ]
-        if "up" in self.daemons:
-            found.append((lambda: ("setval", (table, rng.randint(1, 40), self.daemons.index("up"))), 2))
-        if self.daemons[one] == "up":
-            found.append((lambda: self._daemon(one, rng.choice(("kill", "end", "suspend", "suspend"))), 3))
-        else:
-            found.append((lambda: self._daemon(one, "up"), 2))
-        if self.standby is None:
-            found.append((lambda: self._standby("standby"), 2))
-        elif self.standby == "standby":
-            found.append((lambda: self._standby("cut"), 4))
-        if self.standby is not None:
-            found.append((lambda: self._standby("promote"), 3))
-        if self.dumps:
-            found.append((lambda: ("restore", (rng.choice(("one_transaction", "many")),)), 2))
-        if self.copies:
-            found.append((lambda: ("put_back", ()), 2))
-        return [self._noting(made, weight) for made, weight in found]
 
-    def _noting(
-        self, made: Callable[[], tuple[str, tuple[object, ...]]], weight: float
-    ) -> tuple[Callable[[], tuple[str, tuple[object, ...]]], float]:
-        def noted() -> tuple[str, tuple[object, ...]]:
-            name, args = made()
-            self.dumps |= name == "dump"
-            self.copies |= name == "copy"
-            return name, args
-
-        return noted, weight
-
-    def _daemon(self, one: int, to: str) -> tuple[str, tuple[object, ...]]:
-        self.daemons[one] = to
-        return to, (one,)
-
-    def _standby(self, to: str) -> tuple[str, tuple[object, ...]]:
-        self.standby = None if to == "promote" else to
-        return to, (self.rng.choice(("primary_ends", "primary_lives_on")),) if to == "promote" else ()
+    def _make(self, name: str) -> tuple[str, tuple[object, ...]]:
+        rng, table = self.rng, self.rng.choice(TABLES).name
+        if name == "restart":
+            return name, (rng.choice([*_HOW]),)
+        if name == "truncate":
+            return name, (table, rng.choice((-5, 0, 5, 40)))
+        if name == "alter":
+            return name, (table, rng.randint(5, 60))
+        if name == "setval":
+            return name, (table, rng.randint(1, 40), self.daemons.index("up"))
+        if name == "dump":
+            self.dumps = True
+            return name, (rng.choice(("plain", "custom")),)
+        if name == "restore":
+            return name, (rng.choice(("one_transaction", "many")),)
+        if name == "copy":
+            self.copies = True
+            return name, (rng.choice(("immediate", "fast")),)
+        if name in ("kill", "end", "suspend", "up"):
+            one = rng.choice([one for one in range(DAEMONS) if (self.daemons[one] == "up") != (name == "up")])
+            self.daemons[one] = name
+            return name, (one,)
+        if name in ("standby", "cut", "promote"):
+            self.standby = None if name == "promote" else name
+            return name, (rng.choice(("primary_ends", "primary_lives_on")),) if name == "promote" else ()
+        return name, ()
 
 
 class Player:
@@ -149,7 +150,7 @@ class Player:
                 await trio.sleep(rng.random() * 0.6)
                 for step in steps:
                     self._log(str(step))
-                    await self._steps[step.what](self, *step.args)
+                    await Player._steps[step.what](self, *step.args)
                     await trio.sleep(step.after)
                 nursery.cancel_scope.cancel()
             await self._all_up()
@@ -274,6 +275,9 @@ class Player:
         assert not waited.cancelled_caught, f"{name} was set back to {to}, and daemon {seer} tells {ledger.at}"
         self.world.writing.go()
 
+    async def _pause(self) -> None:
+        """Nothing happens."""
+
     async def _quiet(self) -> None:
         await self.world.writing.rest()
         await blocking(self.world.end_prepared)
@@ -294,4 +298,8 @@ class Player:
         "truncate": _truncate,
         "alter": _alter,
         "setval": _setval,
+        "pause": _pause,
     }
+
+
+KINDS = tuple(Player._steps)

@@ -146,6 +146,15 @@ class Cluster:
         """Restore a dump over the database."""
         restore_dump(self.url, dump, one_transaction=one_transaction)
 
+    def move(self, dump: Path) -> EmbeddedPostgres:
+        """Restore a dump into a new server, which is the one at the address from then on; returns the old one."""
+        fresh = self._open(self.folder / f"s{next(self._numbers)}")
+        restore_dump(fresh.url, dump, one_transaction=False)
+        old, self.server = self.server, fresh
+        _stop(old, signal.SIGINT)
+        self._point_to(fresh)
+        return old
+
     # --- within ---
 
     def _open(self, folder: Path) -> EmbeddedPostgres:

@@ -21,13 +21,12 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from .holder import Holder
 from .ledger import Order
 from .tables import TABLES
-from .world import AGREEMENT, World, blocking
+from .world import World, blocking
 
 DAEMONS = 2
 ROUNDS = (2, 3)
 STEPS = (3, 6)  # of a round
 _HOPS = 0.5  # seconds between two disconnections of clients, on average
-_SEEN = 30.0  # seconds until ids that were set back must be told
 _HOW = {"immediate": signal.SIGQUIT, "fast": signal.SIGINT, "killed": signal.SIGKILL}
 
 
@@ -268,11 +267,7 @@ class Player:
         to = max(1, await blocking(self.world.position_of, table) - back)
         await blocking(self.world.sql, f"BEGIN; {table.set_back(to)}; COMMIT")
         await self.world.servers[seer].wait_ready()
-        ledger = self._plain[seer].ledgers[name]
-        with trio.move_on_after(min(_SEEN, AGREEMENT)) as waited:
-            while not ledger.at or max(ledger.at.values()) > to:
-                await trio.sleep(0.01)
-        assert not waited.cancelled_caught, f"{name} was set back to {to}, and daemon {seer} tells {ledger.at}"
+        await self.world.wait_told(table, to, self._plain[seer])
         self.world.writing.go()
 
     async def _pause(self) -> None:

@@ -44,9 +44,6 @@ class Table:
 
     def create(self) -> str:
         """The commands that make the table and register the stream."""
-        instance = "'who'" if self.several else "NULL"
-        row = f"json_build_array(t.id, {'t.who, ' if self.several else ''}{_SLOW if self.slow else 't.body'})"
-        positions = f"'public.{self.name}_positions'::regclass" if self.method == "positions_table" else "NULL"
         return (
             f"CREATE TABLE {self.name} (id bigserial{'' if self.batches else ' PRIMARY KEY'}, "
             "who text NOT NULL DEFAULT current_setting('application_name'), part int DEFAULT 0, "
@@ -59,7 +56,16 @@ class Table:
                 if self.method == "positions_table"
                 else ""
             )
-            + f"SELECT replicad.stream_add('{self.name}', 'public.{self.name}'::regclass, 'id', "
+            + self.register()
+        )
+
+    def register(self) -> str:
+        """The command that makes the table a stream."""
+        instance = "'who'" if self.several else "NULL"
+        row = f"json_build_array(t.id, {'t.who, ' if self.several else ''}{_SLOW if self.slow else 't.body'})"
+        positions = f"'public.{self.name}_positions'::regclass" if self.method == "positions_table" else "NULL"
+        return (
+            f"SELECT replicad.stream_add('{self.name}', 'public.{self.name}'::regclass, 'id', "
             f"instance_column => {instance}, row_sql => {_quote(row)}, method => '{self.method}', "
             f"positions => {positions});"
         )
@@ -168,10 +174,13 @@ class Writing:
             await self._idle.wait()
 
     async def _connect(self, writer: str) -> None:
-        async with open_database(self.url, size=len(self.tables), application_name=writer) as db:
-            async with trio.open_nursery() as nursery:
-                for table in self.tables:
-                    nursery.start_soon(self._write, db, writer, table)
+        while True:
+            with suppress(DatabaseError):  # of opening; what writing raises stays there
+                async with open_database(self.url, size=len(self.tables), application_name=writer) as db:
+                    async with trio.open_nursery() as nursery:
+                        for table in self.tables:
+                            nursery.start_soon(self._write, db, writer, table)
+            await trio.sleep(0.05)
 
     async def _write(self, db: Database, writer: str, table: Table) -> None:
         rng = random.Random(f"{self.seed} {writer} {table.name}")

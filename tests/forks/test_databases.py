@@ -68,6 +68,50 @@ async def test_a_dump_is_restored_and_clients_have_what_the_tables_have(
         await world.settle("after the restore")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("state", STATES)
+async def test_a_dump_is_restored_into_another_server_at_the_same_address(
+    postgres_folder: Path, fork_template: Path, state: str
+) -> None:
+    """The new server has another system identifier, and ids and oids of its own."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        await world.settle("before the dump")
+        for table in TABLES:
+            await blocking(world.write_rows, table, 30)
+        await world.settle("before the dump", say=False)
+        dump = await blocking(world.cluster.dump)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 10)
+        await world.settle("after the dump", say=False)
+        async with daemons(world, state):
+            await blocking(world.cluster.move, dump)
+            for table in TABLES:
+                await blocking(world.write_rows, table, 20)
+        await world.settle("at the new server")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("table_too", [False, True], ids=["same_table", "another_table"])
+@pytest.mark.parametrize("state", STATES)
+async def test_a_stream_that_is_removed_and_added_again_is_another_one(
+    postgres_folder: Path, fork_template: Path, state: str, table_too: bool
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        world.tables = (MANY,)
+        world.hold_all_kinds()
+        await world.settle("before")
+        await blocking(world.write_rows, MANY, 30)
+        await world.settle("before it is removed", say=False)
+        async with daemons(world, state):
+            if table_too:
+                world.sql(f"SELECT replicad.stream_remove('many'); DROP TABLE many; {MANY.create()}")
+                await blocking(world.write_rows, MANY, 50)
+            else:
+                world.sql(f"SELECT replicad.stream_remove('many'); {MANY.register()}")
+        await world.settle("after it was added again")
+
+
 @pytest.mark.parametrize("state", STATES)
 async def test_a_table_that_begins_its_ids_again_and_climbs_on_in_one_transaction_is_sent_in_full(
     postgres_folder: Path, fork_template: Path, state: str
@@ -114,15 +158,14 @@ async def test_ids_set_back_while_the_stream_is_busy_are_told_at_the_place_where
     async with open_world(postgres_folder, fork_template) as world:
         world.sql(SLOW.create())
         world.tables = (SLOW,)
-        world.hold_all_kinds()
+        plain, *_ = world.hold_all_kinds()
         for _ in range(2):
             await world.settle("before")
             world.sql(
                 "INSERT INTO slow (who, body) SELECT 'w1', 'slow ' || gen_random_uuid() FROM generate_series(1, 10)"
             )
-            at = world.position_of(SLOW)
             await world.wait_for(lambda: _is_reading(world), "the daemon reads the slow rows")
-            world.sql(f"BEGIN; {SLOW.set_back(at - 10)}; SELECT pg_sleep(0.3); COMMIT")
+            await world.set_back(SLOW, 10, plain)
             await blocking(world.write_rows, SLOW, 20)
         await world.settle("after the ids went back")
 
@@ -140,10 +183,9 @@ async def test_ids_set_back_while_a_row_stops_the_stream_are_told_at_the_place_w
         for _ in range(2):
             await blocking(world.write_rows, SLOW, 10)
             world.sql("INSERT INTO slow (who, body) VALUES ('w2', 'poison ' || gen_random_uuid())")
-            at = world.position_of(SLOW)
             await world.wait_for(lambda: any("ERROR row_unreadable" in line for _, line in plain.lines), "it stops")
             plain.lines.clear()
-            world.sql(f"BEGIN; {SLOW.set_back(at - 6)}; SELECT pg_sleep(0.3); COMMIT")
+            await world.set_back(SLOW, 6, plain)
             await blocking(world.write_rows, SLOW, 20)
             await world.settle("after the ids went back")
 
@@ -154,19 +196,21 @@ async def test_ids_set_back_at_a_poll_that_is_broken_off_are_not_forgotten(
     """The daemon loses its connections a moment after the sequence went back, at ever other moments."""
     async with open_world(postgres_folder, fork_template) as world:
         world.tables = (LONE, MANY, TABLED)
-        world.hold_all_kinds()
+        plain, *_ = world.hold_all_kinds()
         await world.settle("before")
         for number in range(12):
             for table in world.tables:
                 await blocking(world.write_rows, table, 12)
             await world.settle("before the next", say=False)
             moment = number * 0.003
-            back = "; ".join(table.set_back(world.position_of(table) - 10) for table in world.tables)
+            to = {table: world.position_of(table) - 10 for table in world.tables}
+            back = "; ".join(table.set_back(at) for table, at in to.items())
             kill = (
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE application_name LIKE 'replicad%' AND backend_type = 'client backend'"
             )
             await blocking(world.sql, f"BEGIN; {back}; SELECT pg_sleep({moment}); {kill}; SELECT pg_sleep(0.3); COMMIT")
+            await world.wait_told(TABLED, to[TABLED], plain)
             for table in world.tables:
                 await blocking(world.write_rows, table, 25)
             await world.settle(f"broken off after {moment * 1000:.0f} ms")
@@ -195,6 +239,29 @@ async def test_what_a_daemon_knew_of_a_stream_ends_with_the_history_that_it_was_
         assert named.ledgers["shift"].epoch != epoch, "WRITERS tells the new epoch, whatever the writers are called"
         await trio.sleep(6)  # the daemon looks for late rows every 5 s
         assert "rows_below_position" not in world.servers[0].said(1 << 20)
+
+
+async def test_what_was_said_of_ids_of_before_does_not_hold_for_those_of_after(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """Rows were trimmed, an id was taken out of the stream, a sender has acknowledged."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.tables = (MANY,)
+        world.hold_all_kinds()
+        await blocking(world.write_rows, MANY, 30)
+        await world.settle("before")
+        world.sql("SELECT replicad.stream_skip_id('many', 12, 'in the way')")
+        noted = (
+            "SELECT p.position >= 30 FROM replicad.stream_position p JOIN replicad.stream s ON s.number = p.stream "
+            "WHERE s.name = 'many' AND p.writer = 0"
+        )
+        await world.wait_for(lambda: world.sql(noted) == "t", "the position is noted")
+        world.sql("SELECT replicad.stream_trim('many', 25)")
+        world.sql(f"SET application_name = 'w1'; {MANY.truncate()}; {MANY.insert(40)}")
+        await world.settle("after the fork")
+        late = world.hold("from the beginning", Order.NAMED)
+        await world.settle("who begins at the beginning")
+        assert late.ledgers["many"].at
 
 
 def _is_reading(world: World) -> bool:

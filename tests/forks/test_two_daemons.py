@@ -19,7 +19,7 @@ async def fork_by(world: World, how: str) -> None:
         if how == "begun_again":
             world.sql(f"SET application_name = 'w2'; {table.truncate()}; {table.insert(at + 5)}")
         else:
-            world.sql(f"BEGIN; {table.set_back(at - 10)}; SELECT pg_sleep(0.3); COMMIT")
+            await world.set_back(table, 10, world.holders[0])
             await blocking(world.write_rows, table, 20, "w2")
 
 
@@ -59,7 +59,7 @@ async def test_clients_that_stay_away_over_several_forks_resume_from_the_oldest_
     """Each fork is at another place, and the lowest one counts; the client goes to a daemon that was down meanwhile."""
     async with open_world(postgres_folder, fork_template, daemons=2) as world:
         away = [world.hold(f"{order.value} away", order) for order in (Order.NAMED, Order.LINEAR)]
-        world.hold_all_kinds(1)
+        there, *_ = world.hold_all_kinds(1)
         await world.settle("before")
         for table in TABLES:
             await blocking(world.write_rows, table, 40)
@@ -70,8 +70,7 @@ async def test_clients_that_stay_away_over_several_forks_resume_from_the_oldest_
         for back in (20, 35, 10):
             everybody, world.holders = world.holders, [one for one in world.holders if one not in away]
             for table in (LONE, MANY, RESERVED):
-                at = world.position_of(table)
-                world.sql(f"BEGIN; {table.set_back(at - back)}; SELECT pg_sleep(0.3); COMMIT")
+                await world.set_back(table, back, there)
                 await blocking(world.write_rows, table, back + 10, "w3")
             await world.settle(f"back by {back}", say=False)
             world.holders = everybody

@@ -169,6 +169,21 @@ class World:
         if table.advance():
             self.sql(table.advance())
 
+    async def set_back(self, table: Table, back: int, seer: Holder) -> None:
+        """Set a sequence back by so much, with nobody in between, so that a poll of the daemon of `seer` can see it.
+
+        A positions table is seen only after the commit: `seer`, a plain client, is waited for.
+        """
+        to = self.position_of(table) - back
+        await blocking(self.sql, f"BEGIN; {table.set_back(to)}; SELECT pg_sleep(0.3); COMMIT")
+        if table.method == "positions_table":
+            await self.wait_told(table, to, seer)
+
+    async def wait_told(self, table: Table, to: int, seer: Holder) -> None:
+        """Wait until a plain client was told that nobody is beyond an id any more."""
+        ledger = seer.ledgers[table.name]
+        await self.wait_for(lambda: bool(ledger.at) and max(ledger.at.values()) <= to, f"{table.name} is back at {to}")
+
     def end_prepared(self) -> None:
         """Commit what was prepared and left."""
         for gid in self.sql("SELECT gid FROM pg_prepared_xacts").splitlines():

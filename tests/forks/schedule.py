@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +28,14 @@ DAEMONS = 2
 ROUNDS = (2, 3)
 STEPS = (3, 6)  # of a round
 _HOPS = 0.5  # seconds between two disconnections of clients, on average
+_LOCKED = 1.0  # seconds between two looks at who waits for a lock that a daemon holds
+_EXCLUSIVE = ("truncate", "alter", "setval", "restore")
+_END_BLOCKERS = """
+    SELECT pg_terminate_backend(d.pid) FROM pg_stat_activity d
+    WHERE d.application_name LIKE 'replicad%' AND d.pid IN (
+        SELECT unnest(pg_blocking_pids(w.pid)) FROM pg_stat_activity w
+        WHERE w.wait_event_type = 'Lock' AND clock_timestamp() - w.query_start > interval '2 s')
+"""
 _HOW = {"immediate": signal.SIGQUIT, "fast": signal.SIGINT, "killed": signal.SIGKILL}
 
 
@@ -133,6 +142,7 @@ class Player:
         self._copies: list[Path] = []
         self._tables = {table.name: table for table in world.tables}
         self._plain: list[Holder] = []
+        self._exclusive = False  # a step wants locks that keep everybody out
 
     async def play(self, seed: int, rounds: list[list[Step]]) -> None:
         """Play it. Raises Disagreement, or AssertionError where a step itself fails."""
@@ -146,10 +156,13 @@ class Player:
             world.writing.go()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._move_clients, rng)
+                nursery.start_soon(self._free_locks)
                 await trio.sleep(rng.random() * 0.6)
                 for step in steps:
                     self._log(str(step))
+                    self._exclusive = step.what in _EXCLUSIVE
                     await Player._steps[step.what](self, *step.args)
+                    self._exclusive = False
                     await trio.sleep(step.after)
                 nursery.cancel_scope.cancel()
             await self._all_up()
@@ -172,6 +185,14 @@ class Player:
                 holder.leave()
             else:
                 holder.hop()
+
+    async def _free_locks(self) -> None:
+        """End the sessions of daemons on which others wait: one that was suspended in a statement keeps its locks."""
+        while True:
+            await trio.sleep(_LOCKED)
+            if self._exclusive:
+                with suppress(AssertionError):  # Postgres is away
+                    await blocking(self.world.sql, _END_BLOCKERS)
 
     async def _all_up(self) -> None:
         for server in self.world.servers:

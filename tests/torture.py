@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=10, help="how many, one seed after another (default 10)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many seconds")
     parser.add_argument("--only", default="", help=f"kinds of faults, with commas: {','.join(KINDS)}")
+    parser.add_argument("--verbose", action="store_true", help="print what happened when, where nothing is wrong too")
     parser.add_argument("--show", action="store_true", help="print the schedules and play none")
     options = parser.parse_args()
     only = [kind for kind in options.only.split(",") if kind]
@@ -38,7 +40,7 @@ def main() -> None:
         for seed in seeds:
             show(seed, only)
         return
-    failed = torture(seeds, options.seconds, only)
+    failed = torture(seeds, options.seconds, only, verbose=options.verbose)
     sys.exit(f"{len(failed)} schedules failed: {' '.join(map(str, failed))}" if failed else 0)
 
 
@@ -49,7 +51,9 @@ def show(seed: int, only: Collection[str] = ()) -> None:
         print(f"  round {number}: {', '.join(map(str, steps))}")
 
 
-def torture(seeds: range, seconds: float = float("inf"), only: Collection[str] = ()) -> list[int]:
+def torture(
+    seeds: range, seconds: float = float("inf"), only: Collection[str] = (), *, verbose: bool = False
+) -> list[int]:
     """Play the schedules of the seeds; returns those that failed."""
     began, failed, played = time.monotonic(), [], 0
     with server_folder() as template:
@@ -59,13 +63,13 @@ def torture(seeds: range, seconds: float = float("inf"), only: Collection[str] =
                 break
             played += 1
             with server_folder() as folder:
-                if not trio.run(play, seed, folder, template, only):
+                if not trio.run(partial(play, seed, folder, template, only, verbose=verbose)):
                     failed.append(seed)
     print(f"{played} schedules in {time.monotonic() - began:.0f} s, {len(failed)} failed {failed or ''}")
     return failed
 
 
-async def play(seed: int, folder: Path, template: Path, only: Collection[str] = ()) -> bool:
+async def play(seed: int, folder: Path, template: Path, only: Collection[str] = (), *, verbose: bool = False) -> bool:
     """Play one schedule and report on it; whether it passed."""
     began = time.monotonic()
     rounds = make_schedule(seed, only)
@@ -82,6 +86,8 @@ async def play(seed: int, folder: Path, template: Path, only: Collection[str] = 
                 print(f"  daemon {server.number} said at last:\n{server.said()}")
             sys.stdout.flush()
             return False
+        if verbose:
+            print("\n".join(f"  {line}" for line in player.played))
         told: Counter[str] = Counter()
         for holder in world.holders:
             told.update(holder.counts())

@@ -251,17 +251,60 @@ async def test_what_was_said_of_ids_of_before_does_not_hold_for_those_of_after(
         await blocking(world.write_rows, MANY, 30)
         await world.settle("before")
         world.sql("SELECT replicad.stream_skip_id('many', 12, 'in the way')")
-        noted = (
-            "SELECT p.position >= 30 FROM replicad.stream_position p JOIN replicad.stream s ON s.number = p.stream "
-            "WHERE s.name = 'many' AND p.writer = 0"
-        )
-        await world.wait_for(lambda: world.sql(noted) == "t", "the position is noted")
+        await world.wait_noted()
         world.sql("SELECT replicad.stream_trim('many', 25)")
         world.sql(f"SET application_name = 'w1'; {MANY.truncate()}; {MANY.insert(40)}")
         await world.settle("after the fork")
         late = world.hold("from the beginning", Order.NAMED)
         await world.settle("who begins at the beginning")
         assert late.ledgers["many"].at
+
+
+@pytest.mark.long
+async def test_rows_of_writers_that_are_too_many_to_list_are_taken_back_too(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        world.tables = (MANY,)
+        for order in (Order.NAMED, Order.LINEAR):
+            world.hold(order.value, order)
+        crowd = "INSERT INTO many (who) SELECT 'c' || n FROM generate_series(1, 10050) n"
+        world.sql(crowd)
+        await world.settle("with many writers")
+        world.sql(f"{MANY.truncate()}; {crowd}; {crowd}")
+        await world.settle("after the ids began again")
+        await world.wait_noted()
+        to = world.position_of(MANY) - 300
+        world.sql(f"{MANY.set_back(to)}; ALTER SEQUENCE many_id_seq RESTART WITH {to + 1}; {crowd}")
+        await world.settle("after they went back")
+
+
+@pytest.mark.parametrize("how", ["begun_again", pytest.param("set_back", marks=pytest.mark.long)])
+async def test_rows_of_a_writer_that_was_retired_are_taken_back_too(
+    postgres_folder: Path, fork_template: Path, how: str
+) -> None:
+    async with open_world(postgres_folder, fork_template) as world:
+        world.tables = (MANY,)
+        for order in (Order.NAMED, Order.LINEAR):
+            world.hold(order.value, order)
+        await world.settle("before")
+        await blocking(world.write_rows, MANY, 20, "w3")
+        await blocking(world.write_rows, MANY, 1, "w1")
+        await world.settle("before it is retired", say=False)
+        world.sql("SELECT replicad.stream_writers_retire('many', 'w3')")
+        [named, _] = world.holders
+        await world.wait_for(lambda: "w3" not in named.ledgers["many"].at, "it is listed no more")
+        if how == "begun_again":
+            world.sql(f"SET application_name = 'w1'; {MANY.truncate()}; {MANY.insert(30)}")
+        else:
+            plain = world.hold("plain", Order.PLAIN)
+            await world.settle("with somebody who sees", say=False)
+            world.holders.remove(plain)
+            await world.set_back(MANY, 10, plain)
+            await world.wait_told(MANY, world.position_of(MANY), plain)
+        await world.settle("after the fork, without a row of it", say=False)
+        await blocking(world.write_rows, MANY, 5, "w3")
+        await world.settle("after the fork")
 
 
 def _is_reading(world: World) -> bool:

@@ -149,3 +149,27 @@ async def test_a_crash_loses_what_was_not_flushed_and_no_client_keeps_it(
             await blocking(world.cluster.restart, signal.SIGQUIT)
         await world.settle("after five crashes")
         await no_one_begins_again(world)
+
+
+@pytest.mark.parametrize("daemon", ["ends_first", long("stays")])
+async def test_a_planned_restart_of_postgres_takes_nobody_back(
+    postgres_folder: Path, fork_template: Path, daemon: str
+) -> None:
+    """A daemon notes what it has published each second, and when it ends."""
+    async with open_world(postgres_folder, fork_template) as world:
+        [server] = world.servers
+        for order in (Order.NAMED, Order.LINEAR):
+            world.hold(order.value, order)
+        await write_for(world, 0.5)
+        await world.settle("before the restart")
+        if daemon == "ends_first":
+            await server.end(signal.SIGTERM)
+            await blocking(world.cluster.restart, signal.SIGINT)
+            server.start()
+            await server.wait_ready()
+        else:
+            await world.wait_noted()
+            await blocking(world.cluster.restart, signal.SIGINT)
+        await world.settle("after the restart")
+        for holder in world.holders:
+            assert not holder.counts(), f"{holder.name} was taken back"

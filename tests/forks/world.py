@@ -184,6 +184,14 @@ class World:
         ledger = seer.ledgers[table.name]
         await self.wait_for(lambda: bool(ledger.at) and max(ledger.at.values()) <= to, f"{table.name} is back at {to}")
 
+    async def wait_noted(self) -> None:
+        """Wait until the database knows that all rows were published, for each writer."""
+        noted = (
+            "SELECT count(*) FROM replicad.stream_position p JOIN replicad.stream s ON s.number = p.stream "
+            "WHERE p.writer = 0 AND p.position >= pg_sequence_last_value(s.sequence)"
+        )
+        await self.wait_for(lambda: int(self.sql(noted)) >= len(self.tables), "what was published is noted")
+
     def end_prepared(self) -> None:
         """Commit what was prepared and left."""
         for gid in self.sql("SELECT gid FROM pg_prepared_xacts").splitlines():

@@ -291,7 +291,8 @@ async def test_rows_of_a_writer_that_was_retired_are_taken_back_too(
         await blocking(world.write_rows, MANY, 20, "w3")
         await blocking(world.write_rows, MANY, 1, "w1")
         await world.settle("before it is retired", say=False)
-        world.sql("SELECT replicad.stream_writers_retire('many', ARRAY['w3'], 0)")
+        await world.wait_noted()
+        world.sql("SELECT replicad.stream_writers_retire('many', ARRAY['w3'], 0, clock_timestamp() + interval '1 min')")
         [named, _] = world.holders
         await world.wait_for(lambda: "w3" not in named.ledgers["many"].at, "it is listed no more")
         if how == "begun_again":

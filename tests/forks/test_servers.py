@@ -162,6 +162,11 @@ async def test_a_planned_restart_of_postgres_takes_nobody_back(
             world.hold(order.value, order)
         await write_for(world, 0.5)
         await world.settle("before the restart")
+        [named, _] = world.holders
+        for table in TABLES:
+            last = world.position_of(table)
+            ledger = named.ledgers[table.name]
+            await world.wait_for(lambda: min(ledger.at.values()) == last, "all positions are told")  # noqa: B023
         if daemon == "ends_first":
             await server.end(signal.SIGTERM)
             await blocking(world.cluster.restart, signal.SIGINT)
@@ -172,4 +177,4 @@ async def test_a_planned_restart_of_postgres_takes_nobody_back(
             await blocking(world.cluster.restart, signal.SIGINT)
         await world.settle("after the restart")
         for holder in world.holders:
-            assert not holder.counts(), f"{holder.name} was taken back"
+            assert not holder.counts(), f"{holder.name} was taken back: {holder.counts()}"

@@ -12,7 +12,7 @@ import trio
 
 from .ledger import Order
 from .tables import LONE, MANY, TABLED, TABLES, Table
-from .world import World, blocking, open_world
+from .world import World, blocking, long, open_world
 
 SLOW = Table("slow", slow=True)
 STATES = ["alive", "down", "suspended"]
@@ -40,12 +40,12 @@ async def daemons(world: World, state: str) -> AsyncIterator[None]:
     [
         ("alive", False, True),
         ("down", False, False),
-        pytest.param("alive", False, False, marks=pytest.mark.long),
-        pytest.param("alive", True, True, marks=pytest.mark.long),
-        pytest.param("alive", True, False, marks=pytest.mark.long),
-        pytest.param("down", True, True, marks=pytest.mark.long),
-        pytest.param("suspended", False, True, marks=pytest.mark.long),
-        pytest.param("suspended", True, False, marks=pytest.mark.long),
+        long("alive", False, False),
+        long("alive", True, True),
+        long("alive", True, False),
+        long("down", True, True),
+        long("suspended", False, True),
+        long("suspended", True, False),
     ],
 )
 async def test_a_dump_is_restored_and_clients_have_what_the_tables_have(
@@ -112,15 +112,18 @@ async def test_a_stream_that_is_removed_and_added_again_is_another_one(
         await world.settle("after it was added again")
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    ("state", "fewer"),
+    [("alive", (1, 0, -5)), ("down", (-5,)), ("suspended", (0,)), long("down", (1, 0)), long("suspended", (1, -5))],
+)
 async def test_a_table_that_begins_its_ids_again_and_climbs_on_in_one_transaction_is_sent_in_full(
-    postgres_folder: Path, fork_template: Path, state: str
+    postgres_folder: Path, fork_template: Path, state: str, fewer: tuple[int, ...]
 ) -> None:
-    """Less rows than before, as many, and more."""
+    """Some rows fewer than before, as many, and more."""
     async with open_world(postgres_folder, fork_template) as world:
         world.hold_all_kinds()
         await world.settle("before")
-        for rows in (1, 0, -1):
+        for rows in fewer:
             for table in TABLES:
                 await blocking(world.write_rows, table, 5)
             await world.settle("before the next", say=False)
@@ -128,10 +131,11 @@ async def test_a_table_that_begins_its_ids_again_and_climbs_on_in_one_transactio
                 for table in TABLES:
                     again = world.position_of(table) - rows
                     world.sql(f"SET application_name = 'w1'; {table.truncate()}; {table.insert(again)}")
-            await world.settle(f"begun again with {rows} rows less")
+            await world.settle(f"begun again with {rows} rows fewer")
 
 
-@pytest.mark.parametrize("state", ["alive", pytest.param("down", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["alive", "down"])
 async def test_rows_removed_by_an_altered_sequence_are_gone_everywhere(
     postgres_folder: Path, fork_template: Path, state: str
 ) -> None:
@@ -190,19 +194,20 @@ async def test_ids_set_back_while_a_row_stops_the_stream_are_told_at_the_place_w
             await world.settle("after the ids went back")
 
 
+@pytest.mark.parametrize("times", [4, long(20)])
 async def test_ids_set_back_at_a_poll_that_is_broken_off_are_not_forgotten(
-    postgres_folder: Path, fork_template: Path
+    postgres_folder: Path, fork_template: Path, times: int
 ) -> None:
     """The daemon loses its connections a moment after the sequence went back, at ever other moments."""
     async with open_world(postgres_folder, fork_template) as world:
         world.tables = (LONE, MANY, TABLED)
         plain, *_ = world.hold_all_kinds()
         await world.settle("before")
-        for number in range(12):
+        for number in range(times):
             for table in world.tables:
                 await blocking(world.write_rows, table, 12)
             await world.settle("before the next", say=False)
-            moment = number * 0.003
+            moment = number * 0.009 % 0.05
             to = {table: world.position_of(table) - 10 for table in world.tables}
             back = "; ".join(table.set_back(at) for table, at in to.items())
             kill = (
@@ -219,7 +224,7 @@ async def test_ids_set_back_at_a_poll_that_is_broken_off_are_not_forgotten(
 async def test_what_a_daemon_knew_of_a_stream_ends_with_the_history_that_it_was_of(
     postgres_folder: Path, fork_template: Path
 ) -> None:
-    """A writer called `*`, ids that have several rows only since the fork, and the alarm for late rows."""
+    """A writer called `*`, and ids that have several rows only since the fork."""
     async with open_world(postgres_folder, fork_template) as world:
         shift = Table("shift")
         world.sql(shift.create())
@@ -237,7 +242,24 @@ async def test_what_a_daemon_knew_of_a_stream_ends_with_the_history_that_it_was_
         )
         await world.settle("after the fork")
         assert named.ledgers["shift"].epoch != epoch, "WRITERS tells the new epoch, whatever the writers are called"
-        await trio.sleep(6)  # the daemon looks for late rows every 5 s
+
+
+@pytest.mark.long
+async def test_rows_under_ids_that_were_given_out_again_are_no_late_rows(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """The daemon looks for late rows every 5 s: once before the fork, twice after it."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        await world.settle("before")
+        for table in TABLES:
+            await blocking(world.write_rows, table, 20)
+        await trio.sleep(6)
+        for table in TABLES:
+            at = world.position_of(table)
+            world.sql(f"SET application_name = 'w1'; {table.truncate()}; {table.insert(at + 5)}")
+        await world.settle("after the fork")
+        await trio.sleep(11)
         assert "rows_below_position" not in world.servers[0].said(1 << 20)
 
 
@@ -279,7 +301,8 @@ async def test_rows_of_writers_that_are_too_many_to_list_are_taken_back_too(
         await world.settle("after they went back")
 
 
-@pytest.mark.parametrize("how", ["begun_again", pytest.param("set_back", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["begun_again", "set_back"])
 async def test_rows_of_a_writer_that_was_retired_are_taken_back_too(
     postgres_folder: Path, fork_template: Path, how: str
 ) -> None:

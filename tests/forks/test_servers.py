@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 
 from .ledger import Order
 from .tables import MANY, TABLES
-from .world import World, blocking, open_world
-
-
-def long(*values: object) -> Any:
-    """A parameter that only `make stress` takes."""
-    return pytest.param(*values, marks=pytest.mark.long)
+from .world import World, blocking, long, open_world
 
 
 async def write_for(world: World, seconds: float) -> None:

@@ -9,7 +9,7 @@ import trio
 
 from .ledger import Order
 from .tables import LONE, MANY, RESERVED, TABLES
-from .world import World, blocking, open_world
+from .world import World, blocking, long, open_world
 
 
 async def fork_by(world: World, how: str) -> None:
@@ -23,7 +23,7 @@ async def fork_by(world: World, how: str) -> None:
             await blocking(world.write_rows, table, 20, "w2")
 
 
-@pytest.mark.parametrize("how", ["set_back", pytest.param("begun_again", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["set_back", long("begun_again")])
 async def test_a_suspended_daemon_learns_of_a_fork_that_another_one_saw_and_takes_its_tokens(
     postgres_folder: Path, fork_template: Path, how: str
 ) -> None:

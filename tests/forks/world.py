@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import trio
 
 from tests.conftest import PATIENCE, psql
@@ -251,6 +252,11 @@ async def open_world(
 async def blocking(function: Callable[..., T], *args: object, **named: object) -> T:
     """Call what blocks in a thread, to its end."""
     return await trio.to_thread.run_sync(lambda: function(*args, **named))
+
+
+def long(*values: object) -> Any:
+    """A parameter that only `make stress` takes."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def _free_port() -> int:

@@ -27,7 +27,7 @@ from .world import World, blocking
 DAEMONS = 2
 ROUNDS = (2, 3)
 STEPS = (3, 6)  # of a round
-_HOPS = 0.5  # seconds between two disconnections of clients, on average
+_HOPS = 0.3  # seconds between two disconnections of clients, on average
 _LOCKED = 1.0  # seconds between two looks at who waits for a lock that a daemon holds
 _EXCLUSIVE = ("truncate", "alter", "setval", "restore")
 _END_BLOCKERS = """
@@ -149,7 +149,7 @@ class Player:
         world = self.world
         rng = random.Random(f"clients {seed}")
         self._plain = [world.hold(f"plain@{place}", Order.PLAIN, place) for place in range(DAEMONS)]
-        for number in range(5):
+        for number in range(6):
             order = (Order.NAMED, Order.LINEAR)[number % 2]
             world.hold(f"{order.value}{number}", order, rng.randrange(DAEMONS))
         for number, steps in enumerate(rounds, 1):
@@ -180,7 +180,8 @@ class Player:
             await trio.sleep(rng.expovariate(1 / _HOPS))
             holder = rng.choice(movable)
             if not holder.away.is_set():
-                holder.come_back(rng.randrange(DAEMONS))
+                if rng.random() < 0.3:  # so that some stay away over several forks
+                    holder.come_back(rng.randrange(DAEMONS))
             elif rng.random() < 0.3:
                 holder.leave()
             else:

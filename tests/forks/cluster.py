@@ -126,6 +126,14 @@ class Cluster:
         self._point_to(standby)
         return old
 
+    def move_some(self, server: EmbeddedPostgres) -> None:
+        """End about half of the daemons' sessions at a server that lives on: they come again at the address."""
+        psql(
+            server.url,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE application_name LIKE 'replicad%' AND random() < 0.5",
+        )
+
     def end(self, server: EmbeddedPostgres) -> None:
         """Stop a server that is not current any more and remove its data."""
         _stop(server, signal.SIGQUIT)

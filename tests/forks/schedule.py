@@ -240,7 +240,10 @@ class Player:
         lives_on = how == "primary_lives_on"
         old = await blocking(self.world.cluster.promote, standby, primary_lives_on=lives_on)
         if lives_on:
-            await trio.sleep(0.5)
+            for _ in range(3):
+                await trio.sleep(0.2)
+                await blocking(self.world.cluster.move_some, old)
+            await trio.sleep(0.2)
         await blocking(self.world.cluster.end, old)
 
     async def _dump(self, form: str) -> None:

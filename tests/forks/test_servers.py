@@ -45,7 +45,10 @@ async def test_a_lagging_standby_is_promoted_under_writers_and_no_client_misses_
             world.servers[1].suspend()
             world.writing.go()
         old = await blocking(world.cluster.promote, standby, primary_lives_on=lives_on)
-        await trio.sleep(1)
+        for _ in range(4):
+            await trio.sleep(0.25)
+            if lives_on:
+                await blocking(world.cluster.move_some, old)
         await blocking(world.cluster.end, old)
         if suspended:
             world.servers[1].resume()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from tests.conftest import psql
+
 from .ledger import Order
 from .tables import MANY, TABLES
 from .world import World, blocking, long, open_world
@@ -78,6 +80,33 @@ async def test_rows_that_take_the_ids_of_lost_ones_within_one_poll_of_a_promotio
         world.servers[0].resume()
         await world.settle("after the promotion")
         await no_one_begins_again(world)
+
+
+async def test_connections_that_still_lead_to_the_old_primary_are_not_read_from(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """It lives on: the daemon finds the new primary with some of its connections, and has the others still."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        standby = await blocking(world.cluster.make_standby)
+        await world.settle("before")
+        await blocking(world.cluster.cut, standby)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 50)
+        await world.settle("before the promotion", say=False)
+        old = await blocking(world.cluster.promote, standby, primary_lives_on=True)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 80)
+        left = psql(
+            old.url,
+            "WITH others AS (SELECT pid, application_name = 'replicad' AND pg_terminate_backend(pid) AS ended "
+            "FROM pg_stat_activity WHERE application_name LIKE 'replicad%') "
+            "SELECT count(*) FROM others WHERE NOT ended",
+        )
+        assert int(left) > 0, "those that read rows are left"
+        await world.settle("while the old primary lives on")
+        await blocking(world.cluster.end, old)
+        await world.settle("after its end")
 
 
 @pytest.mark.parametrize(

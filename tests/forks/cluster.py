@@ -126,13 +126,18 @@ class Cluster:
         self._point_to(standby)
         return old
 
-    def move_some(self, server: EmbeddedPostgres) -> None:
-        """End about half of the daemons' sessions at a server that lives on: they come again at the address."""
-        psql(
-            server.url,
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-            "WHERE application_name LIKE 'replicad%' AND random() < 0.5",
+    def move_some(self, server: EmbeddedPostgres, *, but_readers: bool = False) -> int:
+        """End about half of the daemons' sessions at a server that lives on: they come again at the address.
+
+        `but_readers`: all of the pool that looks for positions, and none of those that read rows. Returns how many are
+        left.
+        """
+        some = "application_name = 'replicad'" if but_readers else "random() < 0.5"
+        left = (
+            f"WITH all_of_them AS (SELECT {some} AND pg_terminate_backend(pid) AS ended FROM pg_stat_activity "
+            "WHERE application_name LIKE 'replicad%') SELECT count(*) FROM all_of_them WHERE NOT ended"
         )
+        return int(psql(server.url, left))
 
     def end(self, server: EmbeddedPostgres) -> None:
         """Stop a server that is not current any more and remove its data."""

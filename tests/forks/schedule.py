@@ -240,9 +240,9 @@ class Player:
         lives_on = how == "primary_lives_on"
         old = await blocking(self.world.cluster.promote, standby, primary_lives_on=lives_on)
         if lives_on:
-            for _ in range(3):
+            for but_readers in (True, False, False):
                 await trio.sleep(0.2)
-                await blocking(self.world.cluster.move_some, old)
+                await blocking(self.world.cluster.move_some, old, but_readers=but_readers)
             await trio.sleep(0.2)
         await blocking(self.world.cluster.end, old)
 

@@ -308,24 +308,18 @@ async def test_rows_of_a_writer_that_was_retired_are_taken_back_too(
 ) -> None:
     async with open_world(postgres_folder, fork_template) as world:
         world.tables = (MANY,)
-        for order in (Order.NAMED, Order.LINEAR):
-            world.hold(order.value, order)
+        plain, named, _ = world.hold_all_kinds()
         await world.settle("before")
         await blocking(world.write_rows, MANY, 20, "w3")
         await blocking(world.write_rows, MANY, 1, "w1")
         await world.settle("before it is retired", say=False)
         await world.wait_noted()
         world.sql("SELECT replicad.stream_writers_retire('many', ARRAY['w3'], 0, clock_timestamp() + interval '1 min')")
-        [named, _] = world.holders
         await world.wait_for(lambda: "w3" not in named.ledgers["many"].at, "it is listed no more")
         if how == "begun_again":
             world.sql(f"SET application_name = 'w1'; {MANY.truncate()}; {MANY.insert(30)}")
         else:
-            plain = world.hold("plain", Order.PLAIN)
-            await world.settle("with somebody who sees", say=False)
-            world.holders.remove(plain)
             await world.set_back(MANY, 10, plain)
-            await world.wait_told(MANY, world.position_of(MANY), plain)
         await world.settle("after the fork, without a row of it", say=False)
         await blocking(world.write_rows, MANY, 5, "w3")
         await world.settle("after the fork")

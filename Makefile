@@ -15,12 +15,13 @@ WORKERS ?= auto
 TIMES ?= 5
 BENCH_ARGS ?=
 TORTURE_ARGS ?= --schedules 200
+SPECS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint docs bench stress torture dist clean distclean check-java
+.PHONY: help demo test test-busy lint specs docs bench stress torture dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))

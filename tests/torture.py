@@ -83,7 +83,7 @@ async def play(seed: int, folder: Path, template: Path, only: Collection[str] = 
             for failure in _leaves(failed):
                 print(f"{type(failure).__name__}: {failure}")
             for server in world.servers:
-                print(f"  daemon {server.number} said at last:\n{server.said(16_000)}")
+                print(f"  daemon {server.number} said at last:\n{server.said()}")
             sys.stdout.flush()
             return False
         if verbose:

@@ -117,6 +117,12 @@ class ServerSettings:
     )
     tls_cert: Path | None = setting(None, "Certificate (chain) in PEM form; turns TLS on.", "FILE", path)
     tls_key: Path | None = setting(None, "Private key of --tls-cert, if it is in another file.", "FILE", path)
+    record_polls: Path | None = setting(
+        None,
+        "File to record polls in: what is read of sequences and locks. See `replicad streams check-polls`.",
+        "FILE",
+        path,
+    )
     ready_file: Path | None = setting(
         None, "File to write HOST:PORT to when clients may connect; removed at the end.", "FILE", path
     )

@@ -30,6 +30,7 @@ from replicad.errors import EnvironmentRefused, ReplicadError
 from replicad.postgres import schema_text
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
+from replicad.postgres.recording import Recorder
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server
 from replicad.protocol.states import CloseReason
@@ -111,6 +112,15 @@ class Daemon:
 
 
 @asynccontextmanager
+async def _recorder(settings: ServerSettings) -> AsyncIterator[Recorder | None]:
+    if settings.record_polls is None:
+        yield None
+        return
+    with Recorder(settings.record_polls) as recorder:
+        yield recorder
+
+
+@asynccontextmanager
 async def open_daemon(
     settings: ServerSettings,
     url: str,
@@ -129,7 +139,8 @@ async def open_daemon(
     budget = plan_connections(settings.limits)
     async with (
         open_pools(url, settings.limits) as pools,
-        Horizon(pools.short, own_backends=pools.acks.backends) as horizon,
+        _recorder(settings) as recorder,
+        Horizon(pools.short, own_backends=pools.acks.backends, recorder=recorder) as horizon,
     ):
         listeners = await open_listeners(settings.listen)
         await install_all(pools.short, settings.database)

@@ -170,6 +170,7 @@ class Channel:
         self.seam = Seam(0, dict(positions))
         self.held: RowUnreadable | None = None  # why the stream stops behind the last chunk
         self.released = trio.Event()  # when that is over
+        self.ended: ReplicadError | None = None  # why nothing will come any more
         self._bytes = 0
         self._readers: set[Reader] = set()
         self._moved = trio.Event()
@@ -185,7 +186,10 @@ class Channel:
 
         Raises:
             SlowReader: the chunk has left the window already.
+            ReplicadError: the journal has ended.
         """
+        if self.ended is not None:
+            raise self.ended
         if not self.tail <= cursor <= self.head:
             raise SlowReader(f"chunk {cursor} of {self.name} is no longer held")
         reader = Reader(self, cursor, wake, extended, self.limits.patience)
@@ -239,6 +243,12 @@ class Channel:
         self.tail = self.head
         self.seal(positions)
         self.reader_moved()
+
+    def end(self, error: ReplicadError) -> None:
+        """Throw all readers out, and take no more."""
+        self.ended = error
+        self.cut(error, self.seam.positions)
+        self.release()
 
     def hold(self, error: RowUnreadable) -> None:
         """Say that nothing comes behind the last seam for now; readers that get there see it as `stopped`."""

@@ -51,6 +51,7 @@ class Watcher(Protocol):
         published: int | None = None,
         per_writer: Mapping[str, int] | None = None,
         writers: Iterable[str] = (),
+        file: int | None = None,
     ) -> None: ...
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None: ...
@@ -103,9 +104,10 @@ class Poller:
         published: int | None = None,
         per_writer: Mapping[str, int] | None = None,
         writers: Iterable[str] = (),
+        file: int | None = None,
     ) -> None:
         """Begin to watch a table; the first reading comes with the next poll. Arguments as of `Horizon.watch`."""
-        self._horizon.watch(name, source, published=published, per_writer=per_writer, writers=writers)
+        self._horizon.watch(name, source, published=published, per_writer=per_writer, writers=writers, file=file)
         self._listeners[name] = on_reading
         self.ring()
 
@@ -166,7 +168,7 @@ class Poller:
         if readings is before:
             return False
         moved = False
-        for name, reading in readings.items():
+        for name, reading in list(readings.items()):  # a listener may end a watch, or begin it anew
             old = before.get(name)
             moved = moved or old is None or old.last_value != reading.last_value or reading.held_by is not None
             self._tell_alarms(name, reading.alarms)

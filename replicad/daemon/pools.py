@@ -11,7 +11,7 @@ import structlog
 
 from replicad.config.limits import Limits
 from replicad.daemon.files import FileBudget, plan_files
-from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.bridge import Database, Fence, open_database
 
 STREAM_CONNECTIONS = 4  # of all streams: to look, to copy new rows, to note positions
 STREAM_LOCK_TIMEOUT = 1.0  # seconds; a copy from a table that somebody has locked must not keep a connection for long
@@ -38,7 +38,11 @@ class Pools:
 async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
     """Open all of them; what `open_database` raises."""
     usual = partial(
-        open_database, url, statement_timeout=limits.statement_timeout, connect_timeout=limits.connect_timeout
+        open_database,
+        url,
+        statement_timeout=limits.statement_timeout,
+        connect_timeout=limits.connect_timeout,
+        fence=Fence(),
     )
     async with (
         usual(size=limits.database_connections, application_name="replicad") as short,

@@ -96,6 +96,7 @@ class Positions(Protocol):
         published: int | None = None,
         per_writer: Mapping[str, int] | None = None,
         writers: Iterable[str] = (),
+        file: int | None = None,
     ) -> None: ...
 
     def before_polling(self, look: Callable[[], Awaitable[None]]) -> None: ...

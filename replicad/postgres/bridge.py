@@ -32,6 +32,7 @@ __all__ = [
     "Connection",
     "Database",
     "DatabaseStatistics",
+    "Fence",
     "Notices",
     "Row",
     "Sink",
@@ -45,6 +46,9 @@ log = get_logger(__name__)
 
 _CLOSE = 2.0  # seconds to close all connections in an orderly way
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
+_SERVER = (  # as `stream_incarnation` names it, but for the database and the timeline, which a promotion changes
+    "SELECT concat_ws('/', system_identifier, extract(epoch FROM pg_postmaster_start_time())) FROM pg_control_system()"
+)
 _IDENTITY = "SELECT pg_backend_pid(), backend_start FROM pg_stat_get_activity(pg_backend_pid())"
 _DRIVER_ERRORS = (
     asyncpg.PostgresError,
@@ -77,6 +81,29 @@ class DatabaseStatistics:
     cancelled: int
 
 
+class Fence:
+    """Which run of which server the connections of some pools must lead to: the one that positions are read from.
+
+    While an address moves from one server to another, connections to both can be open. Rows that one server has must
+    not be read for positions of the other. The leader (`Horizon`) calls `lead` on each new connection. From then on
+    connections to another server are not used: idle ones are closed, a new one is refused, and `strayed` is set, so
+    that the leader connects anew and sees which server it is.
+    """
+
+    def __init__(self) -> None:
+        self.server: str | None = None
+        self.strayed = False
+
+    def lead(self, connection: Connection) -> None:
+        """Positions are read from this connection from now on."""
+        self.server = connection.server
+        self.strayed = False
+
+    def admits(self, connection: Connection) -> bool:
+        """Whether the connection leads to that server."""
+        return self.server is None or connection.server is None or connection.server == self.server
+
+
 class Database:
     """A bounded pool of connections to one Postgres. Made by `open_database`.
 
@@ -86,7 +113,14 @@ class Database:
     """
 
     def __init__(
-        self, loop: Any, settings: Settings, size: int, wait_timeout: float, *, identify: bool = False
+        self,
+        loop: Any,
+        settings: Settings,
+        size: int,
+        wait_timeout: float,
+        *,
+        identify: bool = False,
+        fence: Fence | None = None,
     ) -> None:
         self._loop = loop
         self._settings = settings
@@ -96,6 +130,7 @@ class Database:
         self._idle: list[Connection] = []
         self._counters = Counters()
         self._identify = identify
+        self.fence = fence
         self._identified: WeakSet[Connection] = WeakSet()
         self._closed = False
 
@@ -143,11 +178,11 @@ class Database:
             return await connection.copy_in(table, columns=columns, records=records, source=source, schema=schema)
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
+    async def connection(self, *, leader: bool = False) -> AsyncIterator[Connection]:
         """One connection for the block. At its end it is reset: transaction rolled back, settings and locks
-        released.
+        released. With `leader` it is a new one, and the fence follows it.
         """
-        async with self._borrowed(reset=True) as connection:
+        async with self._borrowed(reset=True, leader=leader) as connection:
             yield connection
 
     @asynccontextmanager
@@ -178,10 +213,14 @@ class Database:
         )
 
     @asynccontextmanager
-    async def _borrowed(self, *, reset: bool = False) -> AsyncIterator[Connection]:
+    async def _borrowed(self, *, reset: bool = False, leader: bool = False) -> AsyncIterator[Connection]:
         await self._wait_for_place()
         try:
+            if leader:
+                self._drop_idle()
             connection = self._pop_idle() or await self._connect()
+            if self.fence is not None:
+                self._check_server(connection, self.fence, leader=leader)
             try:
                 yield connection
             finally:
@@ -209,17 +248,28 @@ class Database:
             )
 
     def _drop_idle(self) -> None:
-        """Close the idle connections, so that new sessions begin: they have the same unusable settings as another
-        one.
+        """Close the idle connections, so that new sessions begin: these have the unusable settings of another one, or
+        lead to another server.
         """
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.terminate()
 
+    def _check_server(self, connection: Connection, fence: Fence, *, leader: bool) -> None:
+        """Let the fence follow the connection, or refuse it where it leads to another server."""
+        if leader:
+            fence.lead(connection)
+        elif not fence.admits(connection):
+            fence.strayed = True
+            connection.terminate()
+            raise errors.DatabaseUnavailable(
+                f"Postgres at {self.target.host} is another server now, or was restarted; it is looked at anew first."
+            )
+
     def _pop_idle(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if not connection.is_closed:
+            if not connection.is_closed and (self.fence is None or self.fence.admits(connection)):
                 return connection
             self._counters.lost += 1
             connection.terminate()
@@ -242,16 +292,18 @@ class Database:
             raise failures.while_connecting(error, settings.target, settings.connect_timeout) from error
         self._counters.connected += 1
         connection = Connection(driver, self._loop, settings, self._counters)
-        if self._identify:
-            await self._note_backend(connection)
-        return connection
-
-    async def _note_backend(self, connection: Connection) -> None:
         try:
-            row = await connection.fetch_row(_IDENTITY)
+            if self._identify:
+                await self._note_backend(connection)
+            if self.fence is not None:
+                connection.server = await connection.fetch_value(_SERVER)
         except BaseException:
             connection.terminate()
             raise
+        return connection
+
+    async def _note_backend(self, connection: Connection) -> None:
+        row = await connection.fetch_row(_IDENTITY)
         assert row is not None
         connection.backend = Backend(*row)
         self._identified.add(connection)
@@ -284,12 +336,14 @@ async def open_database(
     wait_timeout: float = 30,
     min_version: int = 150000,
     identify: bool = False,
+    fence: Fence | None = None,
 ) -> AsyncIterator[Database]:
     """Open a pool of at most `size` connections. One is made at once, to check that the server is there and new enough.
 
     Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
     to wait for a free connection. Every connection uses UTC, ISO dates and READ COMMITTED. Starts an asyncio loop
-    for the driver, if none is running. With `identify`, `Database.backends` lists our processes.
+    for the driver, if none is running. With `identify`, `Database.backends` lists our processes. Pools with one
+    `fence` use connections to one run of one server only.
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence for the operator.
@@ -303,7 +357,7 @@ async def open_database(
         url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS, asyncpg.InternalClientError
     )
     async with _asyncio_loop() as loop:
-        database = Database(loop, settings, size, wait_timeout, identify=identify)
+        database = Database(loop, settings, size, wait_timeout, identify=identify, fence=fence)
         try:
             await database._refuse_old_server(min_version)
             yield database

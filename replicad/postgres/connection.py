@@ -136,6 +136,7 @@ class Connection:
         self._settings = settings
         self._counters = counters
         self.backend: Backend | None = None  # known in pools that were opened with `identify`
+        self.server: str | None = None  # which run of which server it leads to; known in pools with a `Fence`
         self._savepoints = 0
         self._dirty = False  # a statement was cancelled: check the connection before its next use
         self.is_read_only = False  # a statement was refused for that; changed settings of roles need a new session

@@ -21,8 +21,10 @@ import trio
 
 from replicad import errors, sqlstates
 from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql
+from replicad.postgres.recording import ALL, Recorder, Seen
 from replicad.postgres.watched import (
     RESERVATION_BAND,
+    Fork,
     Holder,
     HolderKind,
     LockSource,
@@ -38,6 +40,7 @@ from replicad.sqlstates import means
 
 __all__ = [
     "RESERVATION_BAND",
+    "Fork",
     "Holder",
     "HolderKind",
     "Horizon",
@@ -66,11 +69,12 @@ _BARRIER_17 = "SELECT pg_logical_emit_message(false, 'replicad', '', true)"  # w
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A sequence's last value, and ends of the WAL read after it."""
+    """A sequence's last value, and what was read after it: ends of the WAL, and the sequence's file."""
 
     last_value: int
     inserted: int
     flushed: int
+    file: int | None
 
 
 class Horizon:
@@ -86,9 +90,13 @@ class Horizon:
         now: Callable[[], float] = trio.current_time,
         stuck_after: float = STUCK_AFTER,
         own_backends: Callable[[], Collection[Backend]] = tuple,
+        recorder: Recorder | None = None,
     ) -> None:
-        """`own_backends`: sessions that only delete from tables which are watched with `own_deletes`."""
+        """`own_backends`: sessions that only delete from tables which are watched with `own_deletes`. `recorder`: where
+        all polls of sequences are recorded.
+        """
         self._db = db
+        self._recorder = recorder
         self._own_backends = own_backends
         self._now = now
         self._stuck_after = stuck_after
@@ -130,16 +138,19 @@ class Horizon:
         published: int | None = None,
         per_writer: Mapping[str, int] | None = None,
         writers: Iterable[str] = (),
+        file: int | None = None,
     ) -> None:
         """Watch a stream from the next poll on. If the name is watched already, its watch begins again.
 
         `published` and `per_writer` are the positions that were published before, if any. They are trusted: readers can
-        continue while transactions older than this watch are still open. `writers` as in `set_writers`. Nothing is
-        checked here: a stream that cannot be watched gets a Reading that is `refused`.
+        continue while transactions older than this watch are still open. They hold as long as the sequence has this
+        `file`. `writers` as in `set_writers`. Nothing is checked here: a stream that cannot be watched gets a Reading
+        that is `refused`.
         """
-        self._watched[name] = Watched(name, source, published, per_writer, writers)
+        self._watched[name] = Watched(name, source, published, per_writer, writers, file=file)
         self._readings.pop(name, None)
         self._inspect_at = 0.0
+        self._record_begin("watch", self._watched[name])
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
         """Set the writers of a stream. A holder whose application_name is one of them holds back that writer only."""
@@ -171,9 +182,11 @@ class Horizon:
         changed |= await self._poll_sequences(connection, watched, now)
         changed |= await self._poll_tables(connection, watched)
         changed |= await self._flush(connection, watched, now)
+        if self._recorder is not None:
+            self._record(watched)
         changed |= self._judged_anew
         self._judged_anew = False
-        if changed or len(self._readings) != len(watched) or any(r.reset for r in self._readings.values()):
+        if changed or len(self._readings) != len(watched):
             current = [w for w in watched if self._watched.get(w.name) is w]
             self._readings = {w.name: w.reading(now, self._stuck_after) for w in current}
         return self._readings
@@ -182,10 +195,11 @@ class Horizon:
         """Our connection. After a new one is made, readings that were not published are dropped: Postgres may have
         crashed.
         """
-        if self._connection is not None and not self._connection.is_closed:
+        strayed = self._db.fence is not None and self._db.fence.strayed
+        if self._connection is not None and not self._connection.is_closed and not strayed:
             return self._connection
         await self._let_go()
-        connection = await self._held_open.enter_async_context(self._db.connection())
+        connection = await self._held_open.enter_async_context(self._db.connection(leader=True))
         try:
             await self._greet(connection)
             for look in self._before_polling:
@@ -195,6 +209,7 @@ class Horizon:
             raise
         for watched in self._watched.values():
             watched.watch.restart()
+            self._record_begin("connection", watched)
         self._blocked = {}
         self._inspect_at = 0.0
         self._connection = connection
@@ -259,7 +274,10 @@ class Horizon:
         fed = [(w, w.locks, values[_sequence(w)]) for w in active if w.locks is not None and _sequence(w) in values]
         if read is not None and any(_sequence(w) not in values and w.blocked_by is None for w in active):
             self._inspect_at = now  # gone: the next poll says so
+        replaced = [w for w, _, value in fed if w.check_file(value.file)]
+        fed = [one for one in fed if one[0] not in replaced]
         changed = any(locks.someone_holds or locks.last_value != value.last_value for _, locks, value in fed)
+        rests = not changed
         flushed = max((value.flushed for _, _, value in fed), default=0)
         if changed:
             rows = await self._holders(connection, [w for w, _, _ in fed], list(values))
@@ -271,11 +289,13 @@ class Horizon:
                 if watched.refused is None:
                     watched.feed(value.last_value, value.inserted, listed.get(_holders_key(watched.source), ()), now)
         for _, locks, _ in fed:
-            if not changed:
-                locks.rest()
             changed |= locks.waits_for_flush
             locks.flushed_upto(flushed)
-        return changed or bool(self._blocked or refused)
+        for watched, _, value in fed:
+            watched.flushed = flushed
+            if rests:
+                watched.seen = Seen(value.last_value, value.inserted, ())
+        return changed or bool(self._blocked or refused or replaced)
 
     async def _holders(self, connection: Connection, fed: list[Watched], sequences: list[int]) -> list[Row]:
         """Step 2. Our own sessions are listed before it is sent; one that begins meanwhile counts as a holder."""
@@ -354,11 +374,11 @@ class Horizon:
             sequence = row["sequence"]
             if row["last_value"] is not None:
                 self._unused.pop(sequence, None)
-                values[sequence] = _Value(row["last_value"], row["inserted"], row["flushed"])
+                values[sequence] = _Value(row["last_value"], row["inserted"], row["flushed"], row["file"])
             elif not row["readable"]:
                 await self._inspect(connection)  # refuses the streams that need it
             elif sequence in self._unused:
-                values[sequence] = _Value(self._unused[sequence], row["inserted"], row["flushed"])
+                values[sequence] = _Value(self._unused[sequence], row["inserted"], row["flushed"], row["file"])
             elif (value := await self._read_unused(connection, sequence)) is not None:
                 values[sequence] = value
         return values
@@ -383,7 +403,7 @@ class Horizon:
             if first["is_called"]:
                 return None  # used and set back between the two: the next poll will know
             last_value = self._unused[sequence] = first["last_value"] - 1
-        return _Value(last_value, after["inserted"], after["flushed"])
+        return _Value(last_value, after["inserted"], after["flushed"], after["file"])
 
     async def _find_blockers(self, connection: Connection) -> None:
         """The holders of locks on what is read here. It reads the list of locks, so it does not wait for them."""
@@ -430,14 +450,33 @@ class Horizon:
 
     async def _flush(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
         """Step 3, at most every _BARRIER_EVERY seconds; in between, commits of writers usually flush the WAL."""
-        waiting = [w.watch for w in all_watched if w.watch.waits_for_flush]
+        waiting = [w for w in all_watched if w.watch.waits_for_flush]
         if not waiting or now < self._barrier_at:
             return False
         await connection.fetch_value(self._barrier)
         self._barrier_at = now + _BARRIER_EVERY
-        for watch in waiting:
-            watch.all_flushed()
+        for watched in waiting:
+            watched.watch.all_flushed()
+            watched.flushed = ALL
         return True
+
+    def _record_begin(self, what: str, watched: Watched) -> None:
+        if self._recorder is not None and watched.locks is not None:
+            self._recorder.begin(watched.name, what, watched.locks.position, watched.locks.per_writer)
+
+    def _record(self, all_watched: list[Watched]) -> None:
+        for watched in all_watched:
+            seen, watched.seen = watched.seen, None
+            if self._recorder is not None and seen is not None and watched.locks is not None and watched.fork is None:
+                locks = watched.locks
+                self._recorder.poll(
+                    watched.name,
+                    seen,
+                    watched.flushed,
+                    writers=watched.writers,
+                    position=locks.position,
+                    per_writer=locks.per_writer,
+                )
 
 
 def _sequence(watched: Watched) -> int:

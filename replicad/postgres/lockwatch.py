@@ -7,7 +7,8 @@ that is listed for the first time at poll k + 1 has the lower bound L_k. It keep
 The smallest bound is the position.
 
 Two events break the argument between two polls: a crash, and a sequence that is set back. Because of the first, nothing
-is published that is not flushed. After either event all bounds begin again at the published position.
+is published that is not flushed, and all bounds begin again at the published position. After the second there is no
+position: `back_to` stays set until the watch begins anew.
 """
 
 from __future__ import annotations
@@ -81,13 +82,12 @@ class LockWatch:
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
         self.position: int | None = published
         self.per_writer: dict[str, int] = dict(per_writer or {})
-        self.reset = False  # `position` is the first one after the sequence fell below the published one
+        self.back_to: int | None = None  # the sequence fell below a published position, to this value
         self.last_value: int | None = None
         self.lowest: str | None = None  # key of the hold that keeps the position below last_value, if one does
         self._held: dict[str, _Held] = {}
         self._safe: int | None = None  # what the holds allow, flushed or not
         self._safe_for: dict[str, int] = {}
-        self._resetting = False
         self._gate = _FlushGate()
         self._gate.restart(published)
 
@@ -118,11 +118,12 @@ class LockWatch:
 
         `writers` are the writers of this table: a hold by one of them holds back that writer only.
         """
-        self.reset = False
         published = [value for value in (self.position, *self.per_writer.values()) if value is not None]
-        if published and last_value < max(published):
-            self._begin_anew()
-        elif self.last_value is not None and last_value < self.last_value:
+        if self.back_to is not None or (published and last_value < max(published)):
+            self.back_to = last_value if self.back_to is None else min(self.back_to, last_value)
+            self.restart()
+            return
+        if self.last_value is not None and last_value < self.last_value:
             self.restart()
         self._held = self._bounds(holds)
         self.last_value = last_value
@@ -136,10 +137,6 @@ class LockWatch:
         self.per_writer = {writer: value for writer, value in self.per_writer.items() if writer in writers}
         self._show()
 
-    def rest(self) -> None:
-        """A poll without a change and without holders: everything stays as it is."""
-        self.reset = False
-
     def flushed_upto(self, flushed: int) -> None:
         """The WAL is on disk up to there; may raise the position."""
         self._gate.flushed_upto(flushed)
@@ -149,12 +146,6 @@ class LockWatch:
         """The WAL is on disk beyond everything that was fed; may raise the position."""
         self._gate.all_flushed()
         self._show()
-
-    def _begin_anew(self) -> None:
-        self.position = None
-        self.per_writer = {}
-        self._resetting = True
-        self.restart()
 
     def _bounds(self, holds: Iterable[Hold]) -> dict[str, _Held]:
         """The holds of this poll with the bound that each had, or gets now."""
@@ -215,8 +206,6 @@ class LockWatch:
                 shown[writer] = at if at > position else position
             elif shown[writer] < position:
                 shown[writer] = position
-        if self._resetting:
-            self._resetting, self.reset = False, True
 
     def _rank(self, key: str) -> tuple[int, int]:
         return _bound_rank(self._held[key])
@@ -229,14 +218,14 @@ def _bound_rank(held: _Held) -> tuple[int, int]:
 class TableWatch:
     """The positions of writers that publish their own. They are passed on when they are flushed.
 
-    The linear position is the lowest one. A writer that appears late does not lower it. A writer's position that falls
-    is a reset.
+    The linear position is the lowest one. A writer that appears late does not lower it. Where a writer's position
+    falls, `back_to` is the lowest one then, and no position is shown until the watch begins anew.
     """
 
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
         self.position: int | None = published
         self.per_writer: dict[str, int] = dict(per_writer or {})
-        self.reset = False
+        self.back_to: int | None = None
         self.lowest: str | None = None  # the writer that is behind the others
         self._shown: dict[str, int] = {}  # the rows of the table, before late writers were raised to the position
         self._pending: deque[tuple[dict[str, int], int]] = deque()
@@ -252,7 +241,6 @@ class TableWatch:
 
     def feed(self, per_writer: Mapping[str, int], inserted: int) -> None:
         """The table's rows for this stream, and an end of the WAL read after them."""
-        self.reset = False
         rows = dict(per_writer)
         if rows and rows != (self._pending[-1][0] if self._pending else self._shown):
             if len(self._pending) == _PENDING_MAX:
@@ -273,11 +261,10 @@ class TableWatch:
     def _show(self, rows: dict[str, int]) -> None:
         fell = any(rows.get(writer, value) < value for writer, value in (self._shown or self.per_writer).items())
         lowest = min(rows.values())
-        if fell or self.position is None:
-            self.position = lowest
-        else:
-            self.position = max(self.position, lowest)
-        self.reset = self.reset or fell
+        if fell or self.back_to is not None:
+            self.back_to = lowest if self.back_to is None else min(self.back_to, lowest)
+            return
+        self.position = lowest if self.position is None else max(self.position, lowest)
         self.per_writer = {writer: max(value, self.position) for writer, value in rows.items()}
         self.lowest = min(rows, key=lambda writer: rows[writer]) if lowest < max(rows.values()) else None
         self._shown = rows

@@ -14,6 +14,7 @@ from typing import Any
 from replicad import sqlstates
 from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
+from replicad.postgres.recording import Seen
 
 RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations
 RESERVATION_NUMBER_MAX = 0x1FFF
@@ -89,14 +90,23 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """Why positions that were published may not hold any more. `back_to`: the ids went back to this one; None: all ids
+    may come again.
+    """
+
+    reason: str
+    back_to: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """One stream after one poll. Rows at or below `position`, and a writer's own below its position, are there.
 
-    `position` None: unknown, because transactions older than the first poll are open; publish nothing. `per_writer` has
-    the known writers; `maximum` is the highest of all positions. `last_value` is the last id that the sequence gave
-    out. `reset` is True once: on the first reading with a position after the sequence fell below the published one.
-    This position replaces higher ones. `refused`: this stream cannot be served as it is; its position stays. `alarms`
-    are sentences for the log. They stay the same as long as their cause lasts.
+    `position` None: unknown, because transactions older than the first poll are open, or because of a fork; publish
+    nothing. `per_writer` has the known writers; `maximum` is the highest of all positions. `last_value` is the last id
+    that the sequence gave out. `fork` stays until the watch begins anew. `refused`: this stream cannot be served as it
+    is; its position stays. `alarms` are sentences for the log. They stay the same as long as their cause lasts.
     """
 
     position: int | None = None
@@ -104,7 +114,7 @@ class Reading:
     maximum: int | None = None
     last_value: int | None = None
     held_by: Holder | None = None
-    reset: bool = False
+    fork: Fork | None = None
     refused: StreamRefused | None = None
     alarms: tuple[str, ...] = ()
 
@@ -119,9 +129,13 @@ class Watched:
         published: int | None,
         per_writer: Mapping[str, int] | None,
         writers: Iterable[str],
+        *,
+        file: int | None = None,
     ) -> None:
         self.name = name
         self.source = source
+        self.file = file  # of the sequence, in which the published positions hold; None: any
+        self.file_replaced = False
         self.locks = None if isinstance(source, TableSource) else LockWatch(published, per_writer)
         self.table = TableWatch(published, per_writer) if isinstance(source, TableSource) else None
         self.writers = frozenset(writers)
@@ -129,6 +143,8 @@ class Watched:
         self.refused: StreamRefused | None = None
         self.unreadable: str | None = None  # the error of Postgres when it is read, until it can be read again
         self.blocked_by: Holder | None = None
+        self.seen: Seen | None = None  # at the last poll that read something; for a recording
+        self.flushed = 0  # how far the WAL was on disk then, or recording.ALL
         self._holders: dict[str, Holder] = {}
         self._since: dict[str, float] = {}
         self._foreign: tuple[str, ...] = ()
@@ -180,6 +196,19 @@ class Watched:
             return f"the sequence of {stream} is gone: remove the stream, or add it anew with another one."
         return _unfit_sequence(sequence, stream) or self.unreadable
 
+    @property
+    def fork(self) -> Fork | None:
+        """Why there is no position until the watch begins anew."""
+        if self.file_replaced:
+            return Fork("sequence_restarted")
+        return None if self.watch.back_to is None else Fork("ids_went_back", self.watch.back_to)
+
+    def check_file(self, file: int | None) -> bool:
+        """Compare the sequence's file with the one in which the published positions hold; True where it is another."""
+        if self.file is not None and file != self.file:
+            self.file_replaced = True
+        return self.file_replaced
+
     def feed(self, last_value: int, inserted: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
         """One poll of a sequence-fed stream; `listed` are the rows of horizon_holders.sql that concern it."""
         assert self.locks is not None
@@ -192,21 +221,22 @@ class Watched:
             holds.append(Hold(key=key, writer=row["application_name"], prepared=prepared, bound=bound))
             self._holders[key] = holder_of(row, _kind(prepared=prepared, reserved=bound is not None), bound)
         self._since = {key: self._since.get(key, now) for key in self._holders}
+        self.seen = Seen(last_value, inserted, tuple(holds))
         self.locks.feed(last_value, inserted, holds, self.writers)
 
     def reading(self, now: float, stuck_after: float) -> Reading:
         """The reading after this poll."""
-        watch = self.watch
-        known = watch.position is not None
-        per_writer = dict(watch.per_writer) if known else {}
+        watch, fork = self.watch, self.fork
+        position = watch.position if fork is None else None
+        per_writer = dict(watch.per_writer) if position is not None else {}
         last_value = self.locks.last_value if self.locks is not None else None
         return Reading(
-            position=watch.position,
+            position=position,
             per_writer=MappingProxyType(per_writer),
-            maximum=max([watch.position, *per_writer.values()]) if watch.position is not None else None,
+            maximum=None if position is None else max([position, *per_writer.values()]),
             last_value=last_value,
             held_by=self._held_by(),
-            reset=watch.reset,
+            fork=fork,
             refused=self.refused,
             alarms=self._alarms(now, stuck_after),
         )

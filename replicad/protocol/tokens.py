@@ -102,6 +102,15 @@ class Vector:
             self.epoch,
         )
 
+    def at_most(self, bound: Vector) -> Vector:
+        """The same, with no writer beyond where it stands in `bound`. The epoch stays."""
+        numbers = self.ahead.keys() | bound.ahead.keys()
+        return Vector(
+            min(self.minimum, bound.minimum),
+            {number: min(self.at(number), bound.at(number)) for number in numbers},
+            self.epoch,
+        )
+
     def compare(self, other: Vector) -> int | None:
         """-1, 0 or 1 where one is behind, equal or ahead for every writer; None where they are incomparable.
 

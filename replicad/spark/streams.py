@@ -1,7 +1,8 @@
 """The source's readers for streams: one linear order over all writers, one task, tokens as offsets.
 
-A linear token is one integer (with the stream's epoch). No row can appear at or below the stream's position, so reading
-a range between two tokens again gives the same rows. Nothing is acked; the stream's retention removes rows.
+A linear token is one integer (with the stream's epoch), and every integer at or below the stream's position is
+finished, so any stretch between two of them can be read again and is the same rows. Nothing is acked; a stream forgets
+by retention.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from replicad.spark.connecting import endpoint_of, patience_of
 from replicad.spark.offsets import StreamOffset
 from replicad.spark.options import EARLIEST, LATEST, SourceOptions
 
-_FIRST = "EARLIEST"  # on the wire: the first row that is retained
+_FIRST = "EARLIEST"  # the wire's word for the first row that is retained
 ROWS_PER_BATCH = 10_000  # rows in one RecordBatch
 SCHEMA = pa.schema([("stream", pa.string()), ("instance", pa.string()), ("token", pa.int64()), ("row", pa.string())])
 
-_Event = RowBatch | Reset | PositionMoved
+_Told = RowBatch | Reset | PositionMoved
 
 log = logging.getLogger("replicad.spark")
 
 
 @dataclass
 class StreamPartition(InputPartition):  # type: ignore[misc]
-    """The rows of a stream in (`after`, `upto`]. It is pickled to the executor."""
+    """The rows of a stream in (`after`, `upto`]. All that reaches an executor."""
 
     options: SourceOptions
     after: Vector
@@ -55,19 +56,21 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         self._target: Vector | None = None
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """The query will end at the present end of the stream."""
+        """The query is to end where the stream ends now."""
         self._available_now = True
 
     def initialOffset(self) -> dict[str, Any]:
-        """The option startingOffsets as a token."""
+        """What startingOffsets says, as a token."""
         return StreamOffset(_beginning(self._options)).to_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """The option maxOffsetsPerTrigger."""
+        """maxOffsetsPerTrigger, in Spark's words."""
         return ReadMaxRows(self._options.max_offsets)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """The end of the next micro-batch. Waits up to pollTimeout for the stream's position to move."""
+        """The stream's position, or as far towards it as a micro-batch may go;
+        waits up to pollTimeout for it to move.
+        """
         begin = StreamOffset.from_json(start).token
         if self._available_now:
             self._target = self._target or position(self._options, None, 0.0)
@@ -85,7 +88,7 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         return StreamOffset(Vector(end, epoch=latest.epoch)).to_json()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """One task, which keeps the rows in order."""
+        """One task, for the order's sake."""
         after, upto = StreamOffset.from_json(start).token, StreamOffset.from_json(end).token
         if after == upto:
             return []
@@ -98,30 +101,30 @@ class StreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  
         return [StreamPartition(self._options, after, upto)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: the rows of its range."""
+        """In a task: the rows of its stretch."""
         assert isinstance(partition, StreamPartition)
-        return _read_rows(partition)
+        return read_stretch(partition)
 
 
 class StreamBatchReader(DataSourceReader):  # type: ignore[misc]
-    """Reads the rows that a stream retains now."""
+    """Reads what a stream retains now."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        """One task, from startingOffsets to the present end of the stream."""
+        """One task, from startingOffsets to where the stream ends now."""
         latest = position(self._options, None, 0.0)
         return [StreamPartition(self._options, _beginning(self._options), latest)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: the rows of its range."""
+        """In a task: the rows of its stretch."""
         assert isinstance(partition, StreamPartition)
-        return _read_rows(partition)
+        return read_stretch(partition)
 
 
 def position(options: SourceOptions, known: Vector | None, wait: float) -> Vector:
-    """The stream's position. If it is `known`, wait up to `wait` seconds for another one.
+    """Where the stream stands; where that is `known`, up to `wait` seconds later at the latest.
 
     Raises:
         UnknownStream, ConnectionLost, NotAuthorised.
@@ -140,7 +143,7 @@ def position(options: SourceOptions, known: Vector | None, wait: float) -> Vecto
                 timer.start()
     timer.cancel()
     if found is None:
-        raise ConnectionLost(f"the daemon did not report the position of {options.what}")
+        raise ConnectionLost(f"{options.what} did not say where it stands")
     return found
 
 
@@ -208,15 +211,15 @@ def _follow(options: SourceOptions, token: str, name: str = "spark/position") ->
     )
 
 
-def _reached(options: SourceOptions, events: BlockingFollower[_Event]) -> Vector:
+def _reached(options: SourceOptions, events: BlockingFollower[_Told]) -> Vector:
     return Vector.parse(events.token(options.stream or "") or "")
 
 
-def _read_rows(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
-    """The rows of a range as RecordBatches of `SCHEMA`, in ascending order of their tokens.
+def read_stretch(partition: StreamPartition) -> Iterator[pa.RecordBatch]:
+    """The rows of a stretch as RecordBatches of `SCHEMA`, in ascending order of their tokens.
 
     Raises:
-        DataLoss: rows of the range are no longer retained, or the stream was reset, and failOnDataLoss is set.
+        DataLoss: rows of the stretch are no longer retained, or the stream was reset, and failOnDataLoss is set.
     """
     options = partition.options
     held: list[RowBatch] = []
@@ -243,10 +246,10 @@ def _rows(options: SourceOptions, after: Vector, upto: Vector) -> Iterator[RowBa
         except (TokenExpired, TokenAhead, BadToken) as error:
             if options.fail_on_data_loss or begin == _FIRST:
                 raise DataLoss(
-                    f"rows of {options.what} behind {after} are missing: {error}. Set failOnDataLoss=false to go on "
-                    "with the rows that are still there"
+                    f"rows of {options.what} behind {after} are gone: {error}. Set failOnDataLoss=false to go on with "
+                    "those that are still there"
                 ) from error
-            log.warning("rows of %s behind %s are missing: %s", options.what, after, error)
+            log.warning("rows of %s behind %s are gone: %s", options.what, after, error)
             begin = _FIRST
         else:
             if reached.epoch != upto.epoch:

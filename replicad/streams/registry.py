@@ -1,4 +1,4 @@
-"""Which tables are streams: add, load, remove; numbers for writers; what was published; resets.
+"""Which tables are streams: add, load, remove; numbers for writers; what was published; generations.
 
 The rules live in SQL (streams/sql), so that psql users get the same refusals; this is their face in Python. It holds
 no state: everything is in Postgres, where all daemons see it.
@@ -15,7 +15,9 @@ from typing import Any
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.statements import Queries, call_rows, call_value, statement
+from replicad.protocol.tokens import Vector
 from replicad.sqlstates import NOT_A_NAME, means
+from replicad.streams.lineage import Generation, Lineage, lineage_of
 from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.rows import MAX_ROW, RowSource, wire_instance
 
@@ -35,7 +37,9 @@ class Stream:
     `fault` is None, or why the stream can no longer be served, with the remedy; names that are gone are None then.
     `denied` is None, or what the role that asked may not read, with the GRANT that it needs. Ids up to `trimmed_upto`
     were removed on purpose, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`
-    are the numbers that vector tokens are made of.
+    are the numbers that vector tokens are made of. `epoch` is the id of the present generation, and `continues` whether
+    it is still valid; where not, `continue_streams` begins the next one. `sequence_file` is the sequence's file (as of
+    pg_relation_filenode) in that generation. `noted` is the position that was published last.
     """
 
     number: int
@@ -53,6 +57,9 @@ class Stream:
     positions_oid: int | None
     unique_ids: bool
     epoch: str
+    continues: bool
+    sequence_file: int | None
+    noted: int | None
     fault: str | None
     denied: str | None
     resets: int
@@ -65,13 +72,13 @@ class Stream:
 
 # What changes while a stream is served, and is looked up where it is needed. Every other field of Stream is part of
 # what a feed was made of: one that is added takes part in `differences` unless it is named here.
-_PASSING = frozenset({"fault", "denied", "trimmed_upto", "writers"})
+_PASSING = frozenset({"fault", "denied", "trimmed_upto", "writers", "continues", "noted"})
 
 # How rows become lines, and what things are called: a feed can go on with the new values between two reads.
 RENEWABLE = frozenset({"table", "sequence", "positions_table", "row", "row_type", "unique_ids", "max_row", "skipped"})
 
-# Whether ids still mean the same rows. A feed that sees a reset changes these itself.
-EPOCH = frozenset({"epoch", "resets"})
+# What another generation may change: which rows the ids mean, and where the rows are. A feed can take it over.
+GENERATION = frozenset({"epoch", "resets", "table_oid", "sequence_oid", "sequence_file", "positions_oid"})
 
 
 def differences(served: Stream, found: Stream) -> frozenset[str]:
@@ -90,15 +97,11 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What some daemon published last: the linear position, each writer's own, and when the first last moved.
-
-    `foreign`: it was read from another table or sequence than the stream has now (a restored dump); never trust it.
-    """
+    """What some daemon published last: the linear position, each writer's own, and when the first last moved."""
 
     position: int
     per_writer: Mapping[str, int]
     at: datetime
-    foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,8 @@ def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
         writers=tuple(stream.writers),
         schema=schema,
         table_oid=stream.table_oid,
+        sequence_oid=stream.sequence_oid,
+        sequence_file=stream.sequence_file,
         skipped=stream.skipped,
         max_row=stream.max_row,
     )
@@ -238,14 +243,36 @@ async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, s
     return {row["writer"]: row["writer_number"] for row in rows}
 
 
-async def announce_reset(db: Queries, stream: Stream, position: int, *, schema: str = SCHEMA) -> Stream:
-    """The ids have gone back, to `position`: void the tokens of before by a new epoch. Returns the stream anew.
-
-    Several daemons that see the same reset make one new epoch. Raises UnknownStream when the stream was removed.
+async def continue_streams(db: Queries, *, schema: str = SCHEMA) -> int:
+    """Begin a generation of each stream whose present one is not valid any more; returns how many. Load the streams
+    again afterwards.
     """
     with installed(schema):
-        await call_value(db, schema, "stream_reset", stream.number, stream.resets, position)
+        begun: int = await call_value(db, schema, "stream_continue")
+    return begun
+
+
+async def fork(db: Queries, stream: Stream, reason: str, back_to: int | None = None, *, schema: str = SCHEMA) -> Stream:
+    """History has forked since `stream` was loaded: begin a generation. Returns the stream anew.
+
+    Several daemons that find the same begin one generation. `back_to`: the ids went back to this one, and nothing else
+    has changed. Raises UnknownStream where the stream was removed.
+    """
+    with installed(schema):
+        await call_value(db, schema, "stream_fork", stream.number, stream.epoch, back_to, reason)
     return await load_stream(db, stream.name, schema=schema)
+
+
+async def load_lineages(db: Queries, name: str | None = None, *, schema: str = SCHEMA) -> dict[str, Lineage]:
+    """The generations of all streams, or of one, by the name of the stream."""
+    with installed(schema):
+        rows = await db.fetch(statement("stream_lineage", schema), name)
+    found: dict[str, list[Generation]] = {}
+    for row in rows:
+        began = Vector(row["began_at"], dict(zip(row["writers"], row["positions"], strict=True)))
+        one = Generation(row["number"], row["id"], began, row["reason"], row["created_at"])
+        found.setdefault(row["name"], []).append(one)
+    return {stream: lineage_of(generations) for stream, generations in found.items()}
 
 
 async def publish(
@@ -253,8 +280,8 @@ async def publish(
 ) -> bool:
     """Keep what was published, for daemons that start later; positions only grow. About once a second will do.
 
-    Writers without a number are left out. Returns False, with nothing written, when the stream was reset or removed
-    since it was loaded, or has another table or sequence now: load it again.
+    Writers without a number are left out. Returns False, with nothing written, when another generation has begun since
+    the stream was loaded, when its generation is not valid on the server that answers, or when it was removed.
     """
     known = {stream.writers[name]: at for name, at in per_writer.items() if name in stream.writers}
     with installed(schema):
@@ -264,23 +291,12 @@ async def publish(
                 schema,
                 "stream_note",
                 stream.number,
-                stream.resets,
-                stream.table_oid,
-                stream.sequence_oid,
+                stream.epoch,
                 position,
                 list(known),
                 list(known.values()),
             )
         )
-
-
-async def begin_anew(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> None:
-    """Forget what was published of another table or sequence, and void the tokens that speak of it.
-
-    Several daemons that see the same make one new epoch. Load the stream again afterwards.
-    """
-    with installed(schema):
-        await call_value(db, schema, "stream_begin_anew", stream.number, stream.resets)
 
 
 async def daemon_connected(db: Queries, *, schema: str = SCHEMA) -> bool:
@@ -289,13 +305,22 @@ async def daemon_connected(db: Queries, *, schema: str = SCHEMA) -> bool:
 
 
 async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
-    """Up to where ids of the stream have been given out: whatever is committed by now has an id up to there."""
+    """Up to where ids of the stream have been given out: whatever is committed by now has an id up to there.
+
+    Raises:
+        StreamRefused: the sequence cannot be read, or gives out ids anew since the stream was loaded.
+    """
     with installed(schema):
-        upto: int | None = await db.fetch_value(statement("stream_taken", schema), stream.sequence_oid)
-    if upto is None:
+        row = await db.fetch_row(statement("stream_taken", schema), stream.sequence_oid)
+    if row is None or row["upto"] is None:
         raise StreamRefused(
             f"the sequence of stream {stream.name} is gone, or this role may not look at it: GRANT USAGE ON SEQUENCE."
         )
+    if stream.sequence_file not in (None, row["file"]):
+        raise StreamRefused(
+            f"stream {stream.name} is about to begin a generation: its sequence was restarted; try again"
+        )
+    upto: int = row["upto"]
     return upto
 
 
@@ -308,7 +333,6 @@ async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published
             row["position"],
             dict(zip(row["writers"], row["positions"], strict=True)),
             row["published_at"],
-            row["foreign"],
         )
         for row in rows
     }

@@ -173,8 +173,8 @@ class RowSource:
     `row` is the row expression with `row_type` json, jsonb or text; None for the whole row as an object. `unique_ids`
     says that no two rows share an id, which spares the look at the next row for `batch`. `writers` are names that are
     likely to occur: they make lines cheaper and are allowed to be wrong. `table_oid` is the table that the name must
-    lead to (None: whatever it leads to), `skipped` are ascending ids that are left out, `max_row` bounds lines, in
-    bytes.
+    lead to (None: whatever it leads to), `sequence_oid` the sequence whose file must be `sequence_file` (None: whatever
+    it is), `skipped` are ascending ids that are left out, `max_row` bounds lines, in bytes.
     """
 
     number: int
@@ -188,6 +188,8 @@ class RowSource:
     writers: tuple[str, ...] = ()
     schema: str = "replicad"
     table_oid: int | None = None
+    sequence_oid: int | None = None
+    sequence_file: int | None = None
     skipped: tuple[int, ...] = ()
     max_row: int = MAX_ROW
 
@@ -214,7 +216,7 @@ class RowSource:
 
         Raises:
             TokenExpired: within the same snapshot as the rows, when rows above `after` were trimmed.
-            TableReplaced: the name leads to another table; nothing was sent.
+            TableReplaced: the name leads to another table, or ids mean other rows; nothing was sent.
             RowTooLong, DatabaseError: a row failed; all whole lines before it that Postgres had sent went to `sink`.
         """
         return await self._copy(db, self.range_sql(after, upto), sink, timeout)
@@ -299,12 +301,19 @@ class RowSource:
         )
 
     def _same(self) -> str:
-        """The condition that the name leads to the right table; it costs nothing, since it is constant."""
+        """The condition that the name leads to the right table, and that its ids still mean the same rows.
+
+        It is constant, so Postgres looks at it once for each statement. By then the table is locked against TRUNCATE,
+        and what is committed later is not seen: so all rows of a statement are of one generation.
+        """
         if self.table_oid is None:
             return "true"
         found = f"{quote_literal(self.table)}::regclass::oid"
-        fails = f"{quote_ident(self.schema)}.stream_is_table({self.number}, {found}, {self.table_oid}::oid)"
-        return f"CASE WHEN {found} = {self.table_oid}::oid THEN true ELSE {fails} END"
+        same = f"{found} = {self.table_oid}::oid"
+        if self.sequence_file is not None:
+            same += f" AND pg_relation_filenode({self.sequence_oid}::oid) = {self.sequence_file}::oid"
+        fails = f"{quote_ident(self.schema)}.stream_is_same({self.number}, {found}, {self.table_oid}::oid)"
+        return f"CASE WHEN {same} THEN true ELSE {fails} END"
 
     def _skip(self, after: int, upto: int) -> str:
         """The condition that leaves skipped ids out, where the range has any."""

@@ -152,7 +152,7 @@ async def _poll(db: Database, streams: list[Stream], published: Mapping[str, Pub
     async with Horizon(db) as horizon:
         for stream in streams:
             if stream.fault is None:
-                last = _trusted(published.get(stream.name))
+                last = published.get(stream.name) if stream.continues else None
                 horizon.watch(
                     stream.name,
                     horizon_source(stream),
@@ -161,10 +161,6 @@ async def _poll(db: Database, streams: list[Stream], published: Mapping[str, Pub
                     writers=stream.writers,
                 )
         return await horizon.poll()
-
-
-def _trusted(published: Published | None) -> Published | None:
-    return None if published is None or published.foreign else published
 
 
 async def _lockers(db: Impatient, streams: Iterable[Stream], schema: str) -> dict[int, Holder]:
@@ -180,7 +176,7 @@ async def _lockers(db: Impatient, streams: Iterable[Stream], schema: str) -> dic
 
 async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> StreamStatus:
     reading = seen.readings.get(stream.name) or Reading()
-    last = _trusted(seen.published.get(stream.name))
+    last = seen.published.get(stream.name) if stream.continues else None
     position = last.position if last else None
     locker = seen.lockers.get(stream.table_oid)
     state, problem = _problem(stream, reading, seen)

@@ -14,6 +14,7 @@ from replicad.errors import RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.streams import acks, registry, rows_probe, stream_writers, troubles
 from replicad.streams.acks import Ack
+from replicad.streams.lineage import Lineage
 from replicad.streams.queries import Impatient
 from replicad.streams.registry import Published, Stream
 from replicad.streams.rows import ChunkSink, Range, Reads, RowSource
@@ -59,11 +60,13 @@ class Store(Protocol):
 
     async def published(self) -> Mapping[str, Published]: ...
 
-    async def begin_anew(self, stream: Stream) -> None: ...
+    async def lineages(self, name: str | None = None) -> Mapping[str, Lineage]: ...
+
+    async def continue_streams(self) -> int: ...
 
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool: ...
 
-    async def announce_reset(self, stream: Stream, position: int) -> Stream: ...
+    async def fork(self, stream: Stream, reason: str, back_to: int | None = None) -> Stream: ...
 
     async def taken(self, stream: Stream) -> int: ...
 
@@ -149,17 +152,21 @@ class PostgresStore:
         """`registry.published`."""
         return await registry.published(self._looks, schema=self._schema)
 
-    async def begin_anew(self, stream: Stream) -> None:
-        """`registry.begin_anew`."""
-        await registry.begin_anew(self._db, stream, schema=self._schema)
+    async def lineages(self, name: str | None = None) -> Mapping[str, Lineage]:
+        """`registry.load_lineages`."""
+        return await registry.load_lineages(self._looks, name, schema=self._schema)
+
+    async def continue_streams(self) -> int:
+        """`registry.continue_streams`."""
+        return await registry.continue_streams(self._db, schema=self._schema)
 
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
         """`registry.publish`."""
         return await registry.publish(self._db, stream, position, per_writer, schema=self._schema)
 
-    async def announce_reset(self, stream: Stream, position: int) -> Stream:
-        """`registry.announce_reset`."""
-        return await registry.announce_reset(self._db, stream, position, schema=self._schema)
+    async def fork(self, stream: Stream, reason: str, back_to: int | None = None) -> Stream:
+        """`registry.fork`."""
+        return await registry.fork(self._db, stream, reason, back_to, schema=self._schema)
 
     async def taken(self, stream: Stream) -> int:
         """`registry.taken`."""

@@ -17,6 +17,7 @@ import trio
 from replicad.errors import StreamRefused
 from replicad.postgres.bridge import Connection, Database, load_sql, open_database
 from replicad.postgres.horizon import (
+    Fork,
     HolderKind,
     Horizon,
     LockSource,
@@ -40,10 +41,11 @@ class Between:
         self.when: str | None = None
         self.then: Callable[[], Awaitable[object]] | None = None
         self.target = db.target
+        self.fence = db.fence
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[BetweenConnection]:
-        async with self._db.connection() as connection:
+    async def connection(self, *, leader: bool = False) -> AsyncIterator[BetweenConnection]:
+        async with self._db.connection(leader=leader) as connection:
             yield BetweenConnection(connection, self)
 
 
@@ -84,7 +86,7 @@ class Table:
     async def poll(self) -> Reading:
         """Poll, read the rows up to the new position, and see that none of them had turned up below the old one."""
         reading = (await self.horizon.poll())["t"]
-        if reading.position is not None and not reading.reset:
+        if reading.position is not None:
             found = await self.db.fetch("SELECT id FROM t WHERE id <= $1 ORDER BY id", reading.position)
             late = [r["id"] for r in found if r["id"] <= (self.position or 0) and r["id"] not in self.rows]
             assert not late, f"{late} turned up at or below {self.position}"
@@ -381,16 +383,38 @@ async def test_known_writer_holds_back_itself_only(t: Table) -> None:
 @pytest.mark.parametrize(
     "how", ["SELECT setval('t_id_seq', 2)", "TRUNCATE t RESTART IDENTITY", "ALTER SEQUENCE t_id_seq RESTART"]
 )
-async def test_sequence_set_back_is_told_as_a_reset_once(t: Table, how: str) -> None:
+async def test_sequence_set_back_leaves_no_position_until_the_watch_begins_anew(t: Table, how: str) -> None:
     await t.make()
     for _ in range(5):
         await t.insert()
     assert (await t.poll()).position == 5
-    await t.db.execute(how)
+    await t.db.execute(f"DELETE FROM t; {how}")
+    for _ in range(7):
+        await t.insert()
+        fork = (await t.poll()).fork
+        assert fork is not None
+        assert (fork.reason, (await t.poll()).position) == ("ids_went_back", None)
+    assert fork.back_to in (1, 3)
+
+
+@pytest.mark.parametrize("climb", [0, 3, 20])
+async def test_a_sequence_that_was_restarted_is_seen_however_far_it_has_climbed_since(t: Table, climb: int) -> None:
+    await t.make()
+    for _ in range(5):
+        await t.insert()
+    file = await t.db.fetch_value("SELECT pg_relation_filenode('t_id_seq')::bigint")
+    t.horizon.watch("t", LockSource(t.table, t.sequence), published=5, file=file)
+    assert (await t.poll()).position == 5
+    await t.db.execute(
+        f"BEGIN; TRUNCATE t RESTART IDENTITY; INSERT INTO t SELECT FROM generate_series(1, {climb}); COMMIT"
+    )
     reading = await t.poll()
-    assert reading.reset
-    assert reading.position in (0, 2)
-    assert not (await t.poll()).reset
+    assert reading.fork is not None
+    assert (reading.fork.back_to, reading.position) == (None, None) or reading.fork.reason == "ids_went_back"
+    assert (await t.poll()).fork == reading.fork
+    t.rows = []
+    t.horizon.watch("t", LockSource(t.table, t.sequence), published=0)
+    assert (await t.poll()).position == climb
 
 
 @pytest.mark.parametrize("how", ["SELECT setval('t_id_seq', 100, false)", "ALTER SEQUENCE t_id_seq RESTART WITH 100"])
@@ -400,7 +424,7 @@ async def test_sequence_set_forward_without_a_use_is_no_reset(t: Table, how: str
     assert (await t.poll()).position == 1
     await t.db.execute(how)
     reading = await t.poll()
-    assert (reading.reset, reading.position) == (False, 99)
+    assert (reading.fork, reading.position) == (None, 99)
     assert await t.insert() == 100
     assert (await t.poll()).position == 100
 
@@ -631,7 +655,7 @@ async def test_positions_that_writers_publish_themselves_are_trusted(t: Table) -
     assert (reading.held_by.kind, reading.held_by.application_name) == (HolderKind.WRITER, "A")
     await t.db.execute('UPDATE "Stream positions" SET stream_id = 3')
     reading = (await t.horizon.poll())["p"]
-    assert (reading.position, reading.reset) == (3, True)
+    assert (reading.position, reading.fork) == (None, Fork("ids_went_back", 3))
     await t.db.execute('ALTER TABLE "Stream positions" DROP COLUMN stream_id')
     refused = (await t.horizon.poll())["p"].refused
     assert "stream_name, instance_name and stream_id" in str(refused)

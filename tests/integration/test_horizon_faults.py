@@ -101,7 +101,7 @@ async def test_ids_at_or_below_a_published_position_are_not_issued_again_after_a
     with pytest.raises(DatabaseUnavailable):
         await db.fetch_value("SELECT 1")
     assert await insert(db) > position
-    assert not (await published_after_recovery(horizon)).reset
+    assert (await published_after_recovery(horizon)).fork is None
 
 
 async def test_flushes_are_forced_at_most_fifty_times_a_second(db: Database) -> None:
@@ -254,8 +254,9 @@ class Failing:
 
     def __init__(self, db: Database) -> None:
         self._db = db
+        self.fence = db.fence
 
-    def connection(self) -> FailingConnection:
+    def connection(self, *, leader: bool) -> FailingConnection:
         return FailingConnection(self._db)
 
 

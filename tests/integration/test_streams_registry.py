@@ -218,7 +218,7 @@ async def test_numbers_of_writers_are_stable_and_given_once_whoever_asks(db: Dat
     assert (await registry.load_stream(db, "events")).writers == {"master": 1, **numbers}
 
 
-async def test_what_was_published_grows_and_a_reset_voids_it_once_for_all_daemons(db: Database) -> None:
+async def test_what_was_published_grows_and_a_fork_lowers_it_once_for_all_daemons(db: Database) -> None:
     await db.execute(EVENTS)
     stream = (await registry.add(db, "events", "events", "id")).stream
     assert await registry.published(db) == {}
@@ -227,18 +227,23 @@ async def test_what_was_published_grows_and_a_reset_voids_it_once_for_all_daemon
     kept = (await registry.published(db))["events"]
     assert (kept.position, kept.per_writer) == (50, {"master": 61})
 
-    after, other = await registry.announce_reset(db, stream, 7), await registry.announce_reset(db, stream, 9)
+    after = await registry.fork(db, stream, "ids_went_back", 7)
+    other = await registry.fork(db, stream, "ids_went_back", 9)
     assert after.epoch == other.epoch != stream.epoch
     assert (await registry.published(db))["events"].position == 7
-    assert not await registry.publish(db, stream, 55, {}), "a daemon that has not heard of the reset"
+    assert not await registry.publish(db, stream, 55, {}), "a daemon that has not seen the fork"
     assert await registry.publish(db, after, 8, {"master": 8})
     assert (await registry.published(db))["events"].per_writer == {"master": 8}
-    later = await registry.announce_reset(db, after, 1)
+    later = await registry.fork(db, after, "ids_went_back", 1)
     assert later.epoch not in {after.epoch, stream.epoch}
+    lineage = (await registry.load_lineages(db))["events"]
+    assert [one.reason for one in lineage.generations] == ["added", "ids_went_back", "ids_went_back"]
+    assert (lineage.shared(stream.epoch), lineage.shared(after.epoch)) == (Vector(1), Vector(1))
+    assert (lineage.shared("beef"), lineage.floor) == (None, Vector(0))
     await registry.remove(db, "events")
     assert not await registry.publish(db, later, 9, {})
     with pytest.raises(UnknownStream):
-        await registry.announce_reset(db, later, 0)
+        await registry.fork(db, later, "ids_went_back", 0)
 
 
 async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Database, database_url: str) -> None:
@@ -332,7 +337,7 @@ async def test_upgrading_keeps_streams_and_renews_their_guards_and_removing_leav
     )
     await db.execute("UPDATE replicad.stream_version SET digest = 'of another build'")
     assert await schema.install(db, "stream", "replicad") is schema.Outcome.UPGRADED
-    assert await registry.load_stream(db, "facts") == stream
+    assert await registry.load_stream(db, "facts") == replace(stream, noted=3)
     assert (await registry.published(db))["facts"].per_writer == {"master": 3}
     with pytest.raises(StreamRefused, match="not reserved"):
         await db.execute("INSERT INTO facts DEFAULT VALUES")

@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from replicad.postgres import recording
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.horizon import Horizon, LockSource, Reading
+from replicad.postgres.recording import Recorder
 
 SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "8"))
 PROCESSES, WRITERS = 2, 18
@@ -59,8 +61,17 @@ class Reader:
         assert self.ids == there, f"{len(missed)} rows of {self.writer or 'all'} turned up too late, first {missed[:5]}"
 
 
-async def test_every_row_is_read_exactly_once_whatever_the_writers_do(database_url: str) -> None:
-    async with open_database(database_url, size=3, application_name="reader") as db, Horizon(db) as horizon:
+async def test_every_row_is_read_exactly_once_whatever_the_writers_do(database_url: str, tmp_path: Path) -> None:
+    recorded = tmp_path / "polls"
+    async with open_database(database_url, size=3, application_name="reader") as db:
+        with Recorder(recorded) as recorder:
+            await follow_writers(db, database_url, recorder)
+    with recorded.open() as lines:
+        assert list(recording.check(lines)) == []
+
+
+async def follow_writers(db: Database, database_url: str, recorder: Recorder) -> None:
+    async with Horizon(db, recorder=recorder) as horizon:
         await make_table(db)
         table, sequence = await db.fetch_row("SELECT 't'::regclass::oid, 't_id_seq'::regclass::oid") or (0, 0)
         horizon.watch("t", LockSource(table, sequence), writers=NAMES)
@@ -118,7 +129,7 @@ async def follow_until_cancelled(db: Database, horizon: Horizon, readers: list[R
 async def follow(db: Database, horizon: Horizon, readers: list[Reader]) -> None:
     with trio.CancelScope(shield=True):  # a reader that stops between its reads would look as if it had missed rows
         reading = (await horizon.poll())["t"]
-        assert not reading.reset
+        assert reading.fork is None
         assert reading.refused is None
         if reading.position is not None:
             for reader in readers:

@@ -112,7 +112,7 @@ async def follow_until_cancelled(db: Database, horizon: Horizon, readers: list[R
 async def follow(db: Database, horizon: Horizon, readers: list[Reader]) -> None:
     with trio.CancelScope(shield=True):  # a reader that stops between its reads would look as if it had missed rows
         reading = (await horizon.poll())["facts"]
-        assert not reading.reset
+        assert reading.fork is None
         assert reading.refused is None
         if reading.position is not None:
             for reader in readers:

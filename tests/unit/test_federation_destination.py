@@ -18,6 +18,7 @@ from replicad.sender.store import Entry
 from ..federation_fakes import Shelf
 
 BACKOFF = Backoff(first=1.0, cap=20.0, jitter=0.5)
+ROUNDING = 1e-6  # a pause is the difference of two times
 TERMS = Terms(pdus=3, edus=2, transaction_bytes=60, queue_pdus=4, queue_edus=2, catch_up_after=3.0, backoff=BACKOFF)
 MEMORY = 5000
 
@@ -145,8 +146,9 @@ class DestinationModel(RuleBasedStateMachine):
         assert self.destination.retry_at is not None
         pause = self.destination.retry_at - self.now
         interval = BACKOFF.whole(self.destination.failures - 1)
-        assert interval * (1 - BACKOFF.jitter) <= pause <= BACKOFF.cap
-        assert min(at_least, BACKOFF.cap) <= pause <= max(interval, min(at_least, BACKOFF.cap))
+        assert interval * (1 - BACKOFF.jitter) - ROUNDING <= pause <= BACKOFF.cap + ROUNDING
+        assert min(at_least, BACKOFF.cap) - ROUNDING <= pause
+        assert pause <= max(interval, min(at_least, BACKOFF.cap)) + ROUNDING
         assert self.destination.due(self.now) == self.destination.retry_at
         assert self.destination.catching_up or interval <= self.terms.catch_up_after
         if given_up is not None:

@@ -47,7 +47,7 @@ def lane_of(copier: FakeCopier) -> tuple[Lane, Troubles]:
     troubles = Troubles()
     made: Any = copier
     limits = JournalLimits()
-    lane = Lane("s", made, {"master": 0}, limits=limits, troubles=troubles, writers=lambda _: b"")
+    lane = Lane("s", made, {"master": 0}, limits=limits, troubles=troubles, writers=lambda _, __: b"", epoch="g")
     return lane, troubles
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicad.streams import registry
-from replicad.streams.registry import EPOCH, RENEWABLE, Method, Stream, differences
+from replicad.streams.registry import GENERATION, RENEWABLE, Method, Stream, differences
 
 STREAM = Stream(
     number=1,
@@ -27,6 +27,9 @@ STREAM = Stream(
     positions_oid=None,
     unique_ids=True,
     epoch="abc",
+    continues=True,
+    sequence_file=12,
+    noted=None,
     fault=None,
     denied=None,
     resets=0,
@@ -47,14 +50,11 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_field_but_the_passing_ones_takes_part(name: str) -> None:
     changed = replace(STREAM, **{name: other(getattr(STREAM, name))})
-    passing = {"fault", "denied", "trimmed_upto", "writers"}
+    passing = {"fault", "denied", "trimmed_upto", "writers", "continues", "noted"}
     assert differences(STREAM, changed) == (frozenset() if name in passing else {name})
 
 
-def test_what_names_the_table_and_the_ids_is_never_renewed_in_place() -> None:
-    assert NAMES >= RENEWABLE | EPOCH | registry._PASSING
-    lasting = NAMES - RENEWABLE - EPOCH - registry._PASSING
-    assert lasting == {
-        "number", "name", "table_oid", "sequence_oid", "positions_oid", "id_column", "instance_column", "method",
-        "created_at",
-    }  # fmt: skip
+def test_what_makes_a_stream_another_one_is_never_renewed_in_place_and_its_table_only_by_another_generation() -> None:
+    assert NAMES >= RENEWABLE | GENERATION | registry._PASSING
+    lasting = NAMES - RENEWABLE - GENERATION - registry._PASSING
+    assert lasting == {"number", "name", "id_column", "instance_column", "method", "created_at"}

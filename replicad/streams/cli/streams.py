@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
     from replicad.postgres.horizon import Holder
     from replicad.streams.acks import SenderAck
+    from replicad.streams.lineage import Generation
     from replicad.streams.status import StreamStatus
 
 _LONGEST_QUERY = 60  # characters of a holder's query in a table
+_GENERATIONS = 5  # that `show` prints
 
 _name = click.argument("name")
 
@@ -124,18 +127,53 @@ def list_streams(as_json: bool, **options: Any) -> None:
 @json_option
 @database_options
 def show(name: str, as_json: bool, **options: Any) -> None:
-    """Show all details of the stream NAME."""
+    """Show all details of the stream NAME.
 
-    from replicad.streams import status
+    The generations are the stretches of its history, the present one first: when and why each began, and up to which
+    position its rows are those of the one before (a token; docs/positions.md).
+    """
 
-    details = _details(on_streams(options, lambda db, schema: status.show(db, name, schema=schema)))
+    from replicad.streams import registry, status
+
+    async def look(db: Database, schema: str) -> tuple[StreamStatus, tuple[Generation, ...]]:
+        found = await status.show(db, name, schema=schema)
+        lineages = await registry.load_lineages(db, name, schema=schema)
+        return found, lineages[name].generations[::-1] if name in lineages else ()
+
+    found, generations = on_streams(options, look)
+    details = _details(found)
     if as_json:
-        click.echo(as_json_line(details))
+        click.echo(as_json_line({**details, "generations": [_generation(one) for one in generations]}))
         return
     for key, value in details.items():
         if value not in (None, {}, []):
             shown = "  ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
             click.echo(f"{key.replace('_', ' '):<16}{shown}")
+    for number, one in enumerate(generations[:_GENERATIONS]):
+        began = f"{one.id} since {one.created_at:%Y-%m-%d %H:%M:%S} ({one.reason}), shared up to {one.began}"
+        click.echo(f"{'' if number else 'generations':<16}{began}")
+    if len(generations) > _GENERATIONS:
+        click.echo(f"{'':<16}and {len(generations) - _GENERATIONS:,} before; --json shows all")
+
+
+@command.command("check-polls")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def check_polls(file: Path) -> None:
+    """Check the recording FILE of `replicad serve --record-polls FILE`.
+
+    Each published position is held against what was read before it: the last value of the sequence, the holders of
+    locks, and how far the WAL was on disk (docs/positions.md). Prints what breaks a rule; exits with 1 then.
+    """
+    from replicad.postgres import recording
+
+    problems = 0
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for problem in recording.check(lines):
+            problems += 1
+            click.echo(problem)
+    say(f"{problems} positions were not safe" if problems else "every published position was safe")
+    if problems:
+        raise SystemExit(1)
 
 
 @command.command("remove")
@@ -252,6 +290,15 @@ def _line(status: StreamStatus) -> dict[str, Any]:
         "writers": len(status.stream.writers),
         "held_back_by": None if status.held_by is None else _holder(status.held_by),
         "problem": status.problem,
+    }
+
+
+def _generation(one: Generation) -> dict[str, Any]:
+    return {
+        "id": one.id,
+        "began_at": one.created_at.isoformat(),
+        "reason": one.reason,
+        "shared_upto": str(one.began),
     }
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 
-import structlog
 import trio
 
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
-from replicad.errors import DatabaseError, ReplicadError, RowTooLong, RowUnreadable, StreamRefused
+from replicad.errors import DatabaseError, ReplicadError, RowTooLong, RowUnreadable, StreamRefused, TableReplaced
 from replicad.postgres.horizon import Reading
 from replicad.protocol.tokens import Vector
+from replicad.streams.lineage import Lineage
 from replicad.streams.queries import is_locked
 from replicad.streams.registry import Stream
 from replicad.streams.rows import Chunk
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.lane import LINEAR, Copier, Lane, below
 from replicad.streams.serving.pace import Pace
-from replicad.streams.serving.roster import Roster
+from replicad.streams.serving.roster import ALL, Roster
 from replicad.streams.serving.told import LastTokens, Positions, position_lines
 from replicad.streams.store import Store
 from replicad.streams.writer_set import writers_lines
@@ -30,15 +30,15 @@ from replicad.streams.writer_set import writers_lines
 FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
 
 Send = Callable[[bytes], Awaitable[None]]
-log = structlog.get_logger()
 
 
 class Feed:
-    """A stream that is served: its lanes, its writers' numbers, its epoch."""
+    """A stream that is served: its lanes, its writers' numbers, its generations."""
 
     def __init__(
         self,
         stream: Stream,
+        lineage: Lineage,
         store: Store,
         reading: Reading,
         *,
@@ -49,11 +49,13 @@ class Feed:
     ) -> None:
         """`reading` has a position. `writers_changed` is told the numbers of the writers that are listed."""
         self.stream = stream
+        self.lineage = lineage  # of the stream; its present generation is the stream's
         self.name = stream.name
         self._roster = Roster(stream, store, self._relist, troubles, max_listed=pace.max_listed)
         self._preambles: dict[bool, tuple[Positions, bytes]] = {}
         self.reading = self._aimed = reading
         self.late_rows = 0  # that turned up at or below a position that was told: each is a row that readers missed
+        self.rewinds = 0  # how often positions were taken back
         self._store = store
         self._pace = pace
         self._limits = limits
@@ -64,15 +66,25 @@ class Feed:
         self._main = self._lane(self._targets(reading), linear=False)
         self._known_upto = _known(reading)  # the writers of rows that come behind are looked for first
         self._heard = trio.Event()
-        self._reset = False
         self._nursery: trio.Nursery | None = None
 
     # --- for subscribers ---
 
-    @property
-    def epoch(self) -> str:
-        """Changes when ids mean other rows than before."""
-        return self.stream.epoch
+    def epoch(self, channel: Channel) -> str:
+        """The generation that readers of this journal were told last; that of `stream` is on its way to them."""
+        return self._lane_of(channel).epoch
+
+    async def wait_told(self, channel: Channel) -> None:
+        """Until readers of this journal were told of the present generation."""
+        await self._lane_of(channel).wait_told(self.stream.epoch)
+
+    async def wait_beyond(self, channel: Channel, epoch: str) -> None:
+        """Until readers of this journal were told of another generation than this one, or the journal has ended."""
+        while self._lane_of(channel).epoch == epoch and channel.ended is None:
+            await channel.wait_sealed()
+
+    def _lane_of(self, channel: Channel) -> Lane:
+        return self._linear if self._linear is not None and self._linear.channel is channel else self._main
 
     @property
     def numbers(self) -> Mapping[str, int]:
@@ -101,9 +113,17 @@ class Feed:
         """The number of a writer that is listed, or was."""
         return self._roster.every[name]
 
-    def writers_of(self, names: Iterable[str]) -> bytes:
+    def writers_of(self, epoch: str, names: Iterable[str]) -> bytes:
         """The lines of WRITERS that name a set: what vector tokens of this stream are made of."""
-        return writers_lines(self.name, self.epoch, {name: self._roster.every[name] for name in names})
+        return writers_lines(self.name, epoch, {name: self._roster.every[name] for name in names})
+
+    def kept(self, positions: Positions, shared: Vector) -> dict[str, int]:
+        """What is left of positions of another generation, whose history is shared up to there."""
+        return {name: min(at, self._shared_by(name, shared)) for name, at in positions.items()}
+
+    def _shared_by(self, name: str, shared: Vector) -> int:
+        number = None if name in (LINEAR, ALL) else self._roster.every.get(name)
+        return shared.minimum if number is None else shared.at(number)
 
     def preamble(self, positions: Positions, *, extended: bool) -> bytes:
         """What a subscription begins with: positions, and for subscribers by name the writers before them.
@@ -114,7 +134,7 @@ class Feed:
         if known is None or known[0] is not positions:
             lines = position_lines(self.name, positions, positions, all_of_them=True)
             if extended:
-                lines = self.writers_of(self.channel.seam.positions) + lines
+                lines = self.writers_of(self._main.epoch, self.channel.seam.positions) + lines
             known = self._preambles[extended] = (positions, lines)
         return known[1]
 
@@ -188,9 +208,15 @@ class Feed:
     # --- for the publisher ---
 
     def positions(self) -> tuple[int, dict[str, int]]:
-        """What was published: the linear position, and of the writers that are ahead of it each one's."""
+        """What was published in the present generation: the linear position, and of the writers that are ahead of it
+        each one's.
+        """
         told = self.channel.seam.positions
         linear = min([_known(self.reading), *told.values()])
+        if self._linear is not None and self._linear.epoch == self.stream.epoch:  # it may have told of more
+            linear = max(linear, self._linear.channel.seam.positions[LINEAR])
+        if self._main.epoch != self.stream.epoch:
+            return linear, {}
         return linear, {name: at for name, at in told.items() if at > linear}
 
     def on_registered(self, writers: Set[str]) -> None:
@@ -202,7 +228,6 @@ class Feed:
         """The horizon has spoken."""
         if reading.position is None or reading.refused is not None:
             return
-        self._reset = self._reset or reading.reset
         self.reading = reading
         self._heard.set()
 
@@ -217,7 +242,7 @@ class Feed:
                 self._heard = trio.Event()
                 try:
                     await self._follow()
-                except DatabaseError as error:
+                except (DatabaseError, TableReplaced) as error:
                     self._troubles.fail("stream", self.name, FOLLOW, error)
                     await trio.sleep(self._pace.follow_retry)
                     self._heard.set()
@@ -226,26 +251,42 @@ class Feed:
 
     async def _follow(self) -> None:
         """Go where the horizon is now."""
-        if self._reset:
-            await self._handle_reset()
-        else:
-            reading = self.reading  # a newer one may come meanwhile: nobody has looked for its writers yet
-            await self._roster.look()
-            await self._discover(reading)
+        reading, lineage = self.reading, self.lineage  # newer ones may come meanwhile: their writers are not known yet
+        await self._roster.look()
+        await self._discover(reading)
+        if self.lineage is lineage:
             self._aim(reading)
 
     def renew(self, stream: Stream) -> None:
-        """Go on with other names of the same table, or other lines for the rows: from the next read on.
-
-        With another epoch (a failover) the tokens of before are void; whether ids have gone back the horizon will see.
-        """
-        told, self.stream = self.stream, stream
-        if told.epoch != stream.epoch:
-            self._main.tell(self.writers_of(self.channel.seam.positions), extended=True)
+        """Go on with other names of the same table, or other lines for the rows: from the next read on."""
+        self.stream = stream
         self._rows = self._store.rows(stream)
         for lane in (self._main, self._linear):
             if lane is not None:
                 lane.renew(self._rows)
+
+    async def has_same_writers(self) -> bool:
+        """Whether the database knows all writers under the numbers that readers were told."""
+        numbers = {number: name for name, number in self._roster.every.items()}
+        found = {one.number: one.name for one in await self._store.named(self.stream, numbers)}
+        return found == numbers
+
+    def adopt(self, stream: Stream, lineage: Lineage, shared: Vector) -> None:
+        """Go on in another generation, whose history is shared up to there: readers are told to go back to it."""
+        told = self.channel.seam.positions
+        if any(at > self._shared_by(name, shared) for name, at in told.items()):
+            self.rewinds += 1
+            self.late_rows = 0
+        self.lineage = lineage
+        self.renew(stream)
+        reading = self.reading
+        kept = min(_known(reading), shared.minimum)
+        per_writer = {name: max(kept, at) for name, at in self.kept(reading.per_writer, shared).items()}
+        self.reading = self._aimed = Reading(position=kept, per_writer=per_writer)
+        self._known_upto = min(self._known_upto, kept)
+        for lane in (self._main, self._linear):
+            if lane is not None:
+                lane.fork(stream.epoch, lambda name: self._shared_by(name, shared))
 
     def tell(self, line: bytes) -> None:
         """Send a line that is no row to all readers, between two reads."""
@@ -257,7 +298,7 @@ class Feed:
         """Tell all readers that the stream is over."""
         for lane in (self._main, self._linear):
             if lane is not None:
-                lane.channel.cut(error, lane.channel.seam.positions)
+                lane.channel.end(error)
 
     def _aim(self, reading: Reading) -> None:
         self._aimed = reading
@@ -273,6 +314,7 @@ class Feed:
         if self._roster.crowded:
             self._known_upto = upto
             return
+        lineage = self.lineage
         while self._known_upto < upto and self.channel.held is None:
             try:
                 found = await self._rows.last_tokens(self._known_upto, upto)
@@ -284,6 +326,8 @@ class Feed:
                 upto = (self._known_upto + upto) // 2
             else:
                 await self._roster.welcome(found.keys())
+                if self.lineage is not lineage:
+                    return  # history has forked meanwhile
                 self._known_upto, upto = upto, _known(reading)
 
     def _relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
@@ -291,20 +335,6 @@ class Feed:
         self._writers_changed({} if self._roster.crowded else self.numbers)
         self._main.aim(self._targets(self._aimed))
         return self._main.relist(joining, leaving)
-
-    async def _handle_reset(self) -> None:
-        reading = self.reading
-        stream = await self._store.announce_reset(self.stream, _known(reading))
-        self._rows = self._store.rows(stream)
-        self.stream = stream
-        self._known_upto, self._aimed = _known(reading), reading
-        log.warning("stream_reset", stream=self.name, position=reading.position, epoch=self.epoch)
-        self._reset = False
-        self._main.renew(self._rows)
-        self._main.reset(self._targets(reading))
-        if self._linear is not None:
-            self._linear.renew(self._rows)
-            self._linear.reset({LINEAR: _known(reading)})
 
     def _targets(self, reading: Reading) -> dict[str, int]:
         position = _known(reading)
@@ -320,6 +350,7 @@ class Feed:
             limits=self._limits,
             troubles=self._troubles,
             writers=self.writers_of,
+            epoch=self.stream.epoch,
             pace=self._pace,
         )
 

@@ -103,11 +103,13 @@ class Lane:
         *,
         limits: JournalLimits,
         troubles: Troubles,
-        writers: Callable[[Iterable[str]], bytes],
+        writers: Callable[[str, Iterable[str]], bytes],
+        epoch: str,
         pace: Pace = Pace(),
     ) -> None:
-        """`writers` makes the lines of WRITERS that name a set."""
+        """`writers(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`."""
         self.channel = Channel(stream, positions, limits)
+        self.epoch = epoch  # the generation that readers were told last
         self._stream = stream
         self._copier = copier
         self._pace = pace
@@ -117,7 +119,7 @@ class Lane:
         self._copy_cause, self._row_cause = f"copy{order}", f"row{order}"
         self._target = dict(positions)
         self._heard = trio.Event()
-        self._resetting = False
+        self._forked: tuple[str, Callable[[str], int]] | None = None  # the next epoch, and what is shared with it
         self._joining: set[str] = set()
         self._leaving: set[str] = set()
         self._relisted = trio.Event()
@@ -135,11 +137,20 @@ class Lane:
             self._target = dict(target)
             self._heard.set()
 
-    def reset(self, target: Positions) -> None:
-        """The ids went back to `target`, which is told as it is; what was under way is finished first."""
-        self._target = dict(target)
-        self._resetting = True
+    def fork(self, epoch: str, shared: Callable[[str], int]) -> None:
+        """Go on in another generation: no writer stands beyond what is shared with it. What is under way is finished
+        first: rows that were read by then may be of either history, but lie beyond that, or are the same in both.
+        """
+        before = self._forked
+        bound = shared if before is None else lambda name: min(before[1](name), shared(name))
+        self._forked = (epoch, bound)
+        self._target = {name: min(at, bound(name)) for name, at in self.channel.seam.positions.items()}
         self._heard.set()
+
+    async def wait_told(self, epoch: str) -> None:
+        """Until readers were told of this generation."""
+        while self.epoch != epoch:
+            await self.channel.wait_sealed()
 
     def relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
         """List writers, from where those stand that are not listed, and others no more; the event comes when readers
@@ -163,6 +174,13 @@ class Lane:
 
     async def run(self) -> None:
         """Fill the journal until cancelled. Failures, whatever they are, are reported and tried again."""
+        try:
+            await self._fill()
+        finally:  # whoever comes after us knows nothing of these
+            self._troubles.end("stream", self._stream, self._copy_cause)
+            self._troubles.end("stream", self._stream, self._row_cause)
+
+    async def _fill(self) -> None:
         pause = self._pace.copy_retry
         while True:
             try:
@@ -186,7 +204,7 @@ class Lane:
 
     async def _wait_for_work(self) -> None:
         """Until the target differs from what was told, and the time to say so has come."""
-        while not (self._notices or self._joining or self._resetting or self._may_leave()):
+        while not (self._notices or self._joining or self._forked or self._may_leave()):
             if self._held is None and not self._is_there():
                 return
             if self._held is not None and trio.current_time() >= self._try_again_at:
@@ -219,9 +237,9 @@ class Lane:
             line, extended = self._notices.pop(0)
             await self.channel.append(line, extended=extended)
             self.channel.seal(self.channel.seam.positions)  # who joins later was not there
-        if self._resetting:
+        if self._forked is not None:
             self._release()
-            await self._announce_reset()
+            await self._announce_fork(*self._forked)
             return
         if self._joining:
             await self._announce_joining()
@@ -311,7 +329,7 @@ class Lane:
         if names:
             listed = {**told, **dict.fromkeys(names, lowest)}
             whole = len(listed) <= WRITERS_ON_LINE
-            await self.channel.append(self._writers(listed if whole else names), extended=True)
+            await self.channel.append(self._writers(self.epoch, listed if whole else names), extended=True)
             before = {name: min(self._left.pop(name, lowest), lowest) for name in names}
             lines = position_lines(self._stream, before, dict.fromkeys(names, lowest), all_of_them=True)
             await self.channel.append(lines)
@@ -326,19 +344,29 @@ class Lane:
         """List writers no more. The set is told whole, and a POSITION behind it says so."""
         told = self.channel.seam.positions
         listed = {name: at for name, at in told.items() if name not in leaving}
-        await self.channel.append(set_lines(self._stream, self._writers(listed), listed), extended=True)
+        await self.channel.append(set_lines(self._stream, self._writers(self.epoch, listed), listed), extended=True)
         self._left |= {name: told[name] for name in leaving}
         if self._copied is not None:
             self._copied = {name: at for name, at in self._copied.items() if name in listed}
         self._leaving = self._leaving - leaving
         self.channel.seal(listed)
 
-    async def _announce_reset(self) -> None:
+    async def _announce_fork(self, epoch: str, shared: Callable[[str], int]) -> None:
+        """Take back what was told beyond the shared history, then name the generation: a token is good at any moment,
+        as it is either of the generation before or not beyond what is shared.
+        """
         told = self.channel.seam.positions
-        target = {name: self._target.get(name, min(self._target.values(), default=at)) for name, at in told.items()}
-        self._resetting = False
+        kept = {name: min(at, shared(name)) for name, at in told.items()}
+        left = {
+            name: at for name, at in self._left.items() if at > shared(name)
+        }  # listed no more, but known to readers
+        self._forked = None
         self._copied = None
-        if LINEAR not in told:
-            await self.channel.append(self._writers(told), extended=True)
-        await self.channel.append(position_lines(self._stream, told, target, all_of_them=True))
-        self.channel.seal(target)
+        self._target |= {name: max(at, self._target.get(name, at)) for name, at in kept.items()}
+        self._left = {name: min(at, shared(name)) for name, at in self._left.items()}
+        if lines := position_lines(self._stream, {**told, **left}, {**kept, **{name: shared(name) for name in left}}):
+            await self.channel.append(lines)
+        again = position_lines(self._stream, kept, kept, all_of_them=True)
+        await self.channel.append(self._writers(epoch, () if LINEAR in told else told) + again, extended=True)
+        self.epoch = epoch
+        self.channel.seal(kept)

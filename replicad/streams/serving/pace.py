@@ -13,6 +13,7 @@ class Pace:
 
     look: float = 1.0  # between two looks at the registry, and between two notes of what was published
     look_pause: float = 0.1  # between two looks at least, however many troubles begin
+    last_note: float = 2.0  # to note what was published when the daemon ends
     first_reading: float = 2.0  # to wait for the first position of a stream; only an open transaction takes longer
     stall_grace: float = 1.5  # in which a look finds new names of the table, and a try may succeed
     follow_retry: float = 0.2  # before a position that could not be taken over is tried again

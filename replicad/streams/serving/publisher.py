@@ -7,7 +7,6 @@ turn. A look at the registry compares all that a feed was made of.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import structlog
 import trio
@@ -25,15 +24,14 @@ from replicad.errors import (
     StreamWaits,
     UnknownStream,
 )
-from replicad.streams.registry import EPOCH, RENEWABLE, Published, Stream, differences
+from replicad.postgres.horizon import Fork
+from replicad.streams.registry import GENERATION, RENEWABLE, Stream, differences
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.late_rows import LateRows
 from replicad.streams.serving.pace import Pace
-from replicad.streams.serving.served_stream import KIND, Means, OnFeed, Serving
+from replicad.streams.serving.served_stream import KIND, Means, Note, OnFeed, Serving
 from replicad.streams.serving.windows import Windows
 from replicad.streams.store import Store
-
-EPOCH_LOOKS = 3  # looks in a row at a reset, before a feed that has not seen it is begun anew
 
 REGISTRY = "registry"  # the cause of a trouble that stands in the registry; also the name of the service that looks
 
@@ -62,7 +60,7 @@ class Publisher:
         self._servings: dict[str, Serving] = {}
         self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
         self._blind: str | None = None  # why the registry cannot be read
-        self._noted: dict[str, object] = {}
+        self._noted: dict[str, Note] = {}
         self._late_rows = LateRows(windows, self.feeds, troubles, pace)
         self._look = Joined(self._look_once)
         self._nursery: trio.Nursery | None = None
@@ -96,6 +94,23 @@ class Publisher:
             raise StreamRefused(f"stream {name[:80]!r} cannot be looked up: {self._blind}")
         known = ", ".join(sorted(self._servings)) or "none yet; add one with `replicad streams add`"
         raise UnknownStream(f"there is no stream {name[:80]!r}; the streams are: {known}")
+
+    async def look_at(self, name: str) -> None:
+        """Look at the registry: another daemon may have seen a fork first. Waits until the stream has taken it over.
+
+        Raises:
+            StreamRefused: it cannot be looked at.
+        """
+        await self._look_for(name)
+        serving = self._servings.get(name)
+        if serving is not None:
+            with trio.move_on_after(self._pace.ahead):
+                await serving.wait_taken_over()
+
+    def is_forked(self, name: str) -> bool:
+        """Whether the stream's history has forked, and it has not gone over to the next generation yet."""
+        serving = self._servings.get(name)
+        return serving is not None and serving.forked
 
     def waiting(self) -> dict[str, StreamWaits]:
         """What to tell who follows all streams: those that do not move or are not served, and why."""
@@ -149,6 +164,9 @@ class Publisher:
                     await self._note_published()
         finally:
             self._nursery = None
+            with trio.move_on_after(self._pace.last_note) as scope:
+                scope.shield = True
+                await self._note_published()  # so that a restart of Postgres in the meantime takes nothing back
             for serving in self._servings.values():
                 serving.stop("this server stops serving streams")
             self._servings.clear()
@@ -197,9 +215,12 @@ class Publisher:
 
     async def _look_once(self) -> None:
         """Compare the registry with what is served. Begin, renew and end what differs."""
+        noted = {name: (note[1], note[0].epoch) for name, note in self._noted.items()}  # in what is loaded now
         try:
-            found = await self._store.load_streams()
-            published = await self._load_published(found)
+            found = await self._load_streams()
+            fresh = {name for name, stream in found.items() if self._is_new(stream)}
+            published = await self._store.published() if fresh else {}
+            lineages = await self._store.lineages() if fresh else {}
         except SchemaMissing as error:
             self._blind = str(error)
             for serving in self._servings.values():
@@ -214,29 +235,24 @@ class Publisher:
                 self._end(name, why)
             else:
                 serving.compare(current)
+                at, epoch = noted.get(name, (0, ""))
+                if epoch == current.epoch and (current.noted is None or current.noted < at):
+                    serving.fork(Fork("restored"))  # what we have noted is not there: nor may be the rows
         self._report_faults(found)
-        for name, stream in found.items():
-            if stream.fault is None and name not in self._servings and self._nursery is not None:
-                serving = self._servings[name] = Serving(self._means, stream, published.get(name))
-                serving.compare(stream)
+        for name in fresh & lineages.keys() - self._servings.keys():
+            if self._nursery is not None and found[name].fault is None:
+                serving = Serving(self._means, found[name], lineages[name], published.get(name))
+                self._servings[name] = serving
+                serving.compare(found[name])
                 self._nursery.start_soon(serving.run)
 
-    async def _load_published(self, found: dict[str, Stream]) -> Mapping[str, Published]:
-        """What was published of streams that are about to be served.
-
-        Nothing that was noted of another table or sequence is trusted: a dump was restored over this database. Such a
-        stream gets a new epoch, and is loaded into `found` anew.
-        """
-        if not any(self._is_new(stream) for stream in found.values()):
-            return {}
-        published = await self._store.published()
-        foreign = [name for name, noted in published.items() if noted.foreign and name in found]
-        for name in foreign:
-            log.warning("stream_restored", stream=name, reason="its table is another one now: old tokens are void")
-            await self._store.begin_anew(found[name])
-        if foreign:
-            found |= await self._store.load_streams()
-        return {name: noted for name, noted in published.items() if not noted.foreign}
+    async def _load_streams(self) -> Mapping[str, Stream]:
+        """The registry. Where the generation of a stream is not valid any more, the next one has begun."""
+        found = await self._store.load_streams()
+        if all(stream.continues or stream.fault is not None for stream in found.values()):
+            return found
+        await self._store.continue_streams()
+        return await self._store.load_streams()
 
     def _is_new(self, stream: Stream) -> bool:
         serving = self._servings.get(stream.name)
@@ -258,23 +274,20 @@ class Publisher:
 
     async def _note_published(self) -> None:
         """Keep what was published, for daemons that start later: they need not wait for transactions of today."""
-        for name, feed in list(self.feeds.items()):
-            position, per_writer = feed.positions()
-            noted = (feed, position, per_writer)
-            if self._noted.get(name) == noted:
+        for name, serving in list(self._servings.items()):
+            note = serving.note()
+            if note is None or self._noted.get(name) == note:
                 continue
             with self._troubles.contain(KIND, name, "note"):
-                stream = replace(feed.stream, writers=feed.numbers)
-                if await self._store.publish(stream, position, per_writer):
-                    self._noted[name] = noted
+                if await self._store.publish(*note):
+                    self._noted[name] = note
 
 
 def _why_to_end(serving: Serving, found: Stream) -> str | None:
-    """Why a stream cannot go on as it is served; None where it can, perhaps under other names."""
+    """Why a stream cannot go on as it is served; None where it can, under other names or in another generation too."""
     if found.fault is not None:
         return found.fault
-    if lasting := differences(serving.served, found) - RENEWABLE - EPOCH:
+    renewable = RENEWABLE if found.epoch == serving.stream.epoch else RENEWABLE | GENERATION
+    if lasting := differences(serving.stream, found) - renewable:
         return f"it is another stream now, or has another table (changed: {', '.join(sorted(lasting))}); it begins anew"
-    if serving.looks_behind >= EPOCH_LOOKS and serving.served.resets != found.resets:
-        return "its ids may mean other rows now: another daemon has announced a reset; it begins anew"
-    return None
+    return serving.over

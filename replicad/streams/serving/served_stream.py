@@ -18,20 +18,24 @@ from replicad.daemon.service import Positions
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles, sole_cause
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
-from replicad.postgres.horizon import Reading
+from replicad.postgres.horizon import Fork, Reading
 from replicad.protocol.commands import Error
+from replicad.protocol.tokens import Vector
 from replicad.streams import registry
+from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Published, Stream, differences
 from replicad.streams.serving.feed import FOLLOW, Feed
 from replicad.streams.serving.pace import Pace
 from replicad.streams.store import Store
 
 KIND = "stream"  # of the troubles
-STALLS = ("copy", FOLLOW)  # the causes of troubles in which a feed sends nothing and tries again
+FORK = "fork"  # the cause of a trouble that keeps a stream from going on in another generation
+STALLS = ("copy", FOLLOW, FORK)  # the causes of troubles in which a feed sends nothing and tries again
 WAITS = "position"  # the cause of a trouble that keeps a stream from moving and leaves its readers connected
 
 log = structlog.get_logger()
 OnFeed = Callable[[Feed], None]
+Note = tuple[Stream, int, Mapping[str, int]]  # a stream, with the numbers of its writers, and what was published of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +56,26 @@ class Means:
 class Serving:
     """One stream. `run` is its task; the other methods never wait and never raise."""
 
-    def __init__(self, means: Means, stream: Stream, published: Published | None) -> None:
-        self.stream = stream  # as it was registered when serving it began, or was renewed; a feed may know better
+    def __init__(self, means: Means, stream: Stream, lineage: Lineage, published: Published | None) -> None:
+        self.stream = stream  # as it was registered when serving it began, or was renewed
+        self.lineage = lineage
         self.name = stream.name
         self.feed: Feed | None = None
         self.reading: Reading | None = None  # the last one
-        self.looks_behind = 0  # looks in a row that found a reset which the feed has not seen
+        self.over: str | None = None  # why it cannot go on; the next look ends it
         self._means = means
         self._denied = stream.denied
         self._blind: str | None = None  # why the registry cannot be read
         self._published = None if published is None else (published.position, dict(published.per_writer))
+        self._note: Note | None = None  # when its feed ended
         self._told: str | None = None  # the obstacle that was reported last
-        self._went_back = False
         self._watching = False
+        self._fork: Fork | None = None  # that a reading has shown, and no generation has begun because of it
+        self._forked = trio.Event()  # another generation has begun, or has to
         self._changed = trio.Event()
         self._scope = trio.CancelScope()
 
     # --- for whoever looks ---
-
-    @property
-    def served(self) -> Stream:
-        """The stream as it is served: a feed sees a reset, and changes the epoch, by itself."""
-        return self.stream if self.feed is None else self.feed.stream
 
     @property
     def obstacle(self) -> str | None:
@@ -101,6 +103,16 @@ class Serving:
         while self.feed is None and self.obstacle is None:
             await self._changed.wait()
 
+    @property
+    def forked(self) -> bool:
+        """Whether history has forked, and the next generation is not taken over."""
+        return self._fork is not None
+
+    async def wait_taken_over(self) -> None:
+        """Until it is served in the present generation, as far as that is known."""
+        while self._fork is not None:
+            await self._changed.wait()
+
     def why_not(self) -> str:
         """Why the stream is not served yet."""
         failed = self._means.troubles.why(KIND, self.name)
@@ -123,16 +135,18 @@ class Serving:
         if had_feed:
             log.warning("stream_dropped", stream=self.name, reason=why)
 
+    def note(self) -> Note | None:
+        """What was published of it; None while nothing was."""
+        return self._note if self.feed is None else _note_of(self.feed)
+
     def compare(self, found: Stream) -> None:
         """A look has found the same stream. Where it has other names or other lines for its rows, go on with these.
 
-        A reset that another daemon has announced is left to the feed, which will see it too.
+        Where another generation has begun, nothing more is published before it is taken over.
         """
-        served = self.served
-        self.looks_behind = self.looks_behind + 1 if served.resets != found.resets else 0
-        if self.looks_behind:
-            found = replace(found, resets=served.resets, epoch=served.epoch)
-        if changed := differences(served, found):
+        if found.epoch != self.stream.epoch:
+            self.fork(Fork("another daemon"))
+        elif changed := differences(self.stream, found):
             log.info("stream_renewed", stream=self.name, changed=sorted(changed))
             self.stream = found
             if self.feed is not None:
@@ -142,6 +156,12 @@ class Serving:
         self._denied = found.denied
         self._blind = None
         self.judge()
+
+    def fork(self, fork: Fork) -> None:
+        """Positions may not hold any more: none is published before it is known up to where history is shared."""
+        self._fork = fork
+        self._unwatch()
+        self._forked.set()
 
     def blind(self, why: str) -> None:
         """The registry cannot be read, so it is not known whether there still is such a stream."""
@@ -154,18 +174,17 @@ class Serving:
         """Watch, wait for the first position, then run a feed until it fails."""
         failure: ReplicadError = StreamRefused(f"stream {self.name} is no longer served: this server stops serving it")
         try:
-            self._watch()
-            reading = await self._first_position()
-            feed = self.feed = self._means.feeds[self.name] = self._make_feed(reading)
-            self._wake()
-            log.info("stream_served", stream=self.name, position=reading.position, writers=len(feed.numbers))
-            for on_feed in list(self._means.followers):
-                with self._means.troubles.contain("service", "subscriptions", "join"):
-                    on_feed(feed)
-            await feed.run()
-        except Exception as error:
-            failure = _end_of(self.name, error)
-            raise
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._mind_forks)
+                self._watch()
+                reading = await self._first_position()
+                feed = self.feed = self._means.feeds[self.name] = self._make_feed(reading)
+                self._wake()
+                log.info("stream_served", stream=self.name, position=reading.position, writers=len(feed.numbers))
+                for on_feed in list(self._means.followers):
+                    with self._means.troubles.contain("service", "subscriptions", "join"):
+                        on_feed(feed)
+                await feed.run()
         except BaseExceptionGroup as group:
             failed, _ = group.split(Exception)
             if failed is not None:
@@ -176,8 +195,8 @@ class Serving:
 
     def _watch(self) -> None:
         self.reading = None
-        self._went_back = False
         position, per_writer = self._published or (None, None)
+        numbers = self.stream.writers if self.feed is None else self.feed.numbers
         self._watching = True
         self._means.poller.watch(
             self.name,
@@ -185,8 +204,74 @@ class Serving:
             self._on_reading,
             published=position,
             per_writer=per_writer,
-            writers=_writers(self.stream, self.stream.writers),
+            writers=_writers(self.stream, numbers),
+            file=self.stream.sequence_file,
         )
+        if self._fork is not None:
+            self._unwatch()  # it is taken over first
+
+    def _unwatch(self) -> None:
+        if self._watching:
+            self._watching = False
+            self._means.poller.unwatch(self.name)
+
+    async def _mind_forks(self) -> None:
+        """Begin generations, and take over those that have begun, until cancelled."""
+        try:
+            await self._mind_each_fork()
+        finally:
+            self._means.troubles.end(KIND, self.name, FORK)
+
+    async def _mind_each_fork(self) -> None:
+        if self._fork is not None:
+            self._forked.set()
+        while True:
+            await self._forked.wait()
+            self._forked = trio.Event()
+            try:
+                await self._take_over()
+            except ReplicadError as error:
+                self._means.troubles.fail(KIND, self.name, FORK, error)
+                await trio.sleep(self._means.pace.follow_retry)
+                self._forked.set()
+            else:
+                self._means.troubles.end(KIND, self.name, FORK)
+
+    async def _take_over(self) -> None:
+        """Go on in the present generation, from where its history is shared with what was published."""
+        store, fork, before = self._means.store, self._fork, self.stream
+        if fork is None:
+            return
+        found = await store.fork(before, fork.reason, fork.back_to)
+        lineage = (await store.lineages(self.name))[self.name]
+        if not lineage.knows(before.epoch):
+            # The list was restored to a time before our generation, and the rows with it.
+            found = await store.fork(found, "restored")
+            lineage = (await store.lineages(self.name))[self.name]
+        if self._fork is not fork or found.fault is not None:
+            return  # there is one more; or the next look ends us
+        shared = lineage.shared(before.epoch) or lineage.floor
+        if self.feed is not None and not await self.feed.has_same_writers():
+            self.over = "its writers have other numbers in the database that was restored; it begins anew"
+            return
+        self._adopt(found, lineage, shared)
+
+    def _adopt(self, found: Stream, lineage: Lineage, shared: Vector) -> None:
+        numbers = found.writers if self.feed is None else self.feed.numbers
+        self.stream, self.lineage, self._fork = found, lineage, None
+        self._published = (shared.minimum, {name: shared.at(number) for name, number in numbers.items()})
+        log.warning(
+            "stream_forked",
+            stream=self.name,
+            reason=lineage.present.reason,
+            shared=str(shared),
+            generation=lineage.present.id,
+            remedy="readers are told to discard the rows after that position, and get the present ones",
+        )
+        if self.feed is not None:
+            self.feed.adopt(found, lineage, shared)
+        self._watch()
+        self._wake()
 
     async def _first_position(self) -> Reading:
         while self.reading is None or self.reading.position is None or self.reading.refused is not None:
@@ -195,8 +280,9 @@ class Serving:
 
     def _make_feed(self, reading: Reading) -> Feed:
         means = self._means
-        feed = Feed(
+        return Feed(
             self.stream,
+            self.lineage,
             means.store,
             reading,
             limits=means.limits,
@@ -204,9 +290,6 @@ class Serving:
             writers_changed=self._writers_changed,
             pace=means.pace,
         )
-        if self._went_back:  # while no feed was there to void the tokens of before
-            feed.on_reading(replace(reading, reset=True))
-        return feed
 
     def _writers_changed(self, numbers: Mapping[str, int]) -> None:
         if self._watching:
@@ -214,8 +297,9 @@ class Serving:
 
     def _on_reading(self, _: str, reading: Reading) -> None:
         self.reading = reading
-        if self.feed is None:
-            self._went_back = self._went_back or reading.reset
+        if reading.fork is not None:
+            self.fork(reading.fork)
+        elif self.feed is None:
             self._wake()
         else:
             self.feed.on_reading(reading)
@@ -240,12 +324,10 @@ class Serving:
 
     def _close(self, error: ReplicadError) -> None:
         """Undo what `_serve` did; safe to repeat."""
-        if self._watching:
-            self._watching = False
-            self._means.poller.unwatch(self.name)
+        self._unwatch()
         feed, self.feed = self.feed, None
         if feed is not None:
-            self.stream = feed.stream
+            self._note = _note_of(feed)
             self._published = feed.positions()  # readers have had these: who comes back with them is not ahead
             if self._means.feeds.get(self.name) is feed:
                 del self._means.feeds[self.name]
@@ -261,6 +343,10 @@ def waits_line(name: str, obstacle: str) -> bytes:
     """The line that tells readers of a stream that it moves no further for now."""
     text = f"{StreamWaits.code}: stream {name} does not move: {obstacle}; the subscription stays and goes on afterwards"
     return Error(" ".join(text.split())).render().encode() + b"\n"
+
+
+def _note_of(feed: Feed) -> Note:
+    return replace(feed.stream, writers=feed.numbers), *feed.positions()
 
 
 def _end_of(name: str, error: BaseException) -> ReplicadError:

@@ -24,8 +24,11 @@ from replicad.errors import (
     RowUnreadable,
     SlowReader,
     StreamRefused,
+    TableReplaced,
     TokenAhead,
     TokenExpired,
+    TokenForked,
+    forked_text,
 )
 from replicad.protocol.commands import Ping
 from replicad.protocol.states import CloseReason
@@ -38,18 +41,20 @@ from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.roster import ALL
 from replicad.streams.serving.told import position_lines, set_lines
 
+SHOWN = 4096  # characters of a token in an ERROR
 # The text of a PING: a person can read it, and every client of the original protocol takes a PING.
 NO_STREAMS = "no stream is served yet; those that are added are sent from then on: replicad streams add"
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """Where a subscription begins: the position of each writer, that of writers that are not listed, and the lines that
-    say so.
+    """Where a subscription begins: the position of each writer, that of writers that are not listed, the generation of
+    both, and the lines that say so.
     """
 
     positions: Mapping[str, int]
     others_after: int
+    epoch: str
     preamble: bytes
 
 
@@ -74,10 +79,13 @@ class Subscriptions:
         """Answer a TAKEN.
 
         Raises:
-            StreamError: there is no such stream, or it cannot be served.
+            StreamError: there is no such stream, it cannot be served, or its ids are about to mean other rows.
         """
         feed = await self._publisher.find(command.stream)
-        self._session.post(Taken(command.stream, await feed.taken()))
+        upto = await feed.taken()
+        if self._publisher.is_forked(command.stream):
+            raise StreamRefused(f"stream {command.stream} is about to begin a generation; try again")
+        self._session.post(Taken(command.stream, upto))
 
     async def replicate(self, command: Replicate) -> None:
         """Serve one REPLICATE; what cannot be done is answered by ERROR and leaves the connection as it was.
@@ -123,7 +131,7 @@ class Subscriptions:
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel
-        start = await self._start_of(feed, command, channel)
+        start = await self._start_in_present(feed, command, channel)
         if channel.held is not None and start[0] == channel.seam.positions:
             raise channel.held.copy()
         self._streams.add(name)
@@ -138,17 +146,22 @@ class Subscriptions:
         *,
         linear: bool,
         extended: bool,
+        epoch: str | None = None,
     ) -> None:
-        """Read the journal from `start` on; by way of Postgres where it must be."""
+        """Read the journal from `start` on; by way of Postgres where it must be. `epoch`: the generation of `start`,
+        where that may be an earlier one.
+        """
+        present = feed.epoch(channel)
+        epoch = epoch or present
         preamble = _preamble(feed, channel, start, extended=extended)
         seam = channel.seam
         lowest = min(start.values(), default=feed.told_upto)
         others_after = lowest if others_after is None else others_after
-        if start == seam.positions and others_after == lowest:
+        if start == seam.positions and others_after == lowest and epoch == present:
             with suppress(SlowReader):
                 self._read(feed, channel, seam.index, linear=linear, extended=extended, preamble=preamble)
                 return
-        begin = _Begin(start, others_after, preamble)
+        begin = _Begin(start, others_after, epoch, preamble)
         self._session.start(self._catch_up, feed, channel, begin, linear, extended)
 
     def _read(
@@ -160,27 +173,56 @@ class Subscriptions:
             self._stop(feed, channel, channel.seam.positions, error, linear=linear)
 
         self._readers[feed.name] = self._session.read(
-            channel, index, extended=extended and not linear, preamble=preamble, on_stop=on_stop
+            channel, index, extended=extended, preamble=preamble, on_stop=on_stop
         )
 
     def _stop(
-        self, feed: Feed, channel: Channel, told: Mapping[str, int], error: RowUnreadable, *, linear: bool
+        self,
+        feed: Feed,
+        channel: Channel,
+        told: Mapping[str, int],
+        error: RowUnreadable,
+        *,
+        linear: bool,
+        epoch: str | None = None,
     ) -> None:
         """End one subscription: the client has everything up to `told`, and what comes next cannot be read."""
         self._readers.pop(feed.name, None)
         self._session.refuse(error)
         if self._all:
-            self._session.start(self._come_back, feed, channel, dict(told), linear)
+            self._session.start(self._come_back, feed, channel, dict(told), epoch or feed.epoch(channel), linear)
         else:
             self._streams.discard(feed.name)
 
-    async def _come_back(self, feed: Feed, channel: Channel, told: Mapping[str, int], linear: bool) -> None:
+    async def _come_back(self, feed: Feed, channel: Channel, told: Mapping[str, int], epoch: str, linear: bool) -> None:
         """Join a stream again that had stopped, once it goes on, where the client was left."""
         if channel.held is not None:
             await channel.released.wait()
         else:
             await trio.sleep(self._pace.stopped)
-        self._join(feed, channel, told, None, linear=linear, extended=False)
+        if channel.ended is not None:
+            return  # the stream is joined when it is served anew
+        self._join(feed, channel, told, None, linear=linear, extended=False, epoch=epoch)
+
+    async def _start_in_present(
+        self, feed: Feed, command: Replicate, channel: Channel
+    ) -> tuple[Mapping[str, int], int | None]:
+        """`_start_of`, in the generation that readers of the channel were told last: once more where it has changed
+        meanwhile. A token of a generation that is not known may be another daemon's, which has seen a fork first.
+        """
+        token = _token_of(command)
+        if token is not None and token.epoch not in (None, feed.epoch(channel)):
+            if not feed.lineage.knows(token.epoch or ""):
+                await self._publisher.look_at(feed.name)
+            with trio.move_on_after(self._pace.ahead) as scope:
+                await feed.wait_told(channel)
+            if scope.cancelled_caught:
+                raise TokenAhead(f"stream {feed.name} goes over to generation {feed.stream.epoch}; try again")
+        while True:
+            epoch = feed.epoch(channel)
+            start = await self._start_of(feed, command, channel)
+            if feed.epoch(channel) == epoch:
+                return start
 
     async def _start_of(self, feed: Feed, command: Replicate, channel: Channel) -> tuple[Mapping[str, int], int | None]:
         """The position per writer that the subscriber begins behind, and that of the writers that are not listed.
@@ -194,7 +236,7 @@ class Subscriptions:
         if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
             start = {instance: min(retained, position) for instance, position in channel.seam.positions.items()}
             return start, min([retained, *start.values()])
-        token = await _parse(feed, command)
+        token = await _parse(feed, command, channel)
         with trio.move_on_after(self._pace.ahead):
             while _ahead(feed, token, channel.seam.positions):
                 await channel.wait_sealed()
@@ -226,27 +268,44 @@ class Subscriptions:
     ) -> None:
         """Copy (start, seam] to the client, then join the journal at the seam; where it has moved on, once more."""
         session = self._session
-        told, others_after = begin.positions, begin.others_after
+        told, others_after, epoch = begin.positions, begin.others_after, begin.epoch
         await session.flush()
         await session.send(begin.preamble)
+        began = trio.current_time()
         while True:
+            while epoch != feed.epoch(channel):  # what took us back has left the journal
+                kept, epoch, others_after = _take_back(feed, channel, told, epoch, others_after)
+                again = position_lines(feed.name, kept, kept, all_of_them=True)
+                named = (feed.writers_of(epoch, () if linear else kept) + again) if extended else b""
+                await session.send(position_lines(feed.name, told, kept) + named)
+                told = kept
             seam = channel.seam
             if joined := seam.positions.keys() - told.keys():  # writers that joined meanwhile
                 told = {**told, **dict.fromkeys(joined, others_after)}
                 lines = position_lines(feed.name, told, dict.fromkeys(joined, others_after), all_of_them=True)
-                await session.send((feed.writers_of(told) if extended else b"") + lines)
+                await session.send((feed.writers_of(epoch, told) if extended else b"") + lines)
             await session.flush()
             try:
                 await feed.copy(told, seam.positions, session.send, linear=linear, others_after=others_after)
             except RowUnreadable as error:
-                self._stop(feed, channel, below(told, seam.positions, error), error, linear=linear)
+                reached = below(told, seam.positions, error)
+                self._stop(feed, channel, reached, error, linear=linear, epoch=epoch)
                 return
+            except TableReplaced as error:
+                if trio.current_time() >= began + self._pace.ahead:
+                    raise HangUp(CloseReason.STREAM_ENDED, f"{error.code}: {error} Resume later.") from error
+                with trio.move_on_after(self._pace.copy_retry):  # the next look finds out what has changed
+                    await feed.wait_beyond(channel, epoch)
+                if channel.ended is not None:
+                    raise channel.ended from error
+                continue
             except DatabaseError as error:
                 raise HangUp(
                     CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
                 ) from error
             if extended and not told.keys() <= seam.positions.keys():  # writers that are listed no more
-                await session.send(set_lines(feed.name, feed.writers_of(seam.positions), seam.positions))
+                await session.send(set_lines(feed.name, feed.writers_of(epoch, seam.positions), seam.positions))
+            began = trio.current_time()
             told = seam.positions
             others_after = max(others_after, min(told.values(), default=others_after))
             with suppress(SlowReader):
@@ -259,24 +318,54 @@ def _preamble(feed: Feed, channel: Channel, start: Mapping[str, int], *, extende
     if start is channel.seam.positions and channel is feed.channel:
         return feed.preamble(start, extended=extended)
     # In linear order too, for the epoch: a token without it survives no restore.
-    writers = feed.writers_of(feed.channel.seam.positions) if extended else b""
+    writers = feed.writers_of(feed.epoch(channel), feed.channel.seam.positions) if extended else b""
     return writers + position_lines(feed.name, start, start, all_of_them=True)
 
 
-async def _parse(feed: Feed, command: Replicate) -> Vector:
-    """The token of a REPLICATE, as far as it can be checked without looking at positions."""
-    token = Vector.parse(command.token or "")
-    if token.epoch is not None and token.epoch != feed.epoch:
-        raise BadToken(
-            f"the token is of epoch {token.epoch}, stream {feed.name} is in {feed.epoch}: "
-            "its ids were reset (a restore, setval), so what you have may differ; begin again from EARLIEST"
-        )
+def _token_of(command: Replicate) -> Vector | None:
+    """The token of a REPLICATE; None for a word. Raises BadToken."""
+    return None if command.token in (None, "NOW", "EARLIEST") else Vector.parse(command.token or "")
+
+
+async def _parse(feed: Feed, command: Replicate, channel: Channel) -> Vector:
+    """The token of a REPLICATE, as far as it can be checked without looking at positions.
+
+    A token of an earlier generation is good up to where history is shared with the present one.
+
+    Raises:
+        TokenForked: it lies beyond that; with the token to resume from.
+        BadToken: of a generation that is not known, or otherwise none.
+    """
+    token = _token_of(command)
+    assert token is not None
+    present = feed.epoch(channel)
     if command.linear and token.ahead:
         raise BadToken("a linear subscription takes a single integer as its token")
+    if token.epoch is not None and token.epoch != present:
+        shared = feed.lineage.shared_between(token.epoch, present)
+        if shared is None:
+            raise BadToken(
+                f"the token is of generation {token.epoch}, stream {feed.name} is in {present} and its database knows "
+                "nothing of the other one (it was restored to a time before, or the stream was added anew): what you "
+                "have may differ; begin again from EARLIEST"
+            )
+        kept = Vector(min(token.minimum, shared.minimum)) if command.linear else token.at_most(shared)
+        if (kept.minimum, kept.ahead) != (token.minimum, token.ahead):
+            rewind = Vector(kept.minimum, kept.ahead, present).shortened(SHOWN)  # at or before what is shared
+            raise TokenForked(forked_text(feed.name, str(shared.shortened(SHOWN)), str(rewind)))
     unknown = await feed.know_writers(token)
     if unknown:
         raise BadToken(f"the token names writers {sorted(unknown)[:20]} that stream {feed.name} does not have")
     return token
+
+
+def _take_back(
+    feed: Feed, channel: Channel, told: Mapping[str, int], epoch: str, others_after: int
+) -> tuple[dict[str, int], str, int]:
+    """What is left of positions that were told in generation `epoch`, the present one, and where others stand."""
+    present = feed.epoch(channel)
+    shared = feed.lineage.shared_between(epoch, present) or feed.lineage.floor
+    return feed.kept(told, shared), present, min(others_after, shared.minimum)
 
 
 def _at(feed: Feed, token: Vector, instance: str) -> int:

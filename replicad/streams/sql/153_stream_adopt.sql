@@ -9,6 +9,7 @@ DECLARE
     xid text := pg_current_xact_id()::text;
     me text := current_setting('application_name');
     bound bigint := id - 1;
+    covered bigint;
     problem text := 'is not reserved (any more): readers may have passed it';
 BEGIN
     IF id IS NULL THEN
@@ -23,8 +24,10 @@ BEGIN
     END IF;
     IF bound IS NOT NULL THEN
         PERFORM pg_advisory_xact_lock_shared(stream_lock_key(number, bound));
-        IF stream_certified(number, id - 1, writer) IS NOT NULL THEN
-            PERFORM set_config(setting, xid || ':' || bound, true);
+        covered := stream_certified(number, id - 1, writer);
+        IF covered IS NOT NULL THEN
+            -- What lies between our bound and theirs may be published already: the other session has moved on.
+            PERFORM set_config(setting, xid || ':' || greatest(bound, covered), true);
             RETURN;
         END IF;
     END IF;

@@ -1,34 +1,41 @@
--- stream_note(number, seen_resets, relation, sequence, position, writers, positions, at): keeps what a daemon has
--- published from that table and that sequence. Positions only grow, but for those that were noted of others: these are
--- replaced. Returns false, and writes nothing, where the stream was reset or removed since the daemon loaded it, or has
--- another table or sequence now. Writes stream_position, and now and then stream_mark.
+-- stream_note(number, generation, position, writers, positions, at): keeps what a daemon has published in that generation;
+-- positions only grow. Returns false, and writes nothing, where the generation is not the present one, or is not valid on
+-- this server any more: what the daemon has published may be of another history. Writes stream_position, and now and then
+-- stream_mark.
 CREATE OR REPLACE FUNCTION stream_note(
-    stream_number integer, seen_resets integer, from_relation oid, from_sequence oid, linear_position bigint,
-    writers integer[], positions bigint[], at timestamptz = clock_timestamp()
+    stream_number integer, in_generation text, linear_position bigint, writers integer[], positions bigint[],
+    at timestamptz = clock_timestamp()
 ) RETURNS boolean
 LANGUAGE plpgsql AS $$
+DECLARE
+    s stream;
+    g stream_generation;
 BEGIN
-    PERFORM FROM stream s WHERE s.number = stream_number AND s.resets = seen_resets
-        AND s.relation::oid = from_relation AND s.sequence::oid = from_sequence FOR KEY SHARE;
-    IF NOT FOUND THEN
+    SELECT * INTO s FROM stream x WHERE x.number = stream_number FOR KEY SHARE;  -- waits for a fork that is under way
+    g := stream_generation_now(s);
+    IF s.number IS NULL OR g.id IS DISTINCT FROM in_generation OR NOT stream_continues(s, g) THEN
         RETURN false;
     END IF;
-    INSERT INTO stream_position AS p (stream, writer, position, published_at, relation, sequence)
-    SELECT stream_number, w, max(n), at, from_relation, from_sequence
+    INSERT INTO stream_position AS p (stream, writer, position, published_at)
+    SELECT stream_number, w, max(n), at
     FROM (SELECT 0, linear_position UNION ALL SELECT * FROM unnest(writers, positions)) new(w, n)
     GROUP BY w ORDER BY w  -- in one order, so that two daemons do not wait for each other in a circle
-    ON CONFLICT (stream, writer) DO UPDATE SET
-        position = CASE WHEN p.relation <> from_relation OR p.sequence <> from_sequence THEN excluded.position
-            ELSE greatest(p.position, excluded.position) END,
-        published_at = CASE WHEN p.position < excluded.position THEN excluded.published_at ELSE p.published_at END,
-        relation = from_relation,
-        sequence = from_sequence
-    WHERE p.position < excluded.position OR p.relation IS DISTINCT FROM from_relation
-        OR p.sequence IS DISTINCT FROM from_sequence;
+    ON CONFLICT (stream, writer) DO UPDATE SET position = excluded.position, published_at = excluded.published_at
+    WHERE p.position < excluded.position;
     PERFORM stream_mark_position(stream_number, linear_position, at);
     RETURN true;
 END
 $$;
-COMMENT ON FUNCTION stream_note(integer, integer, oid, oid, bigint, integer[], bigint[], timestamptz)
-    IS 'Keeps the positions that a daemon has published, and of which table';
-REVOKE EXECUTE ON FUNCTION stream_note(integer, integer, oid, oid, bigint, integer[], bigint[], timestamptz) FROM PUBLIC;
+COMMENT ON FUNCTION stream_note(integer, text, bigint, integer[], bigint[], timestamptz)
+    IS 'Keeps the positions that a daemon has published';
+-- stream_publish(number, seen_resets, position, writers, positions, at): the same, as programs of version 1 call it.
+CREATE OR REPLACE FUNCTION stream_publish(
+    stream_number integer, seen_resets integer, linear_position bigint, writers integer[], positions bigint[],
+    at timestamptz = clock_timestamp()
+) RETURNS boolean
+LANGUAGE sql AS $$
+    SELECT coalesce((SELECT stream_note($1, stream_epoch(s), $3, $4, $5, $6)
+        FROM stream s WHERE s.number = $1 AND s.resets = $2), false)
+$$;
+COMMENT ON FUNCTION stream_publish(integer, integer, bigint, integer[], bigint[], timestamptz)
+    IS 'Keeps the positions that a daemon has published (programs of version 1)';

@@ -7,7 +7,7 @@ DECLARE
     f record;
 BEGIN
     EXECUTE format('GRANT USAGE ON SCHEMA %I TO PUBLIC', current_schema());
-    GRANT SELECT ON stream, stream_writer, stream_position TO PUBLIC;
+    GRANT SELECT ON stream, stream_writer, stream_position, stream_generation TO PUBLIC;
     GRANT SELECT (stream, id) ON stream_skip TO PUBLIC;  -- not the reasons, which may quote rows
     FOR f IN SELECT p.oid::regprocedure AS name, p.proname
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
@@ -17,7 +17,7 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
         IF f.proname IN ('stream_add', 'stream_remove', 'stream_trim', 'stream_reset', 'stream_publish',
-                'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
+                'stream_note', 'stream_fork', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
                 'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
                 'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
                 'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_add_bounded') THEN

@@ -200,7 +200,9 @@ class TubeService:
             self._refused[tube] = str(reading.refused)
             self._troubles.begin(TUBE, tube, "position", str(reading.refused), code=TubeRefused.code)
             self._waiters.wake(tube)
-        if reading.position is not None:
+        if reading.fork is not None:  # pods have no history: go on with the ids of now
+            self._poller.watch(name, self._watched[tube], self._on_reading)
+        elif reading.position is not None:
             self._waiters.note_position(tube, reading.position)
 
     # --- requests ---

@@ -15,7 +15,9 @@ import trio
 
 from replicad.errors import DatabaseError, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
 from replicad.postgres.horizon import Reading, Source
+from replicad.protocol.tokens import Vector
 from replicad.streams.acks import Ack
+from replicad.streams.lineage import Generation, Lineage
 from replicad.streams.registry import Method, Published, Stream
 from replicad.streams.rows import MASTER, MAX_ROW, Chunk, ChunkSink, Range, wire_instance
 from replicad.streams.serving.windows import Attached, Look, Window
@@ -44,6 +46,9 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         positions_oid=None,
         unique_ids=True,
         epoch=f"{number:04x}{0:04x}",
+        continues=True,
+        sequence_file=None,
+        noted=None,
         fault=None,
         denied=None,
         resets=0,
@@ -160,6 +165,8 @@ class MemoryStore:
         self.streams: dict[str, Stream] = {}
         self.tables: dict[str, Table] = {}
         self.notes: dict[str, Published] = {}
+        self.generations: dict[str, list[Generation]] = {}  # behind the first
+        self._begun = 0
         self.acks: list[Ack] = []
         self.troubles: dict[str, Sequence[Row]] = {}
         self.fails: dict[str, Exception] = {}
@@ -203,24 +210,31 @@ class MemoryStore:
         await self.answer("registry")
         return dict(self.notes)
 
-    async def begin_anew(self, stream: Stream) -> None:
+    async def lineages(self, name: str | None = None) -> Mapping[str, Lineage]:
         await self.answer("registry")
-        self.notes.pop(stream.name, None)
-        self._reset(stream)
+        return {one: self._lineage(one) for one in self.streams if name in (None, one)}
+
+    async def continue_streams(self) -> int:
+        await self.answer("registry")
+        forked = [stream for stream in self.streams.values() if not stream.continues]
+        for stream in forked:
+            self._begin(stream, "restarted", None)
+        return len(forked)
 
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
         await self.answer("publish")
-        if self.streams.get(stream.name, stream).resets != stream.resets:
+        if self.streams.get(stream.name, stream).epoch != stream.epoch:
             return False
         self.notes[stream.name] = Published(position, dict(per_writer), BEGAN)
+        self.change(stream.name, noted=position)
         return True
 
-    async def announce_reset(self, stream: Stream, position: int) -> Stream:
+    async def fork(self, stream: Stream, reason: str, back_to: int | None = None) -> Stream:
         await self.answer("registry")
         if stream.name not in self.streams:
             raise UnknownStream(stream.name)
-        if self.streams[stream.name].resets == stream.resets:
-            self._reset(stream)
+        if self.streams[stream.name].epoch == stream.epoch:
+            self._begin(stream, reason, back_to)
         return self.streams[stream.name]
 
     async def taken(self, stream: Stream) -> int:
@@ -245,8 +259,30 @@ class MemoryStore:
             if number in numbers
         ]
 
-    def _reset(self, stream: Stream) -> None:
-        self.change(stream.name, resets=stream.resets + 1, epoch=f"{stream.number:04x}{stream.resets + 1:04x}")
+    def _lineage(self, name: str) -> Lineage:
+        stream = self.streams[name]
+        first = Generation(1, f"{stream.number:04x}{0:04x}", Vector(0), "added", BEGAN)
+        return Lineage((first, *self.generations.get(name, ())))
+
+    def _begin(self, stream: Stream, reason: str, back_to: int | None) -> None:
+        """The next generation, as `stream_fork` begins it."""
+        stream, note = self.streams[stream.name], self.notes.get(stream.name)
+        if reason == "sequence_restarted":
+            shared = Vector(0)
+        elif back_to is not None or note is None:
+            shared = Vector(back_to or 0)
+        else:
+            shared = Vector(note.position, {stream.writers[name]: at for name, at in note.per_writer.items()})
+        if note is not None:
+            kept = {name: min(at, shared.at(stream.writers[name])) for name, at in note.per_writer.items()}
+            self.notes[stream.name] = Published(min(note.position, shared.minimum), kept, BEGAN)
+            self.change(stream.name, noted=min(note.position, shared.minimum))
+        self._begun += 1  # an id is never given twice
+        epoch = f"{stream.number:04x}{self._begun:04x}"
+        number = self._lineage(stream.name).present.number + 1
+        begun = Generation(number, epoch, shared, reason, BEGAN)
+        self.generations.setdefault(stream.name, []).append(begun)
+        self.change(stream.name, resets=stream.resets + 1, epoch=epoch, continues=True)
 
     # --- `Notes` ---
 
@@ -296,9 +332,9 @@ class MemoryPositions:
         self.rings = 0
         self.before: list[Callable[[], Awaitable[None]]] = []
 
-    def tell(self, name: str, position: int | None, *, reset: bool = False, **per_writer: int) -> None:
+    def tell(self, name: str, position: int | None, **per_writer: int) -> None:
         """A reading: `per_writer` are the writers that are ahead of the position."""
-        self.say(name, Reading(position=position, per_writer=per_writer, reset=reset))
+        self.say(name, Reading(position=position, per_writer=per_writer))
 
     def say(self, name: str, reading: Reading) -> None:
         """Any reading."""
@@ -316,6 +352,7 @@ class MemoryPositions:
         published: int | None = None,
         per_writer: Mapping[str, int] | None = None,
         writers: Iterable[str] = (),
+        file: int | None = None,
     ) -> None:
         self.listeners[name] = on_reading
         self.sources[name] = source

@@ -53,6 +53,7 @@ class MemoryHorizon:
         published: int | None = None,
         per_writer: Mapping[str, int] | None = None,
         writers: Iterable[str] = (),
+        file: int | None = None,
     ) -> None:
         self.calls.append(("watch", name))
 

@@ -47,20 +47,6 @@ async def test_a_stream_appears_is_renewed_and_vanishes_and_no_other_notices(aut
         assert await bystander.lines() == ["RDATA other master 1 1"]
 
 
-async def test_a_stream_whose_ids_another_daemon_has_reset_begins_anew_after_a_few_looks(
-    autojump_clock: MockClock,
-) -> None:
-    async with open_streams("s") as streams:
-        feed = streams.publisher.feeds["s"]
-        streams.store.change("s", resets=1, epoch="0000ffff")
-        await settle(1.5)
-        assert streams.publisher.feeds["s"] is feed, "the feed may see the reset itself"
-        await settle(3)
-        streams.positions.tell("s", 0)
-        await settle()
-        assert streams.publisher.feeds["s"].epoch == "0000ffff"
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [({"fault": "its table is gone"}, "its table is gone"), ({"denied": "GRANT SELECT"}, "GRANT SELECT")],
@@ -138,13 +124,15 @@ async def test_a_new_connection_to_postgres_has_the_registry_looked_at_before_an
         assert "s" in streams.positions.listeners
 
 
-async def test_what_was_published_of_another_table_is_not_trusted(autojump_clock: MockClock) -> None:
+async def test_a_daemon_that_starts_goes_on_where_the_last_one_has_noted_and_notes_again_when_it_ends(
+    autojump_clock: MockClock,
+) -> None:
     store = MemoryStore()
-    store.notes["s"] = Published(50, {}, BEGAN, foreign=True)
-    store.notes["kept"] = Published(7, {"master": 7}, BEGAN)
+    store.notes["kept"] = Published(7, {}, BEGAN)
     async with open_streams("s", "kept", store=store) as streams:
-        assert streams.positions.published == {"s": (None, None), "kept": (7, {"master": 7})}
-        assert streams.publisher.feeds["s"].epoch == "00010001"
+        assert streams.positions.published == {"s": (None, None), "kept": (7, {})}
+        await streams.write("s", 1, 2)
+    assert store.notes["s"].position == 2, "within the second in which nothing is noted"
 
 
 async def test_what_is_published_is_noted_once_a_second_and_again_after_a_failure(autojump_clock: MockClock) -> None:

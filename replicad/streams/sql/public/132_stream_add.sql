@@ -1,6 +1,6 @@
 -- stream_add(name, tbl, id_column, instance_column, row_sql, method, positions, sequence): makes a table a stream.
 -- Returns what is worth knowing about it, nothing where all is plain. Raises RS002 with the reason and the remedy.
--- Writes stream, stream_writer, and for the method reservation the guard's triggers on the table.
+-- Writes stream, stream_generation, stream_writer, and for the method reservation the guard's triggers on the table.
 CREATE OR REPLACE FUNCTION stream_add(
     name text,
     tbl regclass,
@@ -37,6 +37,7 @@ BEGIN
     PERFORM stream_refuse('there are 8191 streams, which is all that there can be', 'remove those that nobody reads')
         WHERE s.number IS NULL;
     INSERT INTO stream SELECT s.*;
+    PERFORM stream_generation_add(s, stream_floor(s.sequence), '{}', '{}', 'added');
     PERFORM stream_writers_discover(s);
     IF method = 'reservation' THEN
         PERFORM stream_guard_attach(s);

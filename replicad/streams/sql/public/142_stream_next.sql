@@ -3,7 +3,9 @@
 --
 -- The transaction holds a bound first and takes ids afterwards. One lock per transaction and stream; it is remembered
 -- in a transaction-local setting together with the transaction's id: that reverts with a savepoint, as the lock does,
--- and a stray SET does not pass for it. All in one function and few expressions, since every writer pays for it.
+-- and a stray SET does not pass for it. It remembers the first id less one, not the bound of the lock: while this session
+-- waited between reading that bound and taking the lock, ids above it can have been taken by others and published
+-- (specs/Reservation.tla). All in one function and few expressions, since every writer pays for it.
 CREATE OR REPLACE FUNCTION stream_next(stream text) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -25,12 +27,15 @@ BEGIN
         IF bound IS NULL OR bound >> 48 <> 0 THEN
             bound := stream_last_value(s.sequence);
         END IF;
-        PERFORM pg_advisory_xact_lock_shared(stream_lock_key(s.number, bound)),
-            set_config(s.setting, xid || ':' || bound, true);
+        PERFORM pg_advisory_xact_lock_shared(stream_lock_key(s.number, bound));
+        held := NULL;
     END IF;
     id := nextval(s.sequence);
     IF id <= bound THEN
         PERFORM stream_refuse_step(s.sequence, id, bound);
+    END IF;
+    IF held IS NULL THEN
+        PERFORM set_config(s.setting, xid || ':' || id - 1, true);
     END IF;
     RETURN id;
 END

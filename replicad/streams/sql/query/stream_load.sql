@@ -19,7 +19,10 @@ SELECT s.number::integer AS number,
             AND a.attname = s.id_column
             AND (tc.relkind = 'p' OR NOT EXISTS (SELECT FROM pg_inherits h WHERE h.inhparent = s.relation))
     ) AS unique_ids,
-    {schema}.stream_epoch(s) AS epoch,
+    coalesce(g.id, '') AS epoch,
+    coalesce({schema}.stream_continues(s, g), false) AS continues,
+    g.file::bigint AS sequence_file,
+    (SELECT p.position FROM {schema}.stream_position p WHERE p.stream = s.number AND p.writer = 0) AS noted,
     {schema}.stream_fault(s) AS fault,
     {schema}.stream_denied(s) AS denied,
     s.resets,
@@ -32,6 +35,7 @@ SELECT s.number::integer AS number,
     ARRAY(SELECT w.number FROM {schema}.stream_writer w WHERE w.stream = s.number AND w.retired_at IS NULL
         ORDER BY w.number) AS writer_numbers
 FROM {schema}.stream s
+LEFT JOIN LATERAL {schema}.stream_generation_now(s) g ON true
 LEFT JOIN pg_class tc ON tc.oid = s.relation
 LEFT JOIN pg_namespace tn ON tn.oid = tc.relnamespace
 LEFT JOIN pg_class qc ON qc.oid = s.sequence

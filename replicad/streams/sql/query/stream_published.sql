@@ -1,11 +1,9 @@
--- What was published last, per stream, with the writers' positions side by side. `foreign`: it was read from another
--- table or sequence than the stream has now, so it says nothing.
+-- What was published last, per stream, with the writers' positions side by side.
 SELECT s.name,
     max(p.position) FILTER (WHERE p.writer = 0) AS position,
     max(p.published_at) FILTER (WHERE p.writer = 0) AS published_at,
     coalesce(array_agg(w.name ORDER BY w.number) FILTER (WHERE w.name IS NOT NULL), '{{}}') AS writers,
-    coalesce(array_agg(p.position ORDER BY w.number) FILTER (WHERE w.name IS NOT NULL), '{{}}') AS positions,
-    coalesce(bool_or(p.relation <> s.relation::oid OR p.sequence <> s.sequence::oid), false) AS foreign
+    coalesce(array_agg(p.position ORDER BY w.number) FILTER (WHERE w.name IS NOT NULL), '{{}}') AS positions
 FROM {schema}.stream s
 JOIN {schema}.stream_position p ON p.stream = s.number
 LEFT JOIN {schema}.stream_writer w ON w.stream = s.number AND w.number = p.writer

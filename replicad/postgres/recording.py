@@ -1,0 +1,211 @@
+"""A recording of polls (`replicad serve --record-polls FILE`), and a checker that replays it.
+
+The checker holds what was published against the rules of docs/positions.md. It does not use `lockwatch`, so a mistake
+there is not made here again. The stress tests use it.
+
+A recording has one JSON object on each line:
+
+    {"stream", "begin", "position", "per_writer"}
+        `begin` is "watch": the stream is watched from here on, and these positions were published before; or
+        "connection": all that was read and not published is void
+    {"stream", "poll", "last_value", "inserted", "flushed", "holders", "writers", "position", "per_writer"}
+        what a poll has read of the stream, in this order: the last value of its sequence, the end of the WAL after
+        that, how far the WAL was on disk (-1: beyond all that was read), the holders (as of `lockwatch.Hold`); then who
+        is a writer of the stream, and what may be published from now on
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
+
+from replicad.errors import UsageError
+from replicad.eventlog import get_logger
+from replicad.postgres.lockwatch import Hold
+
+MAX_BYTES = 1 << 30  # of a recording; then it ends, and the daemon goes on
+ALL = -1  # the WAL was flushed beyond all that was read
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one poll has read of one stream."""
+
+    last_value: int
+    inserted: int
+    holders: tuple[Hold, ...]
+
+
+class Recorder:
+    """Writes a recording. A context manager. If the disk fails, or the file is full, it logs that and stops."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        """Raises UsageError where the file cannot be written."""
+        try:
+            self._file: IO[str] | None = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--record-polls {path} cannot be written: {error.strerror}") from error
+        self._left = max_bytes
+        self._last: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def begin(self, stream: str, what: str, position: int | None, per_writer: Mapping[str, int]) -> None:
+        """A watch begins (`watch`), or goes on over a new connection (`connection`)."""
+        self._write(stream, {"begin": what, "position": position, "per_writer": dict(per_writer)})
+
+    def poll(
+        self,
+        stream: str,
+        seen: Seen,
+        flushed: int,
+        *,
+        writers: Collection[str],
+        position: int | None,
+        per_writer: Mapping[str, int],
+    ) -> None:
+        """What a poll has read of a stream, and what may be published. Nothing is written where nothing has changed."""
+        self._write(
+            stream,
+            {
+                "last_value": seen.last_value,
+                "inserted": seen.inserted,
+                "flushed": flushed,
+                "holders": [asdict(hold) for hold in seen.holders],
+                "writers": sorted(writers),
+                "position": position,
+                "per_writer": dict(per_writer),
+            },
+        )
+
+    def _write(self, stream: str, values: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        line = json.dumps({"stream": stream, **values}) + "\n"
+        if self._last.get(stream) == line:
+            return
+        self._last[stream] = line
+        self._left -= len(line)
+        if self._left < 0:
+            self._end("the file is full")
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:
+            self._end(str(error))
+
+    def _end(self, reason: str) -> None:
+        log.warning("recording_ended", reason=reason)
+        file, self._file = self._file, None
+        with suppress(OSError):
+            file and file.close()
+
+
+@dataclass(slots=True)
+class _Held:
+    bound: int | None  # None: not known
+    writer: str | None  # None: may write as anybody
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What the checker knows of one stream."""
+
+    position: int | None = None
+    per_writer: dict[str, int] = field(default_factory=dict)
+    last_value: int | None = None
+    held: dict[str, _Held] = field(default_factory=dict)
+    durable: int | None = None  # the highest last value that is known to be on disk
+    waiting: list[tuple[int, int]] = field(default_factory=list)  # (inserted, last value) that are not known to be
+
+
+def check(lines: Iterable[str]) -> Iterator[str]:
+    """What a recording has against the rules: one sentence for each violation."""
+    streams: dict[str, _Stream] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            name = entry["stream"]
+        except (ValueError, KeyError, TypeError):
+            yield f"line {number} is not of a recording"
+            continue
+        stream = streams.setdefault(name, _Stream())
+        problems = _begin(stream, entry) if "begin" in entry else _poll(stream, entry)
+        yield from (f"line {number}: stream {name}: {problem}" for problem in problems)
+
+
+def _begin(stream: _Stream, entry: Mapping[str, Any]) -> list[str]:
+    if entry["begin"] == "watch":
+        stream.position, stream.per_writer = entry["position"], dict(entry["per_writer"])
+    stream.last_value, stream.held, stream.durable = None, {}, stream.position
+    stream.waiting.clear()
+    return []
+
+
+def _poll(stream: _Stream, entry: Mapping[str, Any]) -> list[str]:
+    last_value, writers = entry["last_value"], set(entry["writers"])
+    stream.held = _bounds(stream, [Hold(**hold) for hold in entry["holders"]])
+    stream.waiting.append((entry["inserted"], last_value))
+    flushed = entry["flushed"]
+    on_disk = [value for inserted, value in stream.waiting if flushed == ALL or inserted <= flushed]
+    stream.waiting = [one for one in stream.waiting if flushed != ALL and one[0] > flushed]
+    stream.durable = max([*on_disk, *([] if stream.durable is None else [stream.durable])], default=None)
+    stream.last_value = last_value
+
+    problems = []
+    position, per_writer = entry["position"], entry["per_writer"]
+    allowed = _allowed(stream, stream.held.values())
+    if position is not None:
+        if stream.position is not None and position < stream.position:
+            problems.append(f"the position fell from {stream.position} to {position}")
+        elif position != stream.position and (allowed is None or position > allowed):
+            problems.append(f"position {position} was published, where {allowed} was safe: {_why(stream)}")
+    for writer, at in per_writer.items():
+        before = max(stream.per_writer.get(writer, stream.position or at), stream.position or at)
+        allowed = _allowed(stream, [h for h in stream.held.values() if h.writer not in writers - {writer}])
+        if at > max(before, position) and (allowed is None or at > allowed):
+            problems.append(f"position {at} of {writer} was published, where {allowed} was safe: {_why(stream)}")
+    stream.position, stream.per_writer = position, dict(per_writer)
+    return problems
+
+
+def _bounds(stream: _Stream, holders: Iterable[Hold]) -> dict[str, _Held]:
+    """Below which id no holder can write: that one that it names itself; else the last value of the poll before the
+    first that listed it; else, at the first poll, what was published.
+    """
+    before = stream.position if stream.last_value is None else stream.last_value
+    found = {}
+    for hold in holders:
+        known = stream.held.get(hold.key)
+        if known is not None:
+            same = hold.prepared or hold.writer == known.writer
+            found[hold.key] = _Held(known.bound, known.writer if same else None)
+        elif hold.bound is not None:
+            found[hold.key] = _Held(hold.bound, hold.writer)
+        elif hold.prepared and stream.held:  # it may be any of those that were listed, under another name
+            bounds = [held.bound for held in stream.held.values()]
+            found[hold.key] = _Held(None if None in bounds else min(b for b in bounds if b is not None), None)
+        else:
+            found[hold.key] = _Held(before, hold.writer)
+    return found
+
+
+def _allowed(stream: _Stream, held: Iterable[_Held]) -> int | None:
+    bounds = [stream.last_value, stream.durable, *(one.bound for one in held)]
+    return None if None in bounds else min(bound for bound in bounds if bound is not None)
+
+
+def _why(stream: _Stream) -> str:
+    held = ", ".join(f"{key} above {one.bound}" for key, one in sorted(stream.held.items()))
+    return f"last value {stream.last_value}, on disk {stream.durable}, held by {held or 'nobody'}"

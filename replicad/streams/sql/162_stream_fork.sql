@@ -1,0 +1,127 @@
+-- stream_floor(sequence): the position below all ids that the sequence can give out.
+CREATE OR REPLACE FUNCTION stream_floor(sequence regclass) RETURNS bigint
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce(greatest((SELECT q.seqmin FROM pg_sequence q WHERE q.seqrelid = $1), -9223372036854775807), 1) - 1
+$$;
+COMMENT ON FUNCTION stream_floor(regclass) IS 'The position below all ids of a sequence';
+-- stream_generation_add(s, began_at, writers, positions, reason): the next generation of a stream, on the server and with
+-- the table and sequence of now. The caller has locked the stream's row. Keeps the last 1,000. Raises RS002 while a dump
+-- is being restored, which adds the primary keys last: a row from here would be in its way. Writes stream_generation.
+CREATE OR REPLACE FUNCTION stream_generation_add(
+    s stream, began_at bigint, writers integer[], positions bigint[], reason text
+) RETURNS text
+LANGUAGE plpgsql AS $$
+DECLARE
+    latest integer := coalesce((stream_generation_now(s)).number, 0);
+    new_id text := left(md5(gen_random_uuid()::text), 16);
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = 'stream_generation'::regclass AND i.indisprimary) THEN
+        PERFORM stream_refuse('a dump is being restored into this database: its table stream_generation has no primary key',
+            'wait until that is done; restore in one transaction, or while no daemon runs');
+    END IF;
+    DELETE FROM stream_generation g WHERE g.stream = s.number AND g.number <= latest - 999;
+    INSERT INTO stream_generation VALUES (s.number, latest + 1, new_id, began_at, writers, positions, reason,
+        clock_timestamp(), stream_incarnation(), s.relation::oid, s.sequence::oid, pg_relation_filenode(s.sequence));
+    RETURN new_id;
+END
+$$;
+COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], text) IS 'Begins a generation';
+-- stream_fork(number, seen, back_to, reason): history has forked, or may have: begins a generation. Done once where several
+-- daemons ask for it: only while `seen` is still the id of the present one. Returns the id of the present generation.
+-- Shared with the generation before is, up to where:
+--  - another file of the same sequence (TRUNCATE ... RESTART IDENTITY): nothing; all ids may come again;
+--  - `back_to` is given, and all else is as it was (setval): that position;
+--  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
+-- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the stream was removed.
+-- Writes stream, stream_generation, stream_position, stream_mark, stream_ack, stream_skip.
+CREATE OR REPLACE FUNCTION stream_fork(stream_number integer, seen text, back_to bigint, reason text) RETURNS text
+LANGUAGE plpgsql AS $$
+DECLARE
+    s stream;
+    g stream_generation;
+    lowest bigint;
+    shared bigint;
+    ahead integer[] := '{}';
+    upto bigint[] := '{}';
+    new_id text;
+BEGIN
+    SELECT * INTO s FROM stream x WHERE x.number = stream_number FOR UPDATE;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION USING ERRCODE = 'RS001', MESSAGE = 'the stream was removed', HINT = 'load the streams again';
+    END IF;
+    g := stream_generation_now(s);
+    IF g.id <> seen THEN
+        RETURN g.id;
+    END IF;
+    lowest := stream_floor(s.sequence);
+    IF g.relation = s.relation::oid AND g.sequence = s.sequence::oid
+            AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence) THEN
+        shared := lowest;
+        reason := 'sequence_restarted';
+    ELSIF back_to IS NOT NULL AND stream_continues(s, g) THEN
+        shared := back_to;
+    ELSE
+        SELECT p.position INTO shared FROM stream_position p WHERE p.stream = s.number AND p.writer = 0;
+        shared := least(coalesce(shared, lowest), back_to);
+        SELECT coalesce(array_agg(p.writer ORDER BY p.writer), '{}'),
+            coalesce(array_agg(least(p.position, back_to) ORDER BY p.writer), '{}')
+        INTO ahead, upto
+        FROM stream_position p WHERE p.stream = s.number AND p.writer <> 0 AND least(p.position, back_to) > shared;
+    END IF;
+    new_id := stream_generation_add(s, shared, ahead, upto, reason);
+    UPDATE stream x SET resets = x.resets + 1, trimmed_upto = least(x.trimmed_upto, shared) WHERE x.number = s.number;
+    DELETE FROM stream_mark m WHERE m.stream = s.number AND m.position > shared;
+    DELETE FROM stream_skip k WHERE k.stream = s.number AND k.id > shared;  -- these ids are other rows now
+    UPDATE stream_position p SET published_at = clock_timestamp(),
+        position = coalesce((SELECT u FROM unnest(ahead, upto) a (w, u) WHERE a.w = p.writer), least(p.position, shared))
+    WHERE p.stream = s.number;
+    UPDATE stream_ack a SET resets = s.resets + 1, token = least(a.token, shared)
+    WHERE a.stream = s.number AND a.resets = s.resets;
+    RETURN new_id;
+END
+$$;
+COMMENT ON FUNCTION stream_fork(integer, text, bigint, text) IS 'Begins a generation: history has forked';
+-- stream_continue(): begins a generation of each stream whose present one is not valid any more, or that has none.
+-- Returns how many. To be called before anything is read for readers. Writes what stream_fork writes.
+CREATE OR REPLACE FUNCTION stream_continue() RETURNS integer
+LANGUAGE plpgsql AS $$
+DECLARE
+    s stream;
+    g stream_generation;
+    forked integer := 0;
+    old text[];
+    present text[] := string_to_array(stream_incarnation(), '/');
+BEGIN
+    FOR s IN SELECT * FROM stream x ORDER BY x.number LOOP
+        g := stream_generation_now(s);
+        IF g.id IS NULL THEN
+            PERFORM FROM stream x WHERE x.number = s.number FOR UPDATE;
+            CONTINUE WHEN (stream_generation_now(s)).id IS NOT NULL;
+            PERFORM stream_generation_add(s, stream_floor(s.sequence), '{}', '{}', 'added');
+        ELSIF stream_continues(s, g) THEN
+            CONTINUE;
+        ELSE
+            old := string_to_array(g.incarnation, '/');
+            PERFORM stream_fork(s.number, g.id, NULL, CASE
+                WHEN old[1] <> present[1] THEN 'other_server'
+                WHEN old[2] <> present[2] THEN 'promoted'
+                WHEN old[3] <> present[3] OR g.relation <> s.relation::oid OR g.sequence <> s.sequence::oid THEN 'restored'
+                WHEN old[4] <> present[4] THEN 'restarted'
+                ELSE 'sequence_restarted' END);
+        END IF;
+        forked := forked + 1;
+    END LOOP;
+    RETURN forked;
+END
+$$;
+COMMENT ON FUNCTION stream_continue() IS 'Begins a generation where history may have forked';
+-- stream_reset(number, seen_resets, position): as programs of version 1 announce that ids have gone back.
+CREATE OR REPLACE FUNCTION stream_reset(stream_number integer, seen_resets integer, new_position bigint) RETURNS integer
+LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM stream_fork(s.number, stream_epoch(s), new_position, 'ids_went_back')
+    FROM stream s WHERE s.number = stream_number AND s.resets = seen_resets;
+    RETURN (SELECT s.resets FROM stream s WHERE s.number = stream_number);
+END
+$$;
+COMMENT ON FUNCTION stream_reset(integer, integer, bigint) IS 'Announces that the ids of a stream have gone back';

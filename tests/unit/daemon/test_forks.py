@@ -1,0 +1,176 @@
+"""Generations of a stream, without Postgres: what readers are told when history forks, and what tokens of before are
+good for.
+"""
+
+from __future__ import annotations
+
+import trio
+from trio.testing import MockClock
+
+from replicad.daemon.journal import JournalLimits
+from replicad.postgres.horizon import Fork, Reading
+from tests.unit.daemon.conftest import Streams, open_streams, settle
+
+G0, G1, G2 = (f"0001000{number}" for number in range(3))  # the generations of the first stream
+
+
+def forked(fork: Fork) -> Reading:
+    """What the horizon says while a fork is not taken over."""
+    return Reading(last_value=fork.back_to, fork=fork)
+
+
+def put(streams: Streams, *ids: int) -> None:
+    """The rows that there are."""
+    streams.store.tables["s"].rows = [(id, "master", "1") for id in ids]
+
+
+async def test_ids_that_went_back_take_readers_back_to_where_they_went_whatever_was_read_meanwhile(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3, 4)
+        by_name, plain, linear = streams.connect(), streams.connect(), streams.connect()
+        await by_name.say("REPLICATE s NOW")
+        await plain.say("REPLICATE")
+        await linear.say("REPLICATE s NOW linear")
+        put(streams, 1, 2, 3)
+        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        streams.positions.tell("s", 9)  # an answer that was under way
+        named = [f"WRITERS s {G1} master=1", "POSITION s master 2 2"]
+        assert await by_name.lines() == ["POSITION s master 4 2", *named]
+        assert await plain.lines() == ["POSITION s master 4 2"]
+        assert await linear.lines() == ["POSITION s * 4 2", f"WRITERS s {G1}", "POSITION s * 2 2"]
+        assert streams.positions.published["s"] == (2, {"master": 2})
+        streams.positions.tell("s", 3)
+        for client in (by_name, plain, linear):
+            assert await client.lines() == ["RDATA s master 3 1"]
+
+
+async def test_a_token_of_before_is_good_up_to_where_history_is_shared(autojump_clock: MockClock) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3, 4)
+        put(streams, 1, 2)
+        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        await settle()
+        streams.positions.tell("s", 2)
+        await streams.write("s", 3)
+        [refused] = await streams.connect().say(f"REPLICATE s {G0}!4")
+        assert refused == (f"ERROR bad_token: stream s forked after 2: discard the rows after 2 and resume from {G1}!2")
+        named = f"WRITERS s {G1} master=1"
+        assert await streams.connect().say(f"REPLICATE s {G1}!2") == [
+            named,
+            "POSITION s master 2 2",
+            "RDATA s master 3 1",
+        ]
+        assert (await streams.connect().say(f"REPLICATE s {G0}!2"))[-1] == "RDATA s master 3 1", "all of it is shared"
+        assert (await streams.connect().say(f"REPLICATE s {G0}!1"))[-2:] == ["RDATA s master 2 1", "RDATA s master 3 1"]
+        assert f"resume from {G1}!2" in (await streams.connect().say(f"REPLICATE s {G0}!3 linear"))[0]
+        [unknown] = await streams.connect().say("REPLICATE s 0001beef!1")
+        assert unknown.startswith("ERROR bad_token: the token is of generation 0001beef")
+        assert "EARLIEST" in unknown
+
+
+async def test_a_fork_that_another_daemon_saw_first_is_taken_over_before_anything_more_is_sent(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", *range(1, 9))
+        client = streams.connect()
+        await client.say("REPLICATE s NOW")
+        put(streams, 1, 2, 3, 40)
+        for back_to in (5, 3):  # two of them
+            await streams.store.fork(streams.store.streams["s"], "ids_went_back", back_to)
+        moved = streams.connect()  # that was told of the last one by the other daemon
+        assert (await moved.say(f"REPLICATE s {G2}!3"))[:1] == [f"WRITERS s {G2} master=1"]
+        streams.positions.tell("s", 40)
+        named = [f"WRITERS s {G2} master=1", "POSITION s master 3 3"]
+        assert await client.lines(2) == ["POSITION s master 8 3", *named, "RDATA s master 40 1"]
+        assert await moved.lines() == ["RDATA s master 40 1"]
+        assert (
+            f"discard the rows after 3 and resume from {G2}!3"
+            in (await streams.connect().say(f"REPLICATE s {G0}!8"))[0]
+        )
+
+
+async def test_a_server_that_was_restarted_takes_nobody_back_beyond_what_was_noted(autojump_clock: MockClock) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3)
+        client, behind = streams.connect(), streams.connect()
+        await client.say("REPLICATE s NOW")
+        await settle(1.5)
+        assert streams.store.notes["s"].position == 3
+        await streams.write("s", 4)
+        await client.lines()
+        streams.store.change("s", continues=False)
+        [look] = streams.positions.before
+        await look()  # as on a new connection
+        assert "s" not in streams.positions.listeners, "not watched before it is known from where"
+        assert await client.lines() == ["POSITION s master 4 3", f"WRITERS s {G1} master=1", "POSITION s master 3 3"]
+        assert streams.positions.published["s"] == (3, {"master": 3})
+        streams.positions.tell("s", 4)
+        assert await client.lines() == ["RDATA s master 4 1"]
+        assert (await behind.say(f"REPLICATE s {G0}!3"))[-1] == "RDATA s master 4 1"
+
+
+async def test_a_registry_that_was_restored_to_a_time_before_the_last_generation_takes_readers_back_to_the_beginning(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3)
+        before = streams.store.streams["s"]
+        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        await settle()
+        streams.positions.tell("s", 2)
+        client = streams.connect()
+        await client.say("REPLICATE s NOW")
+        streams.store.streams["s"] = before
+        streams.store.generations.clear()
+        put(streams, 1)
+        assert await client.lines(2) == ["POSITION s master 2 0", f"WRITERS s {G2} master=1", "POSITION s master 0 0"]
+
+
+async def test_a_note_that_is_not_there_any_more_is_a_fork(autojump_clock: MockClock) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3)
+        await settle(1.5)
+        client = streams.connect()
+        await client.say("REPLICATE s NOW")
+        note = streams.store.notes["s"]
+        streams.store.notes["s"] = type(note)(1, {"master": 1}, note.at)
+        streams.store.change("s", noted=1)
+        assert await client.lines(2) == ["POSITION s master 3 1", f"WRITERS s {G1} master=1", "POSITION s master 1 1"]
+
+
+async def test_one_who_catches_up_while_history_forks_is_taken_back_too(autojump_clock: MockClock) -> None:
+    limits = JournalLimits(max_bytes=60)
+    async with open_streams("s", limits=limits) as streams:
+        await streams.write("s", *range(1, 9))
+        rows, entered, go_on = streams.store.rows(streams.store.streams["s"]), trio.Event(), trio.Event()
+        copy = rows.copy_vector
+
+        async def slow(*args: object, **named: object) -> int:
+            entered.set()
+            await go_on.wait()
+            return await copy(*args, **named)  # type: ignore[arg-type]
+
+        rows.copy_vector = slow  # type: ignore[method-assign]
+        streams.store.catchup_rows = lambda stream: rows  # type: ignore[method-assign, assignment]
+        client = streams.connect()
+        await client.say("REPLICATE s 5")
+        await entered.wait()
+        put(streams, 1, 2, 3, 4, 5, 6)
+        streams.positions.say("s", forked(Fork("ids_went_back", 4)))
+        await settle()
+        put(streams, 1, 2, 3, 4, 5, 6, *range(10, 30))
+        streams.positions.tell("s", 9)
+        await settle()
+        await streams.write("s", *range(10, 30))  # until the journal has lost what took readers back
+        go_on.set()
+        held: set[int] = set()
+        for line in await client.lines(2):
+            words = line.split()
+            if words[0] == "RDATA":
+                held.add(int(words[3]))
+            elif words[0] == "POSITION":
+                held = {id for id in held if id <= int(words[4])}
+        assert sorted(held - {5}) == [6, *range(10, 30)], "those after 4, which is shared"

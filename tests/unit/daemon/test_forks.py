@@ -4,11 +4,15 @@ good for.
 
 from __future__ import annotations
 
+from unittest.mock import AsyncMock
+
 import trio
 from trio.testing import MockClock
 
 from replicad.daemon.journal import JournalLimits
+from replicad.errors import TableReplaced
 from replicad.postgres.horizon import Fork, Reading
+from replicad.streams.serving.feed import Feed
 from tests.unit.daemon.conftest import Streams, open_streams, settle
 
 G0, G1, G2 = (f"0001000{number}" for number in range(3))  # the generations of the first stream
@@ -174,3 +178,61 @@ async def test_one_who_catches_up_while_history_forks_is_taken_back_too(autojump
             elif words[0] == "POSITION":
                 held = {id for id in held if id <= int(words[4])}
         assert sorted(held - {5}) == [6, *range(10, 30)], "those after 4, which is shared"
+
+
+async def test_rows_of_a_writer_that_is_listed_no_more_are_taken_back_too(autojump_clock: MockClock) -> None:
+    async with open_streams("s", by_writer=True) as streams:
+        streams.store.insert("s", 1, writer="a")
+        await streams.write("s", 2, writer="b", upto=2)
+        plain = streams.connect()
+        await plain.say("REPLICATE")
+        await settle(1.5)
+        streams.store.tables["s"].retired.add("b")
+        writers = {name: number for name, number in streams.store.streams["s"].writers.items() if name != "b"}
+        every = streams.store.streams["s"].writers
+        streams.store.change("s", writers=writers)
+        await settle(1.5)
+        assert "b" not in streams.publisher.feeds["s"].numbers
+        streams.store.change("s", writers=every)
+        streams.positions.say("s", forked(Fork("ids_went_back", 1)))
+        lines = await plain.lines()
+        assert "POSITION s b 2 1" in lines
+
+
+async def test_a_restart_that_a_copy_sees_first_sends_nothing_and_ends_no_reader(autojump_clock: MockClock) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", *range(1, 6))
+        rows, restarted = streams.store.rows(streams.store.streams["s"]), TableReplaced("its sequence was restarted")
+        rows.copy_vector = AsyncMock(side_effect=restarted)  # type: ignore[method-assign]
+        honest = streams.store.catchup_rows
+        streams.store.catchup_rows = lambda stream: rows  # type: ignore[method-assign, assignment]
+        client = streams.connect()
+        assert (await client.say(f"REPLICATE s {G0}!2"))[-1] == "POSITION s master 2 2"
+        streams.store.catchup_rows = honest  # type: ignore[method-assign]
+        put(streams, 1)
+        streams.positions.say("s", forked(Fork("sequence_restarted")))
+        await settle()
+        streams.positions.tell("s", 1)
+        lines = await client.lines(2)
+        assert "POSITION s master 2 0" in lines
+        assert lines[-1] == "RDATA s master 1 1"
+
+
+async def test_who_comes_when_a_stream_ends_is_refused_and_does_not_wait_for_ever(autojump_clock: MockClock) -> None:
+    async with open_streams("s", "t") as streams:
+        feed = streams.publisher.feeds["s"]
+        await streams.write("s", 1, 2, 3)
+        client = streams.connect()
+        find = streams.publisher.find
+
+        async def find_late(name: str) -> Feed:
+            found = await find(name)
+            if name == "s":
+                del streams.store.streams["s"]
+                await settle(1.5)
+            return found
+
+        streams.publisher.find = find_late  # type: ignore[method-assign]
+        await client.say("REPLICATE s NOW")
+        assert "stream_refused: stream s is no longer served" in (await client.lines(3))[-1]
+        assert feed.channel.ended is not None

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import trio
 
+from replicad.postgres import recording
 from tests.conftest import PATIENCE, psql
 
 from .cluster import Cluster
@@ -42,16 +43,20 @@ class Server:
         self.address: Address = ("127.0.0.1", _free_port())
         self.ready = folder / f"ready{number}"
         self.log = folder / f"serve{number}.log"
+        self.recordings: list[Path] = []  # of what each run has read and published
         self._url = url
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self.ready.unlink(missing_ok=True)
+        recording = self.log.with_name(f"polls{self.number}.{len(self.recordings)}")
+        self.recordings.append(recording)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "replicad", "serve", "--database", self._url, "--log-format", "json"),
                     *("--listen", f"{self.address[0]}:{self.address[1]}", "--ready-file", str(self.ready)),
+                    *("--record-polls", str(recording)),
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -242,11 +247,22 @@ async def open_world(
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+        for server in servers:
+            await server.end()
+            check_recordings(server)
     finally:
         with trio.CancelScope(shield=True):
             for server in servers:
                 await server.end()
             await blocking(cluster.close)
+
+
+def check_recordings(server: Server) -> None:
+    """Hold every position that the daemon has published against what it had read. Raises Disagreement."""
+    for path in server.recordings:
+        *lines, _ = path.read_text().split("\n")  # a daemon that was killed leaves half a line
+        if problems := list(recording.check(lines)):
+            raise Disagreement(f"daemon {server.number} has published what was not safe: {problems[:5]}")
 
 
 async def blocking(function: Callable[..., T], *args: object, **named: object) -> T:

@@ -172,9 +172,25 @@ def test_a_table_becomes_a_stream_and_a_table_again(run: Run, database_url: str)
     assert (row["state"], "start `replicad serve`" in row["problem"]) == ("no_daemon", True)
     assert "events" in run("streams", "list")
     assert "public.events" in run("streams", "show", "events")
+    assert "(added), shared up to 0" in run("streams", "show", "events")
+    (shown,) = run("streams", "show", "events", "--json")
+    psql(database_url, "ALTER SEQUENCE events_id_seq RESTART WITH 11; SELECT replicad.stream_continue()")
+    (later,) = run("streams", "show", "events", "--json")
+    assert [one["reason"] for one in later["generations"]] == ["sequence_restarted", "added"]
+    assert later["generations"][1:] == shown["generations"]
     run("streams", "remove", "events")
     assert "no streams" in run("streams", "list")
     assert psql(database_url, "SELECT count(*) FROM events") == "10"
+
+
+def test_a_recording_of_polls_is_checked_and_what_was_not_safe_is_printed(run: Run, tmp_path: Path) -> None:
+    polls = tmp_path / "polls"
+    values = {"stream": "s", "inserted": 1, "flushed": 1, "holders": [], "writers": [], "per_writer": {}}
+    polls.write_text("".join(json.dumps({**values, "last_value": 5, "position": at}) + "\n" for at in (4, 5)))
+    run("streams", "check-polls", str(polls))
+    with polls.open("a") as file:
+        file.write(json.dumps({**values, "last_value": 6, "position": 7}) + "\n")
+    assert "1 line breaks a rule" in run("streams", "check-polls", str(polls), status=1)
 
 
 def test_streams_that_cannot_be_are_refused_with_the_remedy(run: Run, database_url: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicad.errors import UsageError
+from replicad.errors import StreamError, UsageError
 from replicad.streams.cli import writers as stream_writers
 from replicad.streams.cli.content import CONTENT_COMMANDS, MAX_ROW_HELP
 from replicad.terminal.command import ReplicadGroup, Seconds, database_options, json_option, option
@@ -171,9 +171,9 @@ def check_polls(file: Path) -> None:
         for problem in recording.check(lines):
             problems += 1
             click.echo(problem)
-    say(f"{problems} positions were not safe" if problems else "every published position was safe")
     if problems:
-        raise SystemExit(1)
+        raise StreamError(f"{problems} line{'s break' if problems > 1 else ' breaks'} a rule; see above")
+    say("every published position was safe")
 
 
 @command.command("remove")

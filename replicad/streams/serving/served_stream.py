@@ -29,6 +29,7 @@ from replicad.streams.serving.pace import Pace
 from replicad.streams.store import Store
 
 KIND = "stream"  # of the troubles
+ELSEWHERE = Fork("another daemon")  # has begun a generation, as a look has found
 FORK = "fork"  # the cause of a trouble that keeps a stream from going on in another generation
 STALLS = ("copy", FOLLOW, FORK)  # the causes of troubles in which a feed sends nothing and tries again
 WAITS = "position"  # the cause of a trouble that keeps a stream from moving and leaves its readers connected
@@ -145,12 +146,14 @@ class Serving:
         Where another generation has begun, nothing more is published before it is taken over.
         """
         if found.epoch != self.stream.epoch:
-            self.fork(Fork("another daemon"))
+            self.fork(ELSEWHERE)
         elif changed := differences(self.stream, found):
             log.info("stream_renewed", stream=self.name, changed=sorted(changed))
             self.stream = found
             if self.feed is not None:
                 self.feed.renew(found)
+        if self._fork is not None:
+            self._forked.set()  # it is tried again, whatever was in the way
         if self.feed is not None:
             self.feed.on_registered(found.writers.keys())
         self._denied = found.denied
@@ -242,14 +245,22 @@ class Serving:
         store, fork, before = self._means.store, self._fork, self.stream
         if fork is None:
             return
-        found = await store.fork(before, fork.reason, fork.back_to)
-        lineage = (await store.lineages(self.name))[self.name]
-        if not lineage.knows(before.epoch):
+        if fork is not ELSEWHERE:
+            await store.fork(before, fork.reason, fork.back_to)
+        lineage = (await store.lineages(self.name)).get(self.name)
+        if lineage is not None and not lineage.knows(before.epoch):
             # The list was restored to a time before our generation, and the rows with it.
-            found = await store.fork(found, "restored")
-            lineage = (await store.lineages(self.name))[self.name]
-        if self._fork is not fork or found.fault is not None:
+            await store.fork(replace(before, epoch=lineage.present.id), "restored")
+            lineage = (await store.lineages(self.name)).get(self.name)
+        found = (await store.load_streams()).get(self.name)
+        if self._fork is not fork or lineage is None or found is None or found.fault is not None:
             return  # there is one more; or the next look ends us
+        if found.epoch != lineage.present.id:
+            self._forked.set()  # one more has begun meanwhile
+            return
+        if found.epoch == before.epoch:  # the look was older than what we have taken over since
+            self._go_on()
+            return
         shared = lineage.shared(before.epoch) or lineage.floor
         if self.feed is not None and not await self.feed.has_same_writers():
             self.over = "its writers have other numbers in the database that was restored; it begins anew"
@@ -270,6 +281,14 @@ class Serving:
         )
         if self.feed is not None:
             self.feed.adopt(found, lineage, shared)
+        self._watch()
+        self._wake()
+
+    def _go_on(self) -> None:
+        """There was no fork."""
+        self._fork = None
+        if self.feed is not None:
+            self._published = self.feed.positions()
         self._watch()
         self._wake()
 

@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from replicad.daemon.journal import JournalLimits
 from replicad.errors import TableReplaced
 from replicad.postgres.horizon import Fork, Reading
+from replicad.streams.registry import Stream
 from replicad.streams.serving.feed import Feed
 from tests.unit.daemon.conftest import Streams, open_streams, settle
 
@@ -236,3 +237,30 @@ async def test_who_comes_when_a_stream_ends_is_refused_and_does_not_wait_for_eve
         await client.say("REPLICATE s NOW")
         assert "stream_refused: stream s is no longer served" in (await client.lines(3))[-1]
         assert feed.channel.ended is not None
+
+
+async def test_a_look_that_is_older_than_what_was_taken_over_begins_no_generation(autojump_clock: MockClock) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3, 4)
+        client = streams.connect()
+        await client.say("REPLICATE s NOW")
+        load, stale, late = streams.store.load_streams, dict(streams.store.streams), trio.Event()
+
+        async def load_late() -> dict[str, Stream]:
+            streams.store.load_streams = load  # type: ignore[method-assign]
+            await late.wait()
+            return stale
+
+        streams.store.load_streams = load_late  # type: ignore[method-assign]
+        await settle(1.5)
+        put(streams, 1, 2, 3)
+        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        await settle()
+        streams.positions.tell("s", 3)
+        assert (await client.lines())[-1] == "RDATA s master 3 1"
+        late.set()
+        await settle(1.5)
+        assert [one.reason for one in (await streams.store.lineages())["s"].generations] == ["added", "ids_went_back"]
+        assert streams.positions.published["s"] == (3, {})
+        await streams.write("s", 4)
+        assert await client.lines() == ["RDATA s master 4 1"]

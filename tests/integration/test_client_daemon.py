@@ -188,7 +188,7 @@ async def test_tokens_carry_the_epoch_so_that_a_restore_cannot_pass_unnoticed(
                 token = follower.token("events")
             assert re.fullmatch("[0-9a-f]{8,32}!1", token)
             with client.follow({"events": f"0123456789abcdef!{token[-1]}"}, linear) as follower:
-                with pytest.raises(BadToken, match="is of epoch 0123456789abcdef"):
+                with pytest.raises(BadToken, match="is of generation 0123456789abcdef"):
                     next(follower)
 
     await trio.to_thread.run_sync(read)

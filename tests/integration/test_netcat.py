@@ -219,7 +219,7 @@ def netcat_linear(nc: Netcat) -> AbstractAsyncContextManager[Netcat]:
     [
         ("REPLICATE nope", "unknown_stream: there is no stream 'nope'; the streams are: events"),
         ("REPLICATE events abc", "bad_token: 'abc' is not a token.*"),
-        ("REPLICATE events 0123456789abcdef!1", "bad_token: the token is of epoch .*EARLIEST"),
+        ("REPLICATE events 0123456789abcdef!1", "bad_token: the token is of generation .*EARLIEST"),
         ("REPLICATE events 1~9.5", "bad_token: the token names writers \\[9\\].*"),
         ("PODS nope 0/1 1", "unknown_tube: there is no tube 'nope'.*"),
     ],

@@ -300,7 +300,7 @@ async def test_a_reset_that_is_found_before_a_feed_is_made_gives_a_new_epoch(
     await registry.publish(events, stream, 100, {"master": 100})
     async with start_daemon() as second:
         feed = await second.publisher.find("events")
-        await wait_for(lambda: feed.epoch != stream.epoch)
+        await wait_for(lambda: feed.stream.epoch != stream.epoch)
 
 
 # --- rights ---

@@ -1,4 +1,4 @@
-"""The daemon put together: databases, services, listeners, signals, and an end within a bounded time."""
+"""Starts and stops the daemon: databases, services, listeners, signals. Stopping takes a bounded time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import trio
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon.dispatch import Dispatch, Relaying
-from replicad.daemon.files import ENTRANCE
+from replicad.daemon.files import EXTRA_CLIENTS
 from replicad.daemon.hub import Hub
 from replicad.daemon.installing import install_all
-from replicad.daemon.listener import Entrance, Pauses, open_listeners
+from replicad.daemon.listener import Acceptor, Pauses, open_listeners
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import open_pools, plan_connections
 from replicad.daemon.relay import Pace as RelayPace
@@ -27,6 +27,7 @@ from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptib
 from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.troubles import Troubles
 from replicad.errors import EnvironmentRefused, ReplicadError
+from replicad.groups import leaves
 from replicad.postgres import schema_text
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
@@ -35,7 +36,7 @@ from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server
 from replicad.protocol.states import CloseReason
 
-GC_THRESHOLD = 50_000  # new objects between two looks for cycles; at Python's 700, sending to many spent a tenth on it
+GC_THRESHOLD = 50_000  # new objects between two collections; with Python's 700 they took a tenth of a fan-out's time
 
 Recover = Callable[[], Awaitable[None]]
 log = structlog.get_logger()
@@ -48,20 +49,20 @@ def serve(settings: ServerSettings, features: Sequence[Feature]) -> None:
         ReplicadError: it cannot start; the message says why and what to do.
     """
     gc.set_threshold(GC_THRESHOLD)
-    gc.freeze()  # modules live as long as we do
+    gc.freeze()  # modules are never collected
     with interruptible(), _postgres(settings) as (url, recover):
         try:
             trio.run(_serve_until_signal, settings, url, features, recover)
-        except BaseExceptionGroup as group:  # a nursery wraps what its tasks raise; the operator wants the sentence
-            told, rest = group.split(ReplicadError)
-            if told is None or rest is not None:
+        except BaseExceptionGroup as group:  # the operator needs the message, not the nursery's group
+            errors = leaves(group)
+            if not all(isinstance(error, ReplicadError) for error in errors):
                 raise
-            raise _first_leaf(told) from group
+            raise errors[0] from group
 
 
 @contextmanager
 def _postgres(settings: ServerSettings) -> Iterator[tuple[str, Recover | None]]:
-    """The database's URL, and how to start it again if it dies, where it is our own."""
+    """The database's URL and, for the embedded server, a function that restarts it if it has stopped."""
     if settings.database.database is not None:
         yield settings.database.database, None
         return
@@ -92,7 +93,7 @@ async def _serve_until_signal(
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The intervals and pauses of what is in every daemon."""
+    """The intervals and pauses of the daemon's own parts."""
 
     outages: Outages = Outages()
     relay: RelayPace = RelayPace()
@@ -102,7 +103,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A running daemon, for whoever started it: where it listens, and its parts. `services` are by feature."""
+    """A running daemon: its addresses and its parts. `services` are by feature."""
 
     addresses: tuple[Address, ...]
     hub: Hub
@@ -128,9 +129,9 @@ async def open_daemon(
     recover: Recover | None = None,
     pace: Pace = Pace(),
 ) -> AsyncIterator[Daemon]:
-    """Start a daemon on the database at `url`; at the end of the block it stops as SIGTERM stops it.
+    """Start a daemon on the database at `url`. At the end of the block it stops as on SIGTERM.
 
-    `recover` is called while Postgres is away, before each new try to reach it.
+    `recover` is called before each new try while Postgres cannot be reached.
 
     Raises:
         ReplicadError: it cannot start.
@@ -165,7 +166,7 @@ async def open_daemon(
 
 
 async def _start(nursery: trio.Nursery, jobs: Sequence[Job], troubles: Troubles, restarts: Restarts) -> None:
-    """Have all jobs run; returns when those have started that announce it."""
+    """Start all jobs; returns when those with `announces` have started."""
     for job in jobs:
         if not job.announces:
             nursery.start_soon(keep_running, job.run, "service", job.name, troubles, restarts)
@@ -184,25 +185,25 @@ async def _serving(
     *,
     pauses: Pauses,
 ) -> AsyncIterator[tuple[Address, ...]]:
-    """Accept clients and serve them; at the end they are sent the reason, and have half of `stop_grace` to leave."""
+    """Accept clients and serve them. At the end they are sent the reason and get half of `stop_grace` to disconnect."""
     full = _too_many(settings, hub.limit)
 
     async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
         session = Session(stream, peer, settings, hub, vocabulary)
         if not hub.admit(session):
-            await _turn_away(stream, full)
+            await _refuse(stream, full)
             return
         try:
             await session.run(dispatch.conversation(session))
         finally:
-            hub.leave(session, CloseReason.INTERNAL_ERROR)  # it has left by now, unless it never began
+            hub.leave(session, CloseReason.INTERNAL_ERROR)  # no effect unless `run` failed before its first statement
 
     async with trio.open_nursery() as sessions:
-        entrance = Entrance(
+        acceptor = Acceptor(
             serve_one,
             sessions,
             hub.troubles,
-            room=hub.limit + ENTRANCE,
+            room=hub.limit + EXTRA_CLIENTS,
             full=full,
             refused=hub.refuse,
             tls=settings.ssl_context(),
@@ -210,7 +211,7 @@ async def _serving(
         )
         async with trio.open_nursery() as accepting:
             for listener in listeners:
-                accepting.start_soon(entrance.accept_forever, listener)
+                accepting.start_soon(acceptor.accept_forever, listener)
             yield tuple(_address(listener) for listener in listeners)
             accepting.cancel_scope.cancel()
         for session in list(hub):
@@ -223,13 +224,13 @@ def _log_ready(settings: ServerSettings, addresses: Sequence[Address], summary: 
 
 
 def _too_many(settings: ServerSettings, limit: int) -> bytes:
-    """What one connection too many is told. SERVER comes first: to a health check the daemon is alive."""
+    """The lines for a client above the limit. SERVER comes first, so that a health check sees a running daemon."""
     text = f"too_many_connections: this server takes {limit} connections; try again later"
     return "".join(f"{command.render()}\n" for command in (Server(settings.server_name), Error(text))).encode()
 
 
-async def _turn_away(stream: trio.abc.Stream, full: bytes) -> None:
-    """Tell one connection too many, best effort."""
+async def _refuse(stream: trio.abc.Stream, full: bytes) -> None:
+    """Send `full` to a client above the limit, best effort, and close."""
     with trio.move_on_after(1):
         with suppress(trio.BrokenResourceError):
             await stream.send_all(full)
@@ -243,7 +244,7 @@ def _address(listener: trio.SocketListener) -> Address:
 
 @contextmanager
 def _ready_file(path: Path | None, address: Address) -> Iterator[None]:
-    """Tell whoever waits for it where clients may connect."""
+    """Write the address into the ready file while clients are accepted."""
     if path is None:
         yield
         return
@@ -257,9 +258,3 @@ def _ready_file(path: Path | None, address: Address) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-def _first_leaf(group: BaseExceptionGroup[ReplicadError]) -> ReplicadError:
-    """Any one of the exceptions in a group; which of several does not matter."""
-    error = group.exceptions[0]
-    return _first_leaf(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,4 +1,4 @@
-"""Which service answers which command: the one way from a client's command to who answers it."""
+"""Passes each command of a client to the service that answers it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dispatch:
         self._max_pending = max_pending
 
     def conversation(self, session: Session) -> Callable[[Command], Awaitable[None]]:
-        """What handles the commands of one session."""
+        """The handler of one session's commands."""
         return Conversation(session, self._services, self._max_pending, self.received).handle
 
 
@@ -42,7 +42,7 @@ class Conversation:
         self._answers: Mapping[type[Command], Answer] = {}  # made with the first command
 
     async def handle(self, command: Command) -> None:
-        """Answer one command, or queue it to be answered; a refusal becomes ERROR and the connection stays."""
+        """Answer one command or queue it. A refusal is sent as ERROR; the connection stays open."""
         if not self._answers:
             self._answers = self._collect()
         self._received[command.NAME] += 1
@@ -66,7 +66,7 @@ class Conversation:
 
 
 class Relaying:
-    """The service for what concerns every connection: it goes to all clients of this daemon and of the others."""
+    """The service for commands that go to every client of this daemon and of the other daemons."""
 
     def __init__(self, hub: Hub, relay: Relay) -> None:
         self._hub = hub
@@ -82,9 +82,9 @@ class Relaying:
         """`Service.answers`."""
 
         async def pass_on(command: Command) -> None:
-            self._relay.tell(command)
+            self._relay.broadcast(command)
             self._hub.relay(command, peer)
-            await trio.lowlevel.checkpoint()  # the others send it before the next of a burst comes
+            await trio.lowlevel.checkpoint()  # let the other sessions send it before the next command of a burst
 
         return Answers(at_once={RemoteServerUp: pass_on, LockReleased: pass_on})
 
@@ -94,31 +94,31 @@ class Relaying:
 
 
 class _Queue:
-    """Requests of one session that are answered in turn; a refusal becomes ERROR and the connection stays."""
+    """Requests of one session, answered one after another. A refusal is sent as ERROR; the connection stays open."""
 
     def __init__(self, session: Session, limit: int, answers: Mapping[type[Command], Answer]) -> None:
         self._session = session
         self._limit = limit
         self._answers = answers
         self._send, self._receive = trio.open_memory_channel[Command](limit)
-        self._begun = False
-        self._left = 0  # not answered yet
-        self._answered = trio.Event()  # the last of them, since it was made
+        self._started = False
+        self._unanswered = 0
+        self._idle = trio.Event()  # set when the last request has been answered; then replaced
 
     async def wait_answered(self) -> None:
-        """Until nothing is left to be answered."""
-        while self._left:
-            await self._answered.wait()
+        """Wait until every request has been answered."""
+        while self._unanswered:
+            await self._idle.wait()
 
     async def put(self, command: Command) -> None:
-        """Queue a request; the client that has more unanswered ones than there may be is cut off."""
-        if not self._begun:
-            self._begun = True
+        """Queue a request. A client with more than `limit` unanswered requests is disconnected."""
+        if not self._started:
+            self._started = True
             self._session.start(self._work)
-            self._session.answers(self.wait_answered)
+            self._session.before_end(self.wait_answered)
         try:
             self._send.send_nowait(command)
-            self._left += 1
+            self._unanswered += 1
         except trio.WouldBlock:
             raise HangUp(
                 CloseReason.TOO_MANY_REQUESTS,
@@ -133,7 +133,7 @@ class _Queue:
                 raise
             except ReplicadError as error:
                 self._session.refuse(error)
-            self._left -= 1
-            if not self._left:
-                self._answered.set()
-                self._answered = trio.Event()
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._idle.set()
+                self._idle = trio.Event()

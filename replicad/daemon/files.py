@@ -1,6 +1,6 @@
-"""How many connections the limit of open files allows: found out at the start, so that no work lacks a file later.
+"""How many clients the limit of open files allows, computed at the start.
 
-What is counted out for clients is what the limit leaves beside the connections to Postgres and all else.
+Clients get what the limit leaves beside the connections to Postgres and the daemon's own files.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from replicad.errors import EnvironmentRefused
 
-ENTRANCE = 32  # clients beyond the cap: being told that there are too many, or in their TLS handshake
-SPARE = 16  # programs that start Postgres, files that are read to write a traceback, the ready file
+EXTRA_CLIENTS = 32  # clients beyond the cap: in their TLS handshake, or being sent too_many_connections
+SPARE = 16  # the programs that start Postgres, source files read for a traceback, the ready file
 DATABASE_SHARE = 2  # for each connection to Postgres: itself, and another that cancels its statement
-MAX_RAISED = 1 << 20  # as far as the limit is raised without need; some systems allow a thousand times more
-UNKNOWN_OPEN = 64  # files that are open at the start, where the system does not say
+MAX_RAISED = 1 << 20  # the limit is raised to this even if less is needed; some systems allow a thousand times more
+UNKNOWN_OPEN = 64  # assumed number of open files at the start, where the system does not report it
 
 
 @dataclass(frozen=True, slots=True)
 class FileBudget:
-    """`limit` open files are allowed, `needed` are for all but clients, and `connections` clients are possible."""
+    """`limit`: open files that are allowed. `needed`: those not for clients. `connections`: possible clients."""
 
     limit: int
     needed: int
@@ -28,12 +28,12 @@ class FileBudget:
 
 
 def plan_files(wanted: int, database_connections: int) -> FileBudget:
-    """Raise this process's soft limit as far as its hard limit allows; returns what that makes possible.
+    """Raise this process's soft limit as far as its hard limit allows; returns the resulting budget.
 
     Raises:
         EnvironmentRefused: not even one client could connect.
     """
-    needed = _open_now() + DATABASE_SHARE * database_connections + ENTRANCE + SPARE
+    needed = _open_now() + DATABASE_SHARE * database_connections + EXTRA_CLIENTS + SPARE
     limit = _raise_limit(needed + wanted)
     if limit <= needed:
         raise EnvironmentRefused(

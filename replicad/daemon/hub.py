@@ -1,6 +1,6 @@
-"""Who is connected: the cap, the relaying of what concerns all, and the count of how connections ended.
+"""The open sessions: their maximum number, commands for all of them, and counts of why connections ended.
 
-What is relayed is rendered once, before any session sees it: what cannot be rendered concerns its sender alone.
+A command for all sessions is rendered once, before any session gets it. If that fails, only its sender is concerned.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from replicad.protocol.command import Command
 from replicad.protocol.states import CloseReason
 
 
-class Listening(Protocol):
+class Member(Protocol):
     """What the hub needs of a session."""
 
     def post_line(self, line: bytes) -> None:
-        """Queue a finished line for the peer without waiting; a peer whose queue is full is cut off. Never raises."""
+        """Queue a rendered line without waiting. Never raises. A peer whose queue is full is disconnected."""
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
-        """End the session soon; the text goes to the peer as ERROR."""
+        """End the session soon; the text is sent to the peer as ERROR."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class HubStatistics:
 
 
 class Hub:
-    """The set of open sessions. `limit` is the most there may be; `troubles` takes what goes wrong in one of them."""
+    """The set of open sessions. `limit` is their maximum; failures of a session are recorded in `troubles`."""
 
     def __init__(self, limit: int, troubles: Troubles | None = None) -> None:
         self.limit = limit
         self.troubles = troubles or Troubles()
-        self._sessions: set[Listening] = set()
+        self._sessions: set[Member] = set()
         self._accepted = 0
         self._refused = 0
         self._closed: Counter[str] = Counter()
@@ -49,11 +49,11 @@ class Hub:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterator[Listening]:
+    def __iter__(self) -> Iterator[Member]:
         return iter(self._sessions)
 
-    def admit(self, session: Listening) -> bool:
-        """Count a session in; False, and nothing done, when there are as many as there may be."""
+    def admit(self, session: Member) -> bool:
+        """Add a session. False, and nothing is changed, if the limit is reached."""
         if len(self._sessions) >= self.limit:
             self.refuse()
             return False
@@ -62,20 +62,20 @@ class Hub:
         return True
 
     def refuse(self) -> None:
-        """Count a connection that is turned away."""
+        """Count a refused connection."""
         self._refused += 1
 
-    def leave(self, session: Listening, reason: CloseReason) -> None:
-        """Count a session out under the reason why it ended; safe to repeat, the first reason counts."""
+    def leave(self, session: Member, reason: CloseReason) -> None:
+        """Remove a session and count the reason why it ended. Safe to repeat; the first reason counts."""
         if session in self._sessions:
             self._sessions.discard(session)
             self._closed[reason.value] += 1
 
     def relay(self, command: Command, sender: object | None) -> None:
-        """Pass a command on to every session but the one that it came from.
+        """Post a command to every session except its sender.
 
         Raises:
-            LocalProtocolError: it cannot be rendered; no session was given anything.
+            LocalProtocolError: it cannot be rendered; nothing was posted.
         """
         line = command.render().encode() + b"\n"
         for session in list(self._sessions):

@@ -1,4 +1,4 @@
-"""What a daemon installs and upgrades in Postgres when it starts, and what it logs about it."""
+"""Installs and upgrades the SQL parts when a daemon starts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ async def install_all(db: Database, settings: DatabaseSettings) -> None:
     """Install or upgrade every part as its declaration says.
 
     Raises:
-        DatabaseError: a part that the daemon cannot do without cannot be made usable. Where another part cannot be,
-            that is logged; commands and clients that need it get the reason.
+        DatabaseError: a part that the daemon needs cannot be installed or upgraded. For another part this is logged;
+            commands and clients that need it get the reason.
     """
     for part in declarations().values():
         name = _schema_of(part, settings)

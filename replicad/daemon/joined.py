@@ -1,4 +1,4 @@
-"""One run of a job at a time, shared by all who ask for it."""
+"""A job that runs once at a time; one run serves all concurrent callers."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ import trio
 
 
 class Joined:
-    """Call it to have `job` run from beginning to end after the call; one run answers all who asked before it began.
+    """A call returns after a complete run of `job` that began after the call. One run serves all earlier calls.
 
-    What the run raises goes to each of them.
+    An exception of the run is raised to each of these callers.
     """
 
     def __init__(self, job: Callable[[], Awaitable[None]]) -> None:
         self._job = job
         self._running = trio.Lock()
-        self._asked = 0
-        self._answered = 0
+        self._calls = 0
+        self._served = 0  # calls, the first of them first
         self._failure: Exception | None = None
 
     async def __call__(self) -> None:
         """Raises what the run raises."""
-        self._asked += 1
-        ticket = self._asked
+        self._calls += 1
+        ticket = self._calls
         async with self._running:
-            if self._answered < ticket:
+            if self._served < ticket:
                 await self._run()
             elif self._failure is not None:
                 raise self._failure
 
     async def _run(self) -> None:
-        upto, before = self._asked, self._answered
+        before, self._served = self._served, self._calls
         self._failure = None
-        self._answered = upto
         try:
             await self._job()
         except Exception as error:
             self._failure = error
             raise
-        except BaseException:  # cancelled: the next who asked runs it
-            self._answered = before
+        except BaseException:  # cancelled: the next caller runs it
+            self._served = before
             raise

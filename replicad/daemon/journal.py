@@ -1,14 +1,13 @@
-"""One bounded journal per stream and order, shared by all who read it.
+"""One bounded journal per stream and order, shared by all its readers.
 
-Chunks of finished lines go in once; a reader is no more than a cursor, so nothing is copied or queued per client.
-What the lines say is none of its business. The bounds:
+Chunks of rendered lines are appended once. A reader is a cursor, so nothing is copied or queued per client. The bounds:
 
-- The window holds at most `max_bytes`, `max_chunks` and `max_age`. A chunk leaves at the tail when room is needed.
-- Room is made by waiting a little for the readers at the tail, so that a burst that Postgres writes faster than
-  any socket takes it does not cut everybody off. A minority that lags while the others are ahead may hold the writer
-  up for `patience` seconds in all, then it falls off the tail and the others go on without it. One that has taken
-  nothing for that long by the time room is needed falls at once: it costs the others nothing.
-- A reader whose next chunk is older than `max_age` when room is needed falls off whatever the others do.
+- The window holds at most `max_bytes` and `max_chunks`. When room is needed, the oldest chunk is removed.
+- Before that, the writer waits a little for the readers of the oldest chunk, so that a burst that Postgres writes
+  faster than any socket sends does not disconnect all readers. If fewer than half of the readers lag, each of them may
+  delay the writer for `patience` seconds in all; then it is dropped. A reader that has taken nothing for `patience`
+  seconds when room is needed is dropped at once.
+- A reader whose next chunk is older than `max_age` when room is needed is dropped in any case.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import trio
 
 from replicad.errors import ReplicadError, RowUnreadable, SlowReader
 
-TAKE_BYTES = 256 * 1024  # chunks are taken together up to this much: half the work of one at a time, more gains little
-TAKE_CHUNKS = 256  # and up to so many: what a system call takes, and a bound for what a stuck reader holds on to
+TAKE_BYTES = 256 * 1024  # of chunks taken together: half the work of one at a time; more gains little
+TAKE_CHUNKS = 256  # taken together: fits into one system call, and bounds the memory that a stuck reader holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +28,13 @@ class JournalLimits:
     """The bounds of one channel: bytes, chunks, seconds, seconds."""
 
     max_bytes: int = 64 << 20  # about a second of Postgres' fastest COPY
-    max_chunks: int = 1 << 16  # single rows come as chunks of one line; this many take some 20 MB
-    max_age: float = 30.0  # a client that is this late is not keeping up
-    patience: float = 1.0  # what a laggard may cost the others, once
+    max_chunks: int = 1 << 16  # a single row is a chunk of one line; so many of them take some 20 MB
+    max_age: float = 30.0  # a client that is this late does not keep up
+    patience: float = 1.0  # how long a lagging reader may delay the others, in all
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class Boundary:
     """A place between two chunks where the positions of all writers are known: `index` is the next chunk's number."""
 
     index: int
@@ -44,7 +43,7 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """Counted since the channel was made, but for the first three, which are now."""
+    """The first three are present values, the others counts since the channel was made."""
 
     chunks: int
     bytes: int
@@ -63,7 +62,7 @@ class _Chunk:
 
 
 class Reader:
-    """A cursor into a channel. `wake` is called, at most once per wait, when something can be taken again."""
+    """A cursor into a channel. `wake` is called when something can be taken again."""
 
     __slots__ = (
         "_channel",
@@ -89,13 +88,13 @@ class Reader:
         self.wake = wake
         self.extended = extended
         self.fallen = False
-        self.moved_at = float("-inf")  # when it took something last, as exact as the last append
-        self.on_fall = wake  # called when it has fallen: it may be busy sending and never come to take more
-        self.on_stop: Callable[[RowUnreadable], None] | None = None  # called when the stream stops where it has got to
+        self.moved_at = float("-inf")  # when it last took something; the time of the append before
+        self.on_fall = wake  # called when it was dropped: its session may hang in a send and never take more
+        self.on_stop: Callable[[RowUnreadable], None] | None = None  # called when the stream stops at its cursor
         self.ended: ReplicadError | None = None
 
     def take_nowait(self) -> list[bytes]:
-        """The next chunks, about TAKE_BYTES; none at the head. They are the journal's own: nothing is copied.
+        """The next chunks, about TAKE_BYTES; none at the head. They are not copied.
 
         Raises:
             SlowReader: the next chunk has left the window.
@@ -131,24 +130,24 @@ class Reader:
         return taken
 
     def insert(self, index: int, data: bytes) -> None:
-        """Have whole lines handed out before chunk number `index`; they take the place of lines that wait already."""
+        """Deliver whole lines before chunk number `index`; they replace inserted lines that are not delivered yet."""
         self._inserted = (index, data)
         self.wake()
 
     @property
     def stopped(self) -> RowUnreadable | None:
-        """Why nothing comes behind what this reader has taken; None while it may go on."""
+        """The error for which the stream stops after the last chunk, if this reader has taken it; else None."""
         held = self._channel.held
         return held.copy() if held is not None and self.cursor == self._channel.head else None
 
     def refusal(self) -> SlowReader:
-        """What to tell a reader that has fallen."""
+        """The error for a reader that was dropped."""
         return SlowReader(
             f"the next line of {self._channel.name} is no longer held; reconnect and resume from your token"
         )
 
     def charge(self, seconds: float) -> bool:
-        """Take from what this reader may still cost the others; False when nothing is left."""
+        """Subtract from the time that this reader may still delay the others; False when none is left."""
         self._patience -= seconds
         return self._patience > 0
 
@@ -167,10 +166,10 @@ class Channel:
         self.head = 0
         self.tail = 0
         self.appended_at = float("-inf")
-        self.seam = Seam(0, dict(positions))
-        self.held: RowUnreadable | None = None  # why the stream stops behind the last chunk
-        self.released = trio.Event()  # when that is over
-        self.ended: ReplicadError | None = None  # why nothing will come any more
+        self.boundary = Boundary(0, dict(positions))
+        self.held: RowUnreadable | None = None  # why the stream stops after the last chunk
+        self.released = trio.Event()  # set when that is over; then replaced
+        self.ended: ReplicadError | None = None  # why nothing will be appended any more
         self._bytes = 0
         self._readers: set[Reader] = set()
         self._moved = trio.Event()
@@ -185,7 +184,7 @@ class Channel:
         """A reader that begins at chunk number `cursor`, which must still be held or be the head.
 
         Raises:
-            SlowReader: the chunk has left the window already.
+            SlowReader: the chunk is no longer held.
             ReplicadError: the journal has ended.
         """
         if self.ended is not None:
@@ -197,19 +196,19 @@ class Channel:
         return reader
 
     def remove(self, reader: Reader) -> None:
-        """Forget a reader; safe to repeat."""
+        """Remove a reader; safe to repeat."""
         self._readers.discard(reader)
         self.reader_moved()
 
     def reader_moved(self) -> None:
-        """A cursor moved or went: whoever waits for room looks again."""
+        """A cursor moved or was removed: the writer, if it waits for room, checks again."""
         if not self._moved.is_set():
             self._moved.set()
 
     # --- writing ---
 
     async def append(self, data: bytes, *, extended: bool = False) -> None:
-        """Add one chunk of whole lines, making room first. `extended` ones are for subscribers by name only."""
+        """Add a chunk of whole lines, making room first. `extended` chunks are for subscribers by name only."""
         if not data:
             return
         if self._over(len(data)):
@@ -223,17 +222,17 @@ class Channel:
             reader.wake()
 
     def seal(self, positions: Mapping[str, int]) -> None:
-        """Say that everything up to `positions`, and nothing beyond, is in the chunks so far."""
-        self.seam = Seam(self.head, dict(positions))
+        """Set a boundary: the chunks so far have everything up to `positions` and nothing beyond."""
+        self.boundary = Boundary(self.head, dict(positions))
         self._sealed.set()
         self._sealed = trio.Event()
 
     async def wait_sealed(self) -> None:
-        """Until the next seam is made."""
+        """Wait for the next boundary."""
         await self._sealed.wait()
 
     def cut(self, error: ReplicadError, positions: Mapping[str, int]) -> None:
-        """Throw all readers and chunks out, and begin again at `positions`: what was appended last must not go on."""
+        """Remove all readers and chunks and begin again at `positions`. Readers get `error`."""
         for reader in self._readers:
             reader.ended = error
             reader.wake()
@@ -245,19 +244,19 @@ class Channel:
         self.reader_moved()
 
     def end(self, error: ReplicadError) -> None:
-        """Throw all readers out, and take no more."""
+        """Remove all readers and accept no more. Readers get `error`."""
         self.ended = error
-        self.cut(error, self.seam.positions)
+        self.cut(error, self.boundary.positions)
         self.release()
 
     def hold(self, error: RowUnreadable) -> None:
-        """Say that nothing comes behind the last seam for now; readers that get there see it as `stopped`."""
+        """Stop the stream after the last boundary; readers that have reached it see `error` as `stopped`."""
         self.held = error
         for reader in self._readers:
             reader.wake()
 
     def release(self) -> None:
-        """Go on; safe to repeat."""
+        """End `hold`; safe to repeat."""
         self.held = None
         self.released.set()
         self.released = trio.Event()
@@ -293,7 +292,7 @@ class Channel:
                 self.tail += 1
 
     async def _wait_for(self, late: list[Reader]) -> list[Reader]:
-        """Give the readers at the tail a moment; returns those that have to fall."""
+        """Wait a moment for the readers at the tail; returns those to be dropped."""
         began = trio.current_time()
         offered_at = self.chunks[self.tail].at
         remaining = offered_at + self.limits.max_age - began
@@ -313,6 +312,6 @@ class Channel:
         return [reader for reader in late if reader.cursor == self.tail and not reader.charge(waited)]
 
     def _most_lag(self) -> bool:
-        """Whether most readers are behind: then it is the machine that is slow, not they, and nobody is charged."""
+        """Whether most readers lag. Then the machine is slow, and no reader is charged."""
         middle = self.tail + len(self.chunks) // 2
         return 2 * sum(reader.cursor < middle for reader in self._readers) > len(self._readers)

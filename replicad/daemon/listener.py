@@ -1,4 +1,4 @@
-"""Accepts connections: room for them, TLS, and whatever `accept` may raise. What a session does is not known here."""
+"""Accepts connections: their limit, TLS, and errors of `accept`. It does not know what a session does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import trio
 from replicad.config.settings import Address
 from replicad.daemon.troubles import Troubles
 from replicad.errors import EnvironmentRefused
+from replicad.retry import Backoff
 
-BACKLOG = 4096  # a thousand workers that reconnect at once must not see a refusal
+BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
 TLS_TIMEOUT = 10.0  # seconds for a client to finish the handshake
 PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
 
@@ -28,7 +29,7 @@ Serve = Callable[[trio.abc.Stream, str], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """When accepting goes on after it failed (the process has no file descriptor left, say), in seconds."""
+    """Seconds until the next `accept` after one failed (for example because no file descriptor was left)."""
 
     first: float = 0.1  # doubles up to `longest`
     longest: float = 1.0
@@ -51,12 +52,11 @@ async def open_listeners(address: Address) -> list[trio.SocketListener]:
         raise EnvironmentRefused(f"cannot listen on {address}: {why}") from error
 
 
-class Entrance:
-    """Where connections come in, by all listeners of one daemon: `serve(stream, peer)` runs for each, in `sessions`.
+class Acceptor:
+    """Accepts the connections of all listeners of a daemon and runs `serve(stream, peer)` for each, in `sessions`.
 
-    `room` is the most sockets of clients that there may be at once, those that are being turned away included; one more
-    is closed at once, without TLS with the words `full`. So that many clients cannot take the files that the daemon
-    needs for its work.
+    `room` is the maximum of client sockets, including those that are being refused. One more is closed at once; without
+    TLS it is sent `full` before. So clients cannot use up the file descriptors that the daemon needs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Entrance:
         tls: ssl.SSLContext | None = None,
         pauses: Pauses = Pauses(),
     ) -> None:
-        """`refused` is called for each connection that is closed for want of room."""
+        """`refused` is called for each connection that is closed because `room` is used up."""
         self._serve = serve
         self._sessions = sessions
         self._troubles = troubles
@@ -85,23 +85,22 @@ class Entrance:
     async def accept_forever(self, listener: trio.SocketListener) -> None:
         """Accept until cancelled.
 
-        When `accept` fails, because file descriptors have run out or for any other reason, that is a trouble, and
-        accepting goes on after a pause; sessions that exist are not touched.
+        A failure of `accept`, for example because file descriptors have run out, is reported as a trouble, and `accept`
+        is called again after a pause. Open sessions are not affected.
         """
-        pause = self._pauses.first
+        backoff = Backoff(self._pauses.first, self._pauses.longest, jitter=0.0)
         async with listener:
             while True:
                 try:
                     self._enter(await listener.accept())
-                except Exception as error:  # noqa: BLE001 - reported; without this task nobody could connect any more
-                    self._tell_failure(error)
-                    await trio.sleep(pause)
-                    pause = min(2 * pause, self._pauses.longest)
+                except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
+                    self._report_failure(error)
+                    await trio.sleep(backoff.next_delay())
                 else:
                     self._troubles.end(*PLACE)
-                    pause = self._pauses.first
+                    backoff.reset()
 
-    def _tell_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         if isinstance(error, OSError):
             why = error.strerror or str(error)
             remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _EXHAUSTED else ""
@@ -114,14 +113,14 @@ class Entrance:
             self._refused()
             if self._tls is None:
                 with suppress(OSError):
-                    os.write(stream.socket.fileno(), self._full)  # a new socket takes so little at once
+                    os.write(stream.socket.fileno(), self._full)  # fits into the send buffer of a new socket
             stream.socket.close()
             return
         self._sessions.start_soon(self._serve_one, stream)
         self._inside += 1
 
     async def _serve_one(self, stream: trio.SocketStream) -> None:
-        """Whatever goes wrong here concerns this connection alone."""
+        """Serve one connection. A failure is recorded and ends only this connection."""
         try:
             peer = _peer_of(stream)
             with self._troubles.contain_and_record("session", peer, "serve"):
@@ -150,6 +149,6 @@ async def _shake_hands(stream: trio.SocketStream, peer: str, tls: ssl.SSLContext
 def _peer_of(stream: trio.SocketStream) -> str:
     try:
         host, port, *_ = stream.socket.getpeername()
-    except OSError:  # gone again already
+    except OSError:  # closed already
         return "unknown"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,7 +1,7 @@
-"""The sending end of one connection: pieces of bytes in, onto the wire in order, within a bounded time.
+"""The sending side of one connection: sends pieces of bytes in order, within a bounded time.
 
-To plain sockets pieces go as they are, many in one call of the system (gathered, not joined) and mostly without a
-time-out being set up: this is where a stream's fan-out spends its time. What the bytes mean is none of its business.
+On plain sockets, many pieces go in one system call (`writev`, no copy), mostly without setting up a time-out. The
+fan-out of a stream spends its time here. This file does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ MAX_PIECES = 512  # in one call; Linux takes 1,024
 
 
 class Outlet:
-    """Sends to one peer. One task at a time; who has the turn is for the session to say."""
+    """Sends to one peer. The session ensures that only one task sends at a time."""
 
     def __init__(self, stream: trio.abc.SendStream, stall_timeout: float) -> None:
-        """`stall_timeout` in seconds is what one `send` may take."""
-        self.torn = False  # a send was cut short: the peer may have half a line
+        """`stall_timeout`: the seconds that one `send` may take."""
+        self.torn = False  # a send did not complete: the peer may have half a line
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._stall_timeout = stall_timeout
@@ -30,8 +30,8 @@ class Outlet:
         """Send all of them.
 
         Raises:
-            trio.TooSlowError: the peer did not take them within the stall time; `torn` is set.
-            trio.BrokenResourceError: the peer is gone.
+            trio.TooSlowError: the peer did not accept them within the stall time; `torn` is set.
+            trio.BrokenResourceError: the connection is lost.
         """
         self.torn = True
         if self._socket is None:
@@ -48,11 +48,11 @@ class Outlet:
             self.torn = False
         else:
             self.torn = False
-            await trio.lowlevel.checkpoint()  # the others' turn
+            await trio.lowlevel.checkpoint()  # let other tasks run
 
 
 def _send_nowait(socket: trio.socket.SocketType, pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Send what the socket takes at once; returns what is left."""
+    """Send what the socket accepts now; returns the rest."""
     try:
         sent = os.writev(socket.fileno(), pieces[:MAX_PIECES])
     except BlockingIOError:

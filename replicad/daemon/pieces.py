@@ -1,7 +1,4 @@
-"""Writing many things in one statement, of which Postgres may refuse a single one: the others are written all the same.
-
-What the things are, and what is done about a refusal, is for the caller to say.
-"""
+"""Writes many items in one statement. If Postgres refuses some of the items, the others are still written."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ T = TypeVar("T")
 
 
 def is_hopeless(error: DatabaseError) -> bool:
-    """Whether the same statement would fail again with the same values, whatever the state of Postgres.
+    """Whether the same statement would always fail with the same values.
 
-    The second half is what asyncpg raises for values that cannot be sent at all; it is a ValueError.
+    asyncpg raises a ValueError for values that cannot be sent.
     """
     return means(error.sqlstate, NEVER) or isinstance(error.__cause__, ValueError)
 
@@ -25,9 +22,9 @@ def is_hopeless(error: DatabaseError) -> bool:
 async def write_in_pieces(
     items: Sequence[T], write: Callable[[Sequence[T]], Awaitable[bool]], refused: Callable[[DatabaseError], None]
 ) -> bool:
-    """Write all at once; where Postgres cannot hold one of them (its encoding lacks a letter), all but that one.
+    """Write all items in one statement; without those that Postgres cannot hold (its encoding lacks a character).
 
-    `refused` is called for each that cannot be held. False as soon as `write` says False; other errors are raised.
+    `refused` is called for each of these. Returns False as soon as `write` returns False; other errors are raised.
     """
     try:
         return await write(items)

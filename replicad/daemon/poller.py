@@ -1,9 +1,8 @@
-"""Asks Postgres how far it is safe to read: often while something moves, seldom while nothing does.
+"""Polls Postgres for the positions of all streams and tubes: often while something changes, seldom while nothing does.
 
-What goes wrong when one reading is used is that stream's or tube's trouble: the other readings are passed on.
-
-One round of statements serves all streams and tubes. While Postgres is away it tries again with a growing pause, says
-so once, and tells again when it is back; whoever waits for positions just keeps waiting.
+One round of statements serves all streams and tubes. An exception in the handler of one reading is reported as a
+trouble of that stream or tube; the other readings are passed on. While Postgres cannot be reached, the poller tries
+again with a growing pause. It logs the begin and the end of the outage. Clients that wait for positions keep waiting.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.postgres.horizon import Reading, Source
+from replicad.retry import Backoff
 
-CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing moves
-TUBE_PREFIX = "tube:"  # tubes are watched under names that begin with this word; no stream's name has a colon
+CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing changes
+TUBE_PREFIX = "tube:"  # names of watched tubes begin with this; a stream's name has no colon
 
 log = structlog.get_logger()
 
@@ -30,14 +30,14 @@ OnReading = Callable[[str, Reading], None]
 
 @dataclass(frozen=True, slots=True)
 class Outages:
-    """When a poll that failed is tried again, in seconds."""
+    """Seconds before a failed poll is tried again."""
 
     first: float = 0.1  # before the second try; doubles up to `longest`
     longest: float = 5.0
 
 
 class Watcher(Protocol):
-    """What the poller needs of `Horizon`, whose methods say what each does."""
+    """What the poller needs of `Horizon`, whose methods have the docstrings."""
 
     async def poll(self) -> Mapping[str, Reading]: ...
 
@@ -61,7 +61,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PollerStatistics:
-    """Counts since the start; `outage_s` is how long Postgres has been away now, 0 when it is there."""
+    """Counts since the start. `outage_s`: seconds since Postgres could last be reached, 0 while it can."""
 
     polls: int
     failures: int
@@ -80,12 +80,12 @@ class Poller:
         recover: Callable[[], Awaitable[None]] | None = None,
         outages: Outages = Outages(),
     ) -> None:
-        """`recover` is called while Postgres is away, before each new try (an embedded server can be started anew)."""
+        """`recover` is called before each new try while Postgres cannot be reached (it restarts an embedded server)."""
         self._horizon = horizon
         self._limits = limits
         self._troubles = troubles
         self._recover = recover
-        self._outages = outages
+        self._backoff = Backoff(outages.first, outages.longest, jitter=0.0)  # since the last poll that succeeded
         self._listeners: dict[str, OnReading] = {}
         self._bell = trio.Event()
         self._polls = 0
@@ -112,15 +112,15 @@ class Poller:
         self.ring()
 
     def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
-        """Have `look` called before anything is read from a new connection, as of `Horizon.before_polling`."""
+        """Call `look` before anything is read from a new connection, as of `Horizon.before_polling`."""
         self._horizon.before_polling(look)
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
-        """Name the writers of a stream that is watched."""
+        """Set the writers of a watched stream."""
         self._horizon.set_writers(name, writers)
 
     def unwatch(self, name: str) -> None:
-        """Stop watching; unknown names are fine."""
+        """Stop watching; unknown names are accepted."""
         self._listeners.pop(name, None)
         self._alarmed.pop(name, None)
         self._horizon.unwatch(name)
@@ -146,16 +146,16 @@ class Poller:
             except Exception as error:  # noqa: BLE001 - a defect must not stop all streams and tubes for good
                 self._failures += 1
                 self._troubles.fail("service", "poller", "poll", error)
-                self._pause = min(max(2 * self._pause, self._outages.first), self._outages.longest)
-                await trio.sleep(self._pause)
+                await self._sleep_longer()
                 continue
+            self._backoff.reset()
             limits = self._limits
             self._pause = limits.poll_min if moved else min(self._pause * CALM_GROWTH, limits.poll_max)
             with trio.move_on_after(self._pause):
                 await self._bell.wait()
 
     async def _poll(self) -> bool:
-        """One round; True when a position moved or is held back."""
+        """Poll once; True when a position moved or is held back."""
         readings = await self._horizon.poll()
         self._polls += 1
         self._troubles.end("service", "poller", "poll")
@@ -168,18 +168,18 @@ class Poller:
         if readings is before:
             return False
         moved = False
-        for name, reading in list(readings.items()):  # a listener may end a watch, or begin it anew
+        for name, reading in list(readings.items()):  # a listener may call `unwatch` and `watch`
             old = before.get(name)
             moved = moved or old is None or old.last_value != reading.last_value or reading.held_by is not None
-            self._tell_alarms(name, reading.alarms)
+            self._log_alarms(name, reading.alarms)
             listener = self._listeners.get(name)
             if listener is not None:
                 with self._troubles.contain(*thing_of(name), "reading"):
                     listener(name, reading)
         return moved
 
-    def _tell_alarms(self, name: str, alarms: tuple[str, ...]) -> None:
-        """Each alarm once, and a word when all are over."""
+    def _log_alarms(self, name: str, alarms: tuple[str, ...]) -> None:
+        """Log each new alarm, and when there are none any more."""
         known = self._alarmed.get(name, ())
         for alarm in alarms:
             if alarm not in known:
@@ -194,15 +194,18 @@ class Poller:
         now = trio.current_time()
         if self._away_since is None:
             self._away_since = now
-            self._pause = self._outages.first
+            self._backoff.reset()
             log.error("database_away", error=str(error), remedy="replicad keeps trying; clients stay connected")
-        await trio.sleep(self._pause)
-        self._pause = min(2 * self._pause, self._outages.longest)
+        await self._sleep_longer()
         if self._recover is not None and isinstance(error, DatabaseUnavailable):
-            with self._troubles.contain(DATABASE, DATABASE, "recover"):  # the disk is full, say: it may find room later
+            with self._troubles.contain(DATABASE, DATABASE, "recover"):  # may succeed later (the disk was full)
                 await self._recover()
+
+    async def _sleep_longer(self) -> None:
+        self._pause = self._backoff.next_delay()
+        await trio.sleep(self._pause)
 
 
 def thing_of(watched: str) -> tuple[str, str]:
-    """Kind and name, as troubles are reported under, of what is watched under this name."""
+    """The kind and the name under which troubles of this watch are reported."""
     return ("tube", watched.removeprefix(TUBE_PREFIX)) if watched.startswith(TUBE_PREFIX) else ("stream", watched)

@@ -1,4 +1,4 @@
-"""The daemon's connections to Postgres: pools by purpose, so that what is slow in one keeps no other waiting."""
+"""The daemon's connections to Postgres: one pool for each purpose, so that slow work in one delays no other."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from replicad.config.limits import Limits
 from replicad.daemon.files import FileBudget, plan_files
 from replicad.postgres.bridge import Database, Fence, open_database
 
-STREAM_CONNECTIONS = 4  # of all streams: to look, to copy new rows, to note positions
-STREAM_LOCK_TIMEOUT = 1.0  # seconds; a copy from a table that somebody has locked must not keep a connection for long
+STREAM_CONNECTIONS = 4  # of all streams: to read the registry, to copy new rows, to note positions
+STREAM_LOCK_TIMEOUT = 1.0  # seconds; a copy from a locked table must not occupy a connection for long
 RELAY_CONNECTIONS = 2  # one listens, the other sends
-ACK_CONNECTIONS = 2  # they only delete from tubes, so their locks on tubes do not hold the positions of tubes back
+ACK_CONNECTIONS = 2  # they only delete from tubes; their locks on tubes do not hold the positions of tubes back
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """`short` is for statements that end soon, `streams` for the tables of streams, `acks` and `relays` as they say,
-    `copies` for copies that last as long as their reader takes.
-    """
+    """`short`: short statements. `streams`: tables of streams. `copies`: copies at the speed of their reader."""
 
     short: Database
     streams: Database
@@ -36,7 +34,7 @@ class Pools:
 
 @asynccontextmanager
 async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
-    """Open all of them; what `open_database` raises."""
+    """Open all pools. Raises what `open_database` raises."""
     usual = partial(
         open_database,
         url,
@@ -62,7 +60,7 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
 
 
 def plan_connections(limits: Limits) -> FileBudget:
-    """How many clients the limit of open files allows; logged where that is fewer than were asked for."""
+    """How many clients the limit of open files allows; a warning is logged if that is below `max_connections`."""
     pools = limits.database_connections + limits.catchup_connections
     pools += STREAM_CONNECTIONS + ACK_CONNECTIONS + RELAY_CONNECTIONS
     budget = plan_files(limits.max_connections, pools)

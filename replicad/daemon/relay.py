@@ -1,12 +1,12 @@
-"""What concerns all connections, passed on to those of the other daemons of one database as well.
+"""Sends commands to the other daemons of one database, which pass them on to their clients.
 
-The way between daemons is NOTIFY: a daemon gathers lines, numbers each message, and whoever listens passes the lines on
-to its own connections. It is as reliable as the protocol asks for, which is not at all: what is told while a daemon
-does not listen is lost, and the gap is logged. But it is told once: a message that was sent twice, because nobody knew
-whether the first had arrived, has the same number. What a line means is none of this file's business.
+Daemons reach each other by NOTIFY. A daemon puts several lines into one numbered message; the daemons that listen pass
+the lines on. Delivery is at most once, which is all that the protocol requires: messages that are sent while a daemon
+does not listen are lost to it, and the gap is logged. A message that is sent again, because the first result is
+unknown, keeps its number, so that it is delivered once. This file does not interpret the lines.
 
-Whoever may connect to the database may say anything on the channel. A message that makes no sense ends there: it is
-counted, and logged now and then.
+Every role that may connect to the database can send on the channel. A message that cannot be parsed is dropped and
+counted; such messages are logged at a limited rate.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayGap, RelayRefused, RemoteProtocolError
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.words import Side
+from replicad.retry import Backoff
 
 MAX_MESSAGE = 7_900  # bytes; NOTIFY takes less than 8,000
 MAX_LINE = MAX_MESSAGE - 64  # what is left beside the sender's name and the number
 MESSAGES = 100  # in one statement
-REPEATS = 1000  # a message that is sent twice comes again at once, behind at most MESSAGES others
-MAX_SENDERS = 1000  # daemons whose numbers are remembered; a new one for every start
+REPEATS = 1000  # numbers that count as received; a message is repeated at once, after at most MESSAGES others
+MAX_SENDERS = 1000  # daemons whose last number is kept; a daemon that restarts counts as a new one
 SERVICE = "relay"
 
 _HEAD = re.compile(r"([!-~]{1,64}) ([0-9]{1,18})")  # of a message: its sender and its number
@@ -42,11 +43,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often the relay does what, in seconds, and how much may wait."""
+    """The relay's intervals in seconds, and the bound of its queue."""
 
-    interval: float = 0.01  # between two statements: a NOTIFY that commits locks out all others of the whole cluster
-    message: float = 0.001  # between two messages received, in which sessions send what they were given
-    patience: float = 10.0  # of silence after which the listening connection is asked whether it is there
+    interval: float = 0.01  # between two statements: a commit with NOTIFY takes a lock of the whole cluster
+    message: float = 0.001  # between two received messages; sessions send the lines in this time
+    patience: float = 10.0  # without a message, after which the listening connection is probed
     retry: float = 0.1  # before the second try; doubles up to `longest_retry`
     longest_retry: float = 5.0
     max_waiting: int = 4 << 20  # bytes of lines that wait for Postgres; then the oldest are dropped
@@ -54,7 +55,7 @@ class Pace:
 
 
 class Notifies(Protocol):
-    """What the relay needs of a `Database`, whose methods say what each does."""
+    """What the relay needs of a `Database`, whose methods have the docstrings."""
 
     async def fetch(self, sql: str, *args: object) -> list[Any]: ...
 
@@ -62,26 +63,26 @@ class Notifies(Protocol):
 
 
 class Notices(Protocol):
-    """What comes in on a channel."""
+    """The messages received on a channel."""
 
     async def next(self, patience: float) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RelayStatistics:
-    """Lines since the start; `missed` are messages that others sent and this daemon did not hear, `refused` messages
-    and lines that made no sense.
+    """Lines since the start. `missed` counts messages of other daemons that did not arrive, `refused` the messages and
+    lines that could not be parsed or handled.
     """
 
     sent: int
-    heard: int
+    received: int
     dropped: int
     missed: int
     refused: int
 
 
 class Relay:
-    """Sends commands to the other daemons, and calls who asked for them with the commands that those send."""
+    """Sends commands to the other daemons, and calls the handlers of the commands that those send."""
 
     def __init__(
         self, db: Notifies, schema: str, vocabulary: Vocabulary, troubles: Troubles, pace: Pace = Pace()
@@ -96,16 +97,16 @@ class Relay:
         self._number = 0  # of the last message that was made
         self._waiting: deque[str] = deque()
         self._waiting_bytes = 0
-        self._told = trio.Event()
-        self._numbers: OrderedDict[str, int] = OrderedDict()  # of the last message heard, by daemon
-        self._sent = self._lines_heard = self._dropped = self._missed = self._refused = 0
+        self._has_lines = trio.Event()
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # of the last message received, by daemon
+        self._sent = self._received = self._dropped = self._missed = self._refused = 0
 
     def on(self, kind: type[Command], handler: Callable[[Any], None]) -> None:
-        """Have `handler` called with every command of that kind that another daemon sends."""
+        """Call `handler` with every command of that kind that another daemon sends."""
         self._handlers[kind] = handler
 
-    def tell(self, command: Command) -> None:
-        """Have the connections of all other daemons told, soon; never waits.
+    def broadcast(self, command: Command) -> None:
+        """Queue a command for all other daemons; never waits.
 
         Raises:
             RelayRefused: the line is longer than a message can be.
@@ -119,27 +120,27 @@ class Relay:
         while self._waiting_bytes > self._pace.max_waiting:
             self._waiting_bytes -= len(self._waiting.popleft().encode())
             self._dropped += 1
-        self._told.set()
+        self._has_lines.set()
 
     def statistics(self) -> RelayStatistics:
         """Counts, as one frozen value."""
-        return RelayStatistics(self._sent, self._lines_heard, self._dropped, self._missed, self._refused)
+        return RelayStatistics(self._sent, self._received, self._dropped, self._missed, self._refused)
 
     async def run(self) -> None:
-        """Tell and listen until cancelled. Neither is stopped by a failure of the other."""
+        """Send and listen until cancelled. A failure of one does not stop the other."""
         async with trio.open_nursery() as nursery:
             for name, job in (("send", self._send_forever), ("listen", self._listen_forever)):
                 nursery.start_soon(
                     keep_running, job, "service", f"{SERVICE}: {name}", self._troubles, self._pace.restarts
                 )
 
-    # --- telling ---
+    # --- sending ---
 
     async def _send_forever(self) -> None:
         while True:
             while not self._waiting:
-                self._told = trio.Event()
-                await self._told.wait()
+                self._has_lines = trio.Event()
+                await self._has_lines.wait()
             messages: list[str] = []
             while self._waiting and len(messages) < MESSAGES:
                 messages.append(self._message())
@@ -151,7 +152,7 @@ class Relay:
             await trio.sleep(self._pace.interval)
 
     def _message(self) -> str:
-        """As many of the waiting lines as a message takes, under the next number."""
+        """A message with the next number and as many of the waiting lines as it can hold."""
         self._number += 1
         lines = [f"{self._me} {self._number}"]
         room = MAX_MESSAGE - len(lines[0])
@@ -162,16 +163,15 @@ class Relay:
         return "\n".join(lines)
 
     async def _send(self, messages: list[str]) -> None:
-        """Send until Postgres has taken them: those who heard them already know the numbers."""
-        pause = self._pace.retry
+        """Repeat until Postgres has accepted them. Daemons that received them already know the numbers."""
+        backoff = Backoff(self._pace.retry, self._pace.longest_retry, jitter=0.0)
         while messages:
             try:
                 await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", self._channel, messages)
             except DatabaseUnavailable as error:
                 self._troubles.fail("service", SERVICE, "send", error)
-                await trio.sleep(pause)
-                pause = min(2 * pause, self._pace.longest_retry)
-            except DatabaseError as error:  # not now, and not later either: its queue is full, or it lacks a letter
+                await trio.sleep(backoff.next_delay())
+            except DatabaseError as error:  # permanent: its queue is full, or its encoding lacks a character
                 self._dropped += _lines_in(messages)
                 self._troubles.fail("service", SERVICE, "send", error)
                 return
@@ -183,29 +183,30 @@ class Relay:
     # --- listening ---
 
     async def _listen_forever(self) -> None:
-        pause = self._pace.retry
-        deaf_since: float | None = None
+        backoff = Backoff(self._pace.retry, self._pace.longest_retry, jitter=0.0)
+        lost_at: float | None = None
         while True:
             try:
                 async with self._db.listen(self._channel) as notices:
-                    if deaf_since is not None:
-                        away = round(trio.current_time() - deaf_since, 1)
-                        log.warning("relay_listens_again", away_s=away, remedy="what others told meanwhile is lost")
-                        deaf_since = None
+                    if lost_at is not None:
+                        away = round(trio.current_time() - lost_at, 1)
+                        log.warning(
+                            "relay_listens_again", away_s=away, remedy="commands that others sent meanwhile are lost"
+                        )
+                        lost_at = None
                     self._troubles.end("service", SERVICE, "listen")
-                    pause = self._pace.retry
+                    backoff.reset()
                     while True:
-                        await self._hear(await notices.next(self._pace.patience))
+                        await self._receive(await notices.next(self._pace.patience))
             except DatabaseError as error:
-                if deaf_since is None:
-                    deaf_since = trio.current_time()
+                if lost_at is None:
+                    lost_at = trio.current_time()
                     log.warning("relay_deaf", error=str(error))
                 self._troubles.fail("service", SERVICE, "listen", error)
-                await trio.sleep(pause)
-                pause = min(2 * pause, self._pace.longest_retry)
+                await trio.sleep(backoff.next_delay())
 
-    async def _hear(self, message: str) -> None:
-        """Pass on what a message says; whatever is wrong with it ends with it."""
+    async def _receive(self, message: str) -> None:
+        """Call the handlers of a message's lines. Errors are recorded and never raised."""
         head, *lines = message.split("\n")
         found = _HEAD.fullmatch(head)
         if found is None:
@@ -222,7 +223,7 @@ class Relay:
             except Exception as error:  # noqa: BLE001 - reported; the next line may be a good one
                 self._refuse(error)
             else:
-                self._lines_heard += 1
+                self._received += 1
         await trio.sleep(self._pace.message)
 
     def _refuse(self, error: Exception) -> None:
@@ -230,10 +231,10 @@ class Relay:
         self._troubles.record("service", SERVICE, "message", error)
 
     def _is_new(self, sender: str, number: int) -> bool:
-        """Whether this message was not heard before; notes it, and what is missing before it.
+        """Whether this message was not received before. Keeps its number, and records a gap before it.
 
-        Only the last REPEATS numbers count as heard. A message that another role forged with a huge number so mutes
-        nobody for long: the next real number is far below it, and counting begins there.
+        Only the last REPEATS numbers count as received. So a message that another role forged with a huge number does
+        not block the daemon of that name: the next real number is far below, and is accepted as a new beginning.
         """
         last = self._numbers.pop(sender, None)
         repeated = last is not None and last - REPEATS < number <= last
@@ -243,7 +244,7 @@ class Relay:
         if last is not None and number > last + 1:
             missed = number - last - 1
             self._missed += missed
-            gap = RelayGap(f"{missed} messages of daemon {sender} were not heard: what they told is lost")
+            gap = RelayGap(f"{missed} messages of daemon {sender} were not received: their commands are lost")
             self._troubles.record("service", SERVICE, "gap", gap)
         return not repeated
 

@@ -1,8 +1,7 @@
-"""What a feature gives to the daemon and gets from it: the few interfaces between the two.
+"""The interfaces between the daemon and a feature.
 
-A feature is a `Feature`: its commands, and a function that makes its `Service` from a `Host`. The daemon starts the
-service's jobs and hands it the commands of its clients. So a service runs in a test with a `Host` and a `Peer` of the
-test's own.
+A `Feature` has commands and a function that makes its `Service` from a `Host`. The daemon starts the service's jobs
+and passes the commands of clients to it. A test can run a service with its own `Host` and `Peer`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HangUp(Exception):
-    """Ends a session from within. `text` goes to the peer as ERROR, if there is any."""
+    """Ends the session that raises it. `text`, if not empty, is sent to the peer as ERROR."""
 
     def __init__(self, reason: CloseReason, text: str = "") -> None:
         super().__init__(reason, text)
@@ -37,34 +36,34 @@ class HangUp(Exception):
 
 
 class Peer(Protocol):
-    """One client, as services see it. Nothing here waits but what is async."""
+    """One client, as services see it. Only the async methods wait."""
 
     @property
     def number(self) -> int:
-        """Different for every connection of this daemon."""
+        """The connection's number, unique in this daemon."""
 
     @property
     def identity(self) -> str:
-        """Who this is in lists and leases: a name and the number."""
+        """The client's name and number, as shown in lists and leases."""
 
     @property
     def log(self) -> Any:
-        """A structlog logger that knows the client."""
+        """A structlog logger bound to the client's fields."""
 
     def post(self, command: Command) -> None:
-        """Queue a command. Never raises; a peer that lets the queue fill up is cut off."""
+        """Queue a command. Never raises. A peer whose queue is full is disconnected."""
 
     def post_line(self, line: bytes) -> None:
-        """`post` for a line that is finished, its end included."""
+        """`post` for a rendered line with its newline."""
 
     def refuse(self, error: ReplicadError) -> None:
-        """Answer a request that cannot be done: ERROR, and the connection stays."""
+        """Answer a request with ERROR; the connection stays open."""
 
     async def send(self, *pieces: Piece) -> None:
         """Send whole lines with nothing in between; waits until the socket has taken them."""
 
     async def flush(self) -> None:
-        """Send what is posted already."""
+        """Send the commands that are queued already."""
 
     def read(
         self,
@@ -75,17 +74,17 @@ class Peer(Protocol):
         preamble: bytes = b"",
         on_stop: Callable[[RowUnreadable], None] | None = None,
     ) -> Reader:
-        """Have a journal sent from `cursor` on. Raises SlowReader where the journal no longer holds that chunk."""
+        """Send a journal from `cursor` on. Raises SlowReader if the journal no longer holds that chunk."""
 
     def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task that lives as long as the connection; what it raises ends the connection."""
+        """Run a task until the connection ends. An exception that it raises ends the connection."""
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have `call` called when the connection is over."""
+        """Call `call` when the connection has ended."""
 
 
 class Positions(Protocol):
-    """Where services learn how far tables may be read: the poller, whose methods say what each does."""
+    """What services need of `Poller`, whose methods have the docstrings."""
 
     def watch(
         self,
@@ -108,16 +107,16 @@ class Positions(Protocol):
     def ring(self) -> None: ...
 
 
-class Telling(Protocol):
-    """The way to the clients of the other daemons: the relay, whose methods say what each does."""
+class Broadcaster(Protocol):
+    """What services need of `Relay`, whose methods have the docstrings."""
 
     def on(self, kind: type[Command], handler: Callable[[Any], None]) -> None: ...
 
-    def tell(self, command: Command) -> None: ...
+    def broadcast(self, command: Command) -> None: ...
 
 
 Answer = Callable[[Any], Awaitable[None]]
-"""Answers one command. A ReplicadError is sent as ERROR and the connection stays; ProtocolError, SlowReader end it."""
+"""Answers one command. ProtocolError and SlowReader end the connection; another ReplicadError is sent as ERROR."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class Answers:
     """How a service answers the commands of one client.
 
     `at_once`: before the next line is read, so these must not wait. `in_turn`: one after another in a bounded queue of
-    this service and client, so that what takes time keeps neither PINGs nor rows nor other services waiting.
+    this service and client, so a slow answer delays neither PINGs nor rows nor other services.
     """
 
     at_once: Mapping[type[Command], Answer] = field(default_factory=dict)
@@ -134,10 +133,10 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A task of a service that runs as long as the daemon, and is begun again when it fails.
+    """A task of a service that runs as long as the daemon. It is restarted when it fails.
 
-    `announces`: `run` takes `task_status`, and clients are served only when it has started. What it raises before that
-    keeps the daemon from starting.
+    `announces`: `run` takes `task_status`, and clients are served only after it has started. If it raises before that,
+    the daemon does not start.
     """
 
     name: str
@@ -146,21 +145,21 @@ class Job:
 
 
 class Service(Protocol):
-    """A feature at work in one daemon."""
+    """A feature that runs in one daemon."""
 
     def jobs(self) -> Sequence[Job]:
-        """What the daemon has to run, in this order."""
+        """The tasks that the daemon runs, started in this order."""
 
     def answers(self, peer: Peer) -> Answers:
-        """How the commands of a client are answered; called once, with the first of them."""
+        """The handlers of a client's commands. Called once for each client, before its first command is handled."""
 
     def summary(self) -> Mapping[str, object]:
-        """What the event `ready` shows of it."""
+        """The fields that this service adds to the event `ready`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the daemon lends to every service."""
+    """The parts of the daemon that every service may use."""
 
     settings: ServerSettings
     pools: Pools
@@ -172,7 +171,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A feature as the daemon knows it."""
+    """A feature: its name, its commands, and the function that makes its service."""
 
     name: str
     commands: tuple[type[Command], ...]

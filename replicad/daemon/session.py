@@ -1,8 +1,7 @@
-"""One connection: bytes in, lines out, keep-alives, and a named reason for every end.
+"""One connection: receives commands, sends lines and keep-alives, and ends with a named reason.
 
-It moves bytes and minds the time. What a command means is for the services that `handle` passes it to; what stands in a
-journal is for the publisher. All that is sent goes through one lock, whole lines at a time, so that nothing is
-torn: commands queued by `post`, answers streamed by `send`, and the chunks of the journals.
+Commands go to `handle`, which passes them to the services. Three sources are sent, each in whole lines, under one lock:
+commands queued by `post`, answers streamed by `send`, and the chunks of the journals.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from replicad.errors import (
     SlowReader,
     StreamError,
 )
+from replicad.groups import reporting, sole_leaf
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.commands import CORE, Auth, Error, Name, Ping, Server
 from replicad.protocol.connection import Connection, Due, Timing
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
 
 RECEIVE_BYTES = 65536
-TURN = 16  # commands of one client that are taken before the others' turn: some hundred microseconds
-MAX_POSTED = 1 << 20  # bytes of relays and answers that wait for a peer that reads nothing; one line more may come
-DRAIN_BYTES = 4 << 20  # of what a peer that we hang up on still sends; it is thrown away
-ERROR_GRACE = 1.0  # seconds for the last ERROR to leave, best effort
+TURN = 16  # commands of one client before other tasks run: some hundred microseconds
+MAX_POSTED = 1 << 20  # bytes of queued commands for a peer that reads nothing; exceeded by at most one line
+DRAIN_BYTES = 4 << 20  # of input that is read and discarded after the last ERROR
+ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
 
 _REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
     (NotAuthorised, CloseReason.NOT_AUTHORISED),
@@ -58,7 +58,7 @@ _REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
     (trio.ClosedResourceError, CloseReason.PEER_LOST),
     (ssl.SSLError, CloseReason.PEER_LOST),
 )
-_GONE = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError)  # what sending to a peer that left raises
+_LOST = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError)  # raised by sending to a disconnected peer
 _numbers = count(1)
 log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ Handler = Callable[[Command], Awaitable[None]]
 
 
 class Session:
-    """One client. `handle` is called with every command that is not the session's own business, one at a time."""
+    """One client."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Session:
         self._authorised = settings.token is None
         self._auth_deadline = trio.current_time() + limits.auth_timeout
         self._posted: deque[bytes] = deque()
-        self._posted_bytes = 0  # but for what subscriptions begin with
+        self._posted_bytes = 0  # without the preambles of `read`
         self._readers: list[Reader] = []
         self._wake = trio.Event()
         self._sending = trio.Lock()
@@ -106,7 +106,7 @@ class Session:
         self._end: tuple[CloseReason, str] | None = None
         self._ended = trio.Event()
         self._closed_by: list[Callable[[], None]] = []
-        self._unanswered: list[Callable[[], Awaitable[None]]] = []
+        self._before_end: list[Callable[[], Awaitable[None]]] = []
         self._nursery: trio.Nursery
         self.post(Server(settings.server_name))
         self.post(Ping(f"{_wall_clock_ms()}"))
@@ -115,13 +115,13 @@ class Session:
 
     @property
     def identity(self) -> str:
-        """Who this is in lists and leases: its name, or else its address, and its number."""
+        """The client's name (its address if it has none) and number, as shown in lists and leases."""
         return f"{(self.name or self.peer).replace(' ', '_')}#{self.number}"
 
     def post(self, command: Command) -> None:
-        """Queue a command without waiting; never raises. A peer that lets the queue fill up is cut off.
+        """Queue a command without waiting; never raises. A peer whose queue is full is disconnected.
 
-        The command is rendered now: one that cannot be is a defect of ours, and ends this session and no other.
+        The command is rendered now. If that fails, it is a defect of replicad, and only this session ends.
         """
         try:
             line = self._connection.render(command)
@@ -131,21 +131,21 @@ class Session:
             self.post_line(line)
 
     def post_line(self, line: bytes) -> None:
-        """`post` for a line that is finished, its end included."""
+        """`post` for a rendered line with its newline."""
         if self._posted_bytes >= MAX_POSTED:
-            self.hang_up(CloseReason.SLOW_READER, "slow_reader: answers wait and nothing is read; reconnect and resume")
+            self.hang_up(CloseReason.SLOW_READER, "slow_reader: answers are not read; reconnect and resume")
             return
         self._posted.append(line)
         self._posted_bytes += len(line)
         self.wake()
 
     def refuse(self, error: ReplicadError) -> None:
-        """Answer a request that cannot be done: ERROR, and the connection stays."""
+        """Answer a request with ERROR; the connection stays open."""
         self.log.info("request_refused", code=error.code, error=str(error))
         self.post(_error_line(_text(error)))
 
     async def send(self, *pieces: Piece) -> None:
-        """Send whole lines, and what they announce, with nothing in between; waits until the socket has taken them."""
+        """Send whole lines with nothing in between; waits until the socket has accepted them."""
         await self._wait_for_turn()
         try:
             await self._send_all(pieces)
@@ -153,7 +153,7 @@ class Session:
             self._sending.release()
 
     async def flush(self) -> None:
-        """Send what is posted already, so that what is sent next comes after it."""
+        """Send the commands that are queued already, so that the next `send` comes after them."""
         await self._wait_for_turn()
         try:
             if self._posted:
@@ -170,10 +170,10 @@ class Session:
         preamble: bytes = b"",
         on_stop: Callable[[RowUnreadable], None] | None = None,
     ) -> Reader:
-        """Have the chunks of a journal sent from `cursor` on, after what is posted already and then `preamble`, whole
-        lines. There is one preamble for each stream, so these do not count as commands that are posted.
+        """Send the chunks of a journal from `cursor` on, after the queued commands and then `preamble` (whole lines).
 
-        Where the stream stops before a row, all that comes before it is sent, the reading ends and `on_stop` is called.
+        A preamble does not count towards the limit of the queue: there is one for each stream. If the stream stops
+        before an unreadable row, all rows before it are sent; then the reading ends and `on_stop` is called.
 
         Raises:
             SlowReader: the chunk is no longer held.
@@ -188,27 +188,30 @@ class Session:
         return reader
 
     def wake(self) -> None:
-        """There is something to send, or a new deadline."""
+        """Wake the sending task: there is something to send, or a new deadline."""
         self._wake.set()
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
-        """End the session soon, whatever it is waiting for; the first reason counts."""
+        """End the session soon; the first reason counts."""
         if self._end is None:
             self._end = (reason, text)
             self._ended.set()
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have `call` called when the session is over."""
+        """Call `call` when the session has ended."""
         self._closed_by.append(call)
 
-    def answers(self, wait_answered: Callable[[], Awaitable[None]]) -> None:
-        """Have `wait_answered` waited for, briefly, when the peer says no more, or nothing that can be understood."""
-        self._unanswered.append(wait_answered)
+    def before_end(self, wait_answered: Callable[[], Awaitable[None]]) -> None:
+        """Await `wait_answered`, for at most ERROR_GRACE, when the peer has closed its side or broken the protocol."""
+        self._before_end.append(wait_answered)
 
     # --- life ---
 
     async def run(self, handle: Handler) -> CloseReason:
-        """Serve the client until one side ends it; always closes the stream, never raises but for cancellation."""
+        """Serve the client until one side ends the session; always closes the stream. Raises only when cancelled.
+
+        `handle` is called with every command except PING, NAME, AUTH and ERROR, one at a time.
+        """
         self.log.info("session_opened", connected=len(self._hub))
         try:
             async with trio.open_nursery() as nursery:
@@ -223,48 +226,39 @@ class Session:
             for call in [*(reader.close for reader in self._readers), *self._closed_by]:
                 try:
                     call()
-                except Exception as error:  # noqa: BLE001 - one that fails must not keep the others from being called
+                except Exception as error:  # noqa: BLE001 - the others must be called too
                     self._record(error, "end")
             self._hub.leave(self, reason)
-            await self._say_goodbye(text)
+            await self._send_last_error(text)
             self.log.info("session_closed", reason=reason.value, error=text or None)
         return reason
 
     def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run a task that lives as long as the session; whatever it raises ends the session.
+        """Run a task until the session ends; an exception that it raises ends the session.
 
-        Nothing is done where the session has ended: others may call this before they have heard of it.
+        Does nothing if the session has ended: services may call this before `at_end` has notified them.
         """
         with suppress(RuntimeError):  # the nursery is closed
             self._nursery.start_soon(self._guarded, job, args)
 
     async def _guarded(self, job: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
-        try:
+        with reporting(lambda error: self.hang_up(*self._explain(error))):
             await job(*args)
-        except Exception as error:  # noqa: BLE001 - each becomes a reason; defects are logged with their traceback
-            self.hang_up(*self._explain(error))
-        except BaseExceptionGroup as group:  # a cancellation and a failure at the same moment
-            failed, rest = group.split(Exception)
-            if failed is not None:
-                self.hang_up(*self._explain(failed))
-            if rest is not None:
-                raise rest from None
 
     async def _finish(self) -> None:
-        """Let the send that is under way come to its end, and what is posted go out, so that ERROR stands on a line."""
+        """Let the present `send` end and send the queued commands, so that ERROR begins on a new line."""
         self._closing = True
         try:
-            with trio.move_on_after(ERROR_GRACE), suppress(*_GONE):
+            with trio.move_on_after(ERROR_GRACE), suppress(*_LOST):
                 async with self._sending:
                     if self._posted:
                         await self._send_all([self._take_posted()])
-        except Exception as error:  # noqa: BLE001 - the session ends anyhow
+        except Exception as error:  # noqa: BLE001 - the session ends in any case
             self._record(error, "end")
 
-    def _explain(self, error: Exception) -> tuple[CloseReason, str]:
-        """The reason that an exception is, and what to tell the peer. A defect of ours is logged."""
-        while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
+    def _explain(self, error: BaseException) -> tuple[CloseReason, str]:
+        """The close reason and the text for the peer that belong to an exception. A defect of replicad is logged."""
+        error = sole_leaf(error)
         if isinstance(error, HangUp):
             return error.reason, error.text
         for kind, reason in _REASONS:
@@ -273,21 +267,21 @@ class Session:
         self._record(error, "run")
         return CloseReason.INTERNAL_ERROR, "internal error; the server's log has it"
 
-    def _record(self, error: Exception, cause: str) -> None:
+    def _record(self, error: BaseException, cause: str) -> None:
         self._hub.troubles.record("session", self.identity, cause, error)
 
-    async def _say_goodbye(self, text: str) -> None:
+    async def _send_last_error(self, text: str) -> None:
         with trio.move_on_after(ERROR_GRACE, shield=True):
             try:
-                if text and not self._outlet.torn:  # else the peer has half a line, which no ERROR can follow
+                if text and not self._outlet.torn:  # after half a line the peer could not parse the ERROR
                     await self._stream.send_all(_error_line(text).render().encode() + b"\n")
                     if isinstance(self._stream, trio.abc.HalfCloseableStream):
                         await self._stream.send_eof()
-                    left = DRAIN_BYTES  # unread input would make the close a reset, which could overtake the ERROR
+                    left = DRAIN_BYTES  # closing with unread input sends a reset, which can discard the ERROR
                     while left > 0 and (data := await self._stream.receive_some(RECEIVE_BYTES)):
                         left -= len(data)
-            except _GONE:
-                pass  # nobody is left to be told
+            except _LOST:
+                pass  # no client is left to send it to
             except Exception as error:  # noqa: BLE001 - the stream is closed in any case
                 self._record(error, "end")
         await trio.aclose_forcefully(self._stream)
@@ -295,7 +289,7 @@ class Session:
     # --- reading ---
 
     async def _read(self, handle: Handler) -> None:
-        """Take commands until the peer closes its side or breaks the protocol; what it had asked is answered first."""
+        """Handle commands until the peer closes its side or breaks the protocol; queued requests are answered first."""
         connection = self._connection
         try:
             while data := await self._stream.receive_some(RECEIVE_BYTES):
@@ -314,7 +308,7 @@ class Session:
 
     async def _wait_answered(self) -> None:
         with trio.move_on_after(ERROR_GRACE):
-            for wait_answered in self._unanswered:
+            for wait_answered in self._before_end:
                 await wait_answered()
 
     async def _take(self, command: Command, handle: Handler) -> None:
@@ -341,7 +335,7 @@ class Session:
     # --- writing ---
 
     async def _write(self) -> None:
-        """Send what is posted, then what the journals have, then wait for either or for a deadline."""
+        """Send the queued commands and the new chunks of the journals, then wait for more or for a deadline."""
         while True:
             if self._wake.is_set():
                 self._wake = trio.Event()
@@ -358,7 +352,7 @@ class Session:
                 await self._wait()
 
     def _take_chunks(self) -> list[Piece]:
-        """What the journals have. A reader with nothing left of a stream that stops is dropped, and says so."""
+        """The new chunks of the journals. Removes a reader whose stream has stopped after its last chunk."""
         pieces: list[Piece] = []
         for reader in tuple(self._readers):
             taken = reader.take_nowait()
@@ -373,7 +367,7 @@ class Session:
     async def _wait_for_turn(self) -> None:
         """Acquire the right to send; nobody gets it any more once the session is closing."""
         try:
-            self._sending.acquire_nowait()  # the usual case, without a detour through the scheduler
+            self._sending.acquire_nowait()  # the usual case, without the scheduler
         except trio.WouldBlock:
             await self._sending.acquire()
         if self._closing:
@@ -387,7 +381,7 @@ class Session:
         return lines
 
     async def _send_all(self, pieces: Sequence[Piece]) -> None:
-        """Send under the lock. A peer that does not take them within the stall time is cut off."""
+        """Send; the caller holds the lock. A peer that does not accept them within the stall time is disconnected."""
         try:
             await self._outlet.send(pieces)
         except trio.TooSlowError:
@@ -395,8 +389,8 @@ class Session:
         self._connection.sent(trio.current_time())
 
     async def _wait(self) -> None:
-        """Until something is to be sent or a deadline has come; then do what it asks for."""
-        # A line that begins while we wait has a deadline of its own: look again before that can have come.
+        """Wait until something is to be sent or a deadline is reached; then handle the deadline."""
+        # A line that begins while we wait has a deadline of its own, so wait no longer than `line_timeout`.
         deadline = min(self._connection.next_deadline(), trio.current_time() + self._timing.line_timeout)
         if not self._authorised:
             deadline = min(deadline, self._auth_deadline)
@@ -433,5 +427,5 @@ def _text(error: ReplicadError) -> str:
 
 
 def _error_line(text: str) -> Error:
-    """Whatever the text quotes, it stands on one line that every client takes."""
+    """ERROR with `text`; characters that a line cannot have are replaced."""
     return Error(sendable(text))

@@ -1,7 +1,7 @@
-"""Which signals end the daemon and which do it no harm. By default nearly each of them ends a process without a word.
+"""Which signals stop the daemon and which are ignored. By default nearly each of them ends a process with no message.
 
-SIGTERM and SIGINT stop the daemon. So does SIGHUP where stderr is a terminal, since that comes when it is closed;
-elsewhere it is ignored like the others of HARMLESS, and logged. SIGQUIT stays what it is: the end at once.
+SIGTERM and SIGINT stop the daemon. So does SIGHUP if stderr is a terminal, because it is sent when the terminal is
+closed; otherwise it is logged and ignored like the others of HARMLESS. SIGQUIT keeps its default: it ends the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Until trio takes the signals over, SIGTERM unwinds like Ctrl-C, so that a starting Postgres is stopped again."""
+    """Until trio handles the signals, SIGTERM raises like Ctrl-C, so that a Postgres that is starting is stopped."""
     handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]] = {
         signal.SIGTERM: signal.default_int_handler
     }
@@ -42,7 +42,7 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def uninterruptible() -> Iterator[None]:
-    """While the embedded Postgres is stopped, which is bounded: a second Ctrl-C must not leave it behind."""
+    """Ignore signals while the embedded Postgres is stopped (a bounded time), so that it is not left running."""
     before = [signal.signal(number, signal.SIG_IGN) for number in STOPPING]
     try:
         yield
@@ -55,12 +55,12 @@ async def stop_on_signal(
     stop: Callable[[], None], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
     """Call `stop` for each signal that asks for it, and log the others, until cancelled."""
-    deadly = {number for number in (*STOPPING, *HARMLESS) if _stops(number)}  # asked now: a closed terminal is none
+    stopping = {number for number in (*STOPPING, *HARMLESS) if _stops(number)}  # now: isatty() fails once it is closed
     with trio.open_signal_receiver(*STOPPING, *_not_ignored()) as signals:
         task_status.started()
-        async for number in signals:  # also those that come while we stop already: they must not cut it short
+        async for number in signals:  # signals during the stop are received too, so that they do not end the process
             name = signal.Signals(number).name
-            if number in deadly:
+            if number in stopping:
                 log.info("stopping", signal=name)
                 stop()
             else:
@@ -68,7 +68,7 @@ async def stop_on_signal(
 
 
 def _not_ignored() -> list[signal.Signals]:
-    """Those of HARMLESS that whoever started us did not switch off, as nohup does with SIGHUP."""
+    """Those of HARMLESS that the parent process has not set to be ignored, as nohup does with SIGHUP."""
     return [number for number in HARMLESS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

@@ -1,6 +1,6 @@
-"""Keeps long-lived tasks running: one that fails is reported, and begun again after a pause that grows.
+"""Keeps long-lived tasks running: a task that fails is reported, and restarted after a growing pause.
 
-So an exception that nobody expected ends the smallest thing that it concerns. What a task does is not known here.
+So an unexpected exception ends only the task that raised it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from dataclasses import dataclass
 import trio
 
 from replicad.daemon.troubles import Troubles
+from replicad.retry import Backoff
 
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """When a failed task is begun again, in seconds."""
+    """Seconds before a failed task is restarted."""
 
-    first: float = 0.1  # before the first time; doubles up to `longest`
+    first: float = 0.1  # before the first restart; doubles up to `longest`
     longest: float = 10.0
-    steady: float = 30.0  # of work after which the trouble is over, and the next failure is a new one
+    steady: float = 30.0  # without a failure; then the trouble ends, and the pause begins with `first` again
 
 
-CAUSE = "run"  # the cause under which the end of a whole task is reported
+CAUSE = "run"  # the cause of troubles for the failure of a whole task
 
 
 async def keep_running(
     job: Callable[[], Awaitable[None]], kind: str, name: str, troubles: Troubles, restarts: Restarts = Restarts()
 ) -> None:
-    """Run `job` until it returns or is cancelled; when it raises, report that and run it again."""
-    pause = restarts.first
+    """Run `job` until it returns or is cancelled; when it raises, report the exception and run it again."""
+    backoff = Backoff(restarts.first, restarts.longest, jitter=0.0)
     while True:
         began = trio.current_time()
         failure = await _run_once(job, kind, name, troubles, restarts)
@@ -38,9 +39,8 @@ async def keep_running(
             return
         troubles.fail(kind, name, CAUSE, failure)
         if trio.current_time() >= began + restarts.steady:
-            pause = restarts.first
-        await trio.sleep(pause)
-        pause = min(2 * pause, restarts.longest)
+            backoff.reset()
+        await trio.sleep(backoff.next_delay())
 
 
 async def keep_service(
@@ -50,10 +50,9 @@ async def keep_service(
     restarts: Restarts = Restarts(),
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """`keep_running` for `run(task_status=...)`, a service that says when it has started.
+    """`keep_running` for `run(task_status=...)`, a service that reports when it has started.
 
-    What it raises before it has started for the first time goes to whoever starts it: the daemon cannot start then,
-    and says why.
+    An exception before its first start is raised: the daemon then does not start.
     """
     status = _Status(task_status)
     began = trio.current_time()
@@ -77,7 +76,7 @@ async def keep_service(
 async def _run_once(
     job: Callable[[], Awaitable[None]], kind: str, name: str, troubles: Troubles, restarts: Restarts
 ) -> Exception | None:
-    """Run a task to its end; returns what it raised. An earlier trouble ends after `restarts.steady`."""
+    """Run a task to its end; returns its exception. An earlier trouble ends after `restarts.steady`."""
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_end_trouble_when_steady, kind, name, troubles, restarts.steady)
@@ -101,7 +100,7 @@ async def _end_trouble_when_steady(kind: str, name: str, troubles: Troubles, ste
 
 
 class _Status(trio.TaskStatus[None]):
-    """Passes `started` on, and remembers that it came."""
+    """Passes `started` on, and keeps that it was called."""
 
     def __init__(self, inner: trio.TaskStatus[None]) -> None:
         self._inner = inner

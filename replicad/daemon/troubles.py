@@ -1,14 +1,14 @@
-"""What is wrong at this moment, thing by thing: reported when it begins, when its reason changes, and when it is over.
+"""The present troubles of streams, tubes and services: logged when one begins, when its reason changes, when it ends.
 
 A *thing* is named by a kind (`stream`, `tube`, `session`, `service`) and a name. A thing can have several troubles at
 once, one for each *cause*: a short word for the work that fails (`registry`, `copy`, `backfill`). The state of a
 thing is the list of its troubles; it is ok when there are none.
 
-Everything that catches an exception of a long-lived task does it through this file. So no failure is silent: each one
-is counted, is logged with its reason (a defect of ours with its traceback), and can be seen until it is over.
-The one exception is an outage of Postgres: the poller reports it once, and what fails because of it is only counted.
+All exceptions of long-lived tasks are reported here. So no failure is silent: each one is counted, logged with its
+reason (a defect of replicad with its traceback), and shown until it is over. The one exception is an outage of
+Postgres: the poller reports it once, and failures that it causes are only counted.
 
-Which tasks there are, and what is done about a trouble, is not known here.
+This file does not know the tasks, nor how a trouble is handled.
 """
 
 from __future__ import annotations
@@ -23,20 +23,14 @@ import structlog
 import trio
 
 from replicad.errors import DatabaseUnavailable, ReplicadError
+from replicad.groups import reporting, sole_leaf
 
 DATABASE = "database"  # the kind of the trouble that the poller reports while Postgres is away
-AWAY_GRACE = 3.0  # seconds in which the poller notices an outage: a lost connection is no trouble of its own before
-QUIET = 10.0  # seconds between two log lines about failures of one kind and cause that `record` takes
+AWAY_GRACE = 3.0  # seconds until a lost connection counts as a trouble of its own; the poller finds an outage sooner
+QUIET = 10.0  # seconds between two log lines of `record` with the same kind and cause
 MAX_REASON = 2000  # characters of a reason; a driver's message can quote a whole row
 
 log = structlog.get_logger()
-
-
-def sole_cause(error: BaseException) -> BaseException:
-    """The exception that a nursery has wrapped; the group itself where it holds several."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 class Place(NamedTuple):
@@ -73,7 +67,7 @@ class Troubles:
     # --- reporting ---
 
     def begin(self, kind: str, name: str, cause: str, reason: str, *, code: str) -> None:
-        """Report a trouble; repeating it with the same reason is free of noise."""
+        """Report a trouble. A repeated report with the same reason is counted and not logged."""
         self.counts[kind, cause, code] += 1
         place, reason = Place(kind, name, cause), reason[:MAX_REASON]
         known = self._current.get(place)
@@ -83,11 +77,11 @@ class Troubles:
         self._current[place] = Trouble(place, code, reason, since)
         event = "trouble_began" if known is None else "trouble_changed"
         log.warning(event, kind=kind, name=name, cause=cause, code=code, reason=reason)
-        self._tell()
+        self._notify()
 
     def fail(self, kind: str, name: str, cause: str, error: BaseException) -> None:
-        """Report an exception as a trouble. A defect of ours is logged with its traceback, each time it occurs."""
-        group, error = error, sole_cause(error)
+        """Report an exception as a trouble. A defect of replicad is logged with its traceback each time."""
+        group, error = error, sole_leaf(error)
         if isinstance(error, DatabaseUnavailable) and self._is_outage(Place(kind, name, cause)):
             self.counts[kind, cause, error.code] += 1
             return
@@ -99,11 +93,10 @@ class Troubles:
         self.begin(kind, name, cause, f"unexpected {what}; the log has the traceback", code=type(error).__name__)
 
     def record(self, kind: str, name: str, cause: str, error: BaseException) -> None:
-        """Report a failure that is over at once, because what it concerned has ended: a message, a session.
+        """Report a failure that does not last, because its message or session has ended.
 
-        It is counted and is no state of anything. It is logged, a defect of ours with its traceback; of those of one
-        kind and cause only one every QUIET seconds, with the number of those that were left out before it: whoever can
-        cause such failures must not fill the log.
+        It is counted and logged (a defect of replicad with its traceback), and is not part of any state. Clients can
+        cause such failures, so for each kind and cause one is logged every QUIET seconds, with the number left out.
         """
         code = error.code if isinstance(error, ReplicadError) else type(error).__name__
         self.counts[kind, cause, code] += 1
@@ -119,40 +112,37 @@ class Troubles:
             log.error("unexpected_failure", **fields, exc_info=error)
 
     def end(self, kind: str, name: str, cause: str) -> None:
-        """The cause works again; safe to repeat, and cheap while there is no trouble."""
+        """End the trouble of this cause. Safe to repeat, and cheap while there is none."""
         place = Place(kind, name, cause)
         self._suspected.pop(place, None)
         known = self._current.pop(place, None)
         if known is not None:
             lasted = round(self._now() - known.since, 1)
             log.info("trouble_over", kind=kind, name=name, cause=cause, code=known.code, lasted_s=lasted)
-            self._tell()
+            self._notify()
 
     def forget(self, kind: str, name: str) -> None:
-        """The thing is no longer there, and so are its troubles."""
+        """End all troubles of a thing that was removed."""
         for place in [place for place in (*self._current, *self._suspected) if place[:2] == (kind, name)]:
             self.end(*place)
 
     @contextmanager
     def contain(self, kind: str, name: str, cause: str) -> Iterator[None]:
-        """Let no exception out of the block: it becomes a trouble, and a block that succeeds ends the trouble.
-
-        Cancellation passes.
-        """
-        with self._caught(lambda error: self.fail(kind, name, cause, error)):
+        """Report an exception of the block as a trouble; a block that succeeds ends it. Cancellation passes."""
+        with reporting(lambda error: self.fail(kind, name, cause, error)):
             yield
             self.end(kind, name, cause)
 
     @contextmanager
     def contain_and_record(self, kind: str, name: str, cause: str) -> Iterator[None]:
-        """`contain` for a block that is not tried again: what it raises is recorded (see `record`)."""
-        with self._caught(lambda error: self.record(kind, name, cause, error)):
+        """`contain` for a block that is not tried again: an exception is passed to `record`."""
+        with reporting(lambda error: self.record(kind, name, cause, error)):
             yield
 
     # --- looking ---
 
     def current(self) -> list[Trouble]:
-        """All troubles, those that began first at the front."""
+        """All troubles, the oldest first."""
         return sorted(self._current.values(), key=lambda trouble: trouble.since)
 
     def of(self, kind: str, name: str) -> list[Trouble]:
@@ -160,36 +150,21 @@ class Troubles:
         return [trouble for trouble in self.current() if trouble.place[:2] == (kind, name)]
 
     def why(self, kind: str, name: str) -> str | None:
-        """The reasons of one thing's troubles in one text, None where it has none."""
+        """The reasons of one thing's troubles in one text; None if it has none."""
         return " Also: ".join(trouble.reason for trouble in self.of(kind, name)) or None
 
     def next_change(self) -> trio.Event:
-        """An event that comes with the next change: for who looks first and waits afterwards."""
+        """An event that is set at the next change. Get it before reading the state, then wait for it."""
         return self._changed
 
     # --- inside ---
 
-    @staticmethod
-    @contextmanager
-    def _caught(report: Callable[[BaseException], None]) -> Iterator[None]:
-        """Report what the block raises, and let only a cancellation out."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - reported with its traceback
-            report(error)
-        except BaseExceptionGroup as group:
-            failed, rest = group.split(Exception)
-            if failed is not None:
-                report(failed)
-            if rest is not None:
-                raise rest from None
-
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
     def _is_outage(self, place: Place) -> bool:
-        """Whether a lost connection is explained by an outage of Postgres, or may still turn out to be."""
+        """Whether an outage of Postgres explains a lost connection, or may still be found to explain it."""
         if any(trouble.place.kind == DATABASE for trouble in self._current.values()):
             return True
         return self._now() < self._suspected.setdefault(place, self._now()) + AWAY_GRACE

@@ -20,7 +20,7 @@ import trio
 
 from replicad.config.settings import ServerSettings
 from replicad.daemon.pieces import write_in_pieces
-from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Telling
+from replicad.daemon.service import Answers, Broadcaster, Feature, Host, Job, Peer
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
@@ -78,7 +78,7 @@ class PresenceService:
     """Takes the reports of all sessions of one daemon. They have no effect while presence is not enabled."""
 
     def __init__(
-        self, book: Book, settings: ServerSettings, troubles: Troubles, relay: Telling, pace: Pace = Pace()
+        self, book: Book, settings: ServerSettings, troubles: Troubles, relay: Broadcaster, pace: Pace = Pace()
     ) -> None:
         self.book = book
         self._pace = pace
@@ -115,7 +115,7 @@ class PresenceService:
 
         async def clear(command: ClearUserSync) -> None:
             self.clear(command)
-            self._relay.tell(command)
+            self._relay.broadcast(command)
 
         async def user_ip(command: UserIp) -> None:
             self.user_ip(command)

@@ -141,7 +141,7 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
 async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: Database) -> None:
     relay = Relay(database, "replicad", EVERY, Troubles(), Pace(max_waiting=10_000))
     for number in range(1000):
-        relay.tell(RemoteServerUp(f"server{number:06}"))
+        relay.broadcast(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
     kept = 10_000 // size
     assert relay.statistics().dropped == 1000 - kept

@@ -43,16 +43,16 @@ def test_every_reader_gets_every_chunk_once_and_in_order(steps: list[bytes | int
     trio.run(scenario)
 
 
-async def test_a_seam_is_where_a_late_subscriber_joins_without_gap_or_repeat() -> None:
+async def test_a_boundary_is_where_a_late_subscriber_joins_without_gap_or_repeat() -> None:
     channel = Channel("s", {"master": 0})
     await channel.append(b"1\n")
     channel.seal({"master": 1})
     await channel.append(b"2\n")  # in the journal, but not sealed yet
-    seam = channel.seam
-    assert seam.positions == {"master": 1}
+    boundary = channel.boundary
+    assert boundary.positions == {"master": 1}
     await channel.append(b"3\n")
     channel.seal({"master": 3})
-    assert drain(channel.subscribe(seam.index, silent, extended=False)) == b"2\n3\n"
+    assert drain(channel.subscribe(boundary.index, silent, extended=False)) == b"2\n3\n"
 
 
 async def test_lines_for_subscribers_by_name_pass_others_by() -> None:

@@ -93,10 +93,10 @@ async def test_readers_that_got_half_a_batch_are_cut_and_others_get_it_whole(aut
         nursery.start_soon(lane.run)
         lane.aim({"master": 3})
         await trio.sleep(0.01)
-        assert lane.channel.seam.positions == {"master": 0}
+        assert lane.channel.boundary.positions == {"master": 0}
         with pytest.raises(ReplicadError, match="reconnect and resume"):
             torn.take_nowait()
-        whole = lane.channel.subscribe(lane.channel.seam.index, lambda: None, extended=False)
+        whole = lane.channel.subscribe(lane.channel.boundary.index, lambda: None, extended=False)
         await trio.sleep(10)
         nursery.cancel_scope.cancel()
     assert len(b"".join(whole.take_nowait()).splitlines()) == 3

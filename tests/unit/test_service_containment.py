@@ -233,9 +233,9 @@ async def test_a_relay_that_cannot_listen_still_sends_and_one_that_failed_to_sen
     relay = Relay(postgres, "replicad", CORE, troubles)  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep_running, relay.run, "service", "relay", troubles)
-        relay.tell(RemoteServerUp("lost"))
+        relay.broadcast(RemoteServerUp("lost"))
         await trio.sleep(0.01)
-        relay.tell(RemoteServerUp("sent"))
+        relay.broadcast(RemoteServerUp("sent"))
         await trio.sleep(Restarts().steady / 2)
         assert [message.split("\n")[1:] for message in postgres.messages] == [["REMOTE_SERVER_UP sent"]]
         statistics = relay.statistics()

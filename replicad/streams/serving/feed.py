@@ -99,7 +99,7 @@ class Feed:
     @property
     def told_upto(self) -> int:
         """All rows up to here were told to readers of the order per writer, whoever wrote them."""
-        return min(self.channel.seam.positions.values(), default=self._known_upto)
+        return min(self.channel.boundary.positions.values(), default=self._known_upto)
 
     def linear_channel(self) -> Channel:
         """The journal of the linear order, begun when it is first asked for."""
@@ -134,7 +134,7 @@ class Feed:
         if known is None or known[0] is not positions:
             lines = position_lines(self.name, positions, positions, all_of_them=True)
             if extended:
-                lines = self.writers_of(self._main.epoch, self.channel.seam.positions) + lines
+                lines = self.writers_of(self._main.epoch, self.channel.boundary.positions) + lines
             known = self._preambles[extended] = (positions, lines)
         return known[1]
 
@@ -211,10 +211,10 @@ class Feed:
         """What was published in the present generation: the linear position, and of the writers that are ahead of it
         each one's.
         """
-        told = self.channel.seam.positions
+        told = self.channel.boundary.positions
         linear = min([_known(self.reading), *told.values()])
         if self._linear is not None and self._linear.epoch == self.stream.epoch:  # it may have told of more
-            linear = max(linear, self._linear.channel.seam.positions[LINEAR])
+            linear = max(linear, self._linear.channel.boundary.positions[LINEAR])
         if self._main.epoch != self.stream.epoch:
             return linear, {}
         return linear, {name: at for name, at in told.items() if at > linear}
@@ -273,7 +273,7 @@ class Feed:
 
     def adopt(self, stream: Stream, lineage: Lineage, shared: Vector) -> None:
         """Go on in another generation, whose history is shared up to there: readers are told to go back to it."""
-        told = self.channel.seam.positions
+        told = self.channel.boundary.positions
         if any(at > self._shared_by(name, shared) for name, at in told.items()):
             self.rewinds += 1
             self.late_rows = 0

@@ -144,7 +144,7 @@ class Lane:
         before = self._forked
         bound = shared if before is None else lambda name: min(before[1](name), shared(name))
         self._forked = (epoch, bound)
-        self._target = {name: min(at, bound(name)) for name, at in self.channel.seam.positions.items()}
+        self._target = {name: min(at, bound(name)) for name, at in self.channel.boundary.positions.items()}
         self._heard.set()
 
     async def wait_told(self, epoch: str) -> None:
@@ -193,9 +193,9 @@ class Lane:
                 await trio.sleep(self._pace.copy_retry)
             except Exception as error:  # noqa: BLE001 - reported, with its traceback where it is a defect
                 self._troubles.fail("stream", self._stream, self._copy_cause, error)
-                if self.channel.seam.index != self.channel.head:  # half of something went out that nobody accounts for
+                if self.channel.boundary.index != self.channel.head:  # rows after the boundary were sent
                     broken = DatabaseError(f"stream {self._stream} broke off; reconnect and resume")
-                    self.channel.cut(broken, self.channel.seam.positions)
+                    self.channel.cut(broken, self.channel.boundary.positions)
                 await trio.sleep(pause)
                 pause = min(2 * pause, self._pace.longest_copy_retry)
             else:
@@ -214,11 +214,11 @@ class Lane:
                 await self._heard.wait()
 
     def _is_there(self) -> bool:
-        return self._goal() == self.channel.seam.positions
+        return self._goal() == self.channel.boundary.positions
 
     def _goal(self) -> dict[str, int]:
         """The target of the writers that are listed. One that is about to leave follows the others."""
-        told, target = self.channel.seam.positions, self._target
+        told, target = self.channel.boundary.positions, self._target
         if told.keys() == target.keys():
             return target
         lowest = min(target.values(), default=UNKNOWN)
@@ -226,7 +226,7 @@ class Lane:
 
     def _may_leave(self) -> Set[str]:
         """Which of those that are to leave can: from then on they stand where the lowest of the others stands."""
-        told = self.channel.seam.positions
+        told = self.channel.boundary.positions
         if not self._leaving or self._joining:
             return frozenset()
         lowest = min((at for name, at in told.items() if name not in self._leaving), default=None)
@@ -236,7 +236,7 @@ class Lane:
         while self._notices:
             line, extended = self._notices.pop(0)
             await self.channel.append(line, extended=extended)
-            self.channel.seal(self.channel.seam.positions)  # who joins later was not there
+            self.channel.seal(self.channel.boundary.positions)  # who joins later was not there
         if self._forked is not None:
             self._release()
             await self._announce_fork(*self._forked)
@@ -251,10 +251,10 @@ class Lane:
         try:
             await self._advance(target)
         except (DatabaseError, RowTooLong) as error:
-            at_fault = await self._copier.blame(self.channel.seam.positions, target, error)
+            at_fault = await self._copier.blame(self.channel.boundary.positions, target, error)
             if at_fault is None:
                 raise
-            await self._advance(below(self.channel.seam.positions, target, at_fault), at_once=True)
+            await self._advance(below(self.channel.boundary.positions, target, at_fault), at_once=True)
             self._hold(at_fault)
 
     async def _readable_by_now(self, held: RowUnreadable) -> bool:
@@ -286,7 +286,7 @@ class Lane:
 
     async def _advance(self, target: Positions, *, at_once: bool = False) -> None:
         """Copy what lies between what was told and the target; positions are told now and then, or `at_once`."""
-        told = dict(self.channel.seam.positions)
+        told = dict(self.channel.boundary.positions)
         seen = LastTokens(self._stream, told, one=self._copier.one_writer)
 
         async def append(chunk: Chunk) -> None:
@@ -322,7 +322,7 @@ class Lane:
 
     async def _announce_joining(self) -> None:
         """List the writers that join: the whole set where one line holds it, else the new ones, which add to it."""
-        told = self.channel.seam.positions
+        told = self.channel.boundary.positions
         joining, names = self._joining, self._joining - told.keys()
         relisted, self._relisted = self._relisted, trio.Event()
         lowest = min((told or self._target).values(), default=0)
@@ -342,7 +342,7 @@ class Lane:
 
     async def _announce_leaving(self, leaving: Set[str]) -> None:
         """List writers no more. The set is told whole, and a POSITION behind it says so."""
-        told = self.channel.seam.positions
+        told = self.channel.boundary.positions
         listed = {name: at for name, at in told.items() if name not in leaving}
         await self.channel.append(set_lines(self._stream, self._writers(self.epoch, listed), listed), extended=True)
         self._left |= {name: told[name] for name in leaving}
@@ -355,7 +355,7 @@ class Lane:
         """Take back what was told beyond the shared history, then name the generation: a token is good at any moment,
         as it is either of the generation before or not beyond what is shared.
         """
-        told = self.channel.seam.positions
+        told = self.channel.boundary.positions
         kept = {name: min(at, shared(name)) for name, at in told.items()}
         left = {
             name: at for name, at in self._left.items() if at > shared(name)

@@ -16,8 +16,9 @@ import trio
 from replicad.daemon.journal import JournalLimits
 from replicad.daemon.service import Positions
 from replicad.daemon.supervision import keep_running
-from replicad.daemon.troubles import Troubles, sole_cause
+from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
+from replicad.groups import sole_leaf
 from replicad.postgres.horizon import Fork, Reading
 from replicad.protocol.commands import Error
 from replicad.protocol.tokens import Vector
@@ -369,7 +370,7 @@ def _note_of(feed: Feed) -> Note:
 
 
 def _end_of(name: str, error: BaseException) -> ReplicadError:
-    cause = sole_cause(error)
+    cause = sole_leaf(error)
     if isinstance(cause, ReplicadError):
         return StreamRefused(f"stream {name} is served anew: {cause} Reconnect and resume from your token.")
     return StreamRefused(f"stream {name} is served anew after an internal error; reconnect and resume from your token")

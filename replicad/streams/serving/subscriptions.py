@@ -1,11 +1,11 @@
-"""What REPLICATE does: from a token to the live flow without a gap and without a repeat.
+"""Serves REPLICATE: from a token to the live rows without a gap and without a repeat.
 
-Plain REPLICATE joins every stream's journal at its last seam and tells the positions there. `REPLICATE stream token`
-first copies the rows between the token and a seam from Postgres, straight into the socket and as fast as the socket
-takes them, and joins at the seam; if the journal has moved on meanwhile, once more from there.
+Plain REPLICATE joins every stream's journal at its last boundary and sends the positions there. `REPLICATE stream
+token` first copies the rows between the token and a boundary from Postgres to the socket, at the socket's speed. Then
+it joins the journal at the boundary. If the journal no longer holds that chunk, it copies again from there.
 
-Where a stream stops before a row that cannot be read, its subscription ends with an ERROR and the connection stays.
-Plain REPLICATE follows every stream, so it joins the stream again by itself as soon as it goes on.
+If a stream stops before an unreadable row, its subscription ends with an ERROR and the connection stays open. Plain
+REPLICATE follows every stream, so it joins the stream again when the stream goes on.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Subscriptions:
         if self._all:  # a client may ask again for where everything stands
             for name, feed in sorted(self._publisher.feeds.items()):
                 if name in self._readers:
-                    seam = feed.channel.seam
-                    self._readers[name].insert(seam.index, feed.preamble(seam.positions, extended=False))
+                    boundary = feed.channel.boundary
+                    self._readers[name].insert(boundary.index, feed.preamble(boundary.positions, extended=False))
             return
         self._all = True
         for _, feed in sorted(self._publisher.feeds.items()):
@@ -121,8 +121,8 @@ class Subscriptions:
         self._publisher.follow(self._join_new)
 
     def _join_new(self, feed: Feed) -> None:
-        seam = feed.channel.seam
-        self._join(feed, feed.channel, seam.positions, None, linear=False, extended=False)
+        boundary = feed.channel.boundary
+        self._join(feed, feed.channel, boundary.positions, None, linear=False, extended=False)
 
     # --- one stream, from a token (ours) ---
 
@@ -132,7 +132,7 @@ class Subscriptions:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel
         start = await self._start_in_present(feed, command, channel)
-        if channel.held is not None and start[0] == channel.seam.positions:
+        if channel.held is not None and start[0] == channel.boundary.positions:
             raise channel.held.copy()
         self._streams.add(name)
         self._join(feed, channel, *start, linear=command.linear, extended=True)
@@ -154,12 +154,12 @@ class Subscriptions:
         present = feed.epoch(channel)
         epoch = epoch or present
         preamble = _preamble(feed, channel, start, extended=extended)
-        seam = channel.seam
+        boundary = channel.boundary
         lowest = min(start.values(), default=feed.told_upto)
         others_after = lowest if others_after is None else others_after
-        if start == seam.positions and others_after == lowest and epoch == present:
+        if start == boundary.positions and others_after == lowest and epoch == present:
             with suppress(SlowReader):
-                self._read(feed, channel, seam.index, linear=linear, extended=extended, preamble=preamble)
+                self._read(feed, channel, boundary.index, linear=linear, extended=extended, preamble=preamble)
                 return
         begin = _Begin(start, others_after, epoch, preamble)
         self._session.start(self._catch_up, feed, channel, begin, linear, extended)
@@ -170,7 +170,7 @@ class Subscriptions:
         """Read the journal from a chunk on. Raises SlowReader."""
 
         def on_stop(error: RowUnreadable) -> None:
-            self._stop(feed, channel, channel.seam.positions, error, linear=linear)
+            self._stop(feed, channel, channel.boundary.positions, error, linear=linear)
 
         self._readers[feed.name] = self._session.read(
             channel, index, extended=extended, preamble=preamble, on_stop=on_stop
@@ -231,22 +231,22 @@ class Subscriptions:
             BadToken, TokenAhead, TokenExpired: with what would do.
         """
         if command.token in (None, "NOW"):
-            return channel.seam.positions, None
+            return channel.boundary.positions, None
         retained = await feed.retained()  # every row above it is there
         if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
-            start = {instance: min(retained, position) for instance, position in channel.seam.positions.items()}
+            start = {instance: min(retained, position) for instance, position in channel.boundary.positions.items()}
             return start, min([retained, *start.values()])
         token = await _parse(feed, command, channel)
         with trio.move_on_after(self._pace.ahead):
-            while _ahead(feed, token, channel.seam.positions):
+            while _ahead(feed, token, channel.boundary.positions):
                 await channel.wait_sealed()
-        start = {instance: _at(feed, token, instance) for instance in channel.seam.positions}
+        start = {instance: _at(feed, token, instance) for instance in channel.boundary.positions}
         lowest = min(start.values(), default=token.minimum)
         if token.minimum < lowest and not command.linear:
             # Writers that are listed no more may have rows between the two: listed again, they keep the token down.
             await feed.know_writers_between(token.minimum, lowest)
-            start = {instance: _at(feed, token, instance) for instance in channel.seam.positions}
-        if _ahead(feed, token, channel.seam.positions):
+            start = {instance: _at(feed, token, instance) for instance in channel.boundary.positions}
+        if _ahead(feed, token, channel.boundary.positions):
             raise TokenAhead(
                 f"token {token} lies beyond where {feed.name} stands, which is {feed.told_upto}; "
                 "check that this is the database that the token came from"
@@ -266,7 +266,7 @@ class Subscriptions:
         linear: bool,
         extended: bool,
     ) -> None:
-        """Copy (start, seam] to the client, then join the journal at the seam; where it has moved on, once more."""
+        """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
         session = self._session
         told, others_after, epoch = begin.positions, begin.others_after, begin.epoch
         await session.flush()
@@ -279,16 +279,16 @@ class Subscriptions:
                 named = (feed.writers_of(epoch, () if linear else kept) + again) if extended else b""
                 await session.send(position_lines(feed.name, told, kept) + named)
                 told = kept
-            seam = channel.seam
-            if joined := seam.positions.keys() - told.keys():  # writers that joined meanwhile
+            boundary = channel.boundary
+            if joined := boundary.positions.keys() - told.keys():  # writers that joined meanwhile
                 told = {**told, **dict.fromkeys(joined, others_after)}
                 lines = position_lines(feed.name, told, dict.fromkeys(joined, others_after), all_of_them=True)
                 await session.send((feed.writers_of(epoch, told) if extended else b"") + lines)
             await session.flush()
             try:
-                await feed.copy(told, seam.positions, session.send, linear=linear, others_after=others_after)
+                await feed.copy(told, boundary.positions, session.send, linear=linear, others_after=others_after)
             except RowUnreadable as error:
-                reached = below(told, seam.positions, error)
+                reached = below(told, boundary.positions, error)
                 self._stop(feed, channel, reached, error, linear=linear, epoch=epoch)
                 return
             except TableReplaced as error:
@@ -303,22 +303,22 @@ class Subscriptions:
                 raise HangUp(
                     CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
                 ) from error
-            if extended and not told.keys() <= seam.positions.keys():  # writers that are listed no more
-                await session.send(set_lines(feed.name, feed.writers_of(epoch, seam.positions), seam.positions))
+            if extended and not told.keys() <= boundary.positions.keys():  # writers that are listed no more
+                await session.send(set_lines(feed.name, feed.writers_of(epoch, boundary.positions), boundary.positions))
             began = trio.current_time()
-            told = seam.positions
+            told = boundary.positions
             others_after = max(others_after, min(told.values(), default=others_after))
             with suppress(SlowReader):
-                self._read(feed, channel, seam.index, linear=linear, extended=extended)
+                self._read(feed, channel, boundary.index, linear=linear, extended=extended)
                 return
 
 
 def _preamble(feed: Feed, channel: Channel, start: Mapping[str, int], *, extended: bool) -> bytes:
     """What the subscription begins with; made once for all who begin where the stream stands."""
-    if start is channel.seam.positions and channel is feed.channel:
+    if start is channel.boundary.positions and channel is feed.channel:
         return feed.preamble(start, extended=extended)
     # In linear order too, for the epoch: a token without it survives no restore.
-    writers = feed.writers_of(feed.epoch(channel), feed.channel.seam.positions) if extended else b""
+    writers = feed.writers_of(feed.epoch(channel), feed.channel.boundary.positions) if extended else b""
     return writers + position_lines(feed.name, start, start, all_of_them=True)
 
 

@@ -213,10 +213,10 @@ class Daemon:
         self.troubles = Troubles()
         self.relay = Relay(bus, "replicad", EVERY, self.troubles, pace)
         self.heard: list[str] = []
-        self.relay.on(RemoteServerUp, self._hear)
+        self.relay.on(RemoteServerUp, self._receive)
         nursery.start_soon(self.relay.run)
 
-    def _hear(self, command: RemoteServerUp) -> None:
+    def _receive(self, command: RemoteServerUp) -> None:
         if command.server_name == "defect":
             raise KeyError("defect")
         self.heard.append(command.server_name)
@@ -229,13 +229,13 @@ async def test_what_one_daemon_tells_all_others_hear_once_and_in_order(autojump_
         await settle()
         names = [f"server{number:04}" for number in range(2000)]
         for name in names:
-            one.relay.tell(RemoteServerUp(name))
+            one.relay.broadcast(RemoteServerUp(name))
         await settle(10)
         assert (one.heard, two.heard, three.heard) == ([], names, names)
         assert len(bus.messages) < 20, "many lines go in one message"
-        assert (one.relay.statistics().sent, two.relay.statistics().heard) == (2000, 2000)
+        assert (one.relay.statistics().sent, two.relay.statistics().received) == (2000, 2000)
         with pytest.raises(RelayRefused):
-            one.relay.tell(LockReleased(json.dumps(["i", "n", "x" * MAX_LINE])))
+            one.relay.broadcast(LockReleased(json.dumps(["i", "n", "x" * MAX_LINE])))
         nursery.cancel_scope.cancel()
 
 
@@ -278,15 +278,15 @@ async def test_an_outage_loses_nothing_that_waits_and_a_refusal_loses_only_its_o
         await settle(5)
         assert two.troubles.why("service", "relay") is None
         bus.raises = [DatabaseUnavailable("away")] * 3
-        one.relay.tell(RemoteServerUp("kept"))
+        one.relay.broadcast(RemoteServerUp("kept"))
         await settle(5)
         assert two.heard == ["kept"]
         bus.raises = [DatabaseError("the queue is full")]
-        one.relay.tell(RemoteServerUp("lost"))
+        one.relay.broadcast(RemoteServerUp("lost"))
         await settle()
         assert one.troubles.why("service", "relay") == "the queue is full"
         for number in range(10):
-            one.relay.tell(RemoteServerUp(f"number{number}"))
+            one.relay.broadcast(RemoteServerUp(f"number{number}"))
         await settle()
         assert two.heard == ["kept", "number6", "number7", "number8", "number9"]
         assert one.relay.statistics().dropped == 1 + 6

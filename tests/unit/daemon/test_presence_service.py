@@ -109,7 +109,7 @@ class MemoryBook:
         return {user for users in self.online.values() for user in users}
 
 
-class Telling:
+class Broadcaster:
     """A relay that remembers what it was told."""
 
     def __init__(self) -> None:
@@ -119,13 +119,13 @@ class Telling:
     def on(self, kind: object, handler: Any) -> None:
         self.handlers[kind] = handler
 
-    def tell(self, command: object) -> None:
+    def broadcast(self, command: object) -> None:
         self.told.append(command)
 
 
 class World:
     def __init__(self, desk: Desk, book: MemoryBook) -> None:
-        self.book, self.telling, self.troubles = book, Telling(), desk.troubles
+        self.book, self.telling, self.troubles = book, Broadcaster(), desk.troubles
         self.service = PresenceService(book, desk.settings, desk.troubles, self.telling, Pace())
         self.connect = desk.connect
 

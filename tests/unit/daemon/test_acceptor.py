@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from replicad.daemon.dispatch import Relaying
-from replicad.daemon.listener import Entrance, Pauses
+from replicad.daemon.listener import Acceptor, Pauses
 from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
 from replicad.protocol.commands import RemoteServerUp
@@ -63,9 +63,9 @@ async def test_there_is_room_for_so_many_and_one_more_is_told_so_and_closed(auto
         await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        entrance = Entrance(serve, nursery, troubles, room=2, full=b"ERROR full\n", refused=lambda: refused.append(1))
+        acceptor = Acceptor(serve, nursery, troubles, room=2, full=b"ERROR full\n", refused=lambda: refused.append(1))
         listener: Any = Listener(*ours)
-        nursery.start_soon(entrance.accept_forever, listener)
+        nursery.start_soon(acceptor.accept_forever, listener)
         await settle()
         assert (len(served), refused) == (2, [1])
         assert pairs[2][1].recv(100) == b"ERROR full\n"
@@ -79,7 +79,7 @@ async def test_an_accept_that_fails_is_tried_again_with_a_pause_that_grows(autoj
     troubles = Troubles()
     errors = [OSError(errno.EMFILE, "too many open files")] * 5 + [ValueError("defect")]
     async with trio.open_nursery() as nursery:
-        entrance = Entrance(
+        acceptor = Acceptor(
             trio.lowlevel.checkpoint,  # type: ignore[arg-type]
             nursery,
             troubles,
@@ -89,7 +89,7 @@ async def test_an_accept_that_fails_is_tried_again_with_a_pause_that_grows(autoj
             pauses=Pauses(first=0.1, longest=0.4),
         )
         listener: Any = Listener(*errors)
-        nursery.start_soon(entrance.accept_forever, listener)
+        nursery.start_soon(acceptor.accept_forever, listener)
         await trio.sleep(0.05)
         assert "too many open files; raise the limit" in (troubles.why("service", "listener") or "")
         await trio.sleep(10)

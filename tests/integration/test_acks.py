@@ -72,7 +72,7 @@ async def test_an_ack_is_of_the_stream_that_it_names_or_that_its_connection_foll
         await known(filled, "federation", all=7)
         await two.send("REPLICATE events", "FEDERATION_ACK two 8")  # of which of the two?
         await two.send("FEDERATION_ACK two 101 events", "FEDERATION_ACK two 1 nowhere", "STREAMS")
-        await two.until("ERROR token_ahead: FEDERATION_ACK 101 lies beyond where events stands, which is 100")
+        await two.until("ERROR token_ahead: FEDERATION_ACK 101 is ahead of stream events, whose position is 100")
         await two.expect("ERROR stream_refused: stream nowhere is not served, .*")
         await two.until("STREAMS.*")
         await one.send("FEDERATION_ACK one 95")

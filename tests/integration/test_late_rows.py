@@ -26,10 +26,10 @@ PARTITIONED = (
 
 @dataclass
 class Feed:
-    """Stands in for a feed that has told everything up to `told_upto`."""
+    """Stands in for a feed that has told everything up to `sent_upto`."""
 
     stream: Stream
-    told_upto: int = 0
+    sent_upto: int = 0
     late_rows: int = 0
 
 
@@ -42,7 +42,7 @@ class Watch:
 
     async def look(self, told: int) -> str | None:
         """A look after everything up to `told` was sent; what is shown of the stream."""
-        self.feed.told_upto = told
+        self.feed.sent_upto = told
         await self.late.look("events", self.feed)
         return self.troubles.why("stream", "events")
 
@@ -168,7 +168,7 @@ async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked
     events = await watch(database, PLAIN, pace=Pace(late_look=0.05, late_lasts=1.0))
     broken = Feed(replace(events.feed.stream, name="broken", table="public.gone"))
     events.late._feeds = {"broken": broken, "events": events.feed}
-    events.feed.told_upto = 5
+    events.feed.sent_upto = 5
     async with trio.open_nursery() as nursery:
         nursery.start_soon(events.late.run)
         with trio.fail_after(60):

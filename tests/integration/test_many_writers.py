@@ -180,7 +180,7 @@ async def three(facts: Database, start_daemon: Callable[..., Any]) -> AsyncItera
 async def stands_at(daemon: Daemon, position: int) -> None:
     with trio.fail_after(HANG):
         feed = await daemon.publisher.find("facts")
-        while feed.told_upto < position:
+        while feed.sent_upto < position:
             await trio.sleep(0.01)
 
 

@@ -237,7 +237,7 @@ async def test_a_token_beyond_the_position_is_refused(events: Database, start_da
     async with start_daemon(Paces(streams=StreamPace(ahead=0.1))) as other, netcat_to(other) as nc:
         await nc.expect(*HELLO)
         await nc.send("REPLICATE events 99")
-        await nc.expect("ERROR token_ahead: token 99 lies beyond where events stands, which is 0; .*")
+        await nc.expect("ERROR token_ahead: token 99 is ahead of stream events, whose position is 0; .*")
 
 
 async def test_relays_go_to_all_others(netcat: Connect) -> None:

@@ -108,7 +108,7 @@ async def test_a_stream_that_gets_another_instance_column_ends_and_begins_anew(
         await subscribe(nc)
         feed = daemon.publisher.feeds["events"]
         await events.execute("UPDATE replicad.stream SET instance_column = 'instance_name' WHERE name = 'events'")
-        await nc.until("ERROR stream_refused: .*another stream now.*instance_column.*begins anew.*")
+        await nc.until("ERROR stream_refused: .*was replaced.*instance_column.*served again.*")
     await wait_for(lambda: daemon.publisher.feeds.get("events") not in (None, feed))
 
 
@@ -210,13 +210,13 @@ async def test_the_registry_is_looked_at_before_anything_is_read_from_a_new_conn
         reading(name, what)
 
     monkeypatch.setattr(publisher._look, "_job", look_and_note)
-    monkeypatch.setitem(publisher._means.poller._listeners, "events", read_and_note)
-    connection = publisher._means.poller._horizon._connection
+    monkeypatch.setitem(publisher._context.poller._listeners, "events", read_and_note)
+    connection = publisher._context.poller._horizon._connection
     assert connection is not None
     pid = await connection.fetch_value("SELECT pg_backend_pid()")
     looked.clear()
     await events.execute(f"SELECT pg_terminate_backend({pid})")
     with trio.fail_after(HANG):
-        while publisher._means.poller._horizon._connection in (None, connection):
+        while publisher._context.poller._horizon._connection in (None, connection):
             await trio.sleep(0.001)
     assert "look" in looked

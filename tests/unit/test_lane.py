@@ -73,13 +73,13 @@ async def test_whatever_a_copy_raises_is_reported_and_tried_again_and_no_row_is_
     reader = lane.channel.subscribe(0, lambda: None, extended=False)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lane.run)
-        lane.aim({"master": 5})
+        lane.set_target({"master": 5})
         await trio.sleep(0.01)
         waits_quietly = isinstance(failure, DatabaseUnavailable | UnknownStream)
         assert bool(troubles.of("stream", "s")) != waits_quietly
         await trio.sleep(10)
         assert not troubles.current()
-        lane.aim({"master": 7})
+        lane.set_target({"master": 7})
         await trio.sleep(1)
         nursery.cancel_scope.cancel()
     got = [int(line.split()[3]) for line in b"".join(reader.take_nowait()).splitlines()]
@@ -91,7 +91,7 @@ async def test_readers_that_got_half_a_batch_are_cut_and_others_get_it_whole(aut
     torn = lane.channel.subscribe(0, lambda: None, extended=False)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lane.run)
-        lane.aim({"master": 3})
+        lane.set_target({"master": 3})
         await trio.sleep(0.01)
         assert lane.channel.boundary.positions == {"master": 0}
         with pytest.raises(ReplicadError, match="reconnect and resume"):

@@ -12,7 +12,7 @@ from replicad.protocol.tokens import MAX_TOKEN, Vector
 from replicad.protocol.words import Side
 from replicad.streams.commands import Position, Replicate, Writers
 from replicad.streams.rows import Chunk
-from replicad.streams.serving.told import LastTokens, position_lines, set_lines
+from replicad.streams.serving.sent_positions import LastTokens, position_lines, set_lines
 from replicad.streams.writer_set import WRITERS_ON_LINE, WriterSet, writers_lines
 from tests.vocabulary import parse
 

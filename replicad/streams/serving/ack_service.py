@@ -1,5 +1,6 @@
-"""FEDERATION_ACK: gathered here, written once a second. An ack that is lost with the daemon is said again later, by
-the next one of the same sender; until then rows are kept that need not be.
+"""FEDERATION_ACK: collects acks and writes them once a second.
+
+An ack that is lost when the daemon ends is replaced by the sender's next one; until then trimming keeps more rows.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.pace import Pace
 from replicad.streams.store import Notes
 
-MAX_WAITING = 10_000  # senders of streams whose acks wait for Postgres
-FEDERATION = "federation"  # the stream that an ack of Synapse's is about
+MAX_WAITING = 10_000  # acks (one for each stream and sender) that wait for Postgres
+FEDERATION = "federation"  # the stream of an ack without a name, as in Synapse
 SERVICE = "acks"
 
 
@@ -35,10 +36,10 @@ class AckService:
         self._came = trio.Event()
 
     def note(self, command: FederationAck, following: Collection[str] | None) -> bool:
-        """Take an ack of a connection that follows these streams, or all (None); False where it can be of none.
+        """Take an ack of a connection that follows these streams, or all (None). False if it belongs to no stream.
 
-        It is about the stream that it names; else about the only one that is followed, or where all are, about the
-        one that is called `federation`.
+        It belongs to the stream that it names; else to the only one that is followed; else, if all are, to the stream
+        called `federation`.
 
         Raises:
             StreamRefused: the stream that it names is not served.
@@ -50,24 +51,24 @@ class AckService:
         feed = self._feeds.get(name or "")
         if feed is None:
             if command.stream is not None:
-                raise StreamRefused(f"stream {command.stream[:80]} is not served, so nothing of it can be acknowledged")
+                raise StreamRefused(f"stream {command.stream[:80]} is not served, so it takes no FEDERATION_ACK")
             return False
         position = feed.reading.position
         if position is None or command.token > position:
             raise TokenAhead(
-                f"FEDERATION_ACK {command.token} lies beyond where {feed.name} stands, which is {position}"
+                f"FEDERATION_ACK {command.token} is ahead of stream {feed.name}, whose position is {position}"
             )
         key = (feed.name, command.instance)
         known = self._waiting.get(key)
         if known is None and len(self._waiting) >= MAX_WAITING:
-            raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; say it again later")
+            raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; send it again later")
         if known is None or known.resets != feed.stream.resets or known.token < command.token:
             self._waiting[key] = Ack(feed.name, feed.stream.resets, command.instance, command.token)
             self._came.set()
         return True
 
     async def run(self) -> None:
-        """Write what was acknowledged, until cancelled. What cannot be written now is tried again a little later."""
+        """Write acks until cancelled. Those that cannot be written now are tried again after `pace.acks`."""
         while True:
             while not self._waiting:
                 self._came = trio.Event()
@@ -88,5 +89,5 @@ class AckService:
         return True
 
     def _refused(self, error: DatabaseError) -> None:
-        """One ack that Postgres cannot hold: it must not keep the others from being written."""
+        """Record an ack that Postgres cannot hold; the others are written."""
         self._troubles.record("service", SERVICE, "ack", error)

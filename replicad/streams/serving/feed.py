@@ -1,7 +1,7 @@
-"""One stream from Postgres to its journals: positions come in, finished lines go out, row by row nothing is touched.
+"""One served stream: gets positions from the poller and passes targets to its lanes, which fill the journals.
 
-A stream has up to two orders, each a `Lane` with a journal of its own: per writer, and linear, which is made when it is
-first asked for. A feed tells its lanes how far the horizon is and which writers are listed.
+A stream has up to two orders, each a `Lane` with its own journal: per writer, and linear, which is made for its first
+subscriber. The feed also decides which writers are listed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from replicad.streams.rows import Chunk
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.lane import LINEAR, Copier, Lane, below
 from replicad.streams.serving.pace import Pace
-from replicad.streams.serving.roster import ALL, Roster
-from replicad.streams.serving.told import LastTokens, Positions, position_lines
+from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines
+from replicad.streams.serving.writer_list import ALL, WriterList
 from replicad.streams.store import Store
 from replicad.streams.writer_set import writers_lines
 
@@ -47,15 +47,15 @@ class Feed:
         writers_changed: Callable[[Mapping[str, int]], None],
         pace: Pace = Pace(),
     ) -> None:
-        """`reading` has a position. `writers_changed` is told the numbers of the writers that are listed."""
+        """`reading` has a position. `writers_changed` is called with the numbers of the listed writers."""
         self.stream = stream
         self.lineage = lineage  # of the stream; its present generation is the stream's
         self.name = stream.name
-        self._roster = Roster(stream, store, self._relist, troubles, max_listed=pace.max_listed)
+        self._writers = WriterList(stream, store, self._change_writers, troubles, max_listed=pace.max_listed)
         self._preambles: dict[bool, tuple[Positions, bytes]] = {}
-        self.reading = self._aimed = reading
-        self.late_rows = 0  # that turned up at or below a position that was told: each is a row that readers missed
-        self.rewinds = 0  # how often positions were taken back
+        self.reading = self._target_reading = reading
+        self.late_rows = 0  # rows found at or below a position that was sent: readers have missed each of them
+        self.rewinds = 0  # how often positions went back
         self._store = store
         self._pace = pace
         self._limits = limits
@@ -64,22 +64,22 @@ class Feed:
         self._rows = store.rows(stream)
         self._linear: Lane | None = None
         self._main = self._lane(self._targets(reading), linear=False)
-        self._known_upto = _known(reading)  # the writers of rows that come behind are looked for first
-        self._heard = trio.Event()
+        self._known_upto = _known(reading)  # the writers of all rows up to here are listed
+        self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
 
     # --- for subscribers ---
 
     def epoch(self, channel: Channel) -> str:
-        """The generation that readers of this journal were told last; that of `stream` is on its way to them."""
+        """The generation that was sent to readers of this journal last; it may be behind that of `stream`."""
         return self._lane_of(channel).epoch
 
-    async def wait_told(self, channel: Channel) -> None:
-        """Until readers of this journal were told of the present generation."""
-        await self._lane_of(channel).wait_told(self.stream.epoch)
+    async def wait_epoch_sent(self, channel: Channel) -> None:
+        """Wait until the present generation has been sent to readers of this journal."""
+        await self._lane_of(channel).wait_epoch_sent(self.stream.epoch)
 
     async def wait_beyond(self, channel: Channel, epoch: str) -> None:
-        """Until readers of this journal were told of another generation than this one, or the journal has ended."""
+        """Wait until a later generation has been sent to readers of this journal, or the journal has ended."""
         while self._lane_of(channel).epoch == epoch and channel.ended is None:
             await channel.wait_sealed()
 
@@ -88,8 +88,8 @@ class Feed:
 
     @property
     def numbers(self) -> Mapping[str, int]:
-        """The writers that are listed, and their numbers."""
-        return self._roster.numbers
+        """The listed writers and their numbers."""
+        return self._writers.numbers
 
     @property
     def channel(self) -> Channel:
@@ -97,12 +97,12 @@ class Feed:
         return self._main.channel
 
     @property
-    def told_upto(self) -> int:
-        """All rows up to here were told to readers of the order per writer, whoever wrote them."""
+    def sent_upto(self) -> int:
+        """All rows up to here, of every writer, were sent to readers of the order per writer."""
         return min(self.channel.boundary.positions.values(), default=self._known_upto)
 
     def linear_channel(self) -> Channel:
-        """The journal of the linear order, begun when it is first asked for."""
+        """The journal of the linear order, begun with the first call."""
         if self._linear is None:
             assert self._nursery is not None
             self._linear = self._lane({LINEAR: _known(self.reading)}, linear=True)
@@ -111,24 +111,24 @@ class Feed:
 
     def number(self, name: str) -> int:
         """The number of a writer that is listed, or was."""
-        return self._roster.every[name]
+        return self._writers.every[name]
 
     def writers_of(self, epoch: str, names: Iterable[str]) -> bytes:
-        """The lines of WRITERS that name a set: what vector tokens of this stream are made of."""
-        return writers_lines(self.name, epoch, {name: self._roster.every[name] for name in names})
+        """The lines of WRITERS for these writers: vector tokens use their numbers."""
+        return writers_lines(self.name, epoch, {name: self._writers.every[name] for name in names})
 
     def kept(self, positions: Positions, shared: Vector) -> dict[str, int]:
-        """What is left of positions of another generation, whose history is shared up to there."""
+        """Positions of another generation, lowered to the shared position."""
         return {name: min(at, self._shared_by(name, shared)) for name, at in positions.items()}
 
     def _shared_by(self, name: str, shared: Vector) -> int:
-        number = None if name in (LINEAR, ALL) else self._roster.every.get(name)
+        number = None if name in (LINEAR, ALL) else self._writers.every.get(name)
         return shared.minimum if number is None else shared.at(number)
 
     def preamble(self, positions: Positions, *, extended: bool) -> bytes:
-        """What a subscription begins with: positions, and for subscribers by name the writers before them.
+        """The first lines of a subscription: for subscribers by name the writers, then positions.
 
-        Kept for the last positions: after a restart of the daemon all clients come at about the same time.
+        Cached for the last positions, because all clients reconnect at about the same time after a restart.
         """
         known = self._preambles.get(extended)
         if known is None or known[0] is not positions:
@@ -138,14 +138,14 @@ class Feed:
             known = self._preambles[extended] = (positions, lines)
         return known[1]
 
-    async def know_writers(self, token: Vector) -> Set[int]:
-        """Take note of the writers that the token names and that are not listed; returns numbers that nobody has."""
-        return await self._roster.know_numbers(token.ahead.keys())
+    async def list_writers(self, token: Vector) -> Set[int]:
+        """List the writers that the token names; returns the numbers that no writer has."""
+        return await self._writers.add_numbered(token.ahead.keys())
 
-    async def know_writers_between(self, after: int, upto: int) -> None:
-        """List the writers of rows in (after, upto]: a subscriber whose token would pass over them must not."""
-        if self.stream.instance_column is not None and not self._roster.crowded and after < upto:
-            await self._roster.welcome((await self._store.catchup_rows(self.stream).last_tokens(after, upto)).keys())
+    async def list_writers_between(self, after: int, upto: int) -> None:
+        """List the writers of rows in (after, upto], so that a subscriber's token does not skip their rows."""
+        if self.stream.instance_column is not None and not self._writers.crowded and after < upto:
+            await self._writers.add((await self._store.catchup_rows(self.stream).last_tokens(after, upto)).keys())
 
     async def retained(self) -> int:
         """The oldest token after which nothing was removed.
@@ -167,9 +167,9 @@ class Feed:
         return token
 
     async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool, others_after: int) -> None:
-        """Send the rows of (after, upto], and where each writer then stands, for one client that catches up.
+        """Send the rows of (after, upto] and then the positions, for one client that catches up.
 
-        Writers that are not in `upto` stand at `others_after`.
+        Writers that are not in `upto` are at `others_after`.
 
         Raises:
             TokenExpired: rows of the range were trimmed.
@@ -202,63 +202,61 @@ class Feed:
             raise stopped
 
     async def taken(self) -> int:
-        """Up to where ids have been given out by now."""
+        """The highest id that the sequence has given out by now."""
         return await self._store.taken(self.stream)
 
     # --- for the publisher ---
 
     def positions(self) -> tuple[int, dict[str, int]]:
-        """What was published in the present generation: the linear position, and of the writers that are ahead of it
-        each one's.
-        """
-        told = self.channel.boundary.positions
-        linear = min([_known(self.reading), *told.values()])
-        if self._linear is not None and self._linear.epoch == self.stream.epoch:  # it may have told of more
+        """The published positions in the present generation: the linear one, and those of the writers ahead of it."""
+        sent = self.channel.boundary.positions
+        linear = min([_known(self.reading), *sent.values()])
+        if self._linear is not None and self._linear.epoch == self.stream.epoch:  # it may be ahead
             linear = max(linear, self._linear.channel.boundary.positions[LINEAR])
         if self._main.epoch != self.stream.epoch:
             return linear, {}
-        return linear, {name: at for name, at in told.items() if at > linear}
+        return linear, {name: at for name, at in sent.items() if at > linear}
 
     def on_registered(self, writers: Set[str]) -> None:
-        """The registry has these writers, those that are retired left out."""
-        if self._roster.on_registered(writers):
-            self._heard.set()
+        """Take the names of the registered writers that are not retired."""
+        if self._writers.on_registered(writers):
+            self._changed.set()
 
     def on_reading(self, reading: Reading) -> None:
-        """The horizon has spoken."""
+        """Take a new reading of the horizon."""
         if reading.position is None or reading.refused is not None:
             return
         self.reading = reading
-        self._heard.set()
+        self._changed.set()
 
     async def run(self) -> None:
         """Serve the stream until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._main.run)
-            self._heard.set()
+            self._changed.set()
             while True:
-                await self._heard.wait()
-                self._heard = trio.Event()
+                await self._changed.wait()
+                self._changed = trio.Event()
                 try:
                     await self._follow()
                 except (DatabaseError, TableReplaced) as error:
                     self._troubles.fail("stream", self.name, FOLLOW, error)
                     await trio.sleep(self._pace.follow_retry)
-                    self._heard.set()
+                    self._changed.set()
                 else:
                     self._troubles.end("stream", self.name, FOLLOW)
 
     async def _follow(self) -> None:
-        """Go where the horizon is now."""
-        reading, lineage = self.reading, self.lineage  # newer ones may come meanwhile: their writers are not known yet
-        await self._roster.look()
+        """List new writers, then pass the position on to the lanes."""
+        reading, lineage = self.reading, self.lineage  # a newer reading may have writers that are not listed yet
+        await self._writers.look()
         await self._discover(reading)
         if self.lineage is lineage:
-            self._aim(reading)
+            self._set_targets(reading)
 
     def renew(self, stream: Stream) -> None:
-        """Go on with other names of the same table, or other lines for the rows: from the next read on."""
+        """Use changed names of the table or another row expression, from the next read on."""
         self.stream = stream
         self._rows = self._store.rows(stream)
         for lane in (self._main, self._linear):
@@ -266,15 +264,15 @@ class Feed:
                 lane.renew(self._rows)
 
     async def has_same_writers(self) -> bool:
-        """Whether the database knows all writers under the numbers that readers were told."""
-        numbers = {number: name for name, number in self._roster.every.items()}
+        """Whether all writers have the numbers in the database that were sent to readers."""
+        numbers = {number: name for name, number in self._writers.every.items()}
         found = {one.number: one.name for one in await self._store.named(self.stream, numbers)}
         return found == numbers
 
     def adopt(self, stream: Stream, lineage: Lineage, shared: Vector) -> None:
-        """Go on in another generation, whose history is shared up to there: readers are told to go back to it."""
-        told = self.channel.boundary.positions
-        if any(at > self._shared_by(name, shared) for name, at in told.items()):
+        """Go on in another generation. Readers are sent back to the position `shared` with the one before."""
+        sent = self.channel.boundary.positions
+        if any(at > self._shared_by(name, shared) for name, at in sent.items()):
             self.rewinds += 1
             self.late_rows = 0
         self.lineage = lineage
@@ -282,36 +280,36 @@ class Feed:
         reading = self.reading
         kept = min(_known(reading), shared.minimum)
         per_writer = {name: max(kept, at) for name, at in self.kept(reading.per_writer, shared).items()}
-        self.reading = self._aimed = Reading(position=kept, per_writer=per_writer)
+        self.reading = self._target_reading = Reading(position=kept, per_writer=per_writer)
         self._known_upto = min(self._known_upto, kept)
         for lane in (self._main, self._linear):
             if lane is not None:
                 lane.fork(stream.epoch, lambda name: self._shared_by(name, shared))
 
-    def tell(self, line: bytes) -> None:
+    def send_line(self, line: bytes) -> None:
         """Send a line that is no row to all readers, between two reads."""
         for lane in (self._main, self._linear):
             if lane is not None:
-                lane.tell(line)
+                lane.send_line(line)
 
     def end(self, error: ReplicadError) -> None:
-        """Tell all readers that the stream is over."""
+        """End the journals; all readers get the error."""
         for lane in (self._main, self._linear):
             if lane is not None:
                 lane.channel.end(error)
 
-    def _aim(self, reading: Reading) -> None:
-        self._aimed = reading
-        self._main.aim(self._targets(reading))
+    def _set_targets(self, reading: Reading) -> None:
+        self._target_reading = reading
+        self._main.set_target(self._targets(reading))
         if self._linear is not None:
-            self._linear.aim({LINEAR: _known(reading)})
+            self._linear.set_target({LINEAR: _known(reading)})
 
     async def _discover(self, reading: Reading) -> None:
-        """Writers that nobody knew: give them numbers before the first of their rows goes out."""
+        """Find new writers and list them, with their numbers, before the first of their rows is sent."""
         upto = _known(reading)
         if self.stream.instance_column is None or upto <= self._known_upto:
             return
-        if self._roster.crowded:
+        if self._writers.crowded:
             self._known_upto = upto
             return
         lineage = self.lineage
@@ -322,23 +320,23 @@ class Feed:
                 if not is_of_a_row(error):
                     raise
                 if upto == self._known_upto + 1:
-                    return  # a writer's name that cannot be read: the lane stops before this row, and says which it is
+                    return  # this row's writer cannot be read: the lane stops before the row and reports it
                 upto = (self._known_upto + upto) // 2
             else:
-                await self._roster.welcome(found.keys())
+                await self._writers.add(found.keys())
                 if self.lineage is not lineage:
                     return  # history has forked meanwhile
                 self._known_upto, upto = upto, _known(reading)
 
-    def _relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
-        """The list of writers has changed."""
-        self._writers_changed({} if self._roster.crowded else self.numbers)
-        self._main.aim(self._targets(self._aimed))
-        return self._main.relist(joining, leaving)
+    def _change_writers(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
+        """Pass a changed list of writers to the poller and to the lane."""
+        self._writers_changed({} if self._writers.crowded else self.numbers)
+        self._main.set_target(self._targets(self._target_reading))
+        return self._main.change_writers(joining, leaving)
 
     def _targets(self, reading: Reading) -> dict[str, int]:
         position = _known(reading)
-        if self._roster.crowded:
+        if self._writers.crowded:
             return dict.fromkeys(self.numbers, position)
         return {name: reading.per_writer.get(name, position) for name in self.numbers}
 

@@ -1,8 +1,8 @@
-"""One order of one stream: what lies between what readers were told and the horizon is copied into a journal.
+"""One order of one stream: copies the rows between the positions that were sent and the target into a journal.
 
 The order is either per writer (each writer's rows as soon as that writer's position allows) or linear (all rows in
-ascending order). A lane copies, tells positions that moved without rows, and seals the journal where both agree. No row
-is touched in Python. Which positions to aim at, and which writers are listed, is for `feed`.
+ascending order). A lane copies rows, sends POSITION for positions that moved without rows, and sets the journal's
+boundary when both are sent. No row is touched in Python. `feed` decides the target and which writers are listed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import trio
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TokenExpired, UnknownStream
+from replicad.retry import Backoff
 from replicad.streams.rows import Chunk, Range
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.pace import Pace
-from replicad.streams.serving.told import LastTokens, Positions, position_lines, set_lines
+from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines
 from replicad.streams.store import Rows
 from replicad.streams.writer_set import WRITERS_ON_LINE
 
@@ -28,10 +29,10 @@ UNKNOWN = -(1 << 63)  # below every position
 log = structlog.get_logger()
 
 
-def below(told: Positions, upto: Positions, error: RowUnreadable) -> dict[str, int]:
-    """How far each writer can be told when a stream stops before a row; none goes back."""
+def below(sent: Positions, upto: Positions, error: RowUnreadable) -> dict[str, int]:
+    """The position of each writer when a stream stops before an unreadable row; none goes back."""
     assert error.row_id is not None
-    return {name: max(at, min(upto.get(name, at), error.row_id - 1)) for name, at in told.items()}
+    return {name: max(at, min(upto.get(name, at), error.row_id - 1)) for name, at in sent.items()}
 
 
 class Copier:
@@ -49,8 +50,8 @@ class Copier:
         send: Callable[[Chunk], Awaitable[None]],
         others_after: int | None = None,
     ) -> None:
-        """The rows of (after, upto] in chunks. Writers that are not listed stand at the minimum of those that are;
-        before, where `others_after` says so, at that. Raises what `RowSource.copy_range` raises.
+        """Send the rows of (after, upto] in chunks. Writers that are not listed are at the minimum of the listed ones;
+        `others_after` replaces their lower bound. Raises what `RowSource.copy_range` raises.
         """
         if self.linear:
             await self.rows.copy_range(after[LINEAR], upto[LINEAR], send)
@@ -62,7 +63,7 @@ class Copier:
     async def blame(
         self, after: Positions, upto: Positions, error: Exception, others_after: int | None = None
     ) -> RowUnreadable | None:
-        """The row because of which copying (after, upto] raised `error`; None where it is no row's fault, or no longer.
+        """The row that made the copy of (after, upto] raise `error`; None if none did, or it can be read now.
 
         Raises what `copy` raises, for reasons that are not of a row.
         """
@@ -78,7 +79,7 @@ class Copier:
     def _ranges(
         self, after: Positions, upto: Positions, others_after: int | None
     ) -> tuple[dict[str, Range], Range | None]:
-        """A range for each writer that is listed, and the one of all others."""
+        """A range for each listed writer, and the range of all others."""
         ranges = {name: (after[name], at) for name, at in upto.items()}
         if self.one_writer:
             return {name: span for name, span in ranges.items() if span[0] < span[1]}, None
@@ -90,9 +91,8 @@ class Copier:
 class Lane:
     """A journal and the task that fills it.
 
-    Where a row cannot be read, all rows before it go out, then the lane *holds*: its position stays just below the
-    row's id, readers that get there are told why, and the row is tried again with a pause that grows, until it can be
-    read.
+    If a row cannot be read, all rows before it are sent. Then the lane *holds*: its position stays just below the row's
+    id, readers that reach it get the reason, and the row is tried again with a growing pause.
     """
 
     def __init__(
@@ -109,79 +109,80 @@ class Lane:
     ) -> None:
         """`writers(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`."""
         self.channel = Channel(stream, positions, limits)
-        self.epoch = epoch  # the generation that readers were told last
+        self.epoch = epoch  # the generation that was sent to readers last
         self._stream = stream
         self._copier = copier
         self._pace = pace
         self._writers = writers
         self._troubles = troubles
-        order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, each at its own time
+        order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, independently
         self._copy_cause, self._row_cause = f"copy{order}", f"row{order}"
         self._target = dict(positions)
-        self._heard = trio.Event()
+        self._changed = trio.Event()
         self._forked: tuple[str, Callable[[str], int]] | None = None  # the next epoch, and what is shared with it
         self._joining: set[str] = set()
         self._leaving: set[str] = set()
-        self._relisted = trio.Event()
-        self._left: dict[str, int] = {}  # writers that are listed no more, and what was told of them last
-        self._copied: Positions | None = None  # rows up to here went out, though readers may be told less
+        self._joined = trio.Event()
+        self._left: dict[str, int] = {}  # writers that are no longer listed, and their positions that were sent last
+        self._copied: Positions | None = None  # rows up to here were sent; the positions sent may be lower
         self._notices: list[tuple[bytes, bool]] = []
-        self._told_at = float("-inf")
+        self._position_sent_at = float("-inf")
         self._held: RowUnreadable | None = None
         self._try_again_at = 0.0
-        self._row_pause = self._pace.copy_retry
+        self._copy_backoff = Backoff(pace.copy_retry, pace.longest_copy_retry, jitter=0.0)
+        self._row_backoff = Backoff(pace.copy_retry, pace.longest_copy_retry, jitter=0.0)
 
-    def aim(self, target: Positions) -> None:
-        """The horizon has moved; only the latest target counts."""
+    def set_target(self, target: Positions) -> None:
+        """Copy up to these positions; only the latest target counts."""
         if target != self._target:
             self._target = dict(target)
-            self._heard.set()
+            self._changed.set()
 
     def fork(self, epoch: str, shared: Callable[[str], int]) -> None:
-        """Go on in another generation: no writer stands beyond what is shared with it. What is under way is finished
-        first: rows that were read by then may be of either history, but lie beyond that, or are the same in both.
+        """Go on in another generation, with no writer beyond its shared position. A copy that runs is finished first:
+        its rows are the same in both histories, or lie above the shared position.
         """
         before = self._forked
         bound = shared if before is None else lambda name: min(before[1](name), shared(name))
         self._forked = (epoch, bound)
         self._target = {name: min(at, bound(name)) for name, at in self.channel.boundary.positions.items()}
-        self._heard.set()
+        self._changed.set()
 
-    async def wait_told(self, epoch: str) -> None:
-        """Until readers were told of this generation."""
+    async def wait_epoch_sent(self, epoch: str) -> None:
+        """Wait until this generation has been sent to readers."""
         while self.epoch != epoch:
             await self.channel.wait_sealed()
 
-    def relist(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
-        """List writers, from where those stand that are not listed, and others no more; the event comes when readers
-        were told of those that join. One that leaves does so when it is no longer behind all that stay.
+    def change_writers(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
+        """Change the listed writers. Joining ones begin at the position of writers that are not listed. A leaving one
+        is removed when it is not behind all that stay. The event is set when readers were sent those that join.
         """
         self._joining = (self._joining - leaving) | joining
         self._leaving = (self._leaving - joining) | leaving
-        self._heard.set()
-        return self._relisted
+        self._changed.set()
+        return self._joined
 
-    def tell(self, line: bytes, *, extended: bool = False) -> None:
-        """Send a line that is no row, when no row is on its way."""
+    def send_line(self, line: bytes, *, extended: bool = False) -> None:
+        """Send a line that is no row, between two copies."""
         self._notices.append((line, extended))
-        self._heard.set()
+        self._changed.set()
 
     def renew(self, rows: Rows) -> None:
-        """Read by another statement from the next copy on; a row that could not be read is tried at once."""
+        """Use another statement from the next copy on. An unreadable row is tried again at once."""
         self._copier.rows = rows
-        self._try_again_at, self._row_pause = 0.0, self._pace.copy_retry
-        self._heard.set()
+        self._try_again_at = 0.0
+        self._row_backoff.reset()
+        self._changed.set()
 
     async def run(self) -> None:
-        """Fill the journal until cancelled. Failures, whatever they are, are reported and tried again."""
+        """Fill the journal until cancelled. Every failure is reported, and the copy is tried again."""
         try:
             await self._fill()
-        finally:  # whoever comes after us knows nothing of these
+        finally:  # the next lane of the stream cannot end these
             self._troubles.end("stream", self._stream, self._copy_cause)
             self._troubles.end("stream", self._stream, self._row_cause)
 
     async def _fill(self) -> None:
-        pause = self._pace.copy_retry
         while True:
             try:
                 await self._wait_for_work()
@@ -189,54 +190,53 @@ class Lane:
             except TokenExpired as error:
                 log.warning("stream_trimmed_unread", stream=self._stream, error=str(error))
                 self.channel.cut(error, self._target)
-            except UnknownStream:  # whoever looks at the registry, each second, sees it too, and ends us
+            except UnknownStream:  # the publisher reads the registry each second, and will end this lane
                 await trio.sleep(self._pace.copy_retry)
             except Exception as error:  # noqa: BLE001 - reported, with its traceback where it is a defect
                 self._troubles.fail("stream", self._stream, self._copy_cause, error)
                 if self.channel.boundary.index != self.channel.head:  # rows after the boundary were sent
                     broken = DatabaseError(f"stream {self._stream} broke off; reconnect and resume")
                     self.channel.cut(broken, self.channel.boundary.positions)
-                await trio.sleep(pause)
-                pause = min(2 * pause, self._pace.longest_copy_retry)
+                await trio.sleep(self._copy_backoff.next_delay())
             else:
-                pause = self._pace.copy_retry
+                self._copy_backoff.reset()
                 self._troubles.end("stream", self._stream, self._copy_cause)
 
     async def _wait_for_work(self) -> None:
-        """Until the target differs from what was told, and the time to say so has come."""
+        """Wait until the target differs from what was sent, and a held row may be tried again."""
         while not (self._notices or self._joining or self._forked or self._may_leave()):
             if self._held is None and not self._is_there():
                 return
             if self._held is not None and trio.current_time() >= self._try_again_at:
                 return
-            self._heard = trio.Event()
+            self._changed = trio.Event()
             with trio.move_on_at(float("inf") if self._held is None else self._try_again_at):
-                await self._heard.wait()
+                await self._changed.wait()
 
     def _is_there(self) -> bool:
         return self._goal() == self.channel.boundary.positions
 
     def _goal(self) -> dict[str, int]:
-        """The target of the writers that are listed. One that is about to leave follows the others."""
-        told, target = self.channel.boundary.positions, self._target
-        if told.keys() == target.keys():
+        """The target of the listed writers. One that is about to leave gets the lowest target of the others."""
+        sent, target = self.channel.boundary.positions, self._target
+        if sent.keys() == target.keys():
             return target
         lowest = min(target.values(), default=UNKNOWN)
-        return {name: target[name] if name in target else max(at, lowest) for name, at in told.items()}
+        return {name: target[name] if name in target else max(at, lowest) for name, at in sent.items()}
 
     def _may_leave(self) -> Set[str]:
-        """Which of those that are to leave can: from then on they stand where the lowest of the others stands."""
-        told = self.channel.boundary.positions
+        """The leaving writers that may be removed now: those not behind the lowest of the others."""
+        sent = self.channel.boundary.positions
         if not self._leaving or self._joining:
             return frozenset()
-        lowest = min((at for name, at in told.items() if name not in self._leaving), default=None)
-        return {name for name in self._leaving & told.keys() if lowest is not None and told[name] >= lowest}
+        lowest = min((at for name, at in sent.items() if name not in self._leaving), default=None)
+        return {name for name in self._leaving & sent.keys() if lowest is not None and sent[name] >= lowest}
 
     async def _work(self) -> None:
         while self._notices:
             line, extended = self._notices.pop(0)
             await self.channel.append(line, extended=extended)
-            self.channel.seal(self.channel.boundary.positions)  # who joins later was not there
+            self.channel.seal(self.channel.boundary.positions)  # later subscribers do not get the line
         if self._forked is not None:
             self._release()
             await self._announce_fork(*self._forked)
@@ -258,7 +258,7 @@ class Lane:
             self._hold(at_fault)
 
     async def _readable_by_now(self, held: RowUnreadable) -> bool:
-        """Try the row that the lane stops at again, if it is time to; when it can be read, go on."""
+        """If it is time, try the held row again; when it can be read, end the hold."""
         if trio.current_time() < self._try_again_at:
             return False
         assert held.row_id is not None
@@ -271,10 +271,9 @@ class Lane:
 
     def _hold(self, error: RowUnreadable) -> None:
         if self._held is None:
-            self._row_pause = self._pace.copy_retry
+            self._row_backoff.reset()
         self._held = error
-        self._try_again_at = trio.current_time() + self._row_pause
-        self._row_pause = min(2 * self._row_pause, self._pace.longest_copy_retry)
+        self._try_again_at = trio.current_time() + self._row_backoff.next_delay()
         self._troubles.begin("stream", self._stream, self._row_cause, str(error), code=error.code)
         self.channel.hold(error)
 
@@ -285,9 +284,9 @@ class Lane:
             self.channel.release()
 
     async def _advance(self, target: Positions, *, at_once: bool = False) -> None:
-        """Copy what lies between what was told and the target; positions are told now and then, or `at_once`."""
-        told = dict(self.channel.boundary.positions)
-        seen = LastTokens(self._stream, told, one=self._copier.one_writer)
+        """Copy the rows up to the target. POSITION is sent every `pace.position` seconds at most, or `at_once`."""
+        sent = dict(self.channel.boundary.positions)
+        seen = LastTokens(self._stream, sent, one=self._copier.one_writer)
 
         async def append(chunk: Chunk) -> None:
             await self.channel.append(chunk.data)
@@ -295,39 +294,39 @@ class Lane:
 
         copied, self._copied = self._copied, None
         try:
-            await self._copier.copy(copied or told, target, append)
+            await self._copier.copy(copied or sent, target, append)
         except BaseException:
-            self._keep_what_went_out(told, target, seen)
+            self._keep_what_went_out(sent, target, seen)
             raise
         self._copied = target
-        told |= seen.tokens
+        sent |= seen.tokens
         now = trio.current_time()
-        if told != target and (at_once or now >= self._told_at + self._pace.position):
-            await self.channel.append(position_lines(self._stream, told, target))
-            self._told_at = now
-            told = dict(target)
-        self.channel.seal(told)
-        if told != target:
-            self._heard = trio.Event()
-            with trio.move_on_at(self._told_at + self._pace.position):
-                await self._heard.wait()
+        if sent != target and (at_once or now >= self._position_sent_at + self._pace.position):
+            await self.channel.append(position_lines(self._stream, sent, target))
+            self._position_sent_at = now
+            sent = dict(target)
+        self.channel.seal(sent)
+        if sent != target:
+            self._changed = trio.Event()
+            with trio.move_on_at(self._position_sent_at + self._pace.position):
+                await self._changed.wait()
 
-    def _keep_what_went_out(self, told: dict[str, int], target: Positions, seen: LastTokens) -> None:
-        """A copy broke off: go on behind the last whole row that readers got, or cut them off where there is none."""
+    def _keep_what_went_out(self, sent: dict[str, int], target: Positions, seen: LastTokens) -> None:
+        """After a copy that failed: continue after the last complete batch that was sent; else disconnect readers."""
         if seen.torn:
-            self.channel.cut(DatabaseError("Postgres broke off within a batch; reconnect and resume"), told)
+            self.channel.cut(DatabaseError("Postgres broke off within a batch; reconnect and resume"), sent)
         elif seen.done is not None:
             done = seen.done
-            self.channel.seal({name: max(at, min(done, target[name])) for name, at in told.items()})
+            self.channel.seal({name: max(at, min(done, target[name])) for name, at in sent.items()})
 
     async def _announce_joining(self) -> None:
-        """List the writers that join: the whole set where one line holds it, else the new ones, which add to it."""
-        told = self.channel.boundary.positions
-        joining, names = self._joining, self._joining - told.keys()
-        relisted, self._relisted = self._relisted, trio.Event()
-        lowest = min((told or self._target).values(), default=0)
+        """Send the writers that join: the whole set if one line holds it, else only the new ones, which are added."""
+        sent = self.channel.boundary.positions
+        joining, names = self._joining, self._joining - sent.keys()
+        joined, self._joined = self._joined, trio.Event()
+        lowest = min((sent or self._target).values(), default=0)
         if names:
-            listed = {**told, **dict.fromkeys(names, lowest)}
+            listed = {**sent, **dict.fromkeys(names, lowest)}
             whole = len(listed) <= WRITERS_ON_LINE
             await self.channel.append(self._writers(self.epoch, listed if whole else names), extended=True)
             before = {name: min(self._left.pop(name, lowest), lowest) for name in names}
@@ -338,35 +337,33 @@ class Lane:
             self._target = {**dict.fromkeys(names, lowest), **self._target}
             self.channel.seal(listed)
         self._joining = self._joining - joining
-        relisted.set()
+        joined.set()
 
     async def _announce_leaving(self, leaving: Set[str]) -> None:
-        """List writers no more. The set is told whole, and a POSITION behind it says so."""
-        told = self.channel.boundary.positions
-        listed = {name: at for name, at in told.items() if name not in leaving}
+        """Remove writers from the list: send the whole set, and a POSITION after it."""
+        sent = self.channel.boundary.positions
+        listed = {name: at for name, at in sent.items() if name not in leaving}
         await self.channel.append(set_lines(self._stream, self._writers(self.epoch, listed), listed), extended=True)
-        self._left |= {name: told[name] for name in leaving}
+        self._left |= {name: sent[name] for name in leaving}
         if self._copied is not None:
             self._copied = {name: at for name, at in self._copied.items() if name in listed}
         self._leaving = self._leaving - leaving
         self.channel.seal(listed)
 
     async def _announce_fork(self, epoch: str, shared: Callable[[str], int]) -> None:
-        """Take back what was told beyond the shared history, then name the generation: a token is good at any moment,
-        as it is either of the generation before or not beyond what is shared.
+        """Send positions back to the shared ones, then the new epoch. In this order a reader's token is valid at any
+        moment: it is of the earlier generation, or not beyond the shared position.
         """
-        told = self.channel.boundary.positions
-        kept = {name: min(at, shared(name)) for name, at in told.items()}
-        left = {
-            name: at for name, at in self._left.items() if at > shared(name)
-        }  # listed no more, but known to readers
+        sent = self.channel.boundary.positions
+        kept = {name: min(at, shared(name)) for name, at in sent.items()}
+        left = {name: at for name, at in self._left.items() if at > shared(name)}  # not listed, but known to readers
         self._forked = None
         self._copied = None
         self._target |= {name: max(at, self._target.get(name, at)) for name, at in kept.items()}
         self._left = {name: min(at, shared(name)) for name, at in self._left.items()}
-        if lines := position_lines(self._stream, {**told, **left}, {**kept, **{name: shared(name) for name in left}}):
+        if lines := position_lines(self._stream, {**sent, **left}, {**kept, **{name: shared(name) for name in left}}):
             await self.channel.append(lines)
         again = position_lines(self._stream, kept, kept, all_of_them=True)
-        await self.channel.append(self._writers(epoch, () if LINEAR in told else told) + again, extended=True)
+        await self.channel.append(self._writers(epoch, () if LINEAR in sent else sent) + again, extended=True)
         self.epoch = epoch
         self.channel.seal(kept)

@@ -1,11 +1,11 @@
-"""The alarm for rows that turn up at or below a position that readers were told: each is a row that they missed.
+"""The alarm for rows that appear at or below a position that was sent: readers have missed each of these rows.
 
-It remembers which ids there were below the position, and looks a little later which there are. Ids are compared, not
-counts: a row that is deleted meanwhile hides no other. What it cannot see: rows that come more than WINDOW ids late,
-those that come while no daemon runs, and one that takes the place of a deleted row of the same id.
+It reads the ids below the position, and reads them again later. It compares ids, not counts, so a row that is deleted
+meanwhile hides no other. It does not find rows more than WINDOW ids below, rows that appear while no daemon runs, and a
+row that replaces a deleted one of the same id.
 
-Two causes have words of their own: an id that was taken outside of the statement that inserts its row, and a table
-that was attached to the stream's table with rows in it.
+Two causes have their own messages: an id that was taken outside of the statement that inserts its row, and a table with
+rows that was attached to the stream's table.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.windows import MAX_COUNTED, Look, Window, Windows
 
 LOWEST = -(1 << 63)  # the lowest id
-WINDOW = 10_000  # ids below the position that are looked at; a late row is late by seconds, not by days
-SHARE = 10  # a look is followed by a rest this many times as long, however many streams there are
+WINDOW = 10_000  # ids below the position that are compared; a late row is late by seconds, not by days
+SHARE = 10  # the pause after each look is this many times as long as the look
 SHOWN = 10  # ids that an alarm names
-TOLD = 5  # alarms of one stream that are told together
+MAX_REASONS = 5  # alarms of one stream that its trouble shows
 
 _REMEDY = {
     Method.LOCK_WATCH: (
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 class Followed(Protocol):
-    """What is asked of a `Feed`."""
+    """What is needed of a `Feed`."""
 
     late_rows: int
 
@@ -49,7 +49,7 @@ class Followed(Protocol):
     def stream(self) -> Stream: ...
 
     @property
-    def told_upto(self) -> int: ...
+    def sent_upto(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Seen:
     tree: frozenset[int]
 
     def is_of(self, stream: Stream) -> bool:
-        """Whether ids still mean the same rows of the same table."""
+        """Whether the ids still belong to the same rows of the same table."""
         return (self.stream.number, self.stream.created_at, self.stream.table_oid, self.stream.epoch) == (
             stream.number,
             stream.created_at,
@@ -79,7 +79,7 @@ class LateRows:
         self._feeds = feeds
         self._troubles = troubles
         self._seen: dict[str, _Seen] = {}
-        self._told: dict[str, list[str]] = {}
+        self._reasons: dict[str, list[str]] = {}
         self._ends: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -94,8 +94,8 @@ class LateRows:
             self._forget()
 
     async def look(self, name: str, feed: Followed) -> None:
-        """Look at one stream; what is found is told, counted and shown as a trouble of the stream."""
-        upto = feed.told_upto  # before anything is read: all rows up to here are there, and were sent
+        """Look at one stream; late rows are logged, counted and shown as a trouble of the stream."""
+        upto = feed.sent_upto  # read first: all rows up to here were committed and sent
         stream = feed.stream
         async with self._windows.looking() as look:
             await self._look(look, name, feed, stream, upto)
@@ -108,7 +108,7 @@ class LateRows:
             attached = tree.keys() - seen.tree
             now = await look.window(stream, seen.window.after, seen.window.upto, attached)
             if late := seen.window.late(now):
-                self._tell_late(name, feed, late, seen.window.upto)
+                self._report_late(name, feed, late, seen.window.upto)
             for one in attached:
                 await self._look_at_attached(look, name, feed, tree[one], before=seen.window.upto, position=upto)
             if attached or upto != seen.window.upto:
@@ -125,7 +125,7 @@ class LateRows:
             return
         rows, first, last = found
         many = f"{rows:,}{' or more' if rows == MAX_COUNTED else ''} rows"
-        self._tell(
+        self._report(
             name,
             feed,
             rows,
@@ -136,10 +136,10 @@ class LateRows:
             [first, last],
         )
 
-    def _tell_late(self, name: str, feed: Followed, late: Mapping[int, int], position: int) -> None:
+    def _report_late(self, name: str, feed: Followed, late: Mapping[int, int], position: int) -> None:
         ids, rows = sorted(late), sum(late.values())
         shown = ", ".join(map(str, ids[:SHOWN])) + (f" and {len(ids) - SHOWN:,} more" if len(ids) > SHOWN else "")
-        self._tell(
+        self._report(
             name,
             feed,
             rows,
@@ -149,18 +149,17 @@ class LateRows:
             ids[:SHOWN],
         )
 
-    def _tell(self, name: str, feed: Followed, rows: int, reason: str, ids: list[int]) -> None:
+    def _report(self, name: str, feed: Followed, rows: int, reason: str, ids: list[int]) -> None:
         feed.late_rows += rows
         log.error("rows_below_position", stream=name, rows=rows, ids=ids, reason=reason)
-        told = [*self._told.get(name, []), reason][-TOLD:]
-        self._told[name] = told
+        reasons = self._reasons[name] = [*self._reasons.get(name, []), reason][-MAX_REASONS:]
         self._ends[name] = trio.current_time() + self._pace.late_lasts
-        self._troubles.begin("stream", name, "late_rows", " Also: ".join(reversed(told)), code="late_rows")
+        self._troubles.begin("stream", name, "late_rows", " Also: ".join(reversed(reasons)), code="late_rows")
 
     def _forget(self) -> None:
-        """Streams that are not served any more, and troubles that have been shown for long enough."""
+        """Forget streams that are no longer served, and end troubles that have been shown for `late_lasts`."""
         for name in self._seen.keys() - self._feeds.keys():
             del self._seen[name]
         for name in [name for name, end in self._ends.items() if end <= trio.current_time()]:
-            del self._ends[name], self._told[name]
+            del self._ends[name], self._reasons[name]
             self._troubles.end("stream", name, "late_rows")

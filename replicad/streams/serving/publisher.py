@@ -1,7 +1,7 @@
-"""Which streams are served: finds them in the registry, has each served on its own, remembers what was published.
+"""Serves the registered streams: reads the registry every second, starts and ends streams, notes published positions.
 
-Each step of its work stands by itself, and so does each stream: what fails is reported, and keeps no other from its
-turn. A look at the registry compares all that a feed was made of.
+A failure of one step or one stream is reported and does not stop the others. Each look at the registry compares every
+field of a stream that its feed depends on.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from replicad.streams.registry import GENERATION, RENEWABLE, Stream, differences
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.late_rows import LateRows
 from replicad.streams.serving.pace import Pace
-from replicad.streams.serving.served_stream import KIND, Means, Note, OnFeed, Serving
+from replicad.streams.serving.served_stream import KIND, Context, Note, OnFeed, Serving
 from replicad.streams.serving.windows import Windows
 from replicad.streams.store import Store
 
-REGISTRY = "registry"  # the cause of a trouble that stands in the registry; also the name of the service that looks
+REGISTRY = "registry"  # the cause of troubles with a stream's entry in the registry; also the name of this service
 
 log = structlog.get_logger()
 
 
 class Publisher:
-    """The feeds by stream name; `on_feed` of whoever follows all streams is called for each new one."""
+    """The feeds by stream name; followers of all streams are called with each new one."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Publisher:
         """`windows`: where late rows are looked for. `limits`: of the journal of each stream."""
         self._store = store
         self._pace = pace
-        self._means = Means(store, poller, troubles, limits, pace)
-        self.feeds: Mapping[str, Feed] = self._means.feeds
+        self._context = Context(store, poller, troubles, limits, pace)
+        self.feeds: Mapping[str, Feed] = self._context.feeds
         self._troubles = troubles
         self._servings: dict[str, Serving] = {}
         self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
-        self._blind: str | None = None  # why the registry cannot be read
+        self._registry_fault: str | None = None  # why the registry cannot be read
         self._noted: dict[str, Note] = {}
         self._late_rows = LateRows(windows, self.feeds, troubles, pace)
         self._look = Joined(self._look_once)
@@ -69,11 +69,11 @@ class Publisher:
     # --- for sessions ---
 
     async def find(self, name: str) -> Feed:
-        """The feed of a stream, also of one that was added a moment ago: its first reading is waited for.
+        """The feed of a stream. For a stream that was just added, waits for its first reading.
 
         Raises:
-            UnknownStream: nothing of that name is registered.
-            StreamRefused: it is, but cannot be served (now); the message says why.
+            UnknownStream: no stream of that name is registered.
+            StreamRefused: it cannot be served (now); the message says why.
         """
         if name not in self._servings:
             await self._look_for(name)
@@ -87,19 +87,19 @@ class Publisher:
             why = self._why_waiting(serving)
             if serving.feed is not None and why is None:
                 return serving.feed
-            raise StreamRefused(f"stream {name} cannot be served: {why or serving.why_not()}")
+            raise StreamRefused(f"stream {name} cannot be served: {why or serving.reason()}")
         if name in self._faulty:
             raise StreamRefused(f"stream {name} cannot be served: {self._faulty[name]}")
-        if self._blind is not None:
-            raise StreamRefused(f"stream {name[:80]!r} cannot be looked up: {self._blind}")
+        if self._registry_fault is not None:
+            raise StreamRefused(f"stream {name[:80]!r} cannot be looked up: {self._registry_fault}")
         known = ", ".join(sorted(self._servings)) or "none yet; add one with `replicad streams add`"
         raise UnknownStream(f"there is no stream {name[:80]!r}; the streams are: {known}")
 
     async def look_at(self, name: str) -> None:
-        """Look at the registry: another daemon may have seen a fork first. Waits until the stream has taken it over.
+        """Read the registry, since another daemon may have found a fork first; wait until the fork is handled.
 
         Raises:
-            StreamRefused: it cannot be looked at.
+            StreamRefused: the registry cannot be read.
         """
         await self._look_for(name)
         serving = self._servings.get(name)
@@ -108,12 +108,12 @@ class Publisher:
                 await serving.wait_taken_over()
 
     def is_forked(self, name: str) -> bool:
-        """Whether the stream's history has forked, and it has not gone over to the next generation yet."""
+        """Whether the stream's history has forked and the next generation is not taken over yet."""
         serving = self._servings.get(name)
         return serving is not None and serving.forked
 
     def waiting(self) -> dict[str, StreamWaits]:
-        """What to tell who follows all streams: those that do not move or are not served, and why."""
+        """The streams that do not advance or are not served, with the reasons, for clients that follow all streams."""
         reasons = {name: why for name, s in self._servings.items() if (why := self._why_waiting(s)) is not None}
         return {
             name: StreamWaits(f"stream {name} does not move: {why}")
@@ -121,17 +121,17 @@ class Publisher:
         }
 
     def follow(self, on_feed: OnFeed) -> None:
-        """Have `on_feed` called for every stream that is added from now on."""
-        self._means.followers.add(on_feed)
+        """Call `on_feed` for every stream that is added from now on."""
+        self._context.followers.add(on_feed)
 
     def unfollow(self, on_feed: OnFeed) -> None:
         """Undo `follow`; safe to repeat."""
-        self._means.followers.discard(on_feed)
+        self._context.followers.discard(on_feed)
 
     def _why_waiting(self, serving: Serving) -> str | None:
-        """Why a stream does not move: by itself, or because of what the server that we talk to is.
+        """Why a stream does not advance: its own obstacle, or a trouble with the database server.
 
-        A mere outage is no such reason: what is in the journal can be read, and the rest follows.
+        An outage does not count: the rows in the journal can be read, and the others follow when it is over.
         """
         if serving.obstacle is not None:
             return serving.obstacle
@@ -141,9 +141,9 @@ class Publisher:
     # --- life ---
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve the registered streams until cancelled; started once those that nobody holds back are there.
+        """Serve the registered streams until cancelled. Reports `started` when each is served or has an obstacle.
 
-        May be run again after it has failed: it begins with no stream.
+        May be run again after a failure: it begins with no stream.
         """
         try:
             async with trio.open_nursery() as nursery:
@@ -160,28 +160,28 @@ class Publisher:
                     await trio.sleep(self._pace.look)
                     await self._look_contained()
                     for serving in list(self._servings.values()):
-                        serving.judge()  # also where the look has failed
+                        serving.report_obstacle()  # also where the look has failed
                     await self._note_published()
         finally:
             self._nursery = None
             with trio.move_on_after(self._pace.last_note) as scope:
                 scope.shield = True
-                await self._note_published()  # so that a restart of Postgres in the meantime takes nothing back
+                await self._note_published()  # so that a restart of Postgres until the next start rewinds nothing
             for serving in self._servings.values():
                 serving.stop("this server stops serving streams")
             self._servings.clear()
 
     async def _look_when_trouble_begins(self) -> None:
-        """What fails about a stream may be a change that the registry has: look at once, not at the next turn."""
+        """Read the registry at once when a stream's trouble begins: its entry may have changed."""
         known: set[Place] = set()
         changed = self._troubles.next_change()
         while True:
             await changed.wait()
-            changed = self._troubles.next_change()  # before looking: none is missed
+            changed = self._troubles.next_change()  # before reading the troubles, so that no change is missed
             now = {trouble.place for trouble in self._troubles.current() if trouble.place.kind == KIND}
             begun = {place for place in now - known if place.cause != REGISTRY}
             for name in {place.name for place in known ^ now} & self._servings.keys():
-                self._servings[name].judge()
+                self._servings[name].report_obstacle()
             known = set(now)
             if begun:
                 await self._look_contained()
@@ -194,39 +194,39 @@ class Publisher:
             await self._look()
 
     async def _look_for(self, name: str) -> None:
-        """Look on behalf of a client; that it cannot be done now is the same answer for all."""
+        """Read the registry for a client; raises StreamRefused if that fails."""
         try:
             await self._look()
         except DatabaseError as error:
             raise StreamRefused(f"stream {name[:80]!r} cannot be looked up now: {error}") from error
 
     async def _look_on_new_connection(self) -> None:
-        """Before anything is learnt from a new connection: it may lead to another server, or to a restored database."""
+        """Read the registry first: a new connection may lead to another server or a restored database."""
         if self._nursery is None:
             return
         try:
             await self._look()
         except DatabaseUnavailable:
             raise
-        except Exception as error:  # noqa: BLE001 - reported; tubes go on, streams do so after the next look
+        except Exception as error:  # noqa: BLE001 - reported; tubes go on, streams continue after the next look
             self._troubles.fail("service", REGISTRY, "look", error)
             for name in list(self._servings):
-                self._end(name, f"Postgres was reached anew, and the registry of streams cannot be read: {error}")
+                self._end(name, f"the registry of streams cannot be read after a reconnection to Postgres: {error}")
 
     async def _look_once(self) -> None:
-        """Compare the registry with what is served. Begin, renew and end what differs."""
-        noted = {name: (note[1], note[0].epoch) for name, note in self._noted.items()}  # in what is loaded now
+        """Compare the registry with the served streams; start, renew and end those that differ."""
+        noted = {name: (note[1], note[0].epoch) for name, note in self._noted.items()}  # what is loaded must have it
         try:
             found = await self._load_streams()
             fresh = {name for name, stream in found.items() if self._is_new(stream)}
             published = await self._store.published() if fresh else {}
             lineages = await self._store.lineages() if fresh else {}
         except SchemaMissing as error:
-            self._blind = str(error)
+            self._registry_fault = str(error)
             for serving in self._servings.values():
-                serving.blind(self._blind)
+                serving.on_registry_fault(self._registry_fault)
             raise
-        self._blind = None
+        self._registry_fault = None
         for name, serving in list(self._servings.items()):
             current = found.get(name)
             if current is None:
@@ -237,17 +237,17 @@ class Publisher:
                 serving.compare(current)
                 at, epoch = noted.get(name, (0, ""))
                 if epoch == current.epoch and (current.noted is None or current.noted < at):
-                    serving.fork(Fork("restored"))  # what we have noted is not there: nor may be the rows
+                    serving.fork(Fork("restored"))  # the note is missing, so rows may be missing too
         self._report_faults(found)
         for name in fresh & lineages.keys() - self._servings.keys():
             if self._nursery is not None and found[name].fault is None:
-                serving = Serving(self._means, found[name], lineages[name], published.get(name))
+                serving = Serving(self._context, found[name], lineages[name], published.get(name))
                 self._servings[name] = serving
                 serving.compare(found[name])
                 self._nursery.start_soon(serving.run)
 
     async def _load_streams(self) -> Mapping[str, Stream]:
-        """The registry. Where the generation of a stream is not valid any more, the next one has begun."""
+        """The registry. For a stream whose generation is no longer valid, begins the next one."""
         found = await self._store.load_streams()
         if all(stream.continues or stream.fault is not None for stream in found.values()):
             return found
@@ -273,7 +273,7 @@ class Publisher:
     # --- what was published ---
 
     async def _note_published(self) -> None:
-        """Keep what was published, for daemons that start later: they need not wait for transactions of today."""
+        """Note the published positions, so that a daemon that starts later need not wait for open transactions."""
         for name, serving in list(self._servings.items()):
             note = serving.note()
             if note is None or self._noted.get(name) == note:
@@ -284,10 +284,10 @@ class Publisher:
 
 
 def _why_to_end(serving: Serving, found: Stream) -> str | None:
-    """Why a stream cannot go on as it is served; None where it can, under other names or in another generation too."""
+    """Why a stream cannot be renewed in place; None if it can (other names, another generation)."""
     if found.fault is not None:
         return found.fault
     renewable = RENEWABLE if found.epoch == serving.stream.epoch else RENEWABLE | GENERATION
     if lasting := differences(serving.stream, found) - renewable:
-        return f"it is another stream now, or has another table (changed: {', '.join(sorted(lasting))}); it begins anew"
+        return f"its registration or table was replaced (changed: {', '.join(sorted(lasting))}); it is served again"
     return serving.over

@@ -1,8 +1,7 @@
-"""One registered stream in this daemon, from the look at the registry that found it to the one that does not.
+"""One registered stream in this daemon, as long as the registry has it.
 
-First it is watched; when its first position is known a feed serves it. What fails ends the feed alone: its readers are
-told, the trouble is reported, and after a pause that grows the stream is watched and served anew. Which streams there
-are is the publisher's business.
+First it is watched; when its first position is known, a feed serves it. A failure ends only this feed: its readers get
+the reason, the trouble is reported, and after a growing pause the stream is watched and served again.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from replicad.streams.serving.pace import Pace
 from replicad.streams.store import Store
 
 KIND = "stream"  # of the troubles
-ELSEWHERE = Fork("another daemon")  # has begun a generation, as a look has found
+ELSEWHERE = Fork("another daemon")  # it has begun a generation, as a look at the registry has shown
 FORK = "fork"  # the cause of a trouble that keeps a stream from going on in another generation
-STALLS = ("copy", FOLLOW, FORK)  # the causes of troubles in which a feed sends nothing and tries again
-WAITS = "position"  # the cause of a trouble that keeps a stream from moving and leaves its readers connected
+STALLS = ("copy", FOLLOW, FORK)  # the causes of troubles during which a feed sends nothing and tries again
+WAITS = "position"  # the cause of a trouble that stops a stream while its readers stay connected
 
 log = structlog.get_logger()
 OnFeed = Callable[[Feed], None]
@@ -41,9 +40,9 @@ Note = tuple[Stream, int, Mapping[str, int]]  # a stream, with the numbers of it
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """What serving any stream takes. `feeds` are the streams that are served now, by name; every Serving keeps its own
-    entry. `followers` are called with each new feed.
+class Context:
+    """What all servings share. `feeds`: the streams served now, by name; each Serving sets and removes its own entry.
+    `followers` are called with each new feed.
     """
 
     store: Store
@@ -58,32 +57,32 @@ class Means:
 class Serving:
     """One stream. `run` is its task; the other methods never wait and never raise."""
 
-    def __init__(self, means: Means, stream: Stream, lineage: Lineage, published: Published | None) -> None:
+    def __init__(self, context: Context, stream: Stream, lineage: Lineage, published: Published | None) -> None:
         self.stream = stream  # as it was registered when serving it began, or was renewed
         self.lineage = lineage
         self.name = stream.name
         self.feed: Feed | None = None
         self.reading: Reading | None = None  # the last one
-        self.over: str | None = None  # why it cannot go on; the next look ends it
-        self._means = means
+        self.over: str | None = None  # why it cannot go on; the next look at the registry ends it
+        self._context = context
         self._denied = stream.denied
-        self._blind: str | None = None  # why the registry cannot be read
+        self._registry_fault: str | None = None  # why the registry cannot be read
         self._published = None if published is None else (published.position, dict(published.per_writer))
         self._note: Note | None = None  # when its feed ended
-        self._told: str | None = None  # the obstacle that was reported last
+        self._reported: str | None = None  # the obstacle that was reported last
         self._watching = False
-        self._fork: Fork | None = None  # that a reading has shown, and no generation has begun because of it
-        self._forked = trio.Event()  # another generation has begun, or has to
+        self._fork: Fork | None = None  # a fork that was found and not handled yet
+        self._forked = trio.Event()  # set when there is one
         self._changed = trio.Event()
         self._scope = trio.CancelScope()
 
-    # --- for whoever looks ---
+    # --- state ---
 
     @property
     def obstacle(self) -> str | None:
-        """Why the stream does not move now, though nothing of it has ended; None while it can."""
-        if self._blind is not None:
-            return self._blind
+        """Why the stream does not advance now though it is registered; None if nothing stops it."""
+        if self._registry_fault is not None:
+            return self._registry_fault
         if self._denied is not None:
             return self._denied
         if self.reading is not None and self.reading.refused is not None:
@@ -91,33 +90,33 @@ class Serving:
         return self._failure()
 
     def _failure(self) -> str | None:
-        """Why the feed cannot go on now, though it tries again and again."""
-        lasting = trio.current_time() - self._means.pace.stall_grace
+        """Why the feed has been failing for longer than `stall_grace`; None if it is not."""
+        lasting = trio.current_time() - self._context.pace.stall_grace
         failing = [
             one
-            for one in self._means.troubles.of(KIND, self.name)
+            for one in self._context.troubles.of(KIND, self.name)
             if one.place.cause in STALLS and one.since <= lasting
         ]
         return failing[0].reason if failing else None
 
     async def wait_settled(self) -> None:
-        """Until it is served, or it is known why it is not."""
+        """Wait until it is served or has an obstacle."""
         while self.feed is None and self.obstacle is None:
             await self._changed.wait()
 
     @property
     def forked(self) -> bool:
-        """Whether history has forked, and the next generation is not taken over."""
+        """Whether history has forked and the next generation is not taken over yet."""
         return self._fork is not None
 
     async def wait_taken_over(self) -> None:
-        """Until it is served in the present generation, as far as that is known."""
+        """Wait until no fork is left to be handled."""
         while self._fork is not None:
             await self._changed.wait()
 
-    def why_not(self) -> str:
+    def reason(self) -> str:
         """Why the stream is not served yet."""
-        failed = self._means.troubles.why(KIND, self.name)
+        failed = self._context.troubles.why(KIND, self.name)
         return self.obstacle or failed or _why(self.reading)
 
     # --- for the publisher ---
@@ -125,26 +124,26 @@ class Serving:
     async def run(self) -> None:
         """Serve the stream until `stop`, or cancelled."""
         with self._scope:
-            await keep_running(self._serve, KIND, self.name, self._means.troubles, self._means.pace.restarts)
+            await keep_running(self._serve, KIND, self.name, self._context.troubles, self._context.pace.restarts)
 
     def stop(self, why: str) -> None:
-        """End it at once: readers are told, and nothing of it is left when this returns."""
+        """End it at once: readers get the reason, and its troubles and watch are removed."""
         had_feed = self.feed is not None
         self._close(StreamRefused(f"stream {self.name} is no longer served: {why}"))
         self._scope.cancel()
-        self._means.troubles.forget(KIND, self.name)
-        self._told = None
+        self._context.troubles.forget(KIND, self.name)
+        self._reported = None
         if had_feed:
             log.warning("stream_dropped", stream=self.name, reason=why)
 
     def note(self) -> Note | None:
-        """What was published of it; None while nothing was."""
+        """What was published of it; None before the first position."""
         return self._note if self.feed is None else _note_of(self.feed)
 
     def compare(self, found: Stream) -> None:
-        """A look has found the same stream. Where it has other names or other lines for its rows, go on with these.
+        """Take the registry's present entry: changed names and row expression are used from the next read on.
 
-        Where another generation has begun, nothing more is published before it is taken over.
+        If another generation has begun, nothing more is published before it is taken over.
         """
         if found.epoch != self.stream.epoch:
             self.fork(ELSEWHERE)
@@ -158,19 +157,19 @@ class Serving:
         if self.feed is not None:
             self.feed.on_registered(found.writers.keys())
         self._denied = found.denied
-        self._blind = None
-        self.judge()
+        self._registry_fault = None
+        self.report_obstacle()
 
     def fork(self, fork: Fork) -> None:
-        """Positions may not hold any more: none is published before it is known up to where history is shared."""
+        """History may have forked: publish no position until the shared position is known."""
         self._fork = fork
         self._unwatch()
         self._forked.set()
 
-    def blind(self, why: str) -> None:
-        """The registry cannot be read, so it is not known whether there still is such a stream."""
-        self._blind = why
-        self.judge()
+    def on_registry_fault(self, why: str) -> None:
+        """Report that the registry cannot be read, so that the stream may have been changed or removed."""
+        self._registry_fault = why
+        self.report_obstacle()
 
     # --- inside ---
 
@@ -179,14 +178,14 @@ class Serving:
         failure: ReplicadError = StreamRefused(f"stream {self.name} is no longer served: this server stops serving it")
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._mind_forks)
+                nursery.start_soon(self._handle_forks)
                 self._watch()
                 reading = await self._first_position()
-                feed = self.feed = self._means.feeds[self.name] = self._make_feed(reading)
+                feed = self.feed = self._context.feeds[self.name] = self._make_feed(reading)
                 self._wake()
                 log.info("stream_served", stream=self.name, position=reading.position, writers=len(feed.numbers))
-                for on_feed in list(self._means.followers):
-                    with self._means.troubles.contain("service", "subscriptions", "join"):
+                for on_feed in list(self._context.followers):
+                    with self._context.troubles.contain("service", "subscriptions", "join"):
                         on_feed(feed)
                 await feed.run()
         except BaseExceptionGroup as group:
@@ -202,7 +201,7 @@ class Serving:
         position, per_writer = self._published or (None, None)
         numbers = self.stream.writers if self.feed is None else self.feed.numbers
         self._watching = True
-        self._means.poller.watch(
+        self._context.poller.watch(
             self.name,
             registry.horizon_source(self.stream),
             self._on_reading,
@@ -212,21 +211,21 @@ class Serving:
             file=self.stream.sequence_file,
         )
         if self._fork is not None:
-            self._unwatch()  # it is taken over first
+            self._unwatch()  # the fork is handled first
 
     def _unwatch(self) -> None:
         if self._watching:
             self._watching = False
-            self._means.poller.unwatch(self.name)
+            self._context.poller.unwatch(self.name)
 
-    async def _mind_forks(self) -> None:
-        """Begin generations, and take over those that have begun, until cancelled."""
+    async def _handle_forks(self) -> None:
+        """Handle forks until cancelled: begin a generation, or take over one that another daemon began."""
         try:
-            await self._mind_each_fork()
+            await self._handle_each_fork()
         finally:
-            self._means.troubles.end(KIND, self.name, FORK)
+            self._context.troubles.end(KIND, self.name, FORK)
 
-    async def _mind_each_fork(self) -> None:
+    async def _handle_each_fork(self) -> None:
         if self._fork is not None:
             self._forked.set()
         while True:
@@ -235,15 +234,15 @@ class Serving:
             try:
                 await self._take_over()
             except ReplicadError as error:
-                self._means.troubles.fail(KIND, self.name, FORK, error)
-                await trio.sleep(self._means.pace.follow_retry)
+                self._context.troubles.fail(KIND, self.name, FORK, error)
+                await trio.sleep(self._context.pace.follow_retry)
                 self._forked.set()
             else:
-                self._means.troubles.end(KIND, self.name, FORK)
+                self._context.troubles.end(KIND, self.name, FORK)
 
     async def _take_over(self) -> None:
-        """Go on in the present generation, from where its history is shared with what was published."""
-        store, fork, before = self._means.store, self._fork, self.stream
+        """Go on in the present generation, from the position that it shares with what was published."""
+        store, fork, before = self._context.store, self._fork, self.stream
         if fork is None:
             return
         if fork is not ELSEWHERE:
@@ -255,16 +254,16 @@ class Serving:
             lineage = (await store.lineages(self.name)).get(self.name)
         found = (await store.load_streams()).get(self.name)
         if self._fork is not fork or lineage is None or found is None or found.fault is not None:
-            return  # there is one more; or the next look ends us
+            return  # there is another fork, or the next look at the registry ends this stream
         if found.epoch != lineage.present.id:
-            self._forked.set()  # one more has begun meanwhile
+            self._forked.set()  # another generation has begun meanwhile
             return
-        if found.epoch == before.epoch:  # the look was older than what we have taken over since
+        if found.epoch == before.epoch:  # the look was older than the generation that was taken over since
             self._go_on()
             return
         shared = lineage.shared(before.epoch) or lineage.floor
         if self.feed is not None and not await self.feed.has_same_writers():
-            self.over = "its writers have other numbers in the database that was restored; it begins anew"
+            self.over = "its writers have other numbers in the restored database; it is served again from the start"
             return
         self._adopt(found, lineage, shared)
 
@@ -278,7 +277,7 @@ class Serving:
             reason=lineage.present.reason,
             shared=str(shared),
             generation=lineage.present.id,
-            remedy="readers are told to discard the rows after that position, and get the present ones",
+            remedy="readers are sent back to that position and get the present rows",
         )
         if self.feed is not None:
             self.feed.adopt(found, lineage, shared)
@@ -299,21 +298,21 @@ class Serving:
         return self.reading
 
     def _make_feed(self, reading: Reading) -> Feed:
-        means = self._means
+        context = self._context
         return Feed(
             self.stream,
             self.lineage,
-            means.store,
+            context.store,
             reading,
-            limits=means.limits,
-            troubles=means.troubles,
+            limits=context.limits,
+            troubles=context.troubles,
             writers_changed=self._writers_changed,
-            pace=means.pace,
+            pace=context.pace,
         )
 
     def _writers_changed(self, numbers: Mapping[str, int]) -> None:
         if self._watching:
-            self._means.poller.set_writers(self.name, _writers(self.stream, numbers))
+            self._context.poller.set_writers(self.name, _writers(self.stream, numbers))
 
     def _on_reading(self, _: str, reading: Reading) -> None:
         self.reading = reading
@@ -323,24 +322,24 @@ class Serving:
             self._wake()
         else:
             self.feed.on_reading(reading)
-        self.judge()
+        self.report_obstacle()
 
-    def judge(self) -> None:
-        """Report an obstacle when it begins, changes and is over, in the log and to those who follow the stream."""
+    def report_obstacle(self) -> None:
+        """Report an obstacle when it begins, changes or ends, in the log and to the stream's readers."""
         obstacle = self.obstacle
-        if obstacle == self._told:
+        if obstacle == self._reported:
             return
-        self._told = obstacle
+        self._reported = obstacle
         self._wake()
         if obstacle is None:
-            self._means.troubles.end(KIND, self.name, WAITS)
+            self._context.troubles.end(KIND, self.name, WAITS)
             return
-        if obstacle == self._failure():  # which is reported already
-            self._means.troubles.end(KIND, self.name, WAITS)
+        if obstacle == self._failure():  # reported already
+            self._context.troubles.end(KIND, self.name, WAITS)
         else:
-            self._means.troubles.begin(KIND, self.name, WAITS, obstacle, code=StreamWaits.code)
+            self._context.troubles.begin(KIND, self.name, WAITS, obstacle, code=StreamWaits.code)
         if self.feed is not None:
-            self.feed.tell(waits_line(self.name, obstacle))
+            self.feed.send_line(waits_line(self.name, obstacle))
 
     def _close(self, error: ReplicadError) -> None:
         """Undo what `_serve` did; safe to repeat."""
@@ -348,9 +347,9 @@ class Serving:
         feed, self.feed = self.feed, None
         if feed is not None:
             self._note = _note_of(feed)
-            self._published = feed.positions()  # readers have had these: who comes back with them is not ahead
-            if self._means.feeds.get(self.name) is feed:
-                del self._means.feeds[self.name]
+            self._published = feed.positions()  # so that tokens of returning readers are not ahead
+            if self._context.feeds.get(self.name) is feed:
+                del self._context.feeds[self.name]
             feed.end(error)
         self._wake()
 
@@ -360,7 +359,7 @@ class Serving:
 
 
 def waits_line(name: str, obstacle: str) -> bytes:
-    """The line that tells readers of a stream that it moves no further for now."""
+    """The ERROR line for readers of a stream that does not advance now."""
     text = f"{StreamWaits.code}: stream {name} does not move: {obstacle}; the subscription stays and goes on afterwards"
     return Error(" ".join(text.split())).render().encode() + b"\n"
 
@@ -372,12 +371,12 @@ def _note_of(feed: Feed) -> Note:
 def _end_of(name: str, error: BaseException) -> ReplicadError:
     cause = sole_leaf(error)
     if isinstance(cause, ReplicadError):
-        return StreamRefused(f"stream {name} is served anew: {cause} Reconnect and resume from your token.")
-    return StreamRefused(f"stream {name} is served anew after an internal error; reconnect and resume from your token")
+        return StreamRefused(f"stream {name} is served again: {cause} Reconnect and resume from your token.")
+    return StreamRefused(f"stream {name} is served again after an internal error; reconnect and resume from your token")
 
 
 def _writers(stream: Stream, numbers: Mapping[str, int]) -> tuple[str, ...]:
-    """Who may be told apart by application_name: nobody where rows do not say whose they are."""
+    """The writers that the horizon tells apart by application_name; none without an instance column."""
     return () if stream.instance_column is None else tuple(numbers)
 
 

@@ -1,4 +1,4 @@
-"""Streams as a service of the daemon: what clients ask about them, and the jobs behind it."""
+"""Streams as a service of the daemon: the handlers of their commands, and their jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replicad.streams.store import PostgresNotes, PostgresStore
 
 
 class StreamService:
-    """All streams of one daemon."""
+    """The streams of one daemon."""
 
     def __init__(
         self, publisher: Publisher, acks: AckService, book: TroubleBook, poller: Positions, pace: Pace = Pace()
@@ -60,7 +60,7 @@ class StreamService:
 
 
 def feature(pace: Pace = Pace()) -> Feature:
-    """Streams as the daemon knows them."""
+    """The feature `streams`."""
 
     def open_service(host: Host) -> StreamService:
         pools, limits, troubles = host.pools, host.settings.limits, host.troubles

@@ -38,18 +38,18 @@ from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.lane import LINEAR, below
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
-from replicad.streams.serving.roster import ALL
-from replicad.streams.serving.told import position_lines, set_lines
+from replicad.streams.serving.sent_positions import position_lines, set_lines
+from replicad.streams.serving.writer_list import ALL
 
 SHOWN = 4096  # characters of a token in an ERROR
-# The text of a PING: a person can read it, and every client of the original protocol takes a PING.
+# The text of a PING: readable for people, and every client of the original protocol accepts a PING.
 NO_STREAMS = "no stream is served yet; those that are added are sent from then on: replicad streams add"
 
 
 @dataclass(frozen=True, slots=True)
 class _Begin:
-    """Where a subscription begins: the position of each writer, that of writers that are not listed, the generation of
-    both, and the lines that say so.
+    """Where a subscription begins. `others_after`: the position of writers that are not listed. `epoch`: the generation
+    of the positions. `preamble`: the lines to send first.
     """
 
     positions: Mapping[str, int]
@@ -72,14 +72,14 @@ class Subscriptions:
 
     @property
     def followed(self) -> frozenset[str] | None:
-        """The streams that are followed by name, or None where it is all of them."""
+        """The streams that are followed by name; None if all are followed."""
         return None if self._all else frozenset(self._streams)
 
     async def taken(self, command: Taken) -> None:
         """Answer a TAKEN.
 
         Raises:
-            StreamError: there is no such stream, it cannot be served, or its ids are about to mean other rows.
+            StreamError: there is no such stream, it cannot be served, or a fork is being handled.
         """
         feed = await self._publisher.find(command.stream)
         upto = await feed.taken()
@@ -88,7 +88,7 @@ class Subscriptions:
         self._session.post(Taken(command.stream, upto))
 
     async def replicate(self, command: Replicate) -> None:
-        """Serve one REPLICATE; what cannot be done is answered by ERROR and leaves the connection as it was.
+        """Serve one REPLICATE.
 
         Raises:
             StreamError, BadToken: refused.
@@ -107,7 +107,7 @@ class Subscriptions:
             )
         if not self._publisher.feeds:
             self._session.post(Ping(NO_STREAMS))
-        if self._all:  # a client may ask again for where everything stands
+        if self._all:  # a repeated REPLICATE: send the positions again
             for name, feed in sorted(self._publisher.feeds.items()):
                 if name in self._readers:
                     boundary = feed.channel.boundary
@@ -148,14 +148,14 @@ class Subscriptions:
         extended: bool,
         epoch: str | None = None,
     ) -> None:
-        """Read the journal from `start` on; by way of Postgres where it must be. `epoch`: the generation of `start`,
-        where that may be an earlier one.
+        """Read the journal from `start` on, after a catch-up from Postgres if needed. `epoch`: the generation of
+        `start`, if it may be an earlier one.
         """
         present = feed.epoch(channel)
         epoch = epoch or present
         preamble = _preamble(feed, channel, start, extended=extended)
         boundary = channel.boundary
-        lowest = min(start.values(), default=feed.told_upto)
+        lowest = min(start.values(), default=feed.sent_upto)
         others_after = lowest if others_after is None else others_after
         if start == boundary.positions and others_after == lowest and epoch == present:
             with suppress(SlowReader):
@@ -180,42 +180,42 @@ class Subscriptions:
         self,
         feed: Feed,
         channel: Channel,
-        told: Mapping[str, int],
+        sent: Mapping[str, int],
         error: RowUnreadable,
         *,
         linear: bool,
         epoch: str | None = None,
     ) -> None:
-        """End one subscription: the client has everything up to `told`, and what comes next cannot be read."""
+        """End one subscription: the client has everything up to `sent`, and the next row cannot be read."""
         self._readers.pop(feed.name, None)
         self._session.refuse(error)
         if self._all:
-            self._session.start(self._come_back, feed, channel, dict(told), epoch or feed.epoch(channel), linear)
+            self._session.start(self._come_back, feed, channel, dict(sent), epoch or feed.epoch(channel), linear)
         else:
             self._streams.discard(feed.name)
 
-    async def _come_back(self, feed: Feed, channel: Channel, told: Mapping[str, int], epoch: str, linear: bool) -> None:
-        """Join a stream again that had stopped, once it goes on, where the client was left."""
+    async def _come_back(self, feed: Feed, channel: Channel, sent: Mapping[str, int], epoch: str, linear: bool) -> None:
+        """Join a stopped stream again when it goes on, at the position that the client has."""
         if channel.held is not None:
             await channel.released.wait()
         else:
             await trio.sleep(self._pace.stopped)
         if channel.ended is not None:
-            return  # the stream is joined when it is served anew
-        self._join(feed, channel, told, None, linear=linear, extended=False, epoch=epoch)
+            return  # the stream is joined when it is served again
+        self._join(feed, channel, sent, None, linear=linear, extended=False, epoch=epoch)
 
     async def _start_in_present(
         self, feed: Feed, command: Replicate, channel: Channel
     ) -> tuple[Mapping[str, int], int | None]:
-        """`_start_of`, in the generation that readers of the channel were told last: once more where it has changed
-        meanwhile. A token of a generation that is not known may be another daemon's, which has seen a fork first.
+        """`_start_of` in the generation that was sent to readers of the channel last; repeated if that changes. A token
+        of an unknown generation may come from another daemon that found a fork first.
         """
         token = _token_of(command)
         if token is not None and token.epoch not in (None, feed.epoch(channel)):
             if not feed.lineage.knows(token.epoch or ""):
                 await self._publisher.look_at(feed.name)
             with trio.move_on_after(self._pace.ahead) as scope:
-                await feed.wait_told(channel)
+                await feed.wait_epoch_sent(channel)
             if scope.cancelled_caught:
                 raise TokenAhead(f"stream {feed.name} goes over to generation {feed.stream.epoch}; try again")
         while True:
@@ -225,14 +225,14 @@ class Subscriptions:
                 return start
 
     async def _start_of(self, feed: Feed, command: Replicate, channel: Channel) -> tuple[Mapping[str, int], int | None]:
-        """The position per writer that the subscriber begins behind, and that of the writers that are not listed.
+        """The position of each writer where the subscriber begins, and that of the writers that are not listed.
 
         Raises:
-            BadToken, TokenAhead, TokenExpired: with what would do.
+            BadToken, TokenAhead, TokenExpired: the message says which token to use.
         """
         if command.token in (None, "NOW"):
             return channel.boundary.positions, None
-        retained = await feed.retained()  # every row above it is there
+        retained = await feed.retained()  # no row above it was trimmed
         if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
             start = {instance: min(retained, position) for instance, position in channel.boundary.positions.items()}
             return start, min([retained, *start.values()])
@@ -243,18 +243,18 @@ class Subscriptions:
         start = {instance: _at(feed, token, instance) for instance in channel.boundary.positions}
         lowest = min(start.values(), default=token.minimum)
         if token.minimum < lowest and not command.linear:
-            # Writers that are listed no more may have rows between the two: listed again, they keep the token down.
-            await feed.know_writers_between(token.minimum, lowest)
+            # Writers that are no longer listed may have rows between the two. Listed again, they have positions there.
+            await feed.list_writers_between(token.minimum, lowest)
             start = {instance: _at(feed, token, instance) for instance in channel.boundary.positions}
         if _ahead(feed, token, channel.boundary.positions):
             raise TokenAhead(
-                f"token {token} lies beyond where {feed.name} stands, which is {feed.told_upto}; "
+                f"token {token} is ahead of stream {feed.name}, whose position is {feed.sent_upto}; "
                 "check that this is the database that the token came from"
             )
         if min(token.minimum, *start.values()) < retained:
             raise TokenExpired(
                 f"rows of {feed.name} up to {retained} were removed, and the token is {token}; "
-                f"`REPLICATE {feed.name} EARLIEST` begins with what is left"
+                f"`REPLICATE {feed.name} EARLIEST` begins with the oldest row that is left"
             )
         return start, min(token.minimum, *start.values())
 
@@ -268,33 +268,33 @@ class Subscriptions:
     ) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
         session = self._session
-        told, others_after, epoch = begin.positions, begin.others_after, begin.epoch
+        sent, others_after, epoch = begin.positions, begin.others_after, begin.epoch
         await session.flush()
         await session.send(begin.preamble)
         began = trio.current_time()
         while True:
-            while epoch != feed.epoch(channel):  # what took us back has left the journal
-                kept, epoch, others_after = _take_back(feed, channel, told, epoch, others_after)
+            while epoch != feed.epoch(channel):  # the POSITION that goes back is no longer in the journal
+                kept, epoch, others_after = _take_back(feed, channel, sent, epoch, others_after)
                 again = position_lines(feed.name, kept, kept, all_of_them=True)
                 named = (feed.writers_of(epoch, () if linear else kept) + again) if extended else b""
-                await session.send(position_lines(feed.name, told, kept) + named)
-                told = kept
+                await session.send(position_lines(feed.name, sent, kept) + named)
+                sent = kept
             boundary = channel.boundary
-            if joined := boundary.positions.keys() - told.keys():  # writers that joined meanwhile
-                told = {**told, **dict.fromkeys(joined, others_after)}
-                lines = position_lines(feed.name, told, dict.fromkeys(joined, others_after), all_of_them=True)
-                await session.send((feed.writers_of(epoch, told) if extended else b"") + lines)
+            if joined := boundary.positions.keys() - sent.keys():  # writers that joined meanwhile
+                sent = {**sent, **dict.fromkeys(joined, others_after)}
+                lines = position_lines(feed.name, sent, dict.fromkeys(joined, others_after), all_of_them=True)
+                await session.send((feed.writers_of(epoch, sent) if extended else b"") + lines)
             await session.flush()
             try:
-                await feed.copy(told, boundary.positions, session.send, linear=linear, others_after=others_after)
+                await feed.copy(sent, boundary.positions, session.send, linear=linear, others_after=others_after)
             except RowUnreadable as error:
-                reached = below(told, boundary.positions, error)
+                reached = below(sent, boundary.positions, error)
                 self._stop(feed, channel, reached, error, linear=linear, epoch=epoch)
                 return
             except TableReplaced as error:
                 if trio.current_time() >= began + self._pace.ahead:
                     raise HangUp(CloseReason.STREAM_ENDED, f"{error.code}: {error} Resume later.") from error
-                with trio.move_on_after(self._pace.copy_retry):  # the next look finds out what has changed
+                with trio.move_on_after(self._pace.copy_retry):  # the next look at the registry finds the change
                     await feed.wait_beyond(channel, epoch)
                 if channel.ended is not None:
                     raise channel.ended from error
@@ -303,21 +303,21 @@ class Subscriptions:
                 raise HangUp(
                     CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
                 ) from error
-            if extended and not told.keys() <= boundary.positions.keys():  # writers that are listed no more
+            if extended and not sent.keys() <= boundary.positions.keys():  # some writers are no longer listed
                 await session.send(set_lines(feed.name, feed.writers_of(epoch, boundary.positions), boundary.positions))
             began = trio.current_time()
-            told = boundary.positions
-            others_after = max(others_after, min(told.values(), default=others_after))
+            sent = boundary.positions
+            others_after = max(others_after, min(sent.values(), default=others_after))
             with suppress(SlowReader):
                 self._read(feed, channel, boundary.index, linear=linear, extended=extended)
                 return
 
 
 def _preamble(feed: Feed, channel: Channel, start: Mapping[str, int], *, extended: bool) -> bytes:
-    """What the subscription begins with; made once for all who begin where the stream stands."""
+    """The first lines of a subscription; cached for those that begin at the present position."""
     if start is channel.boundary.positions and channel is feed.channel:
         return feed.preamble(start, extended=extended)
-    # In linear order too, for the epoch: a token without it survives no restore.
+    # WRITERS in linear order too, because it has the epoch: a token without one is not valid after a restore.
     writers = feed.writers_of(feed.epoch(channel), feed.channel.boundary.positions) if extended else b""
     return writers + position_lines(feed.name, start, start, all_of_them=True)
 
@@ -328,13 +328,13 @@ def _token_of(command: Replicate) -> Vector | None:
 
 
 async def _parse(feed: Feed, command: Replicate, channel: Channel) -> Vector:
-    """The token of a REPLICATE, as far as it can be checked without looking at positions.
+    """The token of a REPLICATE, checked except for positions.
 
-    A token of an earlier generation is good up to where history is shared with the present one.
+    A token of an earlier generation is valid up to the position that is shared with the present one.
 
     Raises:
-        TokenForked: it lies beyond that; with the token to resume from.
-        BadToken: of a generation that is not known, or otherwise none.
+        TokenForked: it is beyond that; the message has the token to resume from.
+        BadToken: its generation is not known, or it is no token.
     """
     token = _token_of(command)
     assert token is not None
@@ -345,27 +345,27 @@ async def _parse(feed: Feed, command: Replicate, channel: Channel) -> Vector:
         shared = feed.lineage.shared_between(token.epoch, present)
         if shared is None:
             raise BadToken(
-                f"the token is of generation {token.epoch}, stream {feed.name} is in {present} and its database knows "
-                "nothing of the other one (it was restored to a time before, or the stream was added anew): what you "
-                "have may differ; begin again from EARLIEST"
+                f"the token is of generation {token.epoch}, stream {feed.name} is in {present} and its database does "
+                "not know the other one (it was restored to an earlier time, or the stream was added again): your rows "
+                "may differ; begin again from EARLIEST"
             )
         kept = Vector(min(token.minimum, shared.minimum)) if command.linear else token.at_most(shared)
         if (kept.minimum, kept.ahead) != (token.minimum, token.ahead):
             rewind = Vector(kept.minimum, kept.ahead, present).shortened(SHOWN)  # at or before what is shared
             raise TokenForked(forked_text(feed.name, str(shared.shortened(SHOWN)), str(rewind)))
-    unknown = await feed.know_writers(token)
+    unknown = await feed.list_writers(token)
     if unknown:
         raise BadToken(f"the token names writers {sorted(unknown)[:20]} that stream {feed.name} does not have")
     return token
 
 
 def _take_back(
-    feed: Feed, channel: Channel, told: Mapping[str, int], epoch: str, others_after: int
+    feed: Feed, channel: Channel, sent: Mapping[str, int], epoch: str, others_after: int
 ) -> tuple[dict[str, int], str, int]:
-    """What is left of positions that were told in generation `epoch`, the present one, and where others stand."""
+    """Positions of generation `epoch` lowered to the shared ones, the present epoch, and the position of the others."""
     present = feed.epoch(channel)
     shared = feed.lineage.shared_between(epoch, present) or feed.lineage.floor
-    return feed.kept(told, shared), present, min(others_after, shared.minimum)
+    return feed.kept(sent, shared), present, min(others_after, shared.minimum)
 
 
 def _at(feed: Feed, token: Vector, instance: str) -> int:
@@ -373,7 +373,7 @@ def _at(feed: Feed, token: Vector, instance: str) -> int:
 
 
 def _ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> bool:
-    """Whether the token knows more than we have told anybody."""
-    return token.minimum > feed.told_upto or any(
+    """Whether the token is beyond the positions that were sent to readers."""
+    return token.minimum > feed.sent_upto or any(
         _at(feed, token, instance) > position for instance, position in positions.items()
     )

@@ -1,6 +1,6 @@
-"""Keeps a daemon's troubles in Postgres as well, where the command line of any machine can list them.
+"""Writes a daemon's troubles into Postgres, so that the command line can list them on any machine.
 
-A daemon that died leaves its rows behind; they count no more when they have not been refreshed for some time.
+The rows of a daemon that was killed stay; they are ignored when they have not been refreshed for some time.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from replicad.streams.serving.pace import Pace
 from replicad.streams.store import Notes
 from replicad.streams.troubles import Row
 
-LAST_WORD = 1.0  # seconds to remove our rows at the end
+LAST_WRITE = 1.0  # seconds to remove this daemon's rows at the end
 MAX_TROUBLES = 1000  # in Postgres; the log has them all
 
 
 class TroubleBook:
-    """Writes what `troubles` holds, whenever it changes. `server_name` is what people know the daemon by."""
+    """Writes the present troubles whenever they change. `server_name`: the daemon's name for people."""
 
     def __init__(self, notes: Notes, troubles: Troubles, server_name: str, pace: Pace = Pace()) -> None:
         self._notes = notes
         self._pace = pace
         self._troubles = troubles
         self._daemon = f"{server_name} pid {os.getpid()} {uuid4().hex[:8]}"
-        self._written = False  # there are rows of ours
+        self._written = False  # rows of this daemon are in Postgres
 
     async def run(self) -> None:
-        """Write until cancelled; then our rows are removed."""
+        """Write until cancelled; then remove this daemon's rows."""
         try:
             while True:
-                changed = self._troubles.next_change()  # before looking: none is missed while we write or pause
+                changed = self._troubles.next_change()  # before reading them, so that no change is missed
                 await self._write()
                 await trio.sleep(self._pace.troubles)
                 with trio.move_on_after(self._pace.refresh if self._written else float("inf")):
                     await changed.wait()
         finally:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + LAST_WORD):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + LAST_WRITE):
                 if self._written:
                     with self._troubles.contain("service", "troubles", "write"):
                         await self._notes.write_troubles(self._daemon, [])

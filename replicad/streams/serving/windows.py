@@ -1,4 +1,4 @@
-"""Windows of ids below a position: which ids a table had at a moment, as `late_rows` compares them."""
+"""Windows of ids below a position: the ids that a table had at one moment, for `late_rows` to compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SESSION = "SET lock_timeout = '50ms'; SET statement_timeout = '5s'"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The ids of (after, upto] that there were, ascending, and how many rows each had (None: one)."""
+    """The ids in (after, upto], ascending, and the number of rows of each (None: one)."""
 
     after: int
     upto: int
@@ -28,7 +28,7 @@ class Window:
     counts: array[int] | None
 
     def late(self, now: Window) -> dict[int, int]:
-        """The ids that have more rows now than in this window, and how many more."""
+        """The ids that have more rows in `now` than in this window, and how many more."""
         after = max(self.after, now.after)
         before = dict(zip(self.ids, self.counts or (), strict=False)) if self.counts else dict.fromkeys(self.ids, 1)
         counts = now.counts or array("q", [1]) * len(now.ids)
@@ -54,17 +54,17 @@ class Look(Protocol):
         """The names of the stream's table, its partitions and its children, by oid."""
 
     async def window(self, stream: Stream, after: int, upto: int, apart: Collection[int] = ()) -> Window:
-        """The ids of (after, upto] in all tables of the tree but those `apart` (oids)."""
+        """The ids in (after, upto] in all tables of the tree except those in `apart` (oids)."""
 
     async def attached(self, stream: Stream, table: str, before: int, position: int) -> Attached | None:
-        """The rows of an attached table that readers were not sent: None where there are none.
+        """The rows of an attached table that were not sent to readers; None if there are none.
 
-        `before`: the position that readers were at before, `position` the one where they are.
+        `before`: the earlier position of readers, `position`: the present one.
         """
 
 
 class Windows(Protocol):
-    """Where looks come from. What ends one because a table is locked is not raised: nothing was found then."""
+    """Makes looks. A look that ends because a table is locked raises nothing: it has found nothing."""
 
     def looking(self) -> AbstractAsyncContextManager[Look]: ...
 
@@ -84,7 +84,7 @@ class PostgresWindows:
                 await connection.execute(_SESSION)
                 yield _PostgresLook(connection, self._max_rows)
         except DatabaseError as error:
-            if not means(error.sqlstate, LOCKED):  # somebody alters the table; what was seen before stays good
+            if not means(error.sqlstate, LOCKED):  # another session alters the table; the earlier window stays valid
                 raise
 
 

@@ -33,7 +33,7 @@ async def test_a_stream_appears_is_renewed_and_vanishes_and_no_other_notices(aut
         assert await client.lines() == ["RDATA s master 1 1"]
         streams.store.change("s", table_oid=77)
         await settle(1.5)
-        assert "another table (changed: table_oid)" in (await client.lines())[-1]
+        assert "table was replaced (changed: table_oid)" in (await client.lines())[-1]
         assert client.reason is not None
         assert "s" not in streams.publisher.feeds
         streams.positions.tell("s", 1)
@@ -188,7 +188,7 @@ async def test_a_service_that_is_begun_again_serves_the_same_streams(autojump_cl
         def fail() -> None:
             raise OSError("defect")
 
-        streams.publisher._servings["s"].judge = fail  # type: ignore[method-assign]
+        streams.publisher._servings["s"].report_obstacle = fail  # type: ignore[method-assign]
         await settle(5)
         streams.positions.tell("s", 0)
         await settle(2)
@@ -249,7 +249,7 @@ async def test_acks_are_of_the_stream_that_they_name_or_that_is_followed_and_are
         await every.say("REPLICATE")
         assert await one.say("FEDERATION_ACK w 3", "FEDERATION_ACK w 2") == []
         assert await every.say("FEDERATION_ACK w 1") == []
-        assert (await one.say("FEDERATION_ACK w 4 s"))[0].startswith("ERROR token_ahead: FEDERATION_ACK 4 lies beyond")
+        assert (await one.say("FEDERATION_ACK w 4 s"))[0].startswith("ERROR token_ahead: FEDERATION_ACK 4 is ahead of")
         assert (await one.say("FEDERATION_ACK w 1 nothing"))[0].startswith("ERROR stream_refused")
         assert await streams.connect().say("FEDERATION_ACK w 1") == [], "of no stream"
         await settle(1.5)

@@ -52,7 +52,7 @@ async def test_a_linear_subscription_has_all_writers_in_the_order_of_ids_and_wai
 @pytest.mark.parametrize(
     ("token", "answer"),
     [
-        ("99", "ERROR token_ahead: token 99 lies beyond where s stands, which is 10"),
+        ("99", "ERROR token_ahead: token 99 is ahead of stream s, whose position is 10"),
         ("2", "ERROR token_expired: rows of s up to 5 were removed"),
         ("ffffffff!7", "ERROR bad_token: the token is of generation ffffffff, stream s is in 00010000"),
         ("7~9.8", "ERROR bad_token: the token names writers [9]"),
@@ -106,7 +106,7 @@ async def test_plain_replicate_follows_every_stream_and_those_that_are_added_lat
         streams.positions.tell("d", 0)
         await settle()
         assert "d" in streams.publisher.feeds
-        assert not streams.publisher._means.followers
+        assert not streams.publisher._context.followers
 
 
 async def test_before_there_is_a_stream_plain_replicate_says_so_in_a_ping(autojump_clock: MockClock) -> None:

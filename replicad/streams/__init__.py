@@ -1,7 +1,7 @@
-"""Streams: which tables are streams, how far each was published, and how daemons serve them.
+"""Streams: tables whose rows are sent in order, their registry, and how daemons serve them.
 
-Programs that write a stream need no more than what is named here; the names are imported when they are first used, so
-that clients of the daemon, which share this folder's commands, need neither Postgres nor trio.
+Programs that write a stream use the names exported here. They are imported when first used, so that clients of the
+daemon, which share this folder's commands, need neither Postgres nor trio.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What senders have acknowledged by FEDERATION_ACK: the highest token of each stream and instance."""
+"""The acks of senders (FEDERATION_ACK): the highest token of each stream and instance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicad.streams.queries import SCHEMA, installed
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """One ack: that `instance` has what `stream` has up to `token`, said while the stream had been reset that often."""
+    """One ack: `instance` has delivered `stream` up to `token`. `resets`: of the stream when the ack was received."""
 
     stream: str
     resets: int
@@ -22,7 +22,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class SenderAck:
-    """How far a sender of a stream is; `token` is None where it has said nothing (since the last reset)."""
+    """The last ack of a sender; `token` is None if it has sent none (since the last reset)."""
 
     instance: str
     token: int | None
@@ -30,7 +30,7 @@ class SenderAck:
 
 
 async def note(db: Queries, acks: Sequence[Ack], *, schema: str = SCHEMA) -> None:
-    """Keep acks, none of them of the same stream and instance as another."""
+    """Store acks; at most one for each stream and instance."""
     await call_value(
         db,
         schema,
@@ -43,20 +43,20 @@ async def note(db: Queries, acks: Sequence[Ack], *, schema: str = SCHEMA) -> Non
 
 
 async def load(db: Queries, stream: str, *, schema: str = SCHEMA) -> list[SenderAck]:
-    """All known senders of a stream, the one that holds back most first. Raises UnknownStream."""
+    """All known senders of a stream, the lowest token first. Raises UnknownStream."""
     with installed(schema):
         return [SenderAck(*row) for row in await call_rows(db, schema, "stream_acks", stream)]
 
 
 async def acked(db: Queries, stream: str, *, schema: str = SCHEMA) -> int | None:
-    """Up to where all known senders have it; None where one has said nothing, or none is known."""
+    """The lowest token of all known senders; None if one has sent no ack, or none is known."""
     with installed(schema):
         token: int | None = await call_value(db, schema, "stream_acked", stream)
     return token
 
 
 async def forget(db: Queries, stream: str, instance: str, *, schema: str = SCHEMA) -> bool:
-    """A sender that will not come back holds nothing back any more; False where it never acked.
+    """Remove a sender, so that it no longer holds trimming back; False if it has never sent an ack.
 
     Raises UnknownStream.
     """

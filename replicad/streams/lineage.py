@@ -1,7 +1,7 @@
-"""The generations of a stream: up to where the history of an earlier one is shared with the present one.
+"""The generations of a stream, and the positions up to which two of them share their history.
 
-A generation is a stretch of history in which no position was taken back (docs/positions.md). The database keeps the
-list. Pure values; `registry` loads them.
+A generation is a part of the history in which no position went back (docs/positions.md). The database keeps the list;
+`registry` loads it. Does no I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from replicad.protocol.tokens import Vector
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generation. `id` is the epoch in tokens; `began` says up to where history is shared with the one before."""
+    """One generation. `id`: the epoch in tokens. `began`: the position up to which it shares the one before."""
 
     number: int
     id: str
@@ -26,31 +26,31 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The generations that the database knows, in their order; never empty."""
+    """The generations in the database's list, in their order; never empty."""
 
     generations: tuple[Generation, ...]
 
     @property
     def present(self) -> Generation:
-        """The last one, in which rows are read now."""
+        """The last generation: rows are read in it now."""
         return self.generations[-1]
 
     @property
     def floor(self) -> Vector:
-        """At or below the position that is shared with any generation, known or not."""
+        """The lowest shared position of the list: safe also for a generation that is not in it."""
         return Vector(min(one.began.minimum for one in self.generations))
 
     def shared(self, id: str) -> Vector | None:
-        """Up to where what was read in generation `id` is the same in the present one. As `shared_between`."""
+        """`shared_between` the generation `id` and the present one."""
         return self.shared_between(id, self.present.id)
 
     def shared_between(self, id: str, later: str) -> Vector | None:
-        """Up to where two generations share their history: for each writer the lowest beginning of all generations
-        after `id` and up to `later`. None where the list does not have the two in this order: it was restored to a
-        time before one of them began.
+        """The positions up to which two generations share their history: for each writer the lowest `began` of all
+        generations after `id` and up to `later`. None if the list does not have the two in this order, because it was
+        restored to a time before one of them began.
 
         Raises:
-            ValueError: they are the same; everything is shared.
+            ValueError: they are the same.
         """
         if id == later:
             raise ValueError(f"{id} and {later} are one generation")

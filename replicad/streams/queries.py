@@ -1,4 +1,4 @@
-"""What all queries of streams share: the schema, giving up where something is locked, and what is missing."""
+"""Shared by all queries of streams: the schema, a short lock time-out, and the error for a missing installation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from replicad import sqlstates
 from replicad.errors import DatabaseError, SchemaMissing
 from replicad.postgres.bridge import Connection, Database, Sink
 
-SCHEMA: Final = "replicad"  # where the functions and tables of streams are installed unless told otherwise
+SCHEMA: Final = "replicad"  # default schema of the functions and tables of streams
 
-LOOK_LOCK_TIMEOUT: Final = "250ms"  # how long a look waits for a lock; ordinary ones are held for milliseconds
+LOOK_LOCK_TIMEOUT: Final = "250ms"  # for queries of Impatient; ordinary locks are held for milliseconds
 
 
 class Impatient:
-    """Queries on a pool that give up quickly where somebody has locked what they look at.
+    """Queries on a pool with a short lock time-out, so that one locked table does not delay queries for many streams.
 
-    For looks that serve many: one locked table must not keep them all waiting. What gives up raises a DatabaseError
-    for which `is_locked` is true.
+    A query that gives up raises a DatabaseError for which `is_locked` is true.
     """
 
     def __init__(self, db: Database) -> None:
@@ -55,13 +54,13 @@ class Impatient:
 
 
 def is_locked(error: DatabaseError) -> bool:
-    """Whether a statement gave up because somebody else had locked what it needs."""
+    """Whether a statement gave up because of another session's lock."""
     return sqlstates.means(error.sqlstate, sqlstates.LOCKED)
 
 
 @contextmanager
 def installed(schema: str) -> Iterator[None]:
-    """Say that the schema is missing where Postgres says that something of it is.
+    """Raise SchemaMissing where Postgres reports a missing function, table or schema.
 
     Raises:
         SchemaMissing: the streams are not installed in that schema.
@@ -72,6 +71,6 @@ def installed(schema: str) -> Iterator[None]:
         if sqlstates.means(error.sqlstate, sqlstates.MISSING):
             raise SchemaMissing(
                 f"streams are not installed in schema {schema} of this database: start `replicad serve` on it once, "
-                "or run what `replicad sql up` prints."
+                "or run the SQL that `replicad sql up` prints."
             ) from error
         raise

@@ -1,7 +1,7 @@
-"""Which tables are streams: add, load, remove; numbers for writers; what was published; generations.
+"""The registry of streams: add, load, remove; numbers for writers; published positions; generations.
 
-The rules live in SQL (streams/sql), so that psql users get the same refusals; this is their face in Python. It holds
-no state: everything is in Postgres, where all daemons see it.
+The rules are SQL functions (streams/sql), so that users of psql get the same refusals; this file calls them. It has no
+state: everything is in Postgres, for all daemons.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replicad.streams.rows import MAX_ROW, RowSource, wire_instance
 
 
 class Method(enum.StrEnum):
-    """How positions of a stream are known."""
+    """How the positions of a stream are found."""
 
     LOCK_WATCH = "lock_watch"
     RESERVATION = "reservation"
@@ -34,12 +34,12 @@ class Method(enum.StrEnum):
 class Stream:
     """A registered stream. `table`, `sequence` and `positions_table` are qualified and quoted, columns are as they are.
 
-    `fault` is None, or why the stream can no longer be served, with the remedy; names that are gone are None then.
-    `denied` is None, or what the role that asked may not read, with the GRANT that it needs. Ids up to `trimmed_upto`
-    were removed on purpose, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`
-    are the numbers that vector tokens are made of. `epoch` is the id of the present generation, and `continues` whether
-    it is still valid; where not, `continue_streams` begins the next one. `sequence_file` is the sequence's file (as of
-    pg_relation_filenode) in that generation. `noted` is the position that was published last.
+    `fault`: why the stream can no longer be served, with the remedy, or None; names of removed objects are None then.
+    `denied`: what this role may not read, with the GRANT that it needs, or None. Ids up to `trimmed_upto` were removed
+    by trimming, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`: the numbers
+    of writers in vector tokens. `epoch`: the id of the present generation; `continues`: whether it is still valid. If
+    not, `continue_streams` begins the next one. `sequence_file`: the sequence's file (as of pg_relation_filenode) in
+    that generation. `noted`: the position that was published last.
     """
 
     number: int
@@ -70,19 +70,18 @@ class Stream:
     writers: Mapping[str, int]
 
 
-# What changes while a stream is served, and is looked up where it is needed. Every other field of Stream is part of
-# what a feed was made of: one that is added takes part in `differences` unless it is named here.
+# Fields that change while a stream is served and that a feed does not depend on. `differences` compares all others.
 _PASSING = frozenset({"fault", "denied", "trimmed_upto", "writers", "continues", "noted"})
 
-# How rows become lines, and what things are called: a feed can go on with the new values between two reads.
+# Names and how rows become lines: a feed can take over new values between two reads.
 RENEWABLE = frozenset({"table", "sequence", "positions_table", "row", "row_type", "unique_ids", "max_row", "skipped"})
 
-# What another generation may change: which rows the ids mean, and where the rows are. A feed can take it over.
+# What another generation may change: the rows that ids belong to, and where they are. A feed can take it over.
 GENERATION = frozenset({"epoch", "resets", "table_oid", "sequence_oid", "sequence_file", "positions_oid"})
 
 
 def differences(served: Stream, found: Stream) -> frozenset[str]:
-    """The fields of what a feed is made of in which the registry differs from the stream that is served."""
+    """The fields that a feed depends on and in which the registry differs from the served stream."""
     names = (field.name for field in fields(Stream) if field.name not in _PASSING)
     return frozenset(name for name in names if getattr(served, name) != getattr(found, name))
 
@@ -97,7 +96,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What some daemon published last: the linear position, each writer's own, and when the first last moved."""
+    """The last published positions: linear, per writer, and when the linear one last changed."""
 
     position: int
     per_writer: Mapping[str, int]
@@ -106,7 +105,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """An id that an operator has taken out of a stream: why, who (a role of Postgres), and when."""
+    """An id that an operator has left out of a stream: the reason, the role of Postgres, and the time."""
 
     id: int
     reason: str
@@ -149,19 +148,19 @@ async def add(
 
 
 async def remove(db: Queries, name: str, *, schema: str = SCHEMA) -> None:
-    """Make a stream a mere table again; its rows stay. Raises UnknownStream."""
+    """Unregister a stream; its table and rows stay. Raises UnknownStream."""
     with installed(schema):
         await call_value(db, schema, "stream_remove", name)
 
 
 async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCHEMA) -> None:
-    """Bound the lines of a stream, in bytes. Raises UnknownStream, and StreamRefused beyond what clients take."""
+    """Bound the lines of a stream, in bytes. Raises UnknownStream, and StreamRefused above MAX_ROW."""
     with installed(schema):
         await call_value(db, schema, "stream_max_row", name, max_row)
 
 
 async def skip(db: Queries, name: str, row_id: int, reason: str, *, schema: str = SCHEMA) -> int | None:
-    """Take an id out of a stream; the row stays in its table. Returns up to where the stream was published by then.
+    """Leave an id out of a stream; the row stays in its table. Returns the position published so far.
 
     Raises UnknownStream.
     """
@@ -171,13 +170,13 @@ async def skip(db: Queries, name: str, row_id: int, reason: str, *, schema: str 
 
 
 async def unskip(db: Queries, name: str, row_id: int, *, schema: str = SCHEMA) -> bool:
-    """Undo `skip` for readers that have not got there; False where the id was not skipped. Raises UnknownStream."""
+    """Undo `skip` for readers that have not passed the id; False if it was not skipped. Raises UnknownStream."""
     with installed(schema):
         return bool(await call_value(db, schema, "stream_skip_undo", name, row_id))
 
 
 async def skips(db: Queries, name: str, *, schema: str = SCHEMA) -> list[Skipped]:
-    """What was taken out of a stream, by id. Raises UnknownStream."""
+    """The skipped ids of a stream, ascending. Raises UnknownStream."""
     with installed(schema):
         rows = await call_rows(db, schema, "stream_skips", name, columns="id, reason, skipped_by, skipped_at")
     return [Skipped(*row) for row in rows]
@@ -195,12 +194,12 @@ async def load_stream(db: Queries, name: str, *, schema: str = SCHEMA) -> Stream
     with installed(schema):
         row = await db.fetch_row(statement("stream_load", schema), name)
     if row is None:
-        raise UnknownStream(f"there is no stream {name!r}; `replicad streams list` shows those that there are.")
+        raise UnknownStream(f"there is no stream {name!r}; `replicad streams list` shows all streams.")
     return _stream(row)
 
 
 def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
-    """What reads the rows of this stream. Raises StreamRefused when the stream can no longer be served."""
+    """The RowSource of this stream. Raises StreamRefused if the stream can no longer be served."""
     if stream.fault is not None or stream.table is None:
         raise StreamRefused(f"stream {stream.name} cannot be served: {stream.fault}")
     return RowSource(
@@ -223,7 +222,7 @@ def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
 
 
 def horizon_source(stream: Stream) -> Source:
-    """How the horizon learns the positions of this stream."""
+    """How the horizon finds the positions of this stream."""
     if stream.method is Method.RESERVATION:
         return ReservationSource(number=stream.number, sequence=stream.sequence_oid)
     if stream.method is Method.POSITIONS_TABLE:
@@ -233,9 +232,9 @@ def horizon_source(stream: Stream) -> Source:
 
 
 async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, schema: str = SCHEMA) -> dict[str, int]:
-    """The numbers of these writers; a new name gets the next one, for as long as the stream lives.
+    """The numbers of these writers; a new name gets the next one, until the stream is removed.
 
-    To be called before the first row of a new writer goes out, so that a token can name it.
+    Called before the first row of a new writer is sent, so that a token can name it.
     """
     wanted = sorted({wire_instance(name) for name in names})
     with installed(schema):
@@ -300,12 +299,12 @@ async def publish(
 
 
 async def daemon_connected(db: Queries, *, schema: str = SCHEMA) -> bool:
-    """Whether some daemon is connected to this database, as far as names of sessions tell."""
+    """Whether a session of a daemon (by application_name) is connected to this database."""
     return bool(await db.fetch_value(statement("stream_daemons", schema)))
 
 
 async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
-    """Up to where ids of the stream have been given out: whatever is committed by now has an id up to there.
+    """The highest id that the stream's sequence has given out. All committed rows have ids up to it.
 
     Raises:
         StreamRefused: the sequence cannot be read, or gives out ids anew since the stream was loaded.
@@ -314,7 +313,7 @@ async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
         row = await db.fetch_row(statement("stream_taken", schema), stream.sequence_oid)
     if row is None or row["upto"] is None:
         raise StreamRefused(
-            f"the sequence of stream {stream.name} is gone, or this role may not look at it: GRANT USAGE ON SEQUENCE."
+            f"the sequence of stream {stream.name} was removed, or this role may not read it: GRANT USAGE ON SEQUENCE."
         )
     if stream.sequence_file not in (None, row["file"]):
         raise StreamRefused(
@@ -325,7 +324,7 @@ async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
 
 
 async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published]:
-    """What was published last, by the name of the stream; one that was never published is not in it."""
+    """The last published positions by the name of the stream; without streams that were never published."""
     with installed(schema):
         rows = await db.fetch(statement("stream_published", schema))
     return {

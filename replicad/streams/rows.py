@@ -1,14 +1,14 @@
-"""Ranges of a stream as finished RDATA lines, written by Postgres itself, and a few cheap looks at a range.
+"""Ranges of a stream as RDATA lines that Postgres renders, and a few cheap queries about a range.
 
-A `RowSource` knows one stream's table and how its rows become lines. It does not know how far it is safe to read:
-whoever calls it brings positions (horizon.py). No row is touched in Python; chunks are cut at line ends, no more.
+A `RowSource` knows one stream's table and how its rows become lines. Its callers give it the positions that are safe to
+read (horizon.py). No row is touched in Python; chunks are only cut at line ends.
 
 Each statement checks that the table is the one that the stream was loaded with. Why the name and the check cannot lead
 to different tables: Postgres resolves the name in FROM first and locks that table (ACCESS SHARE) until the statement
-ends, then it resolves the same name for the check. Renaming a table, moving it to another schema and dropping it need a
-lock that excludes ours, so the second look finds the table that is locked, or the check fails. Renaming a schema locks
-no table: the two looks could differ then, and they do so unnoticed only if the schema is renamed and renamed back in
-between, which are microseconds. A cached statement is analysed anew after each of these commands.
+ends. Then it resolves the same name for the check. To rename, move or drop a table needs a lock that conflicts with
+ours, so the second resolution finds the locked table, or the check fails. Renaming a schema locks no table: the two
+could differ unnoticed only if the schema is renamed and renamed back in the microseconds between. Postgres analyses a
+cached statement again after each of these commands.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from replicad.streams import writer_ranges
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse
 CHUNK: Final = 128 * 1024  # bytes; sending more at once gained nothing (measured)
 MAX_INSTANCE: Final = 200  # characters of a writer's name
-MAX_ROW: Final = 64 << 20  # bytes of a line without its end, where a stream has no smaller bound: what clients take
-COUNT_LIMIT: Final = 1_000_000  # rows; beyond it "more" says as much, and counting would take seconds
+MAX_ROW: Final = 64 << 20  # bytes of a line without its newline, the default bound: clients accept no more
+COUNT_LIMIT: Final = 1_000_000  # rows; counting more would take seconds
 _CASES: Final = 16  # writers told apart by comparison; beyond that the general form is cheaper
-_VARHDRSZ: Final = 4  # what Postgres adds to the length of a varchar to get its type's modifier
+_VARHDRSZ: Final = 4  # Postgres adds it to the length of a varchar to get the type's modifier
 _HEAD: Final = 4096  # bytes in which the words before the JSON end: two names of 200 characters and a token
 _BLANKS: Final = str.maketrans(dict.fromkeys([*range(1, 33), 127], "_"))
 
@@ -38,7 +38,7 @@ ChunkSink = Callable[["Chunk"], Awaitable[None]]
 
 
 class Reads(Protocol):
-    """A `Database` or a `Connection`: whatever rows can be read through."""
+    """A `Database` or a `Connection`."""
 
     async def fetch(self, sql: str, *args: object) -> list[Any]: ...
 
@@ -58,7 +58,7 @@ def wire_instance(name: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole lines of one stream, and what the last of them says; `token` is None where it ends within a batch."""
+    """Whole lines of one stream; `instance` and `token` of the last line. `token` is None if it ends within a batch."""
 
     data: bytes
     instance: str
@@ -66,12 +66,12 @@ class Chunk:
 
     @property
     def rows(self) -> int:
-        """How many lines there are."""
+        """The number of lines."""
         return self.data.count(b"\n")
 
 
 class LineCutter:
-    """Bytes in, cut anywhere; chunks of whole lines out, each ended by the first line that makes it `size` bytes long.
+    """Cuts bytes into chunks of whole lines. Each chunk ends with the first line that makes it `size` bytes long.
 
     Takes linear time and holds at most one chunk, one unfinished line of at most `max_row` bytes and one piece of data.
     """
@@ -82,13 +82,13 @@ class LineCutter:
         self._pieces: list[bytes] = []
         self._length = 0  # of all pieces
         self._unfinished = 0  # bytes of the last line, where the pieces do not end it
-        self._left: list[Chunk] = []  # completed by the data in which a line was too long
+        self._left: list[Chunk] = []  # complete chunks before a line that was too long
 
     def feed(self, data: bytes) -> list[Chunk]:
         """The chunks that these bytes complete.
 
         Raises:
-            RowTooLong: a line is longer than it may be; the whole lines before it are left for `rescue`.
+            RowTooLong: a line is longer than `max_row`; `rescue` returns the whole lines before it.
         """
         chunks: list[Chunk] = []
         at = 0
@@ -111,15 +111,13 @@ class LineCutter:
         return chunks
 
     def finish(self) -> list[Chunk]:
-        """The rest. Raises DatabaseError when it does not end a line (Postgres broke off), and what `feed` raises."""
+        """The last chunk. Raises DatabaseError if it ends within a line (the COPY failed), and what `feed` raises."""
         if self._unfinished:
             raise DatabaseError("Postgres ended a COPY in the middle of a line.")
         return [self._cut()] if self._pieces else []
 
     def rescue(self) -> list[Chunk]:
-        """After a failure: the whole lines that were not handed out, without those of a batch whose end did not
-        come.
-        """
+        """After a failure: the whole lines that were not returned yet, without an incomplete batch."""
         data = b"".join(self._pieces)
         end = data.rfind(b"\n") + 1
         while end:
@@ -155,26 +153,26 @@ class LineCutter:
             start = end + 1
 
     def _refuse(self, data: bytes, start: int) -> None:
-        """Raise because of the line that begins at `start`; only what is before it is kept."""
+        """Raise RowTooLong for the line that begins at `start`; the lines before it are kept."""
         self._pieces, self._length, self._unfinished = [data[:start]] if start else [], start, 0
         raise RowTooLong(f"a line has more than {self._max_row} bytes", row_id=_token(data[start : start + _HEAD]))
 
 
 def _token(head: bytes) -> int | None:
-    """The token of a line that begins so, None for `batch`."""
+    """The token of a line with this beginning; None for `batch`."""
     token = head.split(b" ", 4)[3]
     return None if token == b"batch" else int(token)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where the rows of one stream are, and how they become lines. Names are unquoted but for `table`.
+    """The table of one stream and how its rows become lines. Names are unquoted, except `table`.
 
-    `row` is the row expression with `row_type` json, jsonb or text; None for the whole row as an object. `unique_ids`
-    says that no two rows share an id, which spares the look at the next row for `batch`. `writers` are names that are
-    likely to occur: they make lines cheaper and are allowed to be wrong. `table_oid` is the table that the name must
-    lead to (None: whatever it leads to), `sequence_oid` the sequence whose file must be `sequence_file` (None: whatever
-    it is), `skipped` are ascending ids that are left out, `max_row` bounds lines, in bytes.
+    `row`: the row expression, of `row_type` json, jsonb or text; None for the whole row as an object. `unique_ids`: no
+    two rows have the same id, so `batch` need not be computed. `writers`: names that are likely to occur; they make
+    lines cheaper and may be wrong. `table_oid`: the table that the name must lead to (None: not checked).
+    `sequence_oid`: the sequence whose file must be `sequence_file` (None: not checked). `skipped`: ascending ids that
+    are left out. `max_row`: bound of a line in bytes.
     """
 
     number: int
@@ -216,8 +214,8 @@ class RowSource:
 
         Raises:
             TokenExpired: within the same snapshot as the rows, when rows above `after` were trimmed.
-            TableReplaced: the name leads to another table, or ids mean other rows; nothing was sent.
-            RowTooLong, DatabaseError: a row failed; all whole lines before it that Postgres had sent went to `sink`.
+            TableReplaced: the name leads to another table, or ids belong to other rows; nothing was sent.
+            RowTooLong, DatabaseError: a row failed; all whole lines that Postgres sent before it went to `sink`.
         """
         return await self._copy(db, self.range_sql(after, upto), sink, timeout)
 
@@ -249,11 +247,11 @@ class RowSource:
         return token
 
     async def count(self, db: Reads, after: int, upto: int, limit: int = COUNT_LIMIT) -> int:
-        """How many rows (after, upto] has; `limit` when it has that many or more."""
+        """The number of rows in (after, upto], at most `limit`."""
         return int(await db.fetch_value(self._look("rows_count"), after, upto, limit))
 
     async def ends(self, db: Reads, after: int, upto: int) -> tuple[int, int] | None:
-        """The first and the last id that the table has in (after, upto], None where it has none."""
+        """The first and the last id in (after, upto]; None if there is none."""
         [row] = await db.fetch(self._look("rows_ends"), after, upto)
         return None if row["first"] is None else (row["first"], row["last"])
 
@@ -286,7 +284,7 @@ class RowSource:
             writers=writers,
             skip=self._skip(after, upto),
             same=self._same(),
-            cut=self.max_row + 1 + _VARHDRSZ,  # one more than allowed: enough to see that it is too much
+            cut=self.max_row + 1 + _VARHDRSZ,  # one more than allowed, so that LineCutter finds it too long
             retained=f"{quote_ident(self.schema)}.stream_retained({self.number}, {int(after)})",
         )
 
@@ -301,10 +299,10 @@ class RowSource:
         )
 
     def _same(self) -> str:
-        """The condition that the name leads to the right table, and that its ids still mean the same rows.
+        """The condition that the name leads to the right table and that its ids still belong to the same rows.
 
-        It is constant, so Postgres looks at it once for each statement. By then the table is locked against TRUNCATE,
-        and what is committed later is not seen: so all rows of a statement are of one generation.
+        It is constant, so Postgres evaluates it once for each statement. By then the table is locked against TRUNCATE,
+        and later commits are not visible. So all rows of a statement are of one generation.
         """
         if self.table_oid is None:
             return "true"
@@ -316,7 +314,7 @@ class RowSource:
         return f"CASE WHEN {same} THEN true ELSE {fails} END"
 
     def _skip(self, after: int, upto: int) -> str:
-        """The condition that leaves skipped ids out, where the range has any."""
+        """The condition that leaves out the skipped ids in the range; empty if there are none."""
         low, high = bisect_right(self.skipped, after), bisect_right(self.skipped, upto)
         if low >= high:
             return ""
@@ -324,7 +322,7 @@ class RowSource:
         return f" AND t.{quote_ident(self.id_column)} <> ALL ('{{{ids}}}'::bigint[])"
 
     def _head(self) -> str:
-        """Everything before the token. A name that is compared costs a tenth of one that is cleaned."""
+        """The line before the token. A comparison with a known name costs a tenth of stream_instance()."""
         start = f"RDATA {self.stream} "
         if self.instance_column is None:
             return quote_literal(f"{start}{MASTER} ")
@@ -337,7 +335,7 @@ class RowSource:
         column = f"t.{quote_ident(self.id_column)}"
         if self.unique_ids:
             return f"{column}::text"
-        # A batch is consecutive and of one writer: a row whose neighbour is another's closes its own.
+        # A batch is consecutive and of one writer: it ends where the next row has another id or writer.
         line = f"OVER (ORDER BY {column})"
         same = f"lead({column}) {line} = {column}"
         if self.instance_column is not None:
@@ -345,10 +343,10 @@ class RowSource:
         return f"CASE WHEN {same} THEN 'batch' ELSE {column}::text END"
 
     def _row(self) -> str:
-        """The row as JSON on one line: between tokens, values of type json keep the line ends they came with."""
+        """The row as JSON on one line. Values of type json may contain newlines, which are replaced."""
         if self.row is None:
             return r"replace(replace(row_to_json(t.*)::text, E'\n', ' '), E'\r', ' ')"
-        # The line end closes a comment that the expression may end in.
+        # The newline ends a comment at the end of the expression.
         text = f"({self.row}\n)::text"
         if self.row_type == "text":
             text = f"{quote_ident(self.schema)}.stream_json({text})"
@@ -372,7 +370,7 @@ class RowSource:
         return f"CASE {self._raw_instance()}{plain} ELSE {general} END" if plain else general
 
     def _raw_instance(self) -> str:
-        """The column as it is, compared byte by byte whatever its collation calls equal."""
+        """The unchanged column, compared byte by byte instead of by its collation."""
         return f't.{quote_ident(self.instance_column or "")}::text COLLATE "C"'
 
     def _instance(self) -> str:

@@ -1,8 +1,8 @@
-"""Which row is to blame when a range of a stream cannot be read: found by trying parts of the range, for certain.
+"""Finds the row that cannot be read, when a copy of a range fails, by trying parts of the range.
 
-A part is tried by the very COPY that failed, into nothing: what is evaluated by Postgres, converted to UTF-8 and
-measured is the same. The search halves the range of ids, so it ends after at most 64 rounds of two tries each; where
-Postgres sends rows as it reads them, the first try finds the row. What is done about such a row is not known here.
+A part is tried with the same COPY that failed, and its rows are discarded; so the same values are evaluated, converted
+to UTF-8 and measured. The search halves the range of ids, so it ends after at most 64 rounds of two tries each. Where
+Postgres sends rows as it reads them, the first try finds the row.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
 from replicad.postgres import failures
 from replicad.streams.rows import MAX_ROW, Chunk, Range, Reads, RowSource
 
-_REASON = 300  # characters of what Postgres says; it can quote a whole row
+_REASON = 300  # characters of the message of Postgres, which can quote a whole row
 
 
 def is_of_a_row(error: Exception) -> bool:
-    """Whether a copy may have failed because of what one row holds. Outages, locks, rights and names are not of a
-    row.
-    """
+    """Whether one row's values may be the cause of the failure: not for outages, locks, rights and names."""
     return isinstance(error, RowTooLong) or (
         isinstance(error, DatabaseError) and failures.may_be_of_a_row(error.sqlstate)
     )
 
 
 def unreadable(source: RowSource, row_id: int, error: Exception) -> RowUnreadable:
-    """The refusal of one row: which, why, and what to do."""
+    """The error for one unreadable row: which, why, and the remedy."""
     name, table = source.stream, source.table
     skip = f"`replicad streams skip {name} {row_id} --yes` leaves it out"
     if isinstance(error, RowTooLong) or (isinstance(error, DatabaseError) and failures.is_too_large(error)):
@@ -48,9 +46,9 @@ def unreadable(source: RowSource, row_id: int, error: Exception) -> RowUnreadabl
 
 
 async def try_row(source: RowSource, db: Reads, row_id: int) -> RowUnreadable | None:
-    """Read the rows of one id and throw them away; returns why that is not possible.
+    """Read and discard the rows of one id; returns the error if they cannot be read.
 
-    Raises DatabaseError where the failure is not of the row.
+    Raises DatabaseError if the row is not the cause.
     """
     failure, _ = await _try(source, db, (row_id - 1, row_id), None, (row_id - 1, row_id))
     return None if failure is None else unreadable(source, row_id, failure)
@@ -59,10 +57,9 @@ async def try_row(source: RowSource, db: Reads, row_id: int) -> RowUnreadable | 
 async def find_unreadable(
     source: RowSource, db: Reads, wanted: Range | Mapping[str, Range], others: Range | None = None
 ) -> RowUnreadable | None:
-    """The first row that cannot be read in a range, or in a range per writer; None where all can be read by now.
+    """The first unreadable row in a range, or in a range per writer; None if all can be read now.
 
-    With ranges per writer, `others` is that of writers that are not named. Raises DatabaseError where a try fails for a
-    reason that is not of a row.
+    `others`: the range of writers that are not named. Raises DatabaseError if a try fails and no row is the cause.
     """
     ranges = [wanted] if isinstance(wanted, tuple) else [*wanted.values(), *([others] if others else ())]
     if not ranges:
@@ -88,7 +85,7 @@ async def find_unreadable(
 async def _try(
     source: RowSource, db: Reads, wanted: Range | Mapping[str, Range], others: Range | None, part: Range
 ) -> tuple[Exception | None, int]:
-    """Read what is wanted of a part; returns the failure of a row, and up to which id rows were read whole."""
+    """Read the wanted rows of a part; returns the failure, and the id up to which rows were read."""
     low, high = part
     seen = low
 
@@ -100,7 +97,7 @@ async def _try(
         if isinstance(wanted, tuple):
             await source.copy_range(db, max(low, wanted[0]), min(high, wanted[1]), pass_over)
         else:
-            # Writers with nothing to read stay named where there are others: they are none of these.
+            # A named writer with an empty range stays named if there is a range for others: it must not count as one.
             clipped = {name: (max(low, after), min(high, upto)) for name, (after, upto) in wanted.items()}
             rest = None if others is None else (max(low, others[0]), min(high, others[1]))
             named = {name: span for name, span in clipped.items() if span[0] < span[1] or rest is not None}

@@ -1,4 +1,4 @@
-"""What an operator sees of streams: how far readers have been sent, what waits, who holds it back, and what is wrong.
+"""The state of streams for an operator: position, waiting rows, the transaction that holds it back, and problems.
 
 It joins three views: what the registry says, what running daemons have published and report, and what Postgres shows at
 this moment. A stream that cannot be looked at costs the others nothing.
@@ -26,11 +26,11 @@ from replicad.streams.troubles import Reported
 
 OK = "ok"
 NO_DAEMON = "no_daemon"  # rows wait, and no daemon is connected that could send them
-STALLED = "stalled"  # rows wait, a daemon is there, and nobody says why
+STALLED = "stalled"  # rows wait, a daemon is connected, and no trouble is reported
 IDS_AHEAD = "ids_ahead"  # rows have ids that the sequence has not reached
-LOCKED = "locked"  # the table cannot be looked at
-SETTLED = 5.0  # seconds that a position rests, with rows waiting, before we look again whether it is stuck
-SECOND_LOOK = 2.5  # seconds for that; a daemon notes its positions every second
+LOCKED = "locked"  # the table cannot be read
+SETTLED = 5.0  # seconds without a change of the position, with rows waiting, before it is checked a second time
+SECOND_LOOK = 2.5  # seconds until that check; a daemon notes its positions every second
 
 _LAST_ID = (1 << 63) - 1
 _NONE: Mapping[str, int] = MappingProxyType({})
@@ -62,13 +62,13 @@ class StreamStatus:
 
     @property
     def lag_is_capped(self) -> bool:
-        """There are more rows waiting than were counted."""
+        """Whether more rows wait than were counted."""
         return self.lag_rows is not None and self.lag_rows >= COUNT_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All streams, and remarks about the look as a whole: what could not be seen, that no daemon is there."""
+    """All streams, and general remarks: what could not be read, or that no daemon is connected."""
 
     streams: tuple[StreamStatus, ...]
     notes: tuple[str, ...]
@@ -76,7 +76,7 @@ class Overview:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What was learnt for all streams at once."""
+    """What was read for all streams together."""
 
     published: Mapping[str, Published]
     readings: Mapping[str, Reading]
@@ -140,7 +140,7 @@ async def _see(db: Database, streams: list[Stream], schema: str) -> tuple[_Seen,
     except (DatabaseError, SchemaMissing) as error:
         if isinstance(error, DatabaseUnavailable):
             raise
-        notes.append(f"what daemons report to be wrong is not shown: {error}")
+        notes.append(f"the troubles that daemons report cannot be shown: {error}")
     daemon = await registry.daemon_connected(looks, schema=schema)
     if not daemon:
         notes.append("no daemon is connected to this database; start one with `replicad serve`")
@@ -164,7 +164,7 @@ async def _poll(db: Database, streams: list[Stream], published: Mapping[str, Pub
 
 
 async def _lockers(db: Impatient, streams: Iterable[Stream], schema: str) -> dict[int, Holder]:
-    """Who has the tables of these streams locked against readers, by the table's oid; the oldest of several."""
+    """The sessions that lock tables of these streams against readers, by the table's oid; the oldest of several."""
     rows = await db.fetch(statement("stream_lockers", schema), [stream.table_oid for stream in streams])
     found: dict[int, Holder] = {}
     for row in rows:
@@ -214,7 +214,7 @@ async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> Str
 
 
 def _problem(stream: Stream, reading: Reading, seen: _Seen) -> tuple[str, str | None]:
-    """The state of a stream before its rows are counted: what the registry says goes before what daemons report."""
+    """The state of a stream before its rows are counted: the registry's fault first, then what daemons report."""
     if stream.fault is not None:
         return StreamRefused.code, stream.fault
     if seen.whole is not None:
@@ -230,7 +230,7 @@ def _problem(stream: Stream, reading: Reading, seen: _Seen) -> tuple[str, str | 
 
 
 async def _count(db: Database, stream: Stream, position: int | None, schema: str) -> int:
-    """The committed rows behind the position; all that are retained where nothing was published."""
+    """The number of committed rows after the position; all retained rows if nothing was published."""
     after = position if position is not None else stream.trimmed_upto
     # to the end of the table, not to last_value: ids may have been handed out since it was read
     source = row_source(stream, schema=schema)
@@ -238,7 +238,7 @@ async def _count(db: Database, stream: Stream, position: int | None, schema: str
 
 
 async def _ids_ahead(db: Database, stream: Stream, schema: str) -> tuple[str, str | None]:
-    """Rows with ids that the sequence has not reached yet wait until it does; a writer chose these ids."""
+    """Rows with ids above the sequence's last value, chosen by a writer: they wait until the sequence reaches them."""
     if stream.method is not Method.LOCK_WATCH or stream.sequence_oid is None:
         return OK, None
     looks = Impatient(db)
@@ -248,7 +248,7 @@ async def _ids_ahead(db: Database, stream: Stream, schema: str) -> tuple[str, st
         last = await looks.fetch_value("SELECT pg_sequence_last_value($1::oid)", stream.sequence_oid)
     except DatabaseUnavailable:
         raise
-    except DatabaseError as error:  # it concerns this stream only, and must not keep the others from being listed
+    except DatabaseError as error:  # only this stream is concerned; the others are listed
         return (OK, None) if is_locked(error) else (error.code, str(error))
     if ends is None or ends[1] <= (last or 0):
         return OK, None
@@ -262,7 +262,7 @@ async def _ids_ahead(db: Database, stream: Stream, schema: str) -> tuple[str, st
 def _lag_seconds(
     stream: Stream, waiting: int | None, held_by: Holder | None, last: Published | None, seen: _Seen
 ) -> float:
-    """How long rows may have been waiting: since the position moved last, or since what keeps it began, if later."""
+    """How long rows may have been waiting: since the position or its obstacle last changed, the later of the two."""
     if waiting == 0:
         return 0.0
     since = last.at if last is not None else stream.created_at
@@ -275,13 +275,13 @@ def _lag_seconds(
 
 
 def _may_be_stuck(status: StreamStatus) -> bool:
-    """Rows wait that could be published, nothing is known to be wrong, and the position has rested for a while."""
+    """Whether rows wait although no problem is known and the position has not changed for SETTLED seconds."""
     could_move = status.horizon is not None and (status.position is None or status.position < status.horizon)
     return status.state == OK and bool(status.lag_rows) and could_move and status.lag_seconds > SETTLED
 
 
 async def _look_again(db: Database, found: list[StreamStatus], schema: str) -> list[StreamStatus]:
-    """A row that was committed just now looks the same as one that nobody sends: see whether the positions move."""
+    """Check a second time whether the positions move: a row that was just committed looks like one that is stuck."""
     stuck = {status.stream.name for status in found if _may_be_stuck(status)}
     before = {status.stream.name: status.position for status in found}
     deadline = trio.current_time() + SECOND_LOOK
@@ -294,7 +294,7 @@ async def _look_again(db: Database, found: list[StreamStatus], schema: str) -> l
     for status in found:
         name = status.stream.name
         if name in stuck:
-            why = "rows wait, the position does not move, and no daemon reports why: look into the daemons' logs"
+            why = "rows wait, the position does not move, and no daemon reports why: see the daemons' logs"
             result.append(replace(status, state=STALLED, problem=why))
         elif _may_be_stuck(status):
             last = published[name]

@@ -22,11 +22,11 @@ from replicad.streams.stream_writers import StreamWriter
 
 
 class Rows(Protocol):
-    """The rows of one stream. What each method does and raises is said in `RowSource` and `rows_probe`."""
+    """The rows of one stream. `RowSource` and `rows_probe` have the docstrings of the methods."""
 
     @property
     def names_writers(self) -> bool:
-        """Whether rows say who wrote them."""
+        """Whether rows have the name of their writer."""
 
     async def copy_range(self, after: int, upto: int, sink: ChunkSink) -> int: ...
 
@@ -48,13 +48,13 @@ class Rows(Protocol):
 
 
 class Store(Protocol):
-    """The registry of streams, and their rows. What each method does and raises is said in `registry`."""
+    """The registry of streams, and their rows. `registry` has the docstrings of the methods."""
 
     def rows(self, stream: Stream) -> Rows:
-        """For what serves many: looks at the table give up quickly where it is locked. Raises StreamRefused."""
+        """The rows for all readers: queries give up quickly if the table is locked. Raises StreamRefused."""
 
     def catchup_rows(self, stream: Stream) -> Rows:
-        """For one client that catches up: copies last as long as it takes. Raises StreamRefused."""
+        """The rows for one client that catches up, without a time limit. Raises StreamRefused."""
 
     async def load_streams(self) -> dict[str, Stream]: ...
 
@@ -76,7 +76,7 @@ class Store(Protocol):
 
 
 class Notes(Protocol):
-    """Where a daemon keeps acks and troubles. What each method does is said in `acks` and `troubles`."""
+    """Where a daemon writes acks and troubles. `acks` and `troubles` have the docstrings of the methods."""
 
     async def note_acks(self, some: Sequence[Ack]) -> None: ...
 
@@ -85,7 +85,7 @@ class Notes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """`Rows` of a table in Postgres: copies go through `db`, looks at ranges through `looks`."""
+    """`Rows` of a table in Postgres: copies use `db`, other queries `looks`."""
 
     source: RowSource
     db: Reads
@@ -128,7 +128,7 @@ class TableRows:
 
 
 class PostgresStore:
-    """`Store` in Postgres. `db` is for statements that end soon, `catchup_db` for copies that last."""
+    """`Store` in Postgres. `db`: short statements. `catchup_db`: long copies."""
 
     def __init__(self, db: Database, catchup_db: Database, schema: str) -> None:
         self._db = db

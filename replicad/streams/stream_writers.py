@@ -1,6 +1,6 @@
-"""The writers of a stream as an operator sees them: which there are, how far each is, and retiring those that are gone.
+"""The writers of a stream for an operator: list them with their positions, and retire those that no longer write.
 
-A retired writer is no longer listed to readers; its number stays taken, and it is listed again when it writes again.
+A retired writer is no longer listed to readers. It keeps its number, and is listed again when it writes again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from replicad.postgres.statements import Queries, call_rows, call_value, stateme
 from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.registry import Stream
 
-QUIET = 60.0  # seconds that a writer must have written nothing for to be retired
+QUIET = 60.0  # seconds without a row before a writer may be retired
 
 
 @dataclass(frozen=True, slots=True)
 class StreamWriter:
-    """One writer. `position` is what was published of it, None before the first time. One that is retired is not
-    listed.
-    """
+    """One writer. `position`: its last published position, or None."""
 
     number: int
     name: str
@@ -30,12 +28,12 @@ class StreamWriter:
 
     @property
     def retired(self) -> bool:
-        """Whether it is listed to readers no more."""
+        """Whether it is no longer listed to readers."""
         return self.retired_at is not None
 
 
 async def load(db: Queries, stream: str, *, schema: str = SCHEMA) -> list[StreamWriter]:
-    """All writers of a stream by number, those that are retired too. Raises UnknownStream."""
+    """All writers of a stream by number, including retired ones. Raises UnknownStream."""
     with installed(schema):
         rows = await call_rows(
             db, schema, "stream_writers", stream, columns="number, writer AS name, position, created_at, retired_at"
@@ -65,7 +63,7 @@ async def retire(
 
 
 async def idle_since(db: Queries, stream: str, token: int, *, schema: str = SCHEMA) -> list[str]:
-    """The writers that are not retired and have no row above `token`; one writer is always left out of it.
+    """The writers that are not retired and have no row above `token`; one writer is always left out.
 
     Raises UnknownStream.
     """

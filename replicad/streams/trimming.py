@@ -1,4 +1,4 @@
-"""Removing the oldest rows of a stream, in bounded batches, so that a reader who needs them is told and not misled."""
+"""Removes the oldest rows of a stream in bounded batches. A reader that needs a removed row gets TokenExpired."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replicad.streams import acks
 from replicad.streams.queries import SCHEMA
 from replicad.streams.registry import load_stream
 
-BATCH: Final = 10_000  # rows per transaction: some 50 ms of work, and as long a wait for whoever updates those rows
+BATCH: Final = 10_000  # rows per transaction: some 50 ms, during which updates of these rows wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,12 @@ async def trim(
     batch: int = BATCH,
     schema: str = SCHEMA,
 ) -> Trimmed:
-    """Remove rows that a reader at token `before` no longer needs, or those that were published longer ago than that.
+    """Remove rows up to token `before`, or those published longer than `older_than` ago, or those `acked` by every
+    known sender (none while a sender has sent no ack).
 
-    Or those that every known sender has acknowledged: nothing while one of them has said nothing.
-
-    The age comes from what daemons noted while they served the stream (to the minute for a day, to the hour before);
-    where their notes do not go back so far, nothing is removed. Each batch is a transaction of its own, so an
-    interrupted trim has removed what it has removed. The position waits for a batch, as for any other transaction.
+    The age comes from positions that daemons note while they serve the stream (to the minute for a day, to the hour
+    before). Where these notes do not go back so far, nothing is removed. Each batch is a transaction of its own, so the
+    batches before an interruption stay removed. The position waits for a batch, as for any other transaction.
 
     Raises:
         UsageError: not exactly one of `before`, `older_than` and `acked`.
@@ -49,7 +48,7 @@ async def trim(
         StreamRefused: it lies beyond what was published; rows that no reader was sent must stay.
     """
     if sum((before is not None, older_than is not None, acked)) != 1:
-        raise UsageError("trim takes either a token, or an age, or what was acknowledged.")
+        raise UsageError("trim takes exactly one of before, older_than and acked.")
     stream = await load_stream(db, name, schema=schema)
     upto: int | None
     if before is not None:

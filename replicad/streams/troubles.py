@@ -1,4 +1,4 @@
-"""The troubles of all daemons, as they stand in Postgres: daemons write them, the command line reads them."""
+"""The troubles of all daemons in Postgres: daemons write them, the command line reads them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """One trouble that a running daemon reports. `kind` and `name` say of what: `stream` and the stream's name, say."""
+    """One trouble that a running daemon reports, of the thing `kind` and `name` (for example a stream and its name)."""
 
     daemon: str
     kind: str
@@ -36,14 +36,14 @@ class Reported:
 
 
 async def write(db: Queries, daemon: str, rows: Sequence[Row], *, schema: str = SCHEMA) -> None:
-    """Put these in the place of all that the daemon has written before."""
+    """Replace all troubles that the daemon has written before."""
     columns: list[list[object]] = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], [], [], []]
     with installed(schema):
         await call_value(db, schema, "stream_trouble_write", daemon, *columns)
 
 
 async def load(db: Queries, *, schema: str = SCHEMA) -> list[Reported]:
-    """What running daemons report, the oldest first. Raises SchemaMissing."""
+    """The troubles of running daemons, the oldest first. Raises SchemaMissing."""
     with installed(schema):
         rows = await call_rows(db, schema, "stream_troubles", columns="daemon, kind, name, cause, code, reason, since")
     return [Reported(*row) for row in rows]

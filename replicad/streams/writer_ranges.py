@@ -1,4 +1,4 @@
-"""A condition on rows: a range of ids for each writer, in SQL whose cost per row does not grow with the writers.
+"""SQL for a range of ids for each writer. Its cost per row does not grow with the number of writers.
 
 Few ranges are compared with lists of names, which Postgres hashes; many are looked up in an object of jsonb.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from replicad.postgres.literals import quote_literal
 
-MAX_GROUPS = 4  # ranges that are compared one after another
+MAX_GROUPS = 4  # different ranges that are compared one after another
 
 Range = tuple[int, int]  # (after, upto]: ids above the first, up to the second
 

@@ -1,7 +1,4 @@
-"""The writers of a stream on the wire: a set of any size in lines of WRITERS, and the way back. Does no I/O.
-
-Which writers are in the set, and when it changes, is for the server's `feed` to say.
-"""
+"""Renders the writers of a stream as lines of WRITERS, and parses such lines into a set. Does no I/O."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from replicad.errors import RemoteProtocolError
 
-WRITERS_ON_LINE = 1000  # clients of the first version take no more
-MAX_WRITERS = 1_000_000  # of one stream; a hundred times what a daemon lists, a bound on a reader's memory all the same
+WRITERS_ON_LINE = 1000  # clients of the first version accept no more
+MAX_WRITERS = 1_000_000  # of one stream: bounds a reader's memory, at a hundred times what a daemon lists
 
 
 def writers_lines(stream: str, epoch: str, numbers: Mapping[str, int]) -> bytes:
-    """The lines of WRITERS that name a whole set, ends included; at least one.
+    """The lines of WRITERS for a whole set, newlines included; at least one.
 
     Not by `Writers.render`, which parses what it renders: names come from the registry, where each is one word.
     """
@@ -30,9 +27,9 @@ def _writers_line(head: str, pairs: Iterable[tuple[str, int]]) -> bytes:
 class WriterSet:
     """The writers of a stream in one epoch, from the lines of WRITERS that a reader received.
 
-    A line that names a writer again, or none at all, begins the set anew; one that names others only adds to it. A set
-    is whole when POSITION follows: until then `numbers` has the writers of the old and of the new set, so that the
-    token of a reader never leaves out a writer that is behind.
+    A line that names no writer, or one that is in the set already, begins a new set; a line with other writers adds to
+    it. A set is complete when POSITION follows. Until then `numbers` has the writers of both the old and the new set,
+    so that the token of a reader never leaves out a writer that is behind.
     """
 
     def __init__(self) -> None:
@@ -42,7 +39,7 @@ class WriterSet:
         self.numbers: Mapping[str, int] = {}
 
     def begin(self) -> None:
-        """On a new connection the next line begins the set anew."""
+        """A new connection: the next line begins a new set."""
         self._coming = None
         self._begun = False
 
@@ -63,7 +60,7 @@ class WriterSet:
         return new
 
     def close(self) -> None:
-        """POSITION came: the set is whole."""
+        """POSITION was received: the set is complete."""
         if self._coming is not None:
             self._whole = self._coming
             self.numbers = self._whole

@@ -1,7 +1,7 @@
 """The writer library for programs without async, on any DB-API connection to Postgres (psycopg, pg8000, ADBC, ...).
 
-`BlockingWriter` has a connection of its own, `next_id` and `next_ids` work in a transaction of the caller's. What they
-mean, and why it is safe, is said in writer.py; Postgres does the work. Errors of the driver come through as they are.
+`BlockingWriter` has a connection of its own; `next_id` and `next_ids` work in the caller's transaction. writer.py
+explains them and why they are safe. Errors of the driver are raised unchanged.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BlockingWriter:
                 self._complete(reservation)
 
     def get_current_token(self) -> int:
-        """The largest id such that this writer has completed all of its own up to there. No question to Postgres."""
+        """The largest id up to which this writer has completed all of its own. Sends no query."""
         return self._in_flight.position
 
     def get_minimum_and_maximum(self) -> tuple[int, int]:
@@ -77,13 +77,13 @@ class BlockingWriter:
         return self._in_flight.position, self._in_flight.maximum
 
     def positions(self) -> Positions:
-        """How far all writers of the stream have finished, from Postgres, now."""
+        """The present positions of all writers of the stream, from Postgres."""
         with self._taken():
             rows = self._ask(rows_call(self._schema, "stream_positions", 1), self.stream)
         return Positions.of((row[0], row[1]) for row in rows)
 
     def close(self) -> None:
-        """Close the connection, which lets go of everything. Safe to repeat."""
+        """Close the connection, which releases all reservations. Safe to repeat."""
         close_quietly(self._connection)
 
     def _reserve(self, n: int) -> Reservation:
@@ -96,7 +96,7 @@ class BlockingWriter:
                 self._number = number
                 return self._in_flight.reserve(parse_ids(ids), bound)
             except BaseException:
-                if held is None:  # the lock may have been taken, by a statement whose end we have not seen
+                if held is None:  # the statement may have taken the lock although its result was not received
                     self.close()
                 raise
 
@@ -107,7 +107,7 @@ class BlockingWriter:
             if move is None:
                 return
             released = False
-            with suppress(Exception):  # drivers differ in what they raise for a connection that is gone
+            with suppress(Exception):  # drivers raise different exceptions for a lost connection
                 ((released,),) = self._ask(
                     value_call(self._schema, "stream_complete", 3), self._number, move.release, move.take
                 )
@@ -116,7 +116,7 @@ class BlockingWriter:
                 self.close()
 
     def _ask(self, sql: str, *args: object) -> Sequence[Any]:
-        """Run a statement in a transaction of its own; the locks are the session's and outlast it."""
+        """Run a statement in its own transaction; its locks belong to the session and stay."""
         rows = run(self._connection, sql, args)
         self._connection.commit()
         return rows

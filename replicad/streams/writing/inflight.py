@@ -1,7 +1,7 @@
-"""What one writer has in flight: which ids are reserved and not completed, and how far it has therefore got.
+"""The ids that one writer has reserved and not completed, and the writer's position.
 
-Pure: no connection and no clock. The position follows the definition of streams: the largest id such that this
-writer has completed all of its ids up to there; it skips ahead over ids that were completed out of order.
+No connection and no clock. The position is the largest id up to which this writer has completed all of its own; it
+moves past ids that were completed out of order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 class Reservation:
     """Ids that are reserved together and completed together, ascending.
 
-    All of them are above `bound`, by a lock on which they are protected; None when that lock was lost.
+    All are above `bound`; a lock on it protects them. None if that lock was lost.
     """
 
     ids: tuple[int, ...]
@@ -25,7 +25,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What becomes of the lock: take the bound `take` (None: nothing is in flight), then let go of `release`."""
+    """A change of the lock: take the bound `take` (None: nothing is in flight), then release `release`."""
 
     release: int
     take: int | None
@@ -35,7 +35,7 @@ class InFlight:
     """The reservations of one writer. One lock, on the lowest bound in flight, protects them all."""
 
     def __init__(self, position: int) -> None:
-        """`position`: up to where everything of this writer is known to be complete."""
+        """`position`: all ids of this writer up to it are complete."""
         self.position = position
         self._highest = position
         self._reserved: deque[Reservation] = deque()
@@ -45,16 +45,16 @@ class InFlight:
 
     @property
     def maximum(self) -> int:
-        """The highest id that was reserved; `position` is the minimum that is certain."""
+        """The highest id that was reserved."""
         return self._highest
 
     @property
     def held(self) -> int | None:
-        """The bound on which the lock is, None when there is none."""
+        """The bound of the lock; None if there is no lock."""
         return next((r.bound for r in self._reserved if r.bound is not None and not r.completed), None)
 
     def reserve(self, ids: Sequence[int], bound: int) -> Reservation:
-        """Note ids that were reserved under `bound`, or under the lock that is held already.
+        """Add ids that were reserved under `bound`, or under the lock that is held already.
 
         Raises:
             ValueError: they are not ascending, not above what was reserved before, or not above their bound.
@@ -70,7 +70,7 @@ class InFlight:
         return reservation
 
     def complete(self, reservation: Reservation) -> Handover | None:
-        """These ids are finished, by a row or without one. Returns what to do with the lock, None for nothing.
+        """Complete ids, with a row or without. Returns the change of the lock, or None.
 
         Raises:
             ValueError: they were completed already.
@@ -85,9 +85,9 @@ class InFlight:
         return None if before is None or before == after else Handover(before, after)
 
     def lost(self) -> int:
-        """The lock is gone: nothing in flight is protected any more, and the next reservation takes a lock of its own.
+        """The lock was lost: ids in flight are no longer protected, and the next reservation takes a new lock.
 
-        Returns how many reservations lost it just now.
+        Returns how many reservations have lost it.
         """
         affected = [r for r in self._reserved if r.bound is not None and not r.completed]
         for reservation in affected:

@@ -1,4 +1,4 @@
-"""The writer library: ids that are reserved before their rows are written, and completed afterwards, come what may.
+"""The writer library: reserves ids before their rows are written, and completes them afterwards in any case.
 
 Three forms, for streams whose method is reservation:
 
@@ -8,8 +8,8 @@ Three forms, for streams whose method is reservation:
   any event loop. The id is complete when that transaction ends.
 - `blocking_writer.py`: the same two for programs without async.
 
-Protection is an advisory lock of the session (streams/sql/public/150_stream_reserve.sql): a writer that dies lets go
-of it, and an id that outlived it is refused by the table itself. Nothing needs to be told when writers come and go.
+An advisory lock of the session protects the ids (streams/sql/public/150_stream_reserve.sql). Postgres releases it when
+the writer's session ends, and the table refuses an id without a lock. So writers need not be registered or removed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from replicad.streams.queries import SCHEMA, installed
 from replicad.streams.rows import MASTER, wire_instance
 from replicad.streams.writing.inflight import InFlight, Reservation
 
-MAX_IN_FLIGHT: Final = 1000  # reservations of one writer at once; more would say that completions are not reached
-RESERVED: Final = "number, bound, ids::text AS ids"  # of stream_reserve; drivers differ in what they make of an array
-COMPLETE_TIMEOUT: Final = 5.0  # seconds to let go of a lock; then the connection is cut, which does it too
+MAX_IN_FLIGHT: Final = 1000  # reservations of one writer at once; more would mean that blocks do not end
+RESERVED: Final = "number, bound, ids::text AS ids"  # of stream_reserve; drivers return arrays in different types
+COMPLETE_TIMEOUT: Final = 5.0  # seconds to release a lock; then the connection is closed, which releases it too
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """How far each known writer of a stream has finished. Rows up to `minimum` are all there, whoever wrote them."""
+    """The position of each known writer of a stream. All rows up to `minimum`, of every writer, are committed."""
 
     per_writer: Mapping[str, int]
     minimum: int
@@ -99,7 +99,7 @@ class Writer:
                 await self._complete(reservation)
 
     def get_current_token(self) -> int:
-        """The largest id such that this writer has completed all of its own up to there. No question to Postgres."""
+        """The largest id up to which this writer has completed all of its own. Sends no query."""
         return self._in_flight.position
 
     def get_minimum_and_maximum(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class Writer:
         return self._in_flight.position, self._in_flight.maximum
 
     async def positions(self) -> Positions:
-        """How far all writers of the stream have finished, from Postgres, now."""
+        """The present positions of all writers of the stream, from Postgres."""
         async with self._turn:
             connection = await self._session()
             with installed(self._schema):
@@ -119,7 +119,7 @@ class Writer:
         return WriterStatistics(len(self._in_flight), self._connected, self._lost)
 
     async def start(self) -> None:
-        """Connect, and learn where the stream stands: what this writer finds complete is its first position."""
+        """Connect and read the stream's positions; this writer begins at its own, or at the minimum."""
         found = await self.positions()
         self._in_flight = InFlight(found.per_writer.get(self.instance, found.minimum))
 
@@ -144,23 +144,23 @@ class Writer:
                 await self._leave()
                 raise StreamRefused(f"stream {self.stream}: {error}; open the writer anew.") from error
             except BaseException:
-                if held is None:  # the lock may have been taken, by a statement whose end we have not seen
+                if held is None:  # the statement may have taken the lock although its result was not received
                     with trio.CancelScope(shield=True):
                         await self._leave()
                 raise
 
     async def _complete(self, reservation: Reservation) -> None:
-        """Shielded and bounded, and never fails: where the lock cannot be let go of, the whole connection is."""
+        """Shielded and bounded, and never fails: if the lock cannot be released, the connection is closed."""
         with trio.move_on_after(COMPLETE_TIMEOUT, shield=True) as patience:
             async with self._turn:
-                await self._let_go(reservation)
-        if patience.cancelled_caught and not reservation.completed:  # somebody else's statement hangs
+                await self._release(reservation)
+        if patience.cancelled_caught and not reservation.completed:  # another task's statement hangs
             if self._connection is not None:
                 self._connection.terminate()
             self._lost += self._in_flight.lost()
             self._in_flight.complete(reservation)
 
-    async def _let_go(self, reservation: Reservation) -> None:
+    async def _release(self, reservation: Reservation) -> None:
         move = self._in_flight.complete(reservation)
         if move is None or self._connection is None or self._connection.is_closed:
             return
@@ -176,7 +176,7 @@ class Writer:
                     await self._leave()
 
     async def _session(self) -> Connection:
-        """The connection that holds the locks, a new one where it broke."""
+        """The connection that holds the locks; a new one if it was lost."""
         if self._connection is not None and not self._connection.is_closed:
             return self._connection
         await self._leave()
@@ -187,7 +187,7 @@ class Writer:
         return connection
 
     async def _leave(self) -> None:
-        """Let go of the connection: reset or broken, it holds no locks afterwards."""
+        """Give the connection back to the pool, which resets it: it holds no locks afterwards."""
         self._lost += self._in_flight.lost()
         self._connection = None
         await self._pin.aclose()
@@ -200,8 +200,8 @@ async def open_writer(
 ) -> AsyncIterator[Writer]:
     """A writer of a stream, with one connection out of `db` for as long as the block lasts.
 
-    `instance` is the name of this writer among others; its session in Postgres bears it, so that it holds back its own
-    position only. At the end everything is let go of; ids that are still in flight then cannot be inserted any more.
+    `instance` is the name of this writer. Its session has it as application_name, so that it holds back its own
+    position only. At the end all locks are released; ids still in flight can then no longer be inserted.
 
     Raises:
         UnknownStream, StreamRefused: there is no such stream, or its ids are not reserved.
@@ -224,8 +224,8 @@ class Asks(Protocol):
 async def next_id(connection: Asks | Connection, stream: str, *, schema: str = SCHEMA) -> int:
     """Reserve the next id in the caller's transaction; it is complete when that ends, committed or rolled back.
 
-    Takes a connection of asyncpg, or one of replicad's own. What Postgres refuses comes as that one's exception (with
-    SQLSTATE RS001, RS002), and a row whose id is no longer reserved as RS003.
+    Takes a connection of asyncpg, or one of replicad's own. Refusals of Postgres are raised as its exceptions, with
+    SQLSTATE RS001 or RS002; RS003 for a row whose id is no longer reserved.
 
     Raises:
         StreamRefused: the connection is not in a transaction, where an id would be complete at once.
@@ -244,10 +244,10 @@ async def _ask(connection: Asks | Connection, sql: str, *args: object) -> Any:
 
 
 def session_name(instance: str) -> tuple[str, str, bool]:
-    """What to call set_config() with, so that the session has the writer's name and holds back that writer alone."""
+    """The arguments of set_config() that give the session the writer's name, so that it holds back only that writer."""
     return "application_name", instance, False
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
-    """The ids in the text of a bigint[]: `{5,6}`; as text, every driver gives the same."""
+    """The ids in the text of a bigint[] such as `{5,6}`; the text is the same for every driver."""
     return tuple(map(int, text.strip("{}").split(",")))

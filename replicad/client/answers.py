@@ -1,6 +1,6 @@
-"""What reading pods gives: in the blocking client an iterator over what comes, in the trio client a list of it all.
+"""The result of reading pods: an iterator in the blocking client, a list in the trio client.
 
-Both are iterated over, and both have `end`, the CURSOR behind the last pod.
+Both have `end`, the CURSOR after the last pod.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 class Answer(Iterator[T], Generic[T]):
-    """The pods of one answer, as they come. Read it to its end, or close it, before the next request.
+    """The pods of one answer, as received. Read it to its end, or close it, before the next request.
 
-    `end` is the CURSOR behind the last pod, None until everything was taken. Closing it early costs the connection.
+    `end` is the CURSOR after the last pod, None before that. Closing it before its end closes the connection.
     """
 
     def __init__(self, pieces: Generator[Any, None, CursorAt], parse: Callable[[Any], Iterable[T]]) -> None:
@@ -39,12 +39,12 @@ class Answer(Iterator[T], Generic[T]):
                 raise
 
     def close(self) -> None:
-        """Take no more; safe to repeat."""
+        """End the iteration; safe to repeat."""
         self._pieces.close()
 
 
 class PodBatch(list[T]):
-    """The pods of one answer, in the order in which they are to be processed; `end` is the CURSOR behind the last."""
+    """The pods of one answer, in the order of processing; `end` is the CURSOR after the last."""
 
     def __init__(self, pods: Iterable[T], end: CursorAt) -> None:
         super().__init__(pods)
@@ -52,5 +52,5 @@ class PodBatch(list[T]):
 
     @property
     def pods(self) -> list[T]:
-        """The list itself: an older name."""
+        """The list itself, under an older name."""
         return self

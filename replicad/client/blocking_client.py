@@ -1,7 +1,7 @@
 """The client for programs without async, and for Spark's Python workers: needs threads and the standard library only.
 
-What is asked and understood stands in `face`, `requests` and `pursuit`; here it is driven on a socket. A connection on
-which anything but a plain refusal happened is closed, so that no answer is ever taken for another one's.
+`face`, `requests` and `pursuit` have the logic; this file drives it on a socket. After any failure but a plain refusal
+the connection is closed, so that an answer is never taken for that of another request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a daemon is and how to be let in: plain values that survive pickling. Times in seconds.
+    """A daemon's address and what is needed to connect: plain values that can be pickled. Times in seconds.
 
     `tls_ca`: the file of the authority that signed the server's certificate, or `system`; None means no TLS.
     """
@@ -49,7 +49,7 @@ class Endpoint:
     answer_timeout: float = 60.0
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """What TLS needs, or None for a plain connection.
+        """The TLS context, or None for a plain connection.
 
         Raises:
             UsageError: the file cannot be read or holds no certificate.
@@ -128,12 +128,12 @@ class BlockingClient(Requests):
         are RowBatch, Reset, and those of the types in `also` (see `events.Also`). For the wishes see FollowOptions.
 
         Raises:
-            BadToken: a token is none.
+            BadToken: a token cannot be parsed.
         """
         return BlockingFollower(self._target, streams, linear=linear, also=also, wishes=wishes)
 
     def close(self) -> None:
-        """Close the connection, also under a request of another thread; safe to repeat."""
+        """Close the connection, even during a request of another thread; safe to repeat."""
         self._closed = True
         if self._link is not None:
             self._link.close()
@@ -174,7 +174,7 @@ class BlockingClient(Requests):
 
     @contextmanager
     def _request(self) -> Iterator[SocketLink]:
-        """The connection, for one request; afterwards it is in step, or closed."""
+        """The connection for one request; afterwards it can serve the next one, or is closed."""
         if self._owner == threading.get_ident():
             raise LocalProtocolError("the pods of the request before are not all read; read on, or close() them")
         with self._turn:

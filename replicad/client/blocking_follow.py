@@ -1,4 +1,4 @@
-"""Following streams on a socket: what `pursuit` asks for, done by the thread that iterates."""
+"""Following streams on a socket: the thread that iterates performs the steps of `pursuit`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 class BlockingFollower(Followed, Iterator[T]):
     """An endless iterator over RowBatch and Reset events, and over those of the types in `also`.
 
-    It reconnects and resumes by itself; `close`, from any thread, ends it. Iterating raises what trying again does not
-    help against: NotAuthorised, WrongServer, RemoteProtocolError, UnknownStream and BadToken for what the caller
-    asked, or the last ConnectionLost when `patience` is at its end.
+    It reconnects and resumes by itself; `close`, from any thread, ends it. Iterating raises errors that trying again
+    does not help against: NotAuthorised, WrongServer, RemoteProtocolError, UnknownStream and BadToken for the caller's
+    arguments, or the last ConnectionLost when `patience` has passed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BlockingFollower(Followed, Iterator[T]):
                     answer = self._perform(step)
                 except ReplicadError as failure:
                     error = failure
-                except BaseException:  # Ctrl-C, say: half a step cannot be resumed
+                except BaseException:  # for example Ctrl-C: a step cannot be resumed
                     self.close()
                     raise
         raise StopIteration
@@ -80,7 +80,7 @@ class BlockingFollower(Followed, Iterator[T]):
             self._link.close()
 
     def close(self) -> None:
-        """End the iteration, also under a thread that waits in it; safe to repeat."""
+        """End the iteration, even if another thread waits in it; safe to repeat."""
         self._stop.set()
         self._disconnect()
 

@@ -1,4 +1,4 @@
-"""What a reader of streams is told, as plain tuples: one is made for every row, so they have to be cheap."""
+"""The events for readers of streams, as plain tuples: one is made for every row, so they must be cheap."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from replicad.protocol.commands import LockReleased, RemoteServerUp
 
 
 class RowBatch(NamedTuple):
-    """All rows of one token: facts that belong together and were written by `instance`.
+    """All rows of one token, which belong together and were written by `instance`.
 
-    `rows` is JSON text, one per row, as it came; never empty. Whoever has dealt with the batch has dealt with
-    everything of this writer up to `token`.
+    `rows` is JSON text, one per row, unchanged; never empty. After this batch the reader has everything of this writer
+    up to `token`.
     """
 
     stream: str
@@ -22,7 +22,7 @@ class RowBatch(NamedTuple):
 
 
 class PositionMoved(NamedTuple):
-    """A writer's position is `token` now, and there are no rows up to it that were not handed over.
+    """A writer's position is now `token`: all its rows up to there were delivered.
 
     `instance` is `*` in a linear subscription.
     """
@@ -36,15 +36,15 @@ class Reset(NamedTuple):
     """Discard what you have of `instance` above `token`; all of it where `token` is None.
 
     The rows above it are void: the history of the stream forked (a restored backup, a promoted standby, a new
-    sequence), or rows were missed that are no longer there. Those that there are now come after the event.
+    sequence), or rows that were missed have been removed. The present rows follow the event.
 
-    `instance` is a writer, `*` in a linear subscription, or None: the rows of all writers. Whoever keeps something
-    derived from the rows that cannot be undone row by row (a cache, a sum) makes it anew.
+    `instance` is a writer, `*` in a linear subscription, or None: the rows of all writers. If you derive something
+    from the rows that cannot be undone row by row (a cache, a sum), compute it again.
 
     `reason` is `moved_back` (a POSITION went back), `forked` (rows above the fork were received before it), or the code
-    of the error with which the server refused a token that cannot be continued: `bad_token`, `token_ahead`,
-    `token_expired`. After these three the stream begins again, `token` is None. After a fork several events may come,
-    one for each writer and one for all.
+    of the error with which the server refused a token: `bad_token`, `token_ahead`, `token_expired`. After these three
+    the stream begins again and `token` is None. After a fork there may be several events, one for each writer and one
+    for all.
     """
 
     stream: str
@@ -56,9 +56,9 @@ class Reset(NamedTuple):
 class GenerationBegan(NamedTuple):
     """The server follows another generation of the stream's history: Postgres restarted, or a fork.
 
-    What is to be discarded is in Reset events before it; mostly there are none. Whoever keeps something that was read
-    from the database itself throws it away: transactions that were visible there may be lost, also those whose rows
-    had not come yet. `epoch` stands in tokens from now on.
+    Reset events before it say what to discard; mostly there are none. Discard also what you have read from the database
+    itself: transactions that were visible there may be lost, even those whose rows were not received yet. Tokens have
+    the new `epoch` from now on.
     """
 
     stream: str
@@ -66,7 +66,7 @@ class GenerationBegan(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Rows of a writer between `have` and `told` were not received; they have to be fetched."""
+    """Rows of a writer between `have` and `told` were not received; the reader must subscribe again from `have`."""
 
     stream: str
     instance: str
@@ -75,9 +75,9 @@ class Gap(NamedTuple):
 
 
 class TakenUpto(NamedTuple):
-    """Ids of the stream had been given out up to `token` when Postgres was asked, no more than `age` seconds ago.
+    """The stream's sequence had given out ids up to `token` when it was read, at most `age` seconds ago.
 
-    Whoever was handed everything up to there, by every writer, has whatever was committed by then.
+    A reader that has everything up to there, of every writer, has all rows that were committed by then.
     """
 
     stream: str
@@ -86,25 +86,25 @@ class TakenUpto(NamedTuple):
 
 
 class Connected(NamedTuple):
-    """A connection stands, and every stream is subscribed to, except those of which StreamStopped was reported."""
+    """Connected, and subscribed to every stream except those for which StreamStopped was delivered."""
 
     server_name: str
 
 
 class Disconnected(NamedTuple):
-    """The connection is gone or could not be made; the next attempt comes in `retry_in` seconds."""
+    """The connection was lost or could not be made; the next attempt is in `retry_in` seconds."""
 
     error: ReplicadError
     retry_in: float
 
 
 class StreamStopped(NamedTuple):
-    """A stream that is followed beside others stops; the others go on, on the same connection.
+    """One of several followed streams stops; the others go on, on the same connection.
 
-    `error` says why. RowUnreadable and RowTooLong: before a row that the server cannot send; they have the row's id and
-    the remedy. Others, UnknownStream and StreamRefused for example: the server refuses the stream, which it accepted
-    before. The stream is asked for again, from where it stopped, in about `retry_in` seconds. Where no other stream is
-    left, Disconnected comes instead.
+    `error` is the reason. RowUnreadable and RowTooLong: the server cannot send the next row; they have its id and the
+    remedy. Others, such as UnknownStream and StreamRefused: the server refuses the stream, which it accepted before.
+    The follower subscribes again, from where it stopped, in about `retry_in` seconds. If no other stream is left,
+    Disconnected is delivered instead.
     """
 
     stream: str
@@ -113,7 +113,7 @@ class StreamStopped(NamedTuple):
 
 
 class StreamsChanged(NamedTuple):
-    """Told to whoever follows every stream: some were added, and are followed from here on, or removed."""
+    """For followers of all streams: streams were added, and are followed from now on, or removed (`gone`)."""
 
     added: tuple[str, ...]
     gone: tuple[str, ...]
@@ -130,9 +130,9 @@ Also = (
     | RemoteServerUp
     | LockReleased
 )
-"""What a follower hands over where it is asked for in `also`."""
+"""The events that a follower delivers if they are named in `also`."""
 
 Event = RowBatch | Reset | Also
-"""Whatever a follower may hand over. RowBatch and Reset always come."""
+"""All events. RowBatch and Reset are always delivered."""
 
 E = TypeVar("E", bound=Also)

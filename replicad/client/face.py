@@ -1,8 +1,8 @@
-"""What users of both clients see: every request, declared once.
+"""The methods of both clients: every request, declared once.
 
-A request is a value: how it is asked on a connection, and what its answer means. Each client has a driver, which
-performs such values on its kind of connection, and gets the methods from `Requests`: in the blocking client a method
-returns the result, in the trio client it is awaited for. The names, parameters and defaults are the same in both.
+A request is a value: the steps that send it, and a function that interprets the answer. Each client has a driver that
+performs such values on its kind of connection. In the blocking client a method returns the result, in the trio client
+it is awaited. Names, parameters and defaults are the same in both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replicad.client.requests import (
     ask_for_blocks,
     ask_for_pods,
     park_request,
-    tell,
+    send_commands,
 )
 from replicad.client.steps import Steps
 from replicad.protocol.command import Command
@@ -55,12 +55,12 @@ B = TypeVar("B")
 C = TypeVar("C", bound=Command)
 
 Turn = Callable[[Connection, float], Steps[Any]]
-"""A question on a connection; the number is how many seconds the answer may take."""
+"""The steps of one request on a connection; the number is the seconds that the answer may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[T]):
-    """A request whose answer comes at once: turns, one after another, and what their answers mean together."""
+    """A request that is answered as a whole: turns, one after another, and a function of all their answers."""
 
     turns: Sequence[Turn]
     result: Callable[[list[Any]], T]
@@ -68,14 +68,14 @@ class Request(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[T]):
-    """A request for pods: its turn hands over pieces and returns the CURSOR; `parse` makes items of a piece."""
+    """A request for pods: its turn yields pieces and returns the CURSOR; `parse` makes items of a piece."""
 
     turn: Turn
     parse: Callable[[Any], Iterable[T]]
 
 
 class Waits(Protocol):
-    """A client whose methods return when the answer is there."""
+    """A client whose methods block until the answer is received."""
 
     def _drive(self, request: Request[T], /) -> T: ...
 
@@ -83,7 +83,7 @@ class Waits(Protocol):
 
 
 class Awaits(Protocol):
-    """A client whose methods are awaited for."""
+    """A client whose methods are awaited."""
 
     def _drive(self, request: Request[T], /) -> Coroutine[Any, Any, T]: ...
 
@@ -91,7 +91,7 @@ class Awaits(Protocol):
 
 
 class _Method(Generic[P, B, A]):
-    """A method of both clients: it returns a `B` in the blocking client; in the trio client an `A` is awaited for."""
+    """A method of both clients: it returns a `B` in the blocking client; the trio client awaits an `A`."""
 
     def __init__(self, describe: Callable[..., Any], driver: str) -> None:
         @wraps(describe)
@@ -146,36 +146,36 @@ class Requests:
     def claim(
         self, tube: str, part: Part, *, ttl: float | None = None, wait: float | None = None, holder: str | None = None
     ) -> Request[Lease]:
-        """The lease of a partition, waiting up to `wait` for one that another holds. Raises LeaseHeld."""
+        """The lease of a partition; waits up to `wait` if another client holds it. Raises LeaseHeld."""
         return _one(Claim(tube, part, ttl, wait, holder), Lease, lambda answer: answer)
 
     @asked
     def renew(self, tube: str, part: Part, term: int) -> Request[Lease]:
-        """Say that the holder is alive. Raises LeaseLost."""
+        """Renew a lease. Raises LeaseLost."""
         return _one(Renew(tube, part, term), Lease, lambda answer: answer)
 
     @asked
     def release(self, tube: str, part: Part, term: int) -> Request[None]:
-        """Give the lease back; harmless where it is lost already."""
+        """Release a lease; does nothing if it is lost already."""
         return _one(Release(tube, part, term), Release, lambda _: None)
 
     @asked
     def plan(
         self, tube: str, part: Part, term: int, after: Cursor = START, **bounds: Unpack[Bounds]
     ) -> Request[CursorAt]:
-        """How far reading from `after` would get and how many pods that is; the pods stay where they are."""
+        """The cursor that reading from `after` would reach, and the number of pods; reads none."""
         return _one(Pods(tube, part, term, after, plan=True, **bounds), CursorAt, lambda answer: answer)
 
     @read
     def pods(self, tube: str, part: Part, term: int, after: Cursor = START, **extent: Unpack[Extent]) -> Reading[Pod]:
-        """The pods behind `after`, as far as the extent reaches. Raises LeaseLost, on the way as well."""
+        """The pods after `after`, up to the end of the extent. Raises LeaseLost, also after some pods."""
         return Reading(partial(ask_for_pods, Pods(tube, part, term, after, **extent)), parse_pods)
 
     @read
     def pod_chunks(
         self, tube: str, part: Part, term: int, after: Cursor = START, **extent: Unpack[Extent]
     ) -> Reading[bytes]:
-        """Like `pods`, in bulk: blocks of whole lines `RDATA tube:NAME p/n seq {...}` as they came, ends included."""
+        """Like `pods`, in bulk: blocks of lines `RDATA tube:NAME p/n seq {...}` as received, newlines included."""
         return Reading(partial(ask_for_pods, Pods(tube, part, term, after, **extent)), _as_it_is)
 
     @read
@@ -189,16 +189,16 @@ class Requests:
         payload: bool = False,
         **extent: Unpack[Extent],
     ) -> Reading[PodBlock]:
-        """Like `pods`, in bulk and as Arrow IPC: see `protocol.md` for the columns. `payload` has payloads come along.
+        """Like `pods`, in bulk and as Arrow IPC: see `protocol.md` for the columns. `payload`: with payloads.
 
-        Raises EncodingUnavailable where the daemon has only lines to give, of all or of those that would come next.
+        Raises EncodingUnavailable if the daemon can send only lines, for all pods or for the next ones.
         """
         request = Pods(tube, part, term, after, encoding=ARROW, payload=payload, **extent)
         return Reading(partial(ask_for_blocks, request), _as_it_is)
 
     @asked
     def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> Request[int]:
-        """Remove pods whose ids the downstream has; returns how many there were. Raises LeaseLost."""
+        """Remove pods whose ids the downstream has; returns how many were removed. Raises LeaseLost."""
         return Request(
             [partial(ask, request) for request in ack_requests(tube, part, term, seqs)],
             lambda answers: sum(answer.pods for answer in answers),
@@ -213,25 +213,25 @@ class Requests:
     def park(
         self, tube: str, part: Part, term: int, seq: int, ids: Sequence[int], *, tries: int, error: str
     ) -> Request[int]:
-        """Put ids that keep failing (none: the whole pod) aside, with the error; returns how many."""
+        """Park ids that keep failing (none: the whole pod), with the error; returns how many."""
         request = park_request(tube, part, term, seq, ids, tries=tries, error=error)
         return _one(request, Parked, lambda answer: answer.ids)
 
     @asked
     def report(self, tube: str, reporter: str, counts: Mapping[str, object]) -> Request[None]:
-        """Have `replicad top` show what was counted; the last word of each reporter stands."""
+        """Report counts that `replicad top` shows; they replace the reporter's earlier ones."""
         return _one(Report(tube, reporter, json.dumps(counts)), Report, lambda _: None)
 
     # --- any command ---
 
     @asked
     def send(self, *commands: Command) -> Request[None]:
-        """Send commands that are not answered (USER_SYNC, FEDERATION_ACK, DOORBELL and the like), in one piece."""
-        return Request([partial(tell, commands)], lambda _: None)
+        """Send commands that are not answered (such as USER_SYNC, FEDERATION_ACK, DOORBELL), in one write."""
+        return Request([partial(send_commands, commands)], lambda _: None)
 
 
 def _one(command: Command, kind: type[C], result: Callable[[C], T]) -> Request[T]:
-    """A request of one command, which an answer of that kind has."""
+    """A request with one command, which is answered by a command of type `kind`."""
 
     def understand(answers: list[Any]) -> T:
         (answer,) = answers

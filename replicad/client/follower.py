@@ -1,10 +1,9 @@
-"""What a reader of streams knows: where it stands with every writer, and which rows of a batch it holds.
+"""The state of a reader of streams: the position of every writer, and the rows of incomplete batches.
 
-Pure: blocks of received lines in, events out, and the tokens from which to resume. It never moves a token before the
-last row of a batch was handed over, and hands no row over twice. It opens no connection, and when to subscribe
-again is the business of `pursuit`.
+Takes blocks of received lines, yields events, and has the tokens from which to resume. Does no I/O; `pursuit` decides
+when to subscribe. A token moves only after the last row of a batch was yielded, and no row is yielded twice.
 
-Rows take a short way: no command is made of them, their JSON is never looked at (measured: about a million rows/s).
+For rows there is a fast path: they are not parsed into commands, and their JSON is not read (about a million rows/s).
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from replicad.protocol.command import Command
 from replicad.protocol.tokens import Vector
 from replicad.streams.commands import BATCH, Position, Rdata, Writers
 
-Understand = Callable[[bytes], Command | None]  # Connection.understand, or what wraps it
+Understand = Callable[[bytes], Command | None]  # Connection.understand, or a wrapper of it
 
 Received = RowBatch | PositionMoved | Reset | GenerationBegan | Gap | Command
 
-MAX_LANES = 100_000  # writers of all streams together that are remembered; others are looked up anew when they write
+MAX_LANES = 100_000  # writers of all streams together that are cached; others are looked up again when they write
 FORKED = "forked"  # the reason of a Reset
-_SHORT = 18  # digits; every number of that length is a bigint
+_SHORT = 18  # digits; every number of at most that length is a bigint
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The most that one token may bring, so that a peer that never ends a batch cannot fill our memory."""
+    """Bounds of the rows of one token, so that a peer that never ends a batch cannot fill our memory."""
 
     rows: int = 1_000_000
     characters: int = 1 << 28  # a quarter of a gigabyte: the rows of the largest sane transaction
@@ -46,11 +45,11 @@ class _Lane:
         self.instance = instance
         self.mark = mark
         self.prefix = f"RDATA {stream} {instance} "
-        self.batch: list[str] | None = None  # rows whose token has not come yet
+        self.batch: list[str] | None = None  # rows whose token was not received yet
         self.characters = 0  # of those rows
 
     def end_batch(self, last: str) -> list[str]:
-        """The rows of the batch that `last` ends; they are no longer held."""
+        """End the batch with `last` and return its rows."""
         rows = [*(self.batch or ()), last]
         self.batch, self.characters = None, 0
         return rows
@@ -78,7 +77,7 @@ class Follower:
     # --- what is wanted ---
 
     def want(self, stream: str, token: str | None = None, *, linear: bool = False) -> None:
-        """Follow a stream from `token`: NOW (or None), EARLIEST, or a vector's text; what was known of it is forgotten.
+        """Follow a stream from `token`: NOW (or None), EARLIEST, or a vector's text. Earlier state is dropped.
 
         Raises:
             BadToken: the token is none of these.
@@ -87,19 +86,17 @@ class Follower:
         self._streams[stream] = StreamProgress(stream, token, linear=linear)
 
     def drop(self, stream: str) -> None:
-        """Follow a stream no longer; its rows, should any come, are passed over."""
+        """Stop following a stream; rows of it that are still received are discarded."""
         self._streams.pop(stream, None)
         self._forget_lanes(stream)
 
     def suspend(self, stream: str) -> None:
-        """The subscription has ended on this connection: rows count again when it was asked for anew and answered."""
+        """The subscription has ended on this connection: rows count only after the next one is accepted."""
         self._forget_lanes(stream)
         self._streams[stream].new_connection()
 
     def rewind(self, stream: str, token: str) -> list[Reset]:
-        """History forked: go back to `token`, which the server has named. Returns what is to be discarded.
-
-        Empty where the stream does not stand above the token.
+        """History forked: go back to the server's `token`. Returns what to discard; empty if nothing is above it.
 
         Raises:
             BadToken: the token is no vector.
@@ -110,15 +107,15 @@ class Follower:
         ]
 
     def streams(self) -> list[str]:
-        """The streams that are wanted, in the order in which they were asked for."""
+        """The wanted streams, in the order of `want`."""
         return list(self._streams)
 
     def token(self, stream: str) -> str | None:
-        """What to subscribe with so that nothing handed over comes again and nothing else is missed."""
+        """The token to subscribe with: yielded rows do not come again, and no others are missed."""
         return self._streams[stream].token()
 
     def positions(self, stream: str) -> Mapping[str, int]:
-        """The position of each writer that is known; of `*` alone in a linear subscription."""
+        """The position of each known writer; in a linear subscription only of `*`."""
         return self._streams[stream].positions()
 
     def answered(self, stream: str) -> bool:
@@ -126,27 +123,27 @@ class Follower:
         return self._streams[stream].answered
 
     def new_connection(self) -> None:
-        """Nothing counts on a new connection before a POSITION; rows of unfinished batches went with the old one."""
+        """On a new connection rows count only after a POSITION; rows of incomplete batches are dropped."""
         self._lanes.clear()
         self.gap = None
         for progress in self._streams.values():
             progress.new_connection()
 
-    # --- what comes ---
+    # --- received lines ---
 
     def feed(self, block: bytes, understand: Understand) -> Iterator[Received]:
-        """Take whole lines, ends included; yields what they mean, and every command that is not about a stream.
+        """Take whole lines, newlines included; yields events, and every command that is not about a stream.
 
-        Lazy: positions advance as the events are taken. After a Gap nothing more is taken before `new_connection`.
+        Lazy: positions advance as the events are taken. After a Gap, lines are ignored until `new_connection`.
 
         Raises:
-            RemoteProtocolError: from `understand`, or the peer goes beyond a bound.
+            RemoteProtocolError: from `understand`, or the peer exceeds a bound.
         """
         if b"\r" not in block and b"\0" not in block:
             try:
                 text = block.decode()
             except UnicodeDecodeError:
-                pass  # `understand` finds the line and says so, after the lines before it
+                pass  # `understand` raises for the line, after the lines before it
             else:
                 yield from self._feed_text(text, understand)
                 return
@@ -168,7 +165,7 @@ class Follower:
                 yield from self._line(line.encode(), understand)
                 if self.gap is not None:
                     return
-                prefix = _NO_LANE.prefix  # what the line said may have changed the lanes
+                prefix = _NO_LANE.prefix  # the line may have changed the lanes
             elif token == BATCH:
                 self._hold(lane, row)
             elif len(token) <= _SHORT and token.isdigit() and token.isascii():
@@ -183,7 +180,7 @@ class Follower:
                 yield from self._line(line.encode(), understand)
 
     def _line(self, line: bytes, understand: Understand) -> Iterator[Received]:
-        """The long way, for all that is no row or needs a second look."""
+        """The slow path: commands other than RDATA, and rows that the fast path cannot handle."""
         command = understand(line)
         match command:
             case None:
@@ -213,7 +210,7 @@ class Follower:
             self.repeats += len(rows)
 
     def _hold(self, lane: _Lane, row: str) -> None:
-        """Keep a row until its token comes."""
+        """Keep a row until its token is received."""
         if lane.batch is None:
             lane.batch = []
         lane.batch.append(row)
@@ -225,7 +222,7 @@ class Follower:
             )
 
     def _lane(self, stream: str, instance: str) -> _Lane | None:
-        """Where rows of that writer go; None where they are not wanted, or not yet."""
+        """The lane for rows of that writer; None if they are not wanted, or not yet."""
         progress = self._streams.get(stream)
         if progress is None or not progress.live:
             return None
@@ -243,13 +240,13 @@ class Follower:
         progress = self._streams.get(told.stream)
         if progress is None or progress.linear != (told.instance == LINEAR):
             return
-        progress.told()
+        progress.position_received()
         if progress.linear:
             progress.answered = True
         mark = progress.mark(told.instance)
         have = mark.at
         if told.new < have:
-            # Batches under way belong to the history of before; rows after the new position come again.
+            # Incomplete batches belong to the earlier history; rows after the new position come again.
             instance = progress.move_back(told.instance, told.new)
             self._drop_batches(told.stream, instance or LINEAR)
             if instance is None:
@@ -257,7 +254,7 @@ class Follower:
             progress.live = True
             yield Reset(told.stream, instance, told.new, "moved_back")
         elif have != UNKNOWN and (told.prev > have or self._drop_batches(told.stream, told.instance)):
-            # Or a batch that will not be finished: what came of it has to come again.
+            # Or an incomplete batch that will not be completed: its rows must come again.
             progress.live = False
             self.gap = Gap(told.stream, told.instance, have, told.prev)
             yield self.gap
@@ -268,7 +265,7 @@ class Follower:
                 yield PositionMoved(told.stream, told.instance, told.new)
 
     def _drop_batches(self, stream: str, instance: str) -> list[_Lane]:
-        """Forget unfinished batches of a writer (`*`: of all writers of the stream); returns where there was one."""
+        """Drop incomplete batches of a writer (`*`: of all writers of the stream); returns their lanes."""
         if instance == LINEAR:
             lanes = [lane for lane in self._lanes.values() if lane.stream == stream]
         else:
@@ -290,13 +287,13 @@ class Follower:
             progress.set_writers(told.epoch, dict(told.numbers))
 
     def _begin_generation(self, progress: StreamProgress, epoch: str) -> Iterator[Reset | GenerationBegan | Gap]:
-        """The server is in another generation. It has told before which of our positions go back."""
+        """The server is in another generation. The POSITIONs before have lowered the positions beyond the fork."""
         unfinished = self._drop_batches(progress.name, LINEAR)
         self._forget_lanes(progress.name)
         back, again = progress.begin_generation(epoch)
         gaps = [(lane.instance, lane.mark.at) for lane in unfinished] + ([(LINEAR, back[0][1])] if again else [])
         if gaps:
-            # Rows that we do not have will not come on this connection, but after the next subscription.
+            # Missing rows are not sent on this connection, but after the next subscription.
             progress.live = False
             self.gap = Gap(progress.name, *gaps[0], gaps[0][1])
         for instance, position in back:

@@ -1,4 +1,4 @@
-"""What the followers of both clients have in common: which events they hand over, and where they stand."""
+"""The base of both clients' followers: the events that they deliver, their tokens and positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tokens = Mapping[str, str | None]
 
 
 class Followed:
-    """Where a follower stands; the base of both followers. `also`: the types of events wanted besides the usual."""
+    """The state of a follower. `also`: the types of events wanted besides RowBatch and Reset."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Followed:
         self._wanted = frozenset({RowBatch, Reset, *also})
 
     def token(self, stream: str) -> str | None:
-        """What to follow the stream with later so that nothing handed out comes again and nothing else is missed."""
+        """The token to follow the stream with later: delivered rows do not come again, and no others are missed."""
         return self._pursuit.follower.token(stream)
 
     def tokens(self) -> dict[str, str | None]:
@@ -40,5 +40,5 @@ class Followed:
         return {stream: self.token(stream) for stream in self._pursuit.follower.streams()}
 
     def positions(self, stream: str) -> Mapping[str, int]:
-        """How far each known writer's rows were handed out (`*`: in a linear subscription all of them)."""
+        """The position up to which each known writer's rows were delivered (`*`: all, in a linear subscription)."""
         return self._pursuit.follower.positions(stream)

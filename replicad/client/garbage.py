@@ -1,10 +1,10 @@
-"""Garbage collection of a worker: after a backfill, what the downstream holds from before it is looked at once more.
+"""Garbage collection of a worker: after a backfill, processes the ids that the downstream holds from before it.
 
-A row that was deleted while nobody listened leaves no touch. But all rows that exist were touched by the backfill, so
-what the downstream holds of the shard with a lower seq than the backfill's `start_seq` is either gone from its table or
-on its way here. Those ids are asked for and go through the same path as any touch, with operation G; whoever
-processes them finds a row and writes it, or none and deletes it. Only when the downstream has named none for a while is
-the control pod acked: a worker that dies before begins anew.
+A row that was deleted while the tube had no triggers leaves no touch. But the backfill has touched all rows that exist.
+So an id that the downstream holds with a lower seq than the backfill's `start_seq` either was deleted from its table or
+has a touch that is not processed yet. The worker asks for these ids (`stale_ids`) and processes them like any touch,
+with operation G: the user's function finds a row and writes it, or finds none and deletes it. The control pod is acked
+when the downstream has named none for a while; a worker that is killed before that begins again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from replicad.retry import Backoff
 
 StaleIds = Callable[[int, int, int], Awaitable[Sequence[int]]]
 
-FRUITLESS_STEPS = 10  # in which the downstream names the same ids again after they were processed
+FRUITLESS_STEPS = 10  # in a row that return the same ids again after they were processed; then it gives up
 
 log = get_logger(__name__)
 
@@ -36,14 +36,14 @@ async def collect(
     settle: float,
     process: Callable[[], Awaitable[None]],
 ) -> int:
-    """Have everything processed that the downstream holds of the pod's shard from before `before`; how many ids.
+    """Process all ids that the downstream holds of the pod's shard for a seq below `before`; returns how many.
 
-    `stale_ids(shard, before, limit)` names some of it, at most `step` ids are taken, and none means that nothing is
-    left; where it raises it is asked again, with pauses. `settle`: seconds that it has to name none. `process` is
-    called when ids were added to the pod, which is held in the ledger, and again until all of them are done.
+    `stale_ids(shard, before, limit)` returns some of them, or none if none is left; at most `step` are taken. If it
+    raises, it is called again after a pause. It must return none for `settle` seconds. `process` is called when ids
+    were added to the pod, which is held in the ledger, and again until all of them are done.
 
     Raises:
-        DownstreamError: the downstream keeps naming the same ids after they were processed.
+        DownstreamError: the downstream keeps returning the same ids after they were processed.
     """
     total = fruitless = 0
     before_that: list[int] = []
@@ -52,7 +52,7 @@ async def collect(
     while True:
         try:
             stale = list(await stale_ids(pod.shard, before, step))[:step]
-        except Exception as error:  # noqa: BLE001 - whatever the user's function raises, it is asked again
+        except Exception as error:  # noqa: BLE001 - of the user; it is called again
             log.warning("stale_ids_failed", shard=pod.shard, seq=pod.seq, error=repr(error))
             await trio.sleep(backoff.next_delay())
             continue
@@ -69,7 +69,7 @@ async def collect(
                 f"the downstream still names {len(stale)} stale ids of shard {pod.shard}, e.g. {stale[0]}, after they "
                 "were written or deleted; does it keep the seq of touches with its rows?"
             )
-        if empty or fruitless:  # what was written a moment ago may not be visible to it yet
+        if empty or fruitless:  # recent writes may not be visible to it yet
             await trio.sleep(settle)
         empty, before_that = False, stale
         ledger.add_to(pod.seq, pod.shard, "G", stale)

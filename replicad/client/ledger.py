@@ -1,8 +1,8 @@
-"""Which ids of which pods wait, are being processed, or are done. Pure: no clock, no connection.
+"""The ids of pods that wait, are being processed, or are done. No clock, no connection.
 
-An id (of a shard: another shard's row of that id is another row) is handed out once at a time, however many pods have
-touched it; touched again while it is being processed, it is handed out again afterwards, since the change may have come
-after its row was loaded. A pod is done when everything that it asked for is, and, where it is held, when it was let go.
+An id (of a shard: the same id in another shard is another row) is returned by `take` once at a time, however many pods
+have touched it. If it is touched while it is processed, it is returned again afterwards, since the change may be later
+than the read of its row. A pod is done when all its ids are done and it is not held.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ Row = tuple[int, int]  # shard, id
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """One id to process. `op` is what touched it last (G: garbage, see garbage.py); `seqs` are the pods that wait for
-    it."""
+    """One id to process. `op`: of the last touch (G: garbage, see garbage.py). `seqs`: the pods that wait for it."""
 
     id: int
     shard: int
@@ -25,7 +24,7 @@ class Touch:
 
     @property
     def seq(self) -> int:
-        """The highest of the pods: what a downstream keeps with the row, to tell later what is stale."""
+        """The highest seq of the pods. A downstream keeps it with the row, to find stale rows later."""
         return max(self.seqs)
 
 
@@ -41,7 +40,7 @@ class Ledger:
     def __init__(self) -> None:
         self._waiting: dict[Row, _Waiting] = {}  # oldest first
         self._busy: dict[Row, Touch] = {}
-        self._open: dict[int, int] = {}  # seq: ids that are not done, and 1 where it is held; in the order of `add`
+        self._open: dict[int, int] = {}  # seq: number of ids not done, plus 1 if held; in the order of `add`
 
     @property
     def pods(self) -> int:
@@ -55,20 +54,20 @@ class Ledger:
 
     @property
     def oldest(self) -> int | None:
-        """The seq of the pod that was noted first of those that are not done."""
+        """The seq of the first pod that is not done."""
         return next(iter(self._open), None)
 
     def left(self, seq: int) -> int:
-        """How many ids of a pod that is not done are still to be processed, and 1 more where it is held."""
+        """How many ids of a pod that is not done are still to be processed, plus 1 if it is held."""
         return self._open[seq]
 
     def add(self, seq: int, shard: int, op: str, ids: Iterable[int], *, held: bool = False) -> None:
-        """Note a pod; pods come in the order in which they are to be processed. `held`: until `let_go`."""
+        """Add a pod, in the order of processing. `held`: it is not done before `let_go`."""
         self._open[seq] = int(held)
         self.add_to(seq, shard, op, ids)
 
     def add_to(self, seq: int, shard: int, op: str, ids: Iterable[int]) -> None:
-        """Have more ids processed before a pod that was noted is done."""
+        """Add more ids to a pod."""
         distinct = dict.fromkeys(ids)
         self._open[seq] += len(distinct)
         for id in distinct:
@@ -77,15 +76,15 @@ class Ledger:
             waiting.seqs.append(seq)
 
     def let_go(self, seq: int) -> None:
-        """A pod that was held need not be any longer."""
+        """End `held` of a pod."""
         self._open[seq] -= 1
 
     def forget(self, seq: int) -> None:
-        """A pod, none of whose ids is left, is no longer ours: somebody put it aside."""
+        """Remove a pod without ids left to process, which was parked."""
         del self._open[seq]
 
     def take(self, most: int) -> list[Touch]:
-        """Up to `most` ids to process now, those that have waited longest first."""
+        """Up to `most` ids to process now, the oldest first."""
         taken: list[Touch] = []
         for (shard, id), waiting in self._waiting.items():
             if len(taken) >= most:
@@ -99,13 +98,13 @@ class Ledger:
         return taken
 
     def done(self, touches: Iterable[Touch]) -> None:
-        """These, handed out by `take`, are processed."""
+        """Mark ids that `take` returned as processed."""
         for touch in touches:
             for seq in self._busy.pop((touch.shard, touch.id)).seqs:
                 self._open[seq] -= 1
 
     def take_finished(self) -> list[int]:
-        """The seqs of the pods that are done; they are forgotten here."""
+        """Remove the pods that are done and return their seqs."""
         finished = [seq for seq, left in self._open.items() if left == 0]
         for seq in finished:
             del self._open[seq]

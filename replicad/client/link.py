@@ -1,4 +1,4 @@
-"""What the connections of both clients have in common: how they stand, why they ended, what was not asked for."""
+"""The base of both clients' connections: their state, why they ended, and lines received between requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replicad.protocol.words import Side
 if TYPE_CHECKING:
     from replicad.client.sockets import Target
 
-MAX_ROW = 64 << 20  # bytes in a line of the server; the largest row that Postgres' own limits make likely
+MAX_ROW = 64 << 20  # bytes in a line of the server; as the server's own bound
 
 
 class Link:
@@ -31,7 +31,7 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Whether it is of no more use."""
+        """Whether the connection has ended."""
         return self._ended is not None
 
     def _check_open(self) -> None:
@@ -39,7 +39,7 @@ class Link:
             raise again(self._ended)
 
     def _look_at(self, block: bytes) -> None:
-        """Look at what came while nobody was asking. Raises what an ERROR in it says, unless that is only a notice."""
+        """Check lines received between requests. Raises the error of an ERROR line, unless it is only a notice."""
         for line in block.split(b"\n"):
             command = self.connection.understand(line)
             if isinstance(command, Error) and not is_notice(error := refusal(command.text)):
@@ -47,7 +47,7 @@ class Link:
         self.connection.check()
 
     def _overdue(self, due: Due) -> ConnectionLost:
-        """What ends the connection when one of these is due: PEER_SILENT, UNFINISHED_LINE."""
+        """The error that ends the connection for PEER_SILENT or UNFINISHED_LINE."""
         if due is Due.PEER_SILENT:
             return ConnectionLost(f"{self.target} has been silent for {self.target.timing.peer_timeout:g} s")
         return ConnectionLost(f"{self.target} began a line and did not end it")

@@ -1,4 +1,4 @@
-"""Pods out of the RDATA lines that PODS is answered with. Knows nothing of connections and cursors."""
+"""Parses pods from the RDATA lines in the answer to PODS."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Pod(NamedTuple):
 
 
 def parse_pods(lines: bytes) -> list[Pod]:
-    """The pods of whole RDATA lines, ends included, in their order.
+    """The pods of whole RDATA lines, newlines included, in their order.
 
     Raises:
         RemoteProtocolError: a row is not the JSON of a pod.
     """
-    # `RDATA tube:t 0/2 17 {...}`: the row is what stands behind the fourth blank. One call parses them all.
+    # `RDATA tube:t 0/2 17 {...}`: the row is the text after the fourth space. One call parses all rows.
     rows = [line.split(b" ", 4)[4] for line in lines.split(b"\n")[:-1]]
     try:
         return [_pod(row) for row in json.loads(b"[" + b",".join(rows) + b"]")]
@@ -41,7 +41,7 @@ def parse_pods(lines: bytes) -> list[Pod]:
 def garbage_before(payload: Any) -> int | None:
     """The `start_seq` in the payload of a control pod that ends a backfill; None for any other payload.
 
-    What a downstream holds of the shard for a touch with a lower seq is garbage.
+    Rows of the shard that a downstream wrote for a touch with a lower seq are garbage.
     """
     if not isinstance(payload, dict) or payload.get("type") != "backfill_end":
         return None

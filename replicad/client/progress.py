@@ -1,10 +1,10 @@
-"""How far a reader has got in one stream, writer by writer, and the token that says so.
+"""The positions of a reader in one stream, for each writer, and the token for them. Does no I/O.
 
-Pure bookkeeping: it is told of positions and numbers and renders tokens. Which rows move a position is for `follower`.
+`follower` decides which rows move a position.
 
 A token names one epoch, that is one generation of the stream's history. When the history forks, positions go back to
-what the two generations share. Writers without a position of their own here (retired, or known only to an earlier
-process) stand at the token's minimum. So when the minimum goes back, the rows of every writer above it are void.
+the position that both generations share. Writers without a position of their own here (retired, or known only to an
+earlier process) have the token's minimum. So when the minimum goes back, the rows of every writer above it are void.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Mapping
 from replicad.protocol.tokens import Vector
 from replicad.streams.writer_set import WriterSet
 
-UNKNOWN = -(1 << 63) - 1  # below every bigint: a position that nobody has told yet
-LINEAR = "*"  # the instance in whose name POSITION speaks of all writers
+UNKNOWN = -(1 << 63) - 1  # below every bigint: a position that was not received yet
+LINEAR = "*"  # the instance in POSITION that stands for all writers
 WORDS = (None, "NOW", "EARLIEST")
-MAX_UNLISTED = 100_000  # writers that WRITERS does not name whose last row is remembered, to pass over its repeats
+MAX_UNLISTED = 100_000  # writers not named in WRITERS whose last token is kept, to discard repeated rows
 
 
 Back = list[tuple[str | None, int]]  # whose rows above which position are void; None: the rows of all writers
 
 
 class Mark:
-    """One position, shared by whoever has to move or read it."""
+    """One position, shared by the objects that move or read it."""
 
     __slots__ = ("at",)
 
@@ -35,14 +35,14 @@ class Mark:
 class StreamProgress:
     """One stream of a reader: positions, the writers' numbers, the epoch.
 
-    `answered`: the subscription was accepted on this connection; `live`: a POSITION came, so that rows count.
+    `answered`: the subscription was accepted on this connection. `live`: a POSITION was received, so rows count.
     """
 
     def __init__(self, name: str, token: str | None, *, linear: bool) -> None:
         """`token`: NOW (or None), EARLIEST, or a vector's text.
 
         Raises:
-            BadToken: it is none of these.
+            BadToken: `token` is none of these.
         """
         self.name = name
         self.linear = linear
@@ -52,8 +52,8 @@ class StreamProgress:
         self._writers = WriterSet()
         self._marks: dict[str, Mark] = {}
         self._all = Mark()  # the one position of a linear subscription
-        self._handed_upto = UNKNOWN  # rows of writers without a mark may have been handed over up to here
-        self._base: Vector | str | None  # where we began, or stood before the last change of writers
+        self._handed_upto = UNKNOWN  # rows of writers without a mark may have been yielded up to here
+        self._base: Vector | str | None  # the first token, or the one before the last change of writers
         if token in WORDS:
             self._base = token
         else:
@@ -75,7 +75,7 @@ class StreamProgress:
         return found
 
     def positions(self) -> dict[str, int]:
-        """Every position that is known, by instance."""
+        """Every known position, by instance."""
         marks = {LINEAR: self._all} if self.linear else self._marks
         return {instance: mark.at for instance, mark in marks.items() if mark.at != UNKNOWN}
 
@@ -84,9 +84,9 @@ class StreamProgress:
         return self._epoch is not None and epoch != self._epoch
 
     def begin_generation(self, epoch: str) -> tuple[Back, bool]:
-        """The server goes on in another generation, from the positions that it told or accepted.
+        """The server goes on in another generation, from the positions that it sent or accepted.
 
-        True where rows that are void now will not come again on this connection.
+        True if rows that are now void will not come again on this connection.
         """
         at = self._vector()
         back: Back = []
@@ -97,7 +97,7 @@ class StreamProgress:
             back = self._rewind(at)
             again = bool(back) and back[0][0] is None and (bool(at.ahead) or (self.answered and others))
         self._epoch = epoch
-        self._writers.begin()  # the line that told us names the writers anew
+        self._writers.begin()  # the WRITERS line with the epoch begins a new set
         return back, again
 
     def rewind(self, token: Vector) -> Back:
@@ -111,7 +111,7 @@ class StreamProgress:
         self._keep_minimum(self._vector())
         self.mark(instance).at = position
         if self._writers.numbers.keys() == {instance} and self._others_above(position):
-            self._rewind(Vector(position))  # those that are not listed stand where the one that is listed stands
+            self._rewind(Vector(position))  # writers that are not listed have the position of the listed one
             return None
         return instance
 
@@ -121,23 +121,23 @@ class StreamProgress:
             self._keep_minimum(self._vector())
             self._base = self._vector()
         elif not numbers and not self.linear and self._base in (None, "NOW"):
-            self._base = "EARLIEST"  # there is no writer yet: from now on is from the first row on
+            self._base = "EARLIEST"  # there is no writer yet, so NOW is the same as EARLIEST
         self._epoch = epoch
         had_writers = bool(self._writers.numbers)
         for name in self._writers.add(numbers):
             if had_writers and name in self._marks:
-                self._marks[name].at = UNKNOWN  # who joins stands where POSITION says, whatever rows came unlisted
+                self._marks[name].at = UNKNOWN  # POSITION sets it, whatever rows came before
 
-    def told(self) -> None:
-        """A POSITION came: the writers that were named before it are all there are."""
+    def position_received(self) -> None:
+        """A POSITION was received: the set of writers before it is complete."""
         self._writers.close()
 
     def new_connection(self) -> None:
-        """Keep the positions that the token speaks of: from there the next connection begins."""
+        """Keep only the positions in the token: the next connection begins there."""
         self.answered = self.live = False
         self._base = base = self._vector()
         if not self.linear:
-            # Of writers that are not listed only what lies beyond the token: rows that may come again.
+            # Of writers that are not listed keep positions beyond the token: their rows may come again.
             known = self._writers.numbers
             self._marks = {
                 instance: mark
@@ -147,7 +147,7 @@ class StreamProgress:
         self._writers.begin()
 
     def token(self) -> str | None:
-        """What to subscribe with to go on from here; None and NOW mean: from now on."""
+        """The token to go on with; None and NOW mean: from now on."""
         base = self._vector()
         return str(base.shortened()) if isinstance(base, Vector) else base
 
@@ -161,7 +161,7 @@ class StreamProgress:
             return Vector(min(told.values()), told, self._epoch)
         if not isinstance(self._base, Vector):
             return self._base
-        # Not all writers were told: those that were not stand where they stood.
+        # Writers whose POSITION was not received keep their earlier position.
         stand = {number: told.get(number, self._base.at(number)) for number in numbers.values()}
         return Vector(min([self._base.minimum, *stand.values()]), {**self._base.ahead, **stand}, self._epoch)
 
@@ -170,7 +170,7 @@ class StreamProgress:
             self._handed_upto = max(self._handed_upto, at.minimum)
 
     def _others_above(self, position: int) -> bool:
-        """Whether rows above a position were handed over of writers that are not listed."""
+        """Whether rows above a position were yielded of writers that are not listed."""
         return not self.linear and any(
             mark.at > position for name, mark in self._marks.items() if name not in self._writers.numbers
         )

@@ -1,7 +1,7 @@
-"""Following streams through thick and thin: subscribe, take what comes, and after every loss go on where it ended.
+"""Following streams over connections that may be lost: subscribe, pass lines to the follower, reconnect, resume.
 
-Pure: a generator of steps (see `steps`) that both clients drive. What counts as received is for `follower`; here
-stands what a refusal, a gap or a lost connection means for the subscriptions.
+A generator of steps (see `steps`) that both clients drive; does no I/O. `follower` keeps what was received. This file
+decides what a refusal, a gap or a lost connection means for the subscriptions.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from replicad.protocol.lines import LineTooLong
 from replicad.retry import Backoff
 from replicad.streams.commands import Replicate, Streams, Taken
 
-FOREVER = float("inf")  # between two rows of a quiet stream nothing but PINGs comes
-REFUSALS = 8  # in a row of what was accepted before, some 20 s: a daemon may have just started, or be behind another
-FIRST_REFUSALS = 4  # of a caller's token that lies ahead, about a second: the daemon may be some polls behind another
-LOOK_INTERVAL = 10.0  # seconds between two looks at which streams there are, for who follows all of them
-GAPS = 3  # in a row: one may be chance, but a server that leaves one every time would have us reconnect for ever
+FOREVER = float("inf")  # a quiet stream may send no row for any time
+REFUSALS = 8  # in a row of a token that was accepted before, some 20 s: a daemon may have just started or lag
+FIRST_REFUSALS = 4  # of a caller's token that is ahead, about a second: the daemon may be some polls behind another
+LOOK_INTERVAL = 10.0  # seconds between two STREAMS, for followers of all streams
+GAPS = 3  # in a row before giving up: a server that leaves a gap each time would cause endless reconnections
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,11 @@ class FollowOptions:
     """How streams are followed. Times in seconds.
 
     `linear`: rows in strictly ascending order over all writers. `begin`: where streams begin that were not named, NOW
-    or EARLIEST. `after_reset`: where a stream begins again whose
-    token the server no longer takes, EARLIEST (nothing that still exists is lost, rows may come again) or NOW.
-    `patience`: how long to wait in all for a connection that was lost, or for a stream that stopped, before the error
-    is raised (None: for ever), `first_patience` the same for the first connection.
-    `answer_timeout`: how long the server may take to accept a subscription or to refuse it.
-    `taken`: ask, on every connection and then every so many seconds, up to where ids of
-    each stream have been given out; the answers are TakenUpto. (No sooner than something comes; a server says PING.)
+    or EARLIEST. `after_reset`: where a stream begins again when the server refuses its token, EARLIEST (all rows that
+    still exist, some of them again) or NOW. `patience`: how long to wait in all for a lost connection or a stopped
+    stream before the error is raised (None: without limit); `first_patience`: the same for the first connection.
+    `answer_timeout`: for the answer to a subscription. `taken`: send TAKEN for each stream on every connection and then
+    at this interval; the answers are TakenUpto. (Sent only when something is received; a server sends PINGs.)
     """
 
     linear: bool = False
@@ -73,7 +71,7 @@ class FollowOptions:
 
 
 class FollowWishes(TypedDict, total=False):
-    """The FollowOptions that `follow` of both clients takes by name."""
+    """The FollowOptions that `follow` of both clients accepts as keyword arguments."""
 
     backoff: Backoff | None
     begin: str
@@ -84,7 +82,7 @@ class FollowWishes(TypedDict, total=False):
 
 
 class Pursuit:
-    """Follows `streams`, a token (see `Follower.want`) for each; None: every stream there is, or will be.
+    """Follows `streams`, a token (see `Follower.want`) for each; None: all present and future streams.
 
     `now` is a monotonic clock in seconds. `steps` is for one driver, once.
     """
@@ -96,23 +94,23 @@ class Pursuit:
         *,
         now: Callable[[], float],
     ) -> None:
-        """Raises BadToken where a token is none."""
+        """Raises BadToken if a token cannot be parsed."""
         self._options = options or FollowOptions()
         self._now = now
         self._backoff = self._options.backoff or Backoff()
         self.follower = Follower(self._options.batch_limits)
         for stream, token in (streams or {}).items():
             self.follower.want(stream, token, linear=self._options.linear)
-        self._accepted: set[str] = set()  # streams of which the server took our token at least once
+        self._accepted: set[str] = set()  # streams whose token the server accepted at least once
         self._every = streams is None
-        self._looked = False  # which streams there are is known
+        self._looked = False  # the list of streams was received
         self._next_look = 0.0
-        self._names: tuple[str, ...] | None = None  # what the server answered
-        self._asked_at = 0.0  # up to where ids have been given out
+        self._names: tuple[str, ...] | None = None  # the answer to STREAMS
+        self._asked_at = 0.0  # when TAKEN was sent
         self._answers_due = 0
         self._answers: list[Taken] = []
         self._connection: Connection
-        self._asking: str | None = None  # the stream whose subscription is not answered yet
+        self._asking: str | None = None  # the stream whose REPLICATE is not answered yet
         self._refused: ReplicadError | None = None
         self._stops = Stops()  # streams that stop while others go on
         self._begun = False  # there was a connection on which everything was accepted
@@ -122,10 +120,10 @@ class Pursuit:
         self._rewinds = 0  # in a row, to tokens that the server named
 
     def steps(self) -> Steps[None]:
-        """Never ends; yields Events, and commands that are not about streams.
+        """Never returns; yields Events, and commands that are not about streams.
 
         Raises:
-            ReplicadError: what trying again does not help against, or the last error when `patience` is at its end.
+            ReplicadError: an error that trying again does not help against, or the last one when `patience` has passed.
         """
         while True:
             try:
@@ -151,7 +149,7 @@ class Pursuit:
         yield Connected(server_name)
         yield from self._ask_taken()
         yield from self._take((yield Receive(FOREVER)))
-        self._backoff.reset()  # it was accepted and is alive: the next loss is a new one
+        self._backoff.reset()  # accepted: the next loss begins with the shortest pause
         self._waited = 0.0
         self._gaps = 0
         while True:
@@ -162,7 +160,7 @@ class Pursuit:
             yield from self._take((yield Receive(FOREVER)))
 
     def _ask_taken(self) -> Steps[None]:
-        """Ask up to where ids have been given out, unless the answers of the last time are still to come."""
+        """Send TAKEN for each stream, unless answers to the last ones are due."""
         if self._options.taken is not None and self._answers_due <= 0:
             streams = [stream for stream in self.follower.streams() if not self._stops.is_refused(stream)]
             questions = tuple(Taken(stream) for stream in streams)
@@ -170,7 +168,7 @@ class Pursuit:
             yield Send(questions)
 
     def _subscribe_all(self) -> Steps[None]:
-        """Subscribe to what is wanted and not subscribed to; for who follows every stream, look which there are."""
+        """Subscribe to wanted streams that are not subscribed to. A follower of all streams updates its list first."""
         changed: StreamsChanged | None = None
         if self._every:
             changed = yield from self._look()
@@ -203,7 +201,7 @@ class Pursuit:
         return StreamsChanged(added, gone) if (added or gone) and not first else None
 
     def _subscribe(self, stream: str) -> Steps[None]:
-        """Ask for the stream until the server takes its token or its reset, or the stream stops and others go on."""
+        """Subscribe until the server accepts the token or its reset, or this stream stops and others go on."""
         while True:
             self._asking, self._refused = stream, None
             yield Send((Replicate(stream, self.follower.token(stream), self._options.linear),))
@@ -226,13 +224,13 @@ class Pursuit:
             return
 
     def _others_go_on(self, error: ReplicadError, stream: str) -> bool:
-        """Whether the refusal stops this stream alone. A stream that was never accepted is the caller's mistake."""
+        """Whether the refusal stops only this stream. If it was never accepted, the caller gets the error."""
         known = self._every or stream in self._accepted or isinstance(error, RowUnreadable)
         others = (name for name in self.follower.streams() if name != stream)
         return (
             known
             and refuses_stream(error)
-            and not self._stops.is_stopped(stream)  # before a row: `_take_stops` has dealt with it
+            and not self._stops.is_stopped(stream)  # else `_take_stops` has handled it
             and not all(self._stops.is_stopped(name) for name in others)
         )
 
@@ -240,7 +238,7 @@ class Pursuit:
         """Begin a pause for a stream that is refused or stops before a row.
 
         Raises:
-            ReplicadError: `error`, where no other stream goes on, or patience is at its end.
+            ReplicadError: `error`, if no other stream goes on or `patience` has passed.
         """
         self.follower.suspend(stream)
         delay = self._stops.stopped(stream, error, self._now())
@@ -269,12 +267,12 @@ class Pursuit:
         raise ConnectionLost(missing)
 
     def _take_stops(self) -> Steps[None]:
-        """Streams that have stopped are asked for again later; when none goes on, the connection serves nothing."""
+        """Begin pauses for streams that have stopped; raises if no other stream goes on."""
         for error in self._stops.take():
             yield self._stop(str(error.stream), error)
 
     def _explained(self, error: LineTooLong) -> LineTooLong:
-        """Which stream a line that is too long belongs to, and what to do."""
+        """The error with the stream of the line and the remedy."""
         stream = error.stream if error.stream in self.follower.streams() else None
         if stream is None:
             return error
@@ -306,20 +304,20 @@ class Pursuit:
             return None
         named = named_stream(error)
         if named != self._asking and named in self.follower.streams():
-            self._asking = None  # another stream has ended; it is no answer to what we ask
+            self._asking = None  # another stream has ended: this is not the answer
         if self._asking is None or not concerns_one_request(error):
             raise error
         self._refused = error
         return None
 
     def _resets_after(self, error: ReplicadError, stream: str) -> list[Reset]:
-        """Go back, or begin the stream again, where the server does not take the token.
+        """Go back, or begin the stream again, after the server has refused the token.
 
-        A token above a fork goes back to the fork, a caller's own as well: the server knows what it stands for. With
-        any other token the stream begins again, where it was accepted before.
+        A token above a fork goes back to the fork, even if the caller gave it. With any other token the stream begins
+        again, if it was accepted before.
 
         Raises:
-            ReplicadError: the refusal, where it is about something else, may pass, or comes once more.
+            ReplicadError: the refusal, if it is not about the token, may be temporary, or is repeated.
         """
         if isinstance(error, TokenForked) and self._rewinds < REFUSALS:
             self._rewinds += 1
@@ -334,12 +332,12 @@ class Pursuit:
         return [Reset(stream, None, None, error.code)]
 
     def _delay_after(self, error: ReplicadError) -> float:
-        """How long to wait after an error; raises it where waiting does not help, or not any more."""
+        """Seconds to wait after an error; raises it if waiting does not help, or `patience` has passed."""
         if not self._may_pass(error):
             raise error
         stream = str(error.stream if isinstance(error, RowUnreadable) else self._asking)
         if self._stops.is_stopped(stream):
-            # Such a connection may be accepted each time, which would begin the pauses anew: it has pauses of its own.
+            # The connection may be accepted each time, which resets its back-off. So stopped streams have their own.
             delay, waited = self._stops.delay(stream), self._stops.waited(stream)
         else:
             delay = self._backoff.next_delay()
@@ -354,7 +352,7 @@ class Pursuit:
         if not isinstance(error, StreamError) or isinstance(error, RowUnreadable):
             return may_pass(error)
         if self._asking is None:
-            return True  # something about a stream that we follow: subscribing again will tell what
+            return True  # about a followed stream: the next subscription shows the state
         self._refusals += 1
         if self._every or self._asking in self._accepted:
             return self._refusals <= REFUSALS

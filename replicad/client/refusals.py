@@ -1,4 +1,4 @@
-"""ERROR lines back into exceptions, and what each of them means for the connection."""
+"""Turns ERROR lines into exceptions, and decides what each of them means for the connection."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from replicad.errors import (
 from replicad.protocol.lines import LineTooLong
 from replicad.protocol.tokens import Vector
 
-_STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # how the server begins to say so
-_NAMES = re.compile(r"stream (\S+) ")  # how the server begins a sentence about a stream
+_STOPS = re.compile(r"stream (\S+) stops before id (-?\d{1,19})\b")  # the begin of the server's message
+_NAMES = re.compile(r"stream (\S+) ")  # the begin of a message about a stream
 _FORKED = re.compile(r"stream (\S+) forked after \S+: .* resume from (\S+)")  # errors.forked_text
 _STOPPING = "server stopping"  # the one ERROR without a code (docs/protocol-notes.md)
 
 
 def refusal(text: str) -> ReplicadError:
-    """The exception that an ERROR line stands for: `code: sentence` from replicad, free text from others."""
+    """The exception for an ERROR line: `code: sentence` from replicad, free text from others."""
     if text == _STOPPING:
         return ServerStopping("the server is stopping; connect again in a while")
     code, colon, sentence = text.partition(": ")
@@ -56,40 +56,40 @@ def _has_epoch(token: str) -> bool:
 
 
 def is_notice(error: ReplicadError) -> bool:
-    """Whether the server only reports a state: it answers no request with it, and ends nothing."""
+    """Whether the server only reports a state: the error answers no request and ends nothing."""
     return isinstance(error, StreamWaits)
 
 
 def again(error: ReplicadError) -> ReplicadError:
-    """The same error for another raise: one that is raised again and again gathers tracebacks."""
+    """A copy of the error: raising the same one several times would accumulate tracebacks."""
     if isinstance(error, LineTooLong):
         return LineTooLong(str(error), stream=error.stream)
     return type(error)(str(error))
 
 
 def concerns_one_request(error: ReplicadError) -> bool:
-    """Whether the server refused a request and left the connection open, as far as its code tells."""
+    """Whether, by its code, the server refused one request and left the connection open."""
     return isinstance(error, StreamError | TubeError | DatabaseError | PresenceRefused | RelayRefused)
 
 
 def keeps_in_step(error: BaseException) -> bool:
-    """Whether the connection on which a request failed so can serve the next one; otherwise it has to be closed."""
+    """Whether the connection can serve another request after this failure; otherwise it must be closed."""
     return isinstance(error, LocalProtocolError) or (isinstance(error, ReplicadError) and concerns_one_request(error))
 
 
 def refuses_stream(error: ReplicadError) -> bool:
-    """Whether the server refused a stream for a reason of its own. A refusal of our token is another matter."""
+    """Whether the server refused a stream for another reason than our token."""
     return isinstance(error, StreamError | DatabaseError) and not isinstance(
         error, BadToken | TokenAhead | TokenExpired
     )
 
 
 def named_stream(error: ReplicadError) -> str | None:
-    """The stream that the sentence of an ERROR begins with; None where it begins otherwise."""
+    """The stream with which the message of an ERROR begins, or None."""
     found = _NAMES.match(str(error))
     return found[1] if found else None
 
 
 def may_pass(error: ReplicadError) -> bool:
-    """Whether trying again later may help, with nobody changing anything at our side."""
+    """Whether trying again later may help without a change at our side."""
     return isinstance(error, ConnectionLost | RemoteError | DatabaseError | RowUnreadable)

@@ -28,14 +28,14 @@ from replicad.tubes.commands import (
     Pods,
 )
 
-SEQS_PER_LINE = 20_000  # of 19 digits and a comma at most: well below the longest line that a daemon takes
-MAX_ERROR = 10_000  # characters; a traceback's end says what happened
-_FOLLOWED = {"POSITION", "TAKEN"}  # a client that has subscribed gets them between a request and its answer
+SEQS_PER_LINE = 20_000  # of at most 19 digits and a comma: well below the longest line that a daemon accepts
+MAX_ERROR = 10_000  # characters of the text of a PARK
+_FOLLOWED = {"POSITION", "TAKEN"}  # a subscribed client may get these between a request and its answer
 _ANSWERS = frozenset(kind.ANSWER for kind in VOCABULARY if kind.ANSWER) - _FOLLOWED
 
 
 class Bounds(TypedDict, total=False):
-    """What bounds an answer to PODS: pods, ids, backfill pods among them; and seconds to wait when there is nothing."""
+    """Bounds of an answer to PODS: pods, ids, backfill pods; and seconds to wait if there are none."""
 
     limit: int | None
     ids: int | None
@@ -44,20 +44,20 @@ class Bounds(TypedDict, total=False):
 
 
 class Extent(Bounds, total=False):
-    """Bounds, or instead of them `upto`: exactly the pods between two cursors."""
+    """Bounds, or `upto` instead: exactly the pods between two cursors."""
 
     upto: Cursor | None
 
 
 class PodBlock(NamedTuple):
-    """So many pods as one Arrow IPC stream of one RecordBatch."""
+    """Pods as an Arrow IPC stream with one RecordBatch; `pods` is their number."""
 
     pods: int
     data: memoryview
 
 
 def ack_requests(tube: str, part: Part, term: int, seqs: Sequence[int]) -> list[Ack]:
-    """As many ACKs as it takes to keep each of them on a line of bearable length; none for no seqs."""
+    """ACKs for all seqs, each with at most SEQS_PER_LINE; none for no seqs."""
     return [
         Ack(tube, part, term, tuple(seqs[begin : begin + SEQS_PER_LINE]))
         for begin in range(0, len(seqs), SEQS_PER_LINE)
@@ -65,14 +65,14 @@ def ack_requests(tube: str, part: Part, term: int, seqs: Sequence[int]) -> list[
 
 
 def park_request(tube: str, part: Part, term: int, seq: int, ids: Sequence[int], *, tries: int, error: str) -> Park:
-    """A PARK whose error stands on one line, whatever the exception's text was."""
+    """A PARK with the error on one line, cut at MAX_ERROR."""
     text = " ".join(error.replace("\0", " ").split())[:MAX_ERROR]
     return Park(tube, part, term, seq, tuple(ids), tries, text or "unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What we say about ourselves, and what we expect the server to be called (None: anything)."""
+    """Our name and token, and the expected name of the server (None: any)."""
 
     name: str
     server_name: str | None = None
@@ -80,13 +80,13 @@ class Introduction:
 
 
 def greet(connection: Connection, us: Introduction) -> Steps[str]:
-    """Wait for SERVER, check its name, then say who we are; returns the server's name.
+    """Wait for SERVER, check its name, then send AUTH and NAME; returns the server's name.
 
-    The secret is sent only after the name was checked.
+    The token is sent only after the name was checked.
 
     Raises:
-        WrongServer: it has another name than the one that was expected.
-        ReplicadError: what its ERROR says instead.
+        WrongServer: it has another name than the expected one.
+        ReplicadError: it sent an ERROR instead.
     """
     name: str | None = None
     while name is None:
@@ -103,8 +103,8 @@ def greet(connection: Connection, us: Introduction) -> Steps[str]:
     return name
 
 
-def tell(commands: tuple[Command, ...], _connection: Connection, _timeout: float) -> Steps[None]:
-    """Send commands that are not answered, in one piece."""
+def send_commands(commands: tuple[Command, ...], _connection: Connection, _timeout: float) -> Steps[None]:
+    """Send commands that are not answered, in one write."""
     yield Send(commands)
 
 
@@ -113,7 +113,7 @@ def ask(request: Command, connection: Connection, timeout: float) -> Steps[Comma
 
     Raises:
         ReplicadError: the server's refusal, by its code.
-        RemoteProtocolError: an answer to something else.
+        RemoteProtocolError: the answer belongs to another request.
     """
     yield Send((request,))
     block = yield Receive(timeout + (getattr(request, "wait", None) or 0.0))
@@ -127,12 +127,12 @@ def ask(request: Command, connection: Connection, timeout: float) -> Steps[Comma
 
 
 def ask_for_pods(request: Pods, connection: Connection, timeout: float) -> Steps[CursorAt]:
-    """Like `ask`, for PODS with rows: yields blocks of RDATA lines as they come, returns the CURSOR behind them.
+    """Like `ask`, for PODS with rows: yields blocks of RDATA lines as received, returns the CURSOR after them.
 
     `timeout` is for each piece of the answer.
 
     Raises:
-        RemoteProtocolError: CURSOR counts other pods than those that came.
+        RemoteProtocolError: CURSOR has another number of pods than were received.
     """
     label = f"RDATA tube:{request.tube} {request.part} ".encode()
     between = b"\n" + label
@@ -161,16 +161,16 @@ def ask_for_pods(request: Pods, connection: Connection, timeout: float) -> Steps
 
 
 def ask_for_blocks(request: Pods, connection: Connection, timeout: float) -> Steps[CursorAt]:
-    """Like `ask_for_pods`, with `encoding=arrow`: yields PodBlocks as they come, returns the CURSOR behind them.
+    """Like `ask_for_pods`, with `encoding=arrow`: yields PodBlocks as received, returns the CURSOR after them.
 
     `timeout` is for each block.
 
     Raises:
-        EncodingUnavailable: the daemon has only lines to give, of all pods or of those behind what was yielded.
-        RemoteProtocolError: a block does not end where it was said to, or CURSOR counts other pods than came.
+        EncodingUnavailable: the daemon can send only lines, for all pods or for those not yielded yet.
+        RemoteProtocolError: a block has not the announced size, or CURSOR another number of pods than were received.
     """
     count = 0
-    connection.stop_at(Arrow.NAME)  # before a driver can read on while it sends
+    connection.stop_at(Arrow.NAME)  # first, since a driver may read while it sends
     yield Send((request,))
     within: float | None = timeout + (request.wait or 0.0)
     while True:
@@ -201,14 +201,14 @@ def ask_for_blocks(request: Pods, connection: Connection, timeout: float) -> Ste
 
 
 def _ends_blocks(connection: Connection, request: Pods, command: Command) -> Command | None:
-    """As `_answer`; what ends the answer, CURSOR or a refusal, ends the time in which raw bytes may come."""
+    """As `_answer`. After CURSOR or ERROR no raw bytes are expected any more."""
     if isinstance(command, CursorAt | Error):
         connection.stop_at(None)
     return _answer(request, command)
 
 
 def _split(block: bytes, label: bytes) -> tuple[bytes, list[bytes]]:
-    """The lines that begin with the label, ends included, and the others."""
+    """The lines that begin with the label, newlines included, and the others."""
     lines = block.split(b"\n")
     rows = [line for line in lines if line.startswith(label)]
     return b"".join(row + b"\n" for row in rows), [line for line in lines if line and not line.startswith(label)]
@@ -223,13 +223,13 @@ def _commands(connection: Connection, block: bytes) -> Iterator[Command]:
 
 
 def _answer(request: Command, command: Command) -> Command | None:
-    """The command if it answers the request, None if it is something in between."""
+    """The command if it answers the request; None for others such as PING."""
     if isinstance(command, Error):
         raise refusal(command.text)
     if command.NAME not in _ANSWERS:
         return None
     if command.NAME != request.ANSWER:
-        raise RemoteProtocolError(f"{command.NAME} came where the answer to {request.NAME} was expected")
+        raise RemoteProtocolError(f"{command.NAME} was received instead of the answer to {request.NAME}")
     _check_about(request, command)
     return command
 
@@ -237,4 +237,4 @@ def _answer(request: Command, command: Command) -> Command | None:
 def _check_about(request: Command, command: Command) -> None:
     for what in ("tube", "part"):
         if getattr(command, what, None) != getattr(request, what, None):
-            raise RemoteProtocolError(f"{command.NAME} answers about another {what} than {request.NAME} asked about")
+            raise RemoteProtocolError(f"{command.NAME} is about another {what} than {request.NAME}")

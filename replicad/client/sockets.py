@@ -1,8 +1,8 @@
 """A connection to the daemon on a plain socket, with time-outs, TLS, and a thread that keeps it alive.
 
-It moves bytes and minds the time; what is said is for `requests` and `pursuit`. The socket never blocks: whoever has to
-wait does so in poll(), outside of the lock under which it is read and written, because a TLS connection must not be
-read and written by two threads at once.
+It sends and receives bytes and keeps the deadlines; `requests` and `pursuit` interpret them. The socket is non-blocking
+and is read and written under a lock, because two threads must not use a TLS connection at once. Threads wait in poll(),
+outside of the lock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from replicad.protocol.connection import Due, Timing
 
 T = TypeVar("T")
 
-READ_BYTES = 1 << 18  # one read takes what a fast sender has put there meanwhile
-_SHORTEST_PAUSE = 0.05  # seconds between two looks of the thread, whatever is due
+READ_BYTES = 1 << 18  # as much as a fast sender can send between two reads
+_SHORTEST_PAUSE = 0.05  # seconds, at least, between two calls of `tick` by the thread
 _PLAIN_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to connect to and as whom. Times in seconds."""
+    """The daemon's address, our name and token, and time-outs in seconds."""
 
     host: str
     port: int
@@ -52,11 +52,11 @@ class Target:
 
 
 def open_link(target: Target, clock: Callable[[], float] = time.monotonic) -> SocketLink:
-    """Connect, make the TLS handshake, wait for SERVER and introduce us, all within `connect_timeout`.
+    """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
     Raises:
         ConnectionLost: it could not be made; the message says why.
-        WrongServer, NotAuthorised, ReplicadError: what the server said, or was.
+        WrongServer, NotAuthorised, ReplicadError: the server has another name, or sent this error.
     """
     deadline = clock() + target.connect_timeout
     sock = _connect(target, deadline, clock)
@@ -90,7 +90,7 @@ def _connect(target: Target, deadline: float, clock: Callable[[], float]) -> soc
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong with a socket or TLS, in words for people."""
+    """The reason of a failure of a socket or TLS, for people."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
@@ -121,18 +121,18 @@ class SocketLink(Link):
     # --- for the owner ---
 
     def begin(self) -> bool:
-        """Before a request: False where the connection turned out to have ended meanwhile."""
+        """Begin a request; False if the connection has ended."""
         with self._lock:
             self._pass_over()
             self._busy = True
         return not self.closed
 
     def end(self) -> None:
-        """After the whole answer."""
+        """End a request, after its whole answer."""
         self._busy = False
 
     def run(self, steps: Steps[T], *, within: float | None = None) -> T:
-        """Perform steps that hand nothing over, and return their result. `within`: seconds for the first answer."""
+        """Perform steps that yield nothing for the user. `within`: seconds for the first answer."""
         self._deadline = float("inf") if within is None else self._clock() + within
         answer: bytes | None = None
         try:
@@ -146,7 +146,7 @@ class SocketLink(Link):
         """Perform a Send or a Receive.
 
         Raises:
-            ConnectionLost: the connection ended, or time is up.
+            ConnectionLost: the connection ended, or the deadline has passed.
         """
         if isinstance(step, Send):
             self.send(step.commands)
@@ -171,7 +171,7 @@ class SocketLink(Link):
             self._write(b"".join(self.connection.send(command, now) for command in commands))
 
     def receive(self) -> bytes:
-        """The next whole lines. Sends PINGs while it waits, and gives up on a silent peer and at the deadline."""
+        """The next whole lines. Sends PINGs while it waits; raises for a silent peer and at the deadline."""
         self._reading = True
         waited = False
         try:
@@ -181,7 +181,7 @@ class SocketLink(Link):
                     block = self._read_nowait()
                     if block is None:
                         if not waited:
-                            self.connection.pardon(self._clock())  # silence counts from when somebody listens
+                            self.connection.pardon(self._clock())  # the peer's silence counts from the first read
                         waited = True
                         self._mind_the_time()
                 if block:
@@ -200,7 +200,7 @@ class SocketLink(Link):
         self._poll(select.POLLIN, min(self._deadline, self.connection.next_deadline()) - now)
 
     def _read_nowait(self) -> bytes | None:
-        """Whole lines from what is there (perhaps none yet), None where nothing is; under the lock."""
+        """Whole lines of the received bytes (perhaps empty), None if there are no bytes; under the lock."""
         if self.connection.holds_back and (block := self.connection.receive_block(b"", self._clock())):
             return block
         try:
@@ -226,12 +226,12 @@ class SocketLink(Link):
             except ssl.SSLWantReadError:
                 wanted = select.POLLIN
             except OSError as error:
-                self._pass_over()  # it may have said why before it hung up
+                self._pass_over()  # the peer may have sent the reason before
                 self._lose(error)
             else:
                 continue
             if self._clock() >= deadline:
-                self._fail(ConnectionLost(f"{self.target} takes nothing any more"))
+                self._fail(ConnectionLost(f"{self.target} does not read any more"))
                 self._check_open()
             self._poll(wanted, deadline - self._clock())
 
@@ -239,19 +239,19 @@ class SocketLink(Link):
         poller = select.poll()
         try:
             poller.register(self._sock, wanted)
-        except ValueError:  # another thread closed it; the next look at it says so
+        except ValueError:  # another thread closed it; the caller notices
             return
         poller.poll(min(max(timeout, 0.0), 3600.0) * 1000 + 1)
 
     # --- the end, and the time ---
 
     def _fail(self, error: ReplicadError) -> None:
-        """Note why it ended, the first reason counts, and close it; under the lock."""
+        """Close the connection and keep the reason; the first one counts. Under the lock."""
         if self._ended is None:
             self._ended = error
             self._stop.set()
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)  # wakes who waits for it in another thread; closing does not
+                self._sock.shutdown(socket.SHUT_RDWR)  # wakes another thread that waits for it; close() would not
             self._sock.close()
 
     def _lose(self, error: OSError) -> None:
@@ -259,7 +259,7 @@ class SocketLink(Link):
         self._check_open()
 
     def _mind_the_time(self) -> None:
-        """Do what is due, under the lock.
+        """Send a PING if it is due, and check the peer's deadlines; under the lock.
 
         Raises:
             ConnectionLost: the peer is silent, or does not finish a line.
@@ -272,7 +272,7 @@ class SocketLink(Link):
             self._check_open()
 
     def _pass_over(self) -> None:
-        """Read what came while nobody was asking; under the lock."""
+        """Discard lines that were received between requests; under the lock."""
         try:
             while not self.closed and (block := self._read_nowait()) is not None:
                 self._look_at(block)
@@ -280,7 +280,7 @@ class SocketLink(Link):
             self._fail(error)
 
     def tick(self) -> float:
-        """Keep the connection alive, from another thread than the owner's; returns when to come again, in seconds."""
+        """Keep the connection alive, from another thread than the owner's; returns the seconds until the next call."""
         with self._lock:
             if self.closed:
                 return 0.0
@@ -288,15 +288,15 @@ class SocketLink(Link):
             if not self._busy:
                 self._pass_over()
             elif not self._reading:
-                self.connection.pardon(now)  # the peer's words are there, the owner has no time for them
-            judging = not self._busy  # whoever reads sees first whether something came
-            with contextlib.suppress(ReplicadError):  # noted, and raised to the owner when it asks next
+                self.connection.pardon(now)  # the owner does not read, so the peer's silence does not count
+            judging = not self._busy  # during a request its thread checks
+            with contextlib.suppress(ReplicadError):  # raised to the owner by its next call
                 if not self.closed and (judging or self.connection.due(now) is Due.PING):
                     self._mind_the_time()
             return max(self.connection.next_deadline() - now, _SHORTEST_PAUSE)
 
     def keep_alive(self) -> None:
-        """Start the thread that calls `tick` until the connection is closed or forgotten."""
+        """Start the thread that calls `tick` until the connection is closed or garbage-collected."""
         thread = threading.Thread(
             target=_keep_alive, args=(weakref.ref(self), self._stop), name="replicad-keepalive", daemon=True
         )

@@ -1,8 +1,8 @@
-"""How the clients' logic asks for I/O without doing any: a generator yields steps, a driver performs them.
+"""I/O steps: the clients' logic is generators that yield steps, and a driver performs the steps.
 
-Both clients have a driver of a few lines for these four steps, one on sockets and one on trio, and everything else
-once. What a driver throws into the generator is what the step failed with; what the generator yields besides steps
-is for the driver's user.
+So the logic exists once, and each client has a driver of a few lines for these four steps, one on sockets and one on
+trio. The driver throws the error of a failed step into the generator. Other values that the generator yields are for
+the user of the driver.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ T = TypeVar("T")
 
 
 class Send(NamedTuple):
-    """Send the commands on the connection, in one piece."""
+    """Send the commands on the connection, in one write."""
 
     commands: tuple[Command, ...]
 
 
 class Receive(NamedTuple):
-    """Wait for more lines; the answer is a block of whole lines, ends included, never empty.
+    """Wait for more lines; the answer is a block of whole lines, newlines included, never empty.
 
-    Raw bytes that the connection was told to expect come as a block of their own.
+    Raw bytes that the connection expects are a block of their own.
 
-    `within` starts a clock anew, in seconds, after which ConnectionLost is raised instead; None lets the clock of an
-    earlier step run on. Keep-alives are the driver's business and stop no clock.
+    `within` sets a deadline, in seconds from now, at which ConnectionLost is raised; None keeps the deadline of an
+    earlier step. The driver sends keep-alives; received ones do not change the deadline.
     """
 
     within: float | None = None
 
 
 class Connect(NamedTuple):
-    """Make a new connection in place of the old one and introduce us; the answer is its `protocol.Connection`."""
+    """Replace the connection by a new one and send our name; the answer is its `protocol.Connection`."""
 
 
 class Sleep(NamedTuple):
-    """Wait for so many seconds."""
+    """Wait."""
 
     seconds: float
 

@@ -1,7 +1,7 @@
-"""Streams that stop while others go on: before a row that cannot be sent, or because the server refuses them.
+"""Streams that stop while others go on: before an unreadable row, or because the server refuses them.
 
-Pure bookkeeping of when to ask for each of them again. A stream that stops before the same row again, or is refused
-again, is asked for after a longer pause; one that got further, or was accepted meanwhile, begins with the shortest.
+Decides when to subscribe to each of them again; does no I/O. The pause grows while a stream stops before the same row
+or is refused again. It begins with the shortest when the stream has advanced or was accepted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.retry import Backoff
 
-FIRST_PAUSE = 0.5  # seconds; the server itself tries the row again that often at first
+FIRST_PAUSE = 0.5  # seconds; about as often as the server tries the row again at first
 MAX_PAUSE = 10.0
 
 
@@ -20,24 +20,24 @@ class _Stop:
     row_id: int | None  # None: the server refused the stream
     backoff: Backoff
     pause: float = 0.0
-    waited: float = 0.0  # seconds for this row, or since it was accepted last, the pause included
-    again_at: float = 0.0  # on this connection
+    waited: float = 0.0  # seconds in all for this row or refusal, including the present pause
+    again_at: float = 0.0  # when to subscribe again on this connection
     stands: bool = True  # it has stopped on this connection
 
 
 class Stops:
-    """The streams of one follower that have stopped. Times are seconds of one monotonic clock, handed in."""
+    """The streams of one follower that have stopped. Times are seconds of the caller's monotonic clock."""
 
     def __init__(self) -> None:
         self._stops: dict[str, _Stop] = {}
         self._noted: list[RowUnreadable] = []
 
     def note(self, error: RowUnreadable) -> None:
-        """The server has said so; `take` hands it out once the lines before it are dealt with."""
+        """Keep the server's error; `take` returns it when the lines before it are handled."""
         self._noted.append(error)
 
     def take(self) -> list[RowUnreadable]:
-        """What was noted since."""
+        """The errors since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -54,7 +54,7 @@ class Stops:
         return stop.pause
 
     def accepted(self, stream: str) -> None:
-        """The server has accepted the subscription. It may still stop before the same row: that pause is kept."""
+        """The server has accepted the subscription. The pause is kept, since it may stop before the same row again."""
         stop = self._stops.get(stream)
         if stop is None:
             return
@@ -64,17 +64,17 @@ class Stops:
             stop.stands = False
 
     def forget(self, stream: str) -> None:
-        """The stream is followed no longer."""
+        """The stream is no longer followed."""
         self._stops.pop(stream, None)
 
     def new_connection(self) -> None:
-        """Every stream is asked for on a new connection; the lengths of pauses are kept."""
+        """A new connection subscribes to every stream; the lengths of pauses are kept."""
         self._noted.clear()
         for stop in self._stops.values():
             stop.stands = False
 
     def is_stopped(self, stream: str) -> bool:
-        """Whether the stream has stopped on this connection and was not asked for again."""
+        """Whether the stream has stopped on this connection and was not subscribed to again."""
         return stream in self._stops and self._stops[stream].stands
 
     def is_refused(self, stream: str) -> bool:
@@ -82,7 +82,7 @@ class Stops:
         return self.is_stopped(stream) and self._stops[stream].row_id is None
 
     def may_ask(self, stream: str, now: float) -> bool:
-        """Whether it may be asked for now; to be followed by doing so."""
+        """Whether to subscribe now. After True the caller must subscribe."""
         if not self.is_stopped(stream):
             return True
         if now < self._stops[stream].again_at:
@@ -95,9 +95,9 @@ class Stops:
         return any(stop.stands and now >= stop.again_at for stop in self._stops.values())
 
     def delay(self, stream: str) -> float:
-        """The pause that was begun last, in seconds."""
+        """The length of the last pause, in seconds."""
         return self._stops[stream].pause
 
     def waited(self, stream: str) -> float:
-        """How long has been waited for the stream since it got further, in seconds, this pause included."""
+        """Seconds waited since the stream last advanced, including this pause."""
         return self._stops[stream].waited

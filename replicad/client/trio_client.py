@@ -1,8 +1,8 @@
-"""The client for trio programs: the twin of `blocking_client`, with the same names and the same refusals.
+"""The client for trio programs, with the same methods and errors as `blocking_client`.
 
-What is asked and understood stands in `face`, `requests` and `pursuit`; here it is driven on a trio stream. A
-connection on which anything but a plain refusal happened (cancellation too) is closed, so that no answer is ever
-taken for another one's.
+`face`, `requests` and `pursuit` have the logic; this file drives it on a trio stream. After any failure but a plain
+refusal (also after a cancellation) the connection is closed, so that an answer is never taken for that of another
+request.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class TrioClient(Requests):
         are RowBatch, Reset, and those of the types in `also` (see `events.Also`). For the wishes see FollowOptions.
 
         Raises:
-            BadToken: a token is none.
+            BadToken: a token cannot be parsed.
         """
         return TrioFollower(self._target, self._nursery, streams, linear=linear, also=also, wishes=wishes)
 
     def close(self) -> None:
-        """Close the connection, also under a request of another task; safe to repeat. The end of the block does it."""
+        """Close the connection, even during a request of another task; safe to repeat."""
         self._closed = True
         if self._link is not None:
             self._link.close()
@@ -133,7 +133,7 @@ class TrioClient(Requests):
 
     @asynccontextmanager
     async def _request(self) -> AsyncIterator[TrioLink]:
-        """The connection, for one request; afterwards it is in step, or closed."""
+        """The connection for one request; afterwards it can serve the next one, or is closed."""
         async with self._turn:
             link = await self._ready()
             try:

@@ -1,4 +1,4 @@
-"""Following streams on trio: what `pursuit` asks for, done by the task that iterates. The twin of `blocking_follow`."""
+"""Following streams on trio: the task that iterates performs the steps of `pursuit`. Like `blocking_follow`."""
 
 from __future__ import annotations
 

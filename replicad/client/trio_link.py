@@ -1,7 +1,7 @@
-"""A connection to the daemon on trio: the twin of `sockets`, with tasks where that has a thread.
+"""A connection to the daemon on trio: like `sockets`, with tasks instead of a thread.
 
-It moves bytes and minds the time; what is said is for `requests` and `pursuit`. One task reads, so that no read is ever
-cancelled half-way; it stops reading while its owner has not taken what came before.
+It sends and receives bytes and keeps the deadlines; `requests` and `pursuit` interpret them. Only one task reads, so
+that a cancelled request interrupts no read. It stops reading until the owner has taken the lines before.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from replicad.protocol.connection import Due
 
 T = TypeVar("T")
 
-_GRACE = 0.05  # seconds for the reader to take what is there already, after the whole process had stood still
-_LAST_WORDS = 0.5  # seconds for an ERROR that is already on its way here
+_GRACE = 0.05  # seconds for the reader to take received bytes after the whole process was suspended
+_LAST_ERROR = 0.5  # seconds to receive an ERROR that was sent before the connection broke
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError, ssl.SSLError, OSError)
 
 
 async def open_link(target: Target, nursery: trio.Nursery) -> TrioLink:
-    """Connect, make the TLS handshake, wait for SERVER and introduce us, all within `connect_timeout`.
+    """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
     The link's tasks live in `nursery` until it is closed.
 
     Raises:
         ConnectionLost: it could not be made; the message says why.
-        WrongServer, NotAuthorised, ReplicadError: what the server said, or was.
+        WrongServer, NotAuthorised, ReplicadError: the server has another name, or sent this error.
     """
     link: TrioLink | None = None
     try:
@@ -75,15 +75,15 @@ async def _connect(target: Target) -> trio.abc.Stream:
 
 
 def _why(error: BaseException) -> str:
-    """What went wrong, in words; of the attempts at several addresses, with the first one."""
+    """The reason of a failure for people; of attempts at several addresses, that of the first one."""
     return reason(leaves(error.__cause__ or error)[0])
 
 
 class TrioLink(Link):
     """An open connection. One task at a time runs steps on it. Any failure closes it for good.
 
-    Use `begin` and `end` around requests: while nobody is busy, what comes is passed over, so that PINGs do not pile up
-    and the end of the connection is noticed at once.
+    Use `begin` and `end` around requests. Between requests received lines are discarded, so that PINGs do not
+    accumulate and the end of the connection is noticed at once.
     """
 
     def __init__(self, stream: trio.abc.Stream, target: Target) -> None:
@@ -91,20 +91,20 @@ class TrioLink(Link):
         self._stream = stream
         self._sending = trio.Lock()
         self._into, self._blocks = trio.open_memory_channel[bytes](1)
-        self._asked = trio.Event()  # the owner wants a block
+        self._wanted = trio.Event()  # the owner waits for a block
         self._scope = trio.CancelScope()
 
     # --- for the owner ---
 
     def begin(self) -> bool:
-        """Before a request: False where the connection turned out to have ended meanwhile."""
+        """Begin a request; False if the connection has ended."""
         self._busy = True
         return not self.closed
 
     def end(self) -> None:
-        """After the whole answer."""
+        """End a request, after its whole answer."""
         self._busy = False
-        self._asked.set()
+        self._wanted.set()
         try:
             while True:
                 self._pass_over(self._blocks.receive_nowait())
@@ -112,7 +112,7 @@ class TrioLink(Link):
             pass
 
     async def run(self, steps: Steps[T]) -> T:
-        """Perform steps that hand nothing over, and return their result."""
+        """Perform steps that yield nothing for the user, and return their result."""
         answer: bytes | None = None
         try:
             while True:
@@ -125,7 +125,7 @@ class TrioLink(Link):
         """Perform a Send or a Receive.
 
         Raises:
-            ConnectionLost: the connection ended, or time is up.
+            ConnectionLost: the connection ended, or the deadline has passed.
         """
         if isinstance(step, Send):
             await self.send(step.commands)
@@ -153,12 +153,12 @@ class TrioLink(Link):
                     await self._stream.send_all(data)
                     sent = True
         except _BROKEN as error:
-            with trio.move_on_after(_LAST_WORDS), contextlib.suppress(trio.EndOfChannel):
-                self._pass_over(await self._next_block())  # it may have said why before it hung up
+            with trio.move_on_after(_LAST_ERROR), contextlib.suppress(trio.EndOfChannel):
+                self._pass_over(await self._next_block())  # the peer may have sent the reason before
             self._fail(ConnectionLost(f"the connection to {self.target} broke: {_why(error)}"))
         finally:
             if not sent:
-                self._fail(ConnectionLost(f"{self.target} takes nothing any more"))
+                self._fail(ConnectionLost(f"{self.target} does not read any more"))
         self._check_open()
 
     async def receive(self) -> bytes:
@@ -178,15 +178,15 @@ class TrioLink(Link):
 
     async def _next_block(self) -> bytes:
         try:
-            return self._blocks.receive_nowait()  # it came for a `receive` that was cancelled
+            return self._blocks.receive_nowait()  # delivered for a `receive` that was cancelled
         except trio.WouldBlock:
-            self._asked.set()
+            self._wanted.set()
         return await self._blocks.receive()
 
     # --- the tasks ---
 
     async def serve(self) -> None:
-        """Read and keep alive until the link is closed, then close the stream. Raises nothing but cancellation."""
+        """Read and send PINGs until the link is closed, then close the stream. Raises only when cancelled."""
         try:
             with self._scope:
                 async with open_plain_nursery() as nursery:
@@ -200,7 +200,7 @@ class TrioLink(Link):
                 await trio.aclose_forcefully(self._stream)
 
     async def _read(self) -> None:
-        """Take what comes, as long as there is a connection."""
+        """Receive until the connection ends."""
         try:
             while True:
                 self._reading = True
@@ -215,16 +215,16 @@ class TrioLink(Link):
             self._fail(error)
 
     async def _hand_over(self, data: bytes) -> None:
-        """Hand lines to the owner while it is busy, and pass over them otherwise.
+        """Deliver lines to the owner during a request, and discard them otherwise.
 
-        The bytes are looked at only when the owner has asked for more: what it was given last may say how.
+        Bytes are parsed only when the owner waits for more, since the block before may announce raw bytes.
         """
         while True:
             if self._busy:
-                await self._asked.wait()
+                await self._wanted.wait()
             block = self.connection.receive_block(data, trio.current_time())
             if block and self._busy:
-                self._asked = trio.Event()
+                self._wanted = trio.Event()
                 self._into.send_nowait(block)
             elif block:
                 self._pass_over(block)
@@ -237,14 +237,14 @@ class TrioLink(Link):
         while not self.closed:
             now = trio.current_time()
             if not self._reading:
-                self.connection.pardon(now)  # the peer's words are there, the owner has no time for them
+                self.connection.pardon(now)  # the owner does not read, so the peer's silence does not count
             due = self.connection.due(now)
             if due in (Due.PEER_SILENT, Due.UNFINISHED_LINE):
                 await trio.sleep(_GRACE)
                 due = self.connection.due(now)
             match due:
                 case Due.PING:
-                    with contextlib.suppress(ReplicadError):  # noted, and raised to the owner when it asks next
+                    with contextlib.suppress(ReplicadError):  # raised to the owner by its next call
                         await self.send((Ping(),))
                 case None:
                     await trio.sleep_until(self.connection.next_deadline())
@@ -254,14 +254,14 @@ class TrioLink(Link):
     # --- the end ---
 
     def _pass_over(self, block: bytes) -> None:
-        """Look at what came while nobody was asking."""
+        """Discard lines that were received between requests; an ERROR in them ends the connection."""
         try:
             self._look_at(block)
         except ReplicadError as error:
             self._fail(error)
 
     def _fail(self, error: ReplicadError) -> None:
-        """Note why it ended, the first reason counts, and end the tasks. What came before can still be received."""
+        """End the tasks and keep the reason; the first one counts. Lines received before can still be taken."""
         if self._ended is None:
             self._ended = error
             self._into.close()

@@ -1,4 +1,4 @@
-"""The commands that a client of the daemon knows: those of every connection, of streams and of tubes."""
+"""The commands that a client understands: the core's, those of streams and of tubes."""
 
 from __future__ import annotations
 

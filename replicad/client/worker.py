@@ -1,12 +1,12 @@
-"""A worker without Spark: a trio program that hands the touched ids of a tube to an async function of its user.
+"""A worker without Spark: a trio program that passes the touched ids of a tube to the user's async function.
 
-It is a TCP client of the daemon, like any other. One task per partition claims the lease, reads pods ahead up to a
-bound, processes their ids in batches side by side, never an id twice at once, and acks each pod as soon as it is empty.
+It is a TCP client of the daemon. One task per partition claims the lease, reads pods ahead up to a bound, processes
+their ids in parallel batches (an id only once at a time), and acks each pod as soon as all its ids are processed.
 
-What fails is tried again with growing pauses, in halves, until the ids that fail are alone; an id that fails for good
-is parked, but only while others succeed: when everything fails it is the downstream that is down, and everything waits.
-A worker that cannot renew its lease stops processing before the lease can be another's. After a backfill it collects
-garbage (garbage.py), where the user says what the downstream holds.
+A batch that fails is tried again after a growing pause, in halves, until failing ids are alone. An id that keeps
+failing is parked, but only while others succeed: when everything fails, the downstream is probably unavailable, and
+the worker waits. A worker that cannot renew its lease stops processing before another can claim it. After a backfill it
+collects garbage (garbage.py), if the user gives `stale_ids`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Handle = Callable[["Batch"], Awaitable[None]]
 HandleControl = Callable[[Pod], Awaitable[None]]
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
 
-RELEASE_TIMEOUT = 1.0  # seconds to say goodbye in
+RELEASE_TIMEOUT = 1.0  # seconds to release the lease
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Ids to process, each once, those that waited longest first."""
+    """Ids to process, each once, the oldest first."""
 
     tube: str
     touches: tuple[Touch, ...]
@@ -65,11 +65,11 @@ class WorkerSettings:
     exclude_backfill: bool = False  # leave backfill pods where they are, for a downstream under pressure
     lease_ttl: float = 30.0
     poll: float = 20.0  # how long one request waits for pods
-    tries: int = 5  # of a single id before it is parked; 0: for ever
+    tries: int = 5  # of a single id before it is parked; 0: without limit
     backoff_first: float = 0.5
     backoff_cap: float = 60.0
-    garbage_ids: int = 1000  # stale ids that are asked for at once
-    garbage_settle: float = 1.0  # how long the downstream must name none; as long as a write may stay unseen there
+    garbage_ids: int = 1000  # stale ids in one call of `stale_ids`
+    garbage_settle: float = 1.0  # how long `stale_ids` must return none; as long as a write may stay invisible there
 
 
 @dataclass(slots=True)
@@ -88,11 +88,11 @@ class Worker:
     """Processes the partitions of one tube until cancelled.
 
     `open_client` makes a client; it is called for each partition and for each lease's renewals. `handle` processes a
-    batch and returns when the downstream has it; what it raises makes the batch come again. `control` is called with
-    control pods, your own and those of backfills, when they are read; what was read before may still be in progress.
+    batch and returns when the downstream has it; if it raises, the batch is tried again. `control` is called with
+    control pods, yours and those of backfills, when they are read; pods read before may still be in progress.
 
-    `stale_ids(shard, before, limit)` makes garbage go after a backfill: it returns up to `limit` ids that the
-    downstream holds for the shard and wrote for a `Touch.seq` below `before`. They come to `handle` with op G.
+    `stale_ids(shard, before, limit)` is for garbage collection after a backfill: it returns up to `limit` ids that the
+    downstream holds for the shard and wrote for a `Touch.seq` below `before`. `handle` gets them with op G.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Worker:
         """Work until cancelled.
 
         Raises:
-            UnknownTube, NotAuthorised: what trying again cannot mend.
+            UnknownTube, NotAuthorised: trying again would not help.
         """
         while True:
             partitions = await self._ask_for_partitions()
@@ -146,7 +146,7 @@ class Worker:
             await trio.sleep(backoff.next_delay())
 
     async def _keep_working(self, part: Part, changed: trio.Event) -> None:
-        """Work on a partition, through lost leases and connections, until the number of partitions changes."""
+        """Work on a partition until the number of partitions changes; begin again after lost leases and connections."""
         backoff = Backoff(first=0.2, cap=10.0)
         while True:
             try:
@@ -175,9 +175,9 @@ class _Partition:
         self._ledger = Ledger()
         self._cursor = START
         self._term = 0
-        self._ended = trio.Event()  # a batch, since it was made
-        self._processed = trio.Event()  # some ids, since it was made
-        self._ends: deque[tuple[Pod, int]] = deque()  # of backfills, whose garbage is to be collected; held
+        self._ended = trio.Event()  # set when a batch has ended; then replaced
+        self._processed = trio.Event()  # set when ids were processed; then replaced
+        self._ends: deque[tuple[Pod, int]] = deque()  # held control pods of backfills whose garbage is to be collected
         self._successes = 0
         self._lease = trio.CancelScope()
         self._lost: ReplicadError | None = None
@@ -186,7 +186,7 @@ class _Partition:
         """Claim the lease and work until it is lost.
 
         Raises:
-            ReplicadError: LeaseHeld, LeaseLost, PartitionsChanged, ConnectionLost and so on, as the daemon says.
+            ReplicadError: the daemon's refusal (LeaseHeld, LeaseLost, PartitionsChanged), or ConnectionLost.
         """
         settings = self._settings
         asked = trio.current_time()
@@ -205,8 +205,9 @@ class _Partition:
         raise self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
 
     async def _release(self) -> None:
-        """Let another worker begin at once, unless a call of the user's function is cut short: it may still take
-        effect, and nobody else is to have its ids before the lease has run out."""
+        """Release the lease so that another worker can begin at once. Not after a cancelled call of the user's
+        function: it may still take effect, so no other worker may have its ids before the lease expires.
+        """
         if self._ledger.busy or self._lease.cancel_called:
             return
         with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
@@ -222,7 +223,7 @@ class _Partition:
                 try:
                     await client.renew(self._tube, self._part, self._term)
                 except ReplicadError as error:
-                    if may_pass(error):  # the deadline stands, and the next try may be in time
+                    if may_pass(error):  # the deadline stays; the next try may be in time
                         log.info("renewal_failed", tube=self._tube, part=str(self._part), error=str(error))
                         continue
                     self._lost = error
@@ -245,11 +246,11 @@ class _Partition:
                 await calls.acquire_on_behalf_of(touches[0])
                 nursery.start_soon(self._process, touches, calls)
             if not came and self._ledger.pods:
-                with trio.move_on_after(1.0):  # news are looked for between the ends of batches
+                with trio.move_on_after(1.0):  # then read again, even if no batch has ended
                     await self._ended.wait()
 
     async def _read(self) -> int:
-        """Read ahead; waits for pods only while there is nothing else to do."""
+        """Read pods ahead; waits for them only if none is in progress."""
         settings = self._settings
         found = await self._client.pods(
             self._tube,
@@ -275,7 +276,7 @@ class _Partition:
             self._worker.statistics.acked_pods += await self._client.ack(self._tube, self._part, self._term, finished)
 
     async def _collect(self, pod: Pod, before: int) -> None:
-        """Collect the garbage of a shard; everything that was read before the pod is done."""
+        """Collect the garbage of a shard; called when all earlier pods are done."""
         assert self._worker._stale_ids is not None
         say = log.bind(tube=self._tube, part=str(self._part), shard=pod.shard, seq=pod.seq)
         try:
@@ -303,7 +304,7 @@ class _Partition:
         await self._processed.wait()
 
     async def _process(self, touches: list[Touch], calls: trio.CapacityLimiter) -> None:
-        """Process ids until each is done or parked; what fails comes again in halves."""
+        """Process ids until each is done or parked; a batch that fails is halved."""
         todo: list[tuple[list[Touch], int, int]] = [(touches, 0, self._successes)]  # ids, tries, successes before
         while todo:
             batch, tries, before = todo.pop(0)
@@ -327,7 +328,7 @@ class _Partition:
     async def _call(self, touches: list[Touch]) -> Exception | None:
         try:
             await self._worker._handle(Batch(self._tube, tuple(touches)))
-        except Exception as error:  # noqa: BLE001 - whatever the user's function raises, the ids come again
+        except Exception as error:  # noqa: BLE001 - of the user; the ids are tried again
             self._worker.statistics.failed_calls += 1
             log.warning("batch_failed", tube=self._tube, part=str(self._part), ids=len(touches), error=repr(error))
             return error
@@ -343,10 +344,10 @@ class _Partition:
         self._ended.set()
 
     async def _put_aside(self, seq: int, ids: list[int], tries: int, error: Exception) -> bool:
-        """Park ids of a pod, or all of it; False where that ended the lease."""
-        said = " ".join(repr(error).split())
+        """Park ids of a pod, or all of it; False if the daemon refused, which ends the lease."""
+        text = " ".join(repr(error).split())
         try:
-            await self._client.park(self._tube, self._part, self._term, seq, ids, tries=tries, error=said)
+            await self._client.park(self._tube, self._part, self._term, seq, ids, tries=tries, error=text)
         except ReplicadError as refused:  # the lease is over; `run` raises it
             self._lost = refused
             self._lease.cancel()

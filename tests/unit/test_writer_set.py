@@ -77,7 +77,7 @@ def test_a_token_that_is_taken_between_two_lines_of_a_set_passes_over_nobody() -
     progress = StreamProgress("events", None, linear=False)
     progress.set_writers(EPOCH, many(3000))
     for number in range(1, 3001):
-        progress.told()
+        progress.position_received()
         progress.mark(f"writer-{number}").at = 50 if number == 2500 else 90
     progress.set_writers(EPOCH, {f"writer-{number}": number for number in range(2, 1001)})  # the second line is to come
     assert Vector.parse(progress.token() or "").minimum == 50

@@ -36,7 +36,7 @@ ALSO: tuple[type[Also], ...] = (
     Disconnected,
     TakenUpto,
 )  # the driver asks its follower so
-RETRY_FIRST = 0.5  # seconds until following is begun anew after something that trying again may not mend
+RETRY_FIRST = 0.5  # seconds until following begins again after an error that a retry may not mend
 RETRY_CAP = 30.0
 
 _PROOFS = 4  # proofs of freshness in the time for which one is valid
@@ -71,12 +71,12 @@ class Following:
         self._caches = caches
         self._stream = stream
         self._course = Course()
-        self._told = False  # an outage is in the log
+        self._logged = False  # an outage is in the log
 
     def take(self, event: RowBatch | Reset | Also, follower: Follows) -> None:
-        """Deal with one event."""
+        """Handle one event."""
         course, now = self._course, self._caches.now
-        if type(event) is RowBatch:  # the one that comes a hundred thousand times a second
+        if type(event) is RowBatch:  # first: there may be a hundred thousand of them in a second
             self._caches.apply(event.rows)
             if not course.waits:
                 return
@@ -88,7 +88,7 @@ class Following:
             case TakenUpto():
                 course.taken(event.token, now() - event.age)
             case Reset() | GenerationBegan():
-                # A value may come from a transaction that is lost, although its invalidation had not come yet.
+                # A value may be from a lost transaction whose invalidation was not received.
                 self._caches.empty()
                 course.reset(now())
                 reason = event.reason if isinstance(event, Reset) else "generation"
@@ -97,14 +97,14 @@ class Following:
                 was_live = course.live
                 emptied = self._lost(follower.token(self._stream), str(event.error))
                 if was_live:
-                    self._told = True
+                    self._logged = True
                     log.info("caches_not_live", stream=self._stream, emptied=emptied, reason=str(event.error))
         if course.waits:
             course.moved(follower.positions(self._stream))
         self._caches.fresh_at = course.fresh_at
         if course.live and not self._caches.live:
             self._caches.stand(live=True)
-            if self._told:  # the log has said that they were not live
+            if self._logged:  # the log has the event that they were not live
                 log.info("caches_live", stream=self._stream)
 
     @contextmanager

@@ -194,7 +194,7 @@ class Caches:
             self._carry_out(self._effects(told))
 
     def _effects(self, told: Invalidation) -> list[tuple[str, Sequence[Any] | None]]:
-        """What an invalidation means for each cache. Not under the lock, because it calls functions of the user."""
+        """The keys that an invalidation removes from each cache. Calls functions of the user, so not under the lock."""
         found: list[tuple[str, Sequence[Any] | None]] = [(told.func, told.keys)]
         for member, rekey in tuple(self._groups.get(told.func, ())):
             keys: Sequence[Any] | None = told.keys
@@ -203,7 +203,7 @@ class Caches:
                     own = rekey(tuple(keys))
                     keys = None if own is None else tuple(own)
                     freeze(keys or ())
-                except Exception:  # noqa: BLE001 - the user's function; rather too much is forgotten than too little
+                except Exception:  # noqa: BLE001 - of the user: then all entries are removed
                     self._malformed += 1
                     keys = None
             found.append((member, keys))
@@ -220,7 +220,7 @@ class Caches:
                 else:
                     member.forget(keys)
 
-    # --- standing ---
+    # --- state ---
 
     @contextmanager
     def follower(self) -> Iterator[None]:

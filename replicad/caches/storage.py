@@ -1,6 +1,6 @@
-"""Storages of values: a bounded one of ours, and the interface of others. The caches of cachetools have it.
+"""Storages of values: a bounded one of replicad, and the interface of others (caches of cachetools have it).
 
-A storage knows nothing of invalidation. It is used only under the registry's lock.
+A storage is used only under the registry's lock; invalidation is not its task.
 """
 
 from __future__ import annotations

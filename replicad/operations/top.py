@@ -166,7 +166,7 @@ def _show(rows: Sequence[Row], *, clear: bool) -> None:
 
 
 def _report(row: Mapping[str, Any]) -> str:
-    """The last REPORT of a reader of a tube: each count with its name."""
+    """The last REPORT of a reader of a tube, with all its counts."""
     counts = ", ".join(f"{name} {_count(value)}" for name, value in row["report"].items() if value is not None)
     return f"{row['tube']}: {row['reporter']} said {max(row['report_s'], 0):.0f} s ago: {counts}"
 

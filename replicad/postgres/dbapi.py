@@ -1,6 +1,6 @@
 """Statements on connections of the user's own driver: DB-API (psycopg, pg8000, ADBC, ...), or asyncpg.
 
-Errors of the driver are raised unchanged. Drivers differ in more than the standard says; what is known of it is here.
+Errors of the driver are raised unchanged. Differences between drivers beyond the standard are handled here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def fetch_in_transaction(connection: Any, sql: str, args: Sequence[object]
 
 
 def commits_by_itself(connection: object) -> bool:
-    """Whether the connection is in autocommit mode. DB-API has no word for it; psycopg and others have this one."""
+    """Whether the connection is in autocommit mode. DB-API does not define it; psycopg and others have `autocommit`."""
     return getattr(connection, "autocommit", False) is True
 
 

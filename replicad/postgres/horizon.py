@@ -110,7 +110,7 @@ class Horizon:
         self._blocked: dict[int, Holder] = {}  # locked sequences and tables, and the holder of the lock
         self._waits_left = 0  # of this poll
         self._skips = 0
-        self._judged_anew = False  # a check has refused or accepted a stream, and no reading shows it yet
+        self._refusals_changed = False  # a check has refused or accepted a stream, and no reading shows it yet
         self._inspect_at = 0.0
         self._look_again_at = 0.0
         self._barrier_at = 0.0
@@ -184,8 +184,8 @@ class Horizon:
         changed |= await self._flush(connection, watched, now)
         if self._recorder is not None:
             self._record(watched)
-        changed |= self._judged_anew
-        self._judged_anew = False
+        changed |= self._refusals_changed
+        self._refusals_changed = False
         if changed or len(self._readings) != len(watched):
             current = [w for w in watched if self._watched.get(w.name) is w]
             self._readings = {w.name: w.reading(now, self._stuck_after) for w in current}
@@ -241,7 +241,7 @@ class Horizon:
             watched.inspected = True
             reason = watched.unfit(found)
             known = None if watched.refused is None else str(watched.refused)
-            self._judged_anew |= reason != known
+            self._refusals_changed |= reason != known
             if reason is None:
                 watched.accept()
             elif reason != known:
@@ -273,7 +273,7 @@ class Horizon:
             watched.blocked_by = self._blocked.get(_sequence(watched))
         fed = [(w, w.locks, values[_sequence(w)]) for w in active if w.locks is not None and _sequence(w) in values]
         if read is not None and any(_sequence(w) not in values and w.blocked_by is None for w in active):
-            self._inspect_at = now  # gone: the next poll says so
+            self._inspect_at = now  # it was removed: the next poll finds out
         replaced = [w for w, _, value in fed if w.check_file(value.file)]
         fed = [one for one in fed if one[0] not in replaced]
         changed = any(locks.someone_holds or locks.last_value != value.last_value for _, locks, value in fed)
@@ -401,7 +401,7 @@ class Horizon:
         last_value = after["last_value"]
         if last_value is None:
             if first["is_called"]:
-                return None  # used and set back between the two: the next poll will know
+                return None  # used and set back between the two: the next poll finds out
             last_value = self._unused[sequence] = first["last_value"] - 1
         return _Value(last_value, after["inserted"], after["flushed"], after["file"])
 

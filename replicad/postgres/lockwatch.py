@@ -8,7 +8,7 @@ The smallest bound is the position.
 
 Two events break the argument between two polls: a crash, and a sequence that is set back. Because of the first, nothing
 is published that is not flushed, and all bounds begin again at the published position. After the second there is no
-position: `back_to` stays set until the watch begins anew.
+position: `back_to` stays set until the watch begins again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Hold:
 @dataclass(slots=True)
 class _Held:
     bound: int | None  # None: held since before the first poll, nothing is known of its ids
-    writer: str | None  # None: may write as anybody
+    writer: str | None  # None: may write as any writer
 
 
 class _FlushGate:
-    """Which last values are on disk: a crash may hand out again the ids of a sequence whose WAL was not flushed."""
+    """Which last values are on disk: after a crash, a sequence may give out ids again whose WAL was not flushed."""
 
     def __init__(self) -> None:
         self.limit: int | None = None
@@ -67,7 +67,7 @@ class _FlushGate:
             self._pending.clear()
 
     def restart(self, limit: int | None) -> None:
-        """Forget what was seen and not flushed: it may be gone."""
+        """Drop the readings that were not flushed: the crash may have undone them."""
         self.limit = limit
         self._pending.clear()
 
@@ -219,7 +219,7 @@ class TableWatch:
     """The positions of writers that publish their own. They are passed on when they are flushed.
 
     The linear position is the lowest one. A writer that appears late does not lower it. Where a writer's position
-    falls, `back_to` is the lowest one then, and no position is shown until the watch begins anew.
+    falls, `back_to` is the lowest one then, and no position is shown until the watch begins again.
     """
 
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
@@ -232,7 +232,7 @@ class TableWatch:
 
     @property
     def waits_for_flush(self) -> bool:
-        """Whether something could be published if only the WAL were flushed."""
+        """Whether a flush of the WAL would allow a higher position."""
         return bool(self._pending)
 
     def restart(self) -> None:

@@ -7,11 +7,11 @@ A recording has one JSON object on each line:
 
     {"stream", "begin", "position", "per_writer"}
         `begin` is "watch": the stream is watched from here on, and these positions were published before; or
-        "connection": all that was read and not published is void
+        "connection": readings that were not published are void
     {"stream", "poll", "last_value", "inserted", "flushed", "holders", "writers", "position", "per_writer"}
-        what a poll has read of the stream, in this order: the last value of its sequence, the end of the WAL after
-        that, how far the WAL was on disk (-1: beyond all that was read), the holders (as of `lockwatch.Hold`); then who
-        is a writer of the stream, and what may be published from now on
+        one poll of the stream, in this order: the last value of its sequence, the end of the WAL read after it, the
+        flushed end of the WAL (-1: beyond all readings), the holders (as of `lockwatch.Hold`); then the writers of the
+        stream, and the positions that may be published from now on
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Recorder:
         position: int | None,
         per_writer: Mapping[str, int],
     ) -> None:
-        """What a poll has read of a stream, and what may be published. Nothing is written where nothing has changed."""
+        """Record what a poll has read of a stream, and what may be published; only if it has changed."""
         self._write(
             stream,
             {
@@ -115,12 +115,12 @@ class Recorder:
 @dataclass(slots=True)
 class _Held:
     bound: int | None  # None: not known
-    writer: str | None  # None: may write as anybody
+    writer: str | None  # None: may write as any writer
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What the checker knows of one stream."""
+    """The checker's state of one stream."""
 
     position: int | None = None
     per_writer: dict[str, int] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class _Stream:
 
 
 def check(lines: Iterable[str]) -> Iterator[str]:
-    """What a recording has against the rules: one sentence for each violation."""
+    """The violations of the rules in a recording, one sentence for each."""
     streams: dict[str, _Stream] = {}
     for number, line in enumerate(lines, 1):
         try:

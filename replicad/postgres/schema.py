@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 PARTS: dict[Part, schema_text.Declaration] = dict(schema_text.declarations())
-"""What each part.toml says, by name; a part that needs others stands behind them."""
+"""The declarations of all parts, by name; a part comes after the parts that it needs."""
 
 
 class Outcome(enum.Enum):
@@ -224,7 +224,7 @@ _FIND = """
 
 async def _install(db: Database, part: Part, schema: str) -> Outcome:
     async with db.connection() as connection, connection.transaction():
-        # As the script does it; but then what is installed is looked at again, for another daemon may have been first.
+        # As in the script; then the installed version is read again, since another daemon may have been first.
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext('replicad schema'), hashtext($1))", schema)
         present = await read_installed(connection, part, schema)
         settled = _settled(present, part, schema)

@@ -22,7 +22,7 @@ Part = str  # the name of a part, one of `declarations`
 Direction = Literal["up", "down"]
 
 PACKAGE = Path(__file__).parents[1]
-"""Every folder of the package may hold a part in `sql/`: see `Declaration`."""
+"""Every folder of the package may have a part in `sql/`: see `Declaration`."""
 
 _KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}
 _CREATED = re.compile(

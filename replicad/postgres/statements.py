@@ -1,6 +1,6 @@
 """The SQL that the features send: queries from files, and calls of functions by name.
 
-A query that is more than a call stands in `sql/query/` of its feature, and `statement` fills in the schema. A call of
+A query that is more than a call is in `sql/query/` of its feature, and `statement` fills in the schema. A call of
 one SQL function needs no file: `call_rows`, `call_row` and `call_value` make its text from the function's name. The
 arguments go by position, and Postgres takes their types from the function's signature. A call must therefore have a
 query file of its own where an argument is an expression, or where a cast does something (cut a long name, say).

@@ -105,7 +105,7 @@ class Reading:
 
     `position` None: unknown, because transactions older than the first poll are open, or because of a fork; publish
     nothing. `per_writer` has the known writers; `maximum` is the highest of all positions. `last_value` is the last id
-    that the sequence gave out. `fork` stays until the watch begins anew. `refused`: this stream cannot be served as it
+    that the sequence gave out. `fork` stays until the watch begins again. `refused`: this stream cannot be served as it
     is; its position stays. `alarms` are sentences for the log. They stay the same as long as their cause lasts.
     """
 
@@ -198,7 +198,7 @@ class Watched:
 
     @property
     def fork(self) -> Fork | None:
-        """Why there is no position until the watch begins anew."""
+        """Why there is no position until the watch begins again."""
         if self.file_replaced:
             return Fork("sequence_restarted")
         return None if self.watch.back_to is None else Fork("ids_went_back", self.watch.back_to)

@@ -1,4 +1,4 @@
-"""Who is online: workers report their users, daemons write one stream of it.
+"""Presence: workers report which users are online, daemons write this as one stream.
 
 `reporter` is the worker's side; `roster`, `user_ips` and `service` are the daemon's; `book` reads and writes Postgres.
 """

@@ -55,7 +55,7 @@ class PresenceBook:
         self._now = now
         self._watch = BeatWatch[tuple[UUID, int]](LONGEST_GAP)
 
-    # --- whether, and how ---
+    # --- installation and settings ---
 
     async def enable(self, **seconds: float | None) -> bool:
         """Install what is missing and let daemons make the stream; False if presence was enabled already.

@@ -1,4 +1,4 @@
-"""How often the presence service does what, and how much may wait."""
+"""The intervals and bounds of the presence service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Pace:
     """Intervals and pauses in seconds, and bounds."""
 
     look: float = 1.0  # between two looks at the settings and at the other daemons' beats
-    ips: float = 1.0  # in which addresses are gathered
+    ips: float = 1.0  # between two writes of addresses
     sweep: float = 60.0  # between two looks for addresses that are too old
     retry: float = 0.2  # before a statement that failed is tried again; doubles up to `longest_retry`
     longest_retry: float = 5.0

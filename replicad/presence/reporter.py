@@ -28,8 +28,8 @@ from replicad.protocol.commands import Error
 from replicad.protocol.connection import Timing
 from replicad.retry import Backoff
 
-BATCH = 500  # commands in one piece
-GOODBYE = 1.0  # seconds for CLEAR_USER_SYNC at the end, best effort
+BATCH = 500  # commands in one write
+CLEAR_TIMEOUT = 1.0  # seconds for CLEAR_USER_SYNC at the end, best effort
 
 Device = tuple[str, str | None]  # user, device
 
@@ -76,7 +76,7 @@ class PresenceReporter:
         self._target = target
         self._instance = instance
         self._syncing: dict[Device, int] = {}  # when the user was last seen syncing, ms since 1970
-        self._unsaid: dict[Device, UserSync] = {}  # the last change of each device that was not sent yet
+        self._unsent: dict[Device, UserSync] = {}  # the last change of each device that was not sent yet
         self._said = trio.Event()
         self._link: TrioLink | None = None
         self._ended_by: ReplicadError | None = None
@@ -101,7 +101,7 @@ class PresenceReporter:
     # --- for open_presence ---
 
     async def run(self) -> None:
-        """Keep a daemon informed until cancelled. Raises what no further try can mend."""
+        """Report to a daemon until cancelled. Raises errors that trying again does not help against."""
         backoff = Backoff()
         while True:
             try:
@@ -113,26 +113,26 @@ class PresenceReporter:
 
     async def say_goodbye(self) -> None:
         """Send CLEAR_USER_SYNC: the worker shuts down, and its users go offline at once."""
-        with trio.move_on_after(GOODBYE), suppress(ReplicadError):
-            self._unsaid.clear()
+        with trio.move_on_after(CLEAR_TIMEOUT), suppress(ReplicadError):
+            self._unsent.clear()
             if self._link is not None:
                 await self._link.send((ClearUserSync(self._instance),))
 
     # --- how ---
 
     def _say(self, user: str, device: str | None, *, syncing: bool, at_ms: int) -> None:
-        self._unsaid[user, device] = UserSync(self._instance, user, device, syncing, at_ms)
+        self._unsent[user, device] = UserSync(self._instance, user, device, syncing, at_ms)
         self._said.set()
 
     async def _session(self, backoff: Backoff) -> None:
-        """One connection: everything that is so, and then what changes."""
+        """One connection: report the present state, then the changes."""
         async with open_plain_nursery() as nursery:
             try:
                 self._ended_by = None
                 self._link = link = await open_link(self._target, nursery)
                 backoff.reset()
                 self._connections += 1
-                self._unsaid = {
+                self._unsent = {
                     (user, device): UserSync(self._instance, user, device, True, at)
                     for (user, device), at in self._syncing.items()
                 }
@@ -148,10 +148,10 @@ class PresenceReporter:
         while not link.closed:
             await self._said.wait()
             self._said = trio.Event()
-            while self._unsaid and not link.closed:
-                some = dict(itertools.islice(self._unsaid.items(), BATCH))
+            while self._unsent and not link.closed:
+                some = dict(itertools.islice(self._unsent.items(), BATCH))
                 for device in some:
-                    del self._unsaid[device]
+                    del self._unsent[device]
                 await link.send(tuple(some.values()))
         if self._ended_by is not None:
             raise self._ended_by

@@ -29,9 +29,10 @@ from replicad.presence.commands import COMMANDS, ClearUserSync, UserIp, UserSync
 from replicad.presence.pace import Pace
 from replicad.presence.roster import Change, Roster, RosterStatistics
 from replicad.presence.user_ips import Sighting, Sightings, read
+from replicad.retry import Backoff
 
 BEATS = 3  # beats in a time to live: one may be late
-BURIALS = 10  # statements for the users of expired daemons at one look
+CLEARINGS = 10  # statements for the users of expired daemons at one look
 SWEEPS = 100  # statements at one look
 SERVICE = "presence"
 JOBS = ("users", "beats", "addresses", "sweeps")  # the tasks that run while presence is enabled
@@ -40,7 +41,7 @@ log = structlog.get_logger()
 
 
 class Book(Protocol):
-    """What the service needs of `PresenceBook`, whose methods say what each does."""
+    """What the service needs of `PresenceBook`, whose methods have the docstrings."""
 
     async def is_installed(self) -> bool: ...
 
@@ -250,18 +251,17 @@ class PresenceService:
     # --- users ---
 
     async def _write_forever(self) -> None:
-        pause = self._pace.retry
+        backoff = Backoff(self._pace.retry, self._pace.longest_retry, jitter=0.0)
         while True:
             roster = await self._wait_for_changes()
             try:
                 await self._write(roster)
             except DatabaseError as error:
                 self._troubles.fail("service", SERVICE, "users", error)
-                await trio.sleep(pause)
-                pause = min(2 * pause, self._pace.longest_retry)
+                await trio.sleep(backoff.next_delay())
             else:
                 self._troubles.end("service", SERVICE, "users")
-                pause = self._pace.retry
+                backoff.reset()
 
     async def _wait_for_changes(self) -> Roster:
         while True:
@@ -280,17 +280,17 @@ class PresenceService:
             self._me, self._beat = await self.book.enlist(self._name), 1
             return
         changes = roster.take(BATCH)
-        heard = await write_in_pieces(changes, partial(self.book.apply, me), self._refused)
+        written = await write_in_pieces(changes, partial(self.book.apply, me), self._refused)
         if self._me != me:
             return  # it has begun again meanwhile
-        if heard:
+        if written:
             roster.confirm(changes)
             self._told += len(changes)
         else:
             self._begin_anew(roster)
 
     def _refused(self, error: DatabaseError) -> None:
-        """Postgres cannot store one user or address. The others are written all the same."""
+        """Record a user or address that Postgres cannot store; the others are written."""
         self._troubles.record("service", SERVICE, "not_kept", error)
 
     def _begin_anew(self, roster: Roster) -> None:
@@ -333,7 +333,7 @@ class PresenceService:
             if beat.daemon == self._me or beat.silent < look.ttl + look.lost_grace:
                 continue
             cleared = 0
-            for _ in range(BURIALS):
+            for _ in range(CLEARINGS):
                 users = await self.book.bury(beat)
                 if not users:
                     break
@@ -352,7 +352,7 @@ class PresenceService:
     # --- addresses ---
 
     async def _write_ips_forever(self) -> None:
-        pause = self._pace.retry
+        backoff = Backoff(self._pace.retry, self._pace.longest_retry, jitter=0.0)
         while True:
             while not len(self._sightings):
                 self._ips_came = trio.Event()
@@ -364,11 +364,10 @@ class PresenceService:
                     self._sightings.written(sightings)
             except DatabaseError as error:
                 self._troubles.fail("service", SERVICE, "addresses", error)
-                await trio.sleep(pause)
-                pause = min(2 * pause, self._pace.longest_retry)
+                await trio.sleep(backoff.next_delay())
             else:
                 self._troubles.end("service", SERVICE, "addresses")
-                pause = self._pace.retry
+                backoff.reset()
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -380,7 +379,7 @@ class PresenceService:
 
 
 def feature(pace: Pace = Pace()) -> Feature:
-    """Presence as the daemon knows it."""
+    """The feature `presence`."""
 
     def open_service(host: Host) -> PresenceService:
         book = PresenceBook(host.pools.short, host.settings.database.stream_schema)

@@ -1,4 +1,4 @@
-"""When each destination is due: a heap of names and times, with few stale entries. Pure."""
+"""When each destination is due: a heap of names and times, with few stale entries. Does no I/O."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Destination:
         self._edus: dict[object, Edu] = {}  # droppable updates, by key; one without a key under itself
         self._held: list[Pdu | Edu] = []  # the facts and updates in the transaction
 
-    # --- what comes in ---
+    # --- facts and updates ---
 
     def enqueue(self, pdu: Pdu) -> bool:
         """Queue a fact that was stored just now. False if the destination has had it already."""

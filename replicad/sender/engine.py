@@ -132,7 +132,7 @@ class Engine:
         self._closed = False
         self._counts: Counter[str] = Counter()
 
-    # --- what comes in ---
+    # --- facts and updates ---
 
     def __contains__(self, name: str) -> bool:
         return name in self._destinations

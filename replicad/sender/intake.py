@@ -1,7 +1,7 @@
-"""Records in Postgres the rows that the daemon sends. After that they go to the queues, and FEDERATION_ACK to it.
+"""Records the daemon's rows in Postgres; then queues them for delivery, and sends FEDERATION_ACK to the daemon.
 
-Rows are routed and recorded for every destination that they concern, as many as have come in one transaction. The
-engine delivers them. A row that cannot be routed stops the intake, or is skipped, as the settings say. Deliveries
+Rows are routed and recorded for every destination that they concern, all waiting rows in one transaction. The engine
+delivers them. A row that cannot be routed stops the intake or is skipped, depending on the settings. Deliveries
 continue in both cases.
 """
 
@@ -186,7 +186,7 @@ class Intake:
         log.warning("stream_rewound", stream=stream, position=token, facts_forgotten=forgotten)
 
     async def _check_restored(self, stream: str) -> None:
-        """The server knows nothing of the history that we followed: its database was restored to a time before it.
+        """The server does not know the generation of our token: its database was restored to an earlier time.
 
         The state of the sender was restored with it, unless this session has written since. Then it speaks of rows
         that are void.

@@ -1,6 +1,6 @@
-"""What is delivered: facts (PDUs), updates (EDUs), the transactions made of them, and the memory that they take.
+"""The items that are delivered: facts (PDUs), updates (EDUs), transactions of them, and the memory that they take.
 
-Values only. A body is JSON text, kept as it came: nothing in here reads it.
+Values only. A body is unchanged JSON text, and is not parsed here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Edu:
 
     @property
     def droppable(self) -> bool:
-        """True when memory is the only place where it is."""
+        """True if it is only in memory."""
         return self.number is None
 
     @property
@@ -97,7 +97,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """What one request carries. Made once, written down, and then repeated unchanged until it is settled.
+    """The content of one request. Made once, stored, and then repeated unchanged until it is accepted or refused.
 
     `upto` is how far the destination has got once it took this; `ts` is when it was made, in ms since 1970.
     `edu_numbers` are the places in the store of those updates that are kept there.
@@ -124,7 +124,7 @@ def make_transaction(
     edu_numbers: Sequence[int] = (),
     substituted: bool = False,
 ) -> Transaction:
-    """A transaction with the id that follows from what it carries: 32 hexadecimal digits; equal content, equal id.
+    """A transaction whose id is computed from its content: 32 hexadecimal digits; equal content, equal id.
 
     The serial tells apart two transactions of equal content that are both meant (typing, not typing, typing).
     """
@@ -140,7 +140,7 @@ def make_transaction(
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the store knows of a destination when it is met. `retry_in` in seconds; None: it does not back off."""
+    """The stored state of a destination when it is loaded. `retry_in` in seconds; None: it does not back off."""
 
     success: Order = START
     serial: int = 0
@@ -162,7 +162,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the store had. With a `transaction` to repeat it has nothing else; `more_...`: there is more than this."""
+    """Items read from the store. With a `transaction` to repeat there is nothing else; `more_...`: more is stored."""
 
     pdus: tuple[Pdu, ...] = ()
     edus: tuple[Edu, ...] = ()

@@ -23,7 +23,7 @@ MAX_KEY = 1000  # bytes of a room or a key; keys are part of an index
 
 
 class SourceRow(NamedTuple):
-    """A row as it came: its token, which of the rows with that token it is (from 0), and its JSON text."""
+    """An unchanged row: its token, its number among the rows with that token (from 0), and its JSON text."""
 
     token: int
     part: int

@@ -19,7 +19,7 @@ class Writing(Protocol):
     """The method of the store that this needs."""
 
     async def write(self, entries: list[Entry]) -> None:
-        """Write the entries down, all or none."""
+        """Store the entries, all or none."""
 
 
 @dataclass(slots=True)

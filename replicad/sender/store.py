@@ -99,7 +99,7 @@ class Store:
         self._sender = sender
 
     async def tokens(self) -> dict[str, int | None]:
-        """Up to which token each stream was recorded; None if nothing was yet."""
+        """The token up to which each stream was recorded, or None."""
         query = f"SELECT stream, token FROM {quote_ident(self._schema)}.federation_sender WHERE name = $1"
         rows = await self._db.fetch(query, self._sender)
         return {row["stream"]: row["token"] for row in rows}
@@ -163,7 +163,7 @@ class Store:
         return gone
 
     async def sweep(self, stream: str) -> int:
-        """Remove facts that nobody has yet to take; returns how many."""
+        """Remove facts that are outstanding for no destination; returns how many."""
         removed: int = await self._write("federation_sweep", stream)
         return removed
 

@@ -1,4 +1,4 @@
-"""One transaction, one HTTP request, one outcome. Knows nothing of queues, retries or Postgres.
+"""Sends one transaction as one HTTP request and returns the outcome. `engine` has the queues and retries.
 
 A transaction always becomes the same request, byte for byte. Only the status of the answer decides whether it was
 accepted. A little of the body is read, for a short time, so that the connection can be used again.

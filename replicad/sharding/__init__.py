@@ -1,7 +1,7 @@
 """Sharded writers: the writers of one stream divide its keys among themselves (docs/sharded-writers.md).
 
-planning.py decides which writer should own which slot; it has no connection and no clock. holdings.py remembers what
-one writer owns. keeper.py says which queries keep the membership up; writer.py runs them for programs on trio,
+planning.py decides which writer should own which slot; it has no connection and no clock. holdings.py keeps the slots
+of one writer. keeper.py yields the queries that maintain the membership; writer.py runs them for programs on trio,
 blocking_writer.py for programs without async. admin.py is for the command line. Postgres enforces the rules
 (sharding/sql, docs/leases.md). Nothing here knows what is written.
 """

@@ -23,11 +23,11 @@ log = get_logger(__name__)
 TTL: Final = 10.0  # seconds without a beat, after which other writers take a writer's slots
 LOOK: Final = 0.25  # seconds between two looks, or a quarter of a short time to live; a look is one cheap query
 LONGEST_GAP: Final = 1.0  # seconds between two looks that count as watched, at most
-BEATS: Final = 4  # signs of life in a time to live
-PATIENCE: Final = 0.25  # seconds, per look, to wait for writes of somebody who has lost the slot that we take
+BEATS: Final = 4  # in a time to live
+PATIENCE: Final = 0.25  # seconds, per look, to wait for writes of the earlier owner of a slot that we take
 _LOOK_COLUMNS: Final = "to_json(writer_look)::text"  # all in one text; drivers differ in what they make of arrays
-_SIGNS: Final = 2  # new beats that prove a namesake alive; the last of a dead one may come late
-LEAVE: Final = 5.0  # seconds to give everything back; what is left then is found by the others
+_SIGNS: Final = 2  # new beats that prove that a namesake runs; the last one of a killed process may arrive late
+LEAVE: Final = 5.0  # seconds to give all slots back; the others take the rest after the time to live
 
 
 class Ask(NamedTuple):

@@ -129,7 +129,7 @@ class ShardedWriter:
         """Wait until the next round is due, a task asks for it, or a NOTIFY comes. A lost NOTIFY does no harm."""
 
         async def hear() -> None:
-            with suppress(DatabaseUnavailable):  # the round will find out
+            with suppress(DatabaseUnavailable):  # the next round raises it
                 while await notices.next(math.inf) != self.stream:
                     pass
             self._called.set()

@@ -80,7 +80,7 @@ class BlockingClient(Requests):
     Requests may come from several threads; they are asked one after another. Times in seconds. `server_name`: what
     the server must call itself; `token`: its secret. `connect_timeout` is for connection, TLS and greeting together,
     `answer_timeout` for each piece of an answer, on top of what the request itself waits for. `keepalive` starts a
-    thread that sends PINGs and notices a dead peer while nobody asks anything.
+    thread that sends PINGs and notices a silent peer between requests.
 
     The requests and what they raise: see `face.Requests`.
     """

@@ -121,7 +121,7 @@ def read(describe: Callable[Concatenate[Any, P], Reading[T]]) -> _Method[P, Answ
 
 
 class Requests:
-    """The requests to one daemon. What a method is said to return comes out of an `await` in the trio client.
+    """The requests to one daemon. In the trio client the methods are awaited for their result.
 
     Every request raises ConnectionLost where the connection ends or an answer does not come in time, NotAuthorised and
     WrongServer where the server is not ours, RemoteProtocolError where it does not speak our language, and what

@@ -63,7 +63,7 @@ class Follower:
     """Follows some streams over any number of connections, one after another. Not for two threads at once.
 
     `gap` is the gap that ended this connection's use, if any. `repeats` counts rows that came again and were not
-    handed over, `dropped` those of streams that nobody wanted, or not before their POSITION.
+    handed over, `dropped` those of unwanted streams, or received before their POSITION.
     """
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
@@ -236,33 +236,33 @@ class Follower:
             found = self._lanes[prefix] = _Lane(stream, instance, progress.mark(instance))
         return found
 
-    def _position(self, told: Position) -> Iterator[PositionMoved | Reset | Gap]:
-        progress = self._streams.get(told.stream)
-        if progress is None or progress.linear != (told.instance == LINEAR):
+    def _position(self, received: Position) -> Iterator[PositionMoved | Reset | Gap]:
+        progress = self._streams.get(received.stream)
+        if progress is None or progress.linear != (received.instance == LINEAR):
             return
         progress.position_received()
         if progress.linear:
             progress.answered = True
-        mark = progress.mark(told.instance)
+        mark = progress.mark(received.instance)
         have = mark.at
-        if told.new < have:
+        if received.new < have:
             # Incomplete batches belong to the earlier history; rows after the new position come again.
-            instance = progress.move_back(told.instance, told.new)
-            self._drop_batches(told.stream, instance or LINEAR)
+            instance = progress.move_back(received.instance, received.new)
+            self._drop_batches(received.stream, instance or LINEAR)
             if instance is None:
-                self._forget_lanes(told.stream)
+                self._forget_lanes(received.stream)
             progress.live = True
-            yield Reset(told.stream, instance, told.new, "moved_back")
-        elif have != UNKNOWN and (told.prev > have or self._drop_batches(told.stream, told.instance)):
+            yield Reset(received.stream, instance, received.new, "moved_back")
+        elif have != UNKNOWN and (received.prev > have or self._drop_batches(received.stream, received.instance)):
             # Or an incomplete batch that will not be completed: its rows must come again.
             progress.live = False
-            self.gap = Gap(told.stream, told.instance, have, told.prev)
+            self.gap = Gap(received.stream, received.instance, have, received.prev)
             yield self.gap
         else:
             progress.live = True
-            mark.at = told.new
-            if told.new != have:
-                yield PositionMoved(told.stream, told.instance, told.new)
+            mark.at = received.new
+            if received.new != have:
+                yield PositionMoved(received.stream, received.instance, received.new)
 
     def _drop_batches(self, stream: str, instance: str) -> list[_Lane]:
         """Drop incomplete batches of a writer (`*`: of all writers of the stream); returns their lanes."""
@@ -276,15 +276,15 @@ class Follower:
             lane.end_batch("")
         return unfinished
 
-    def _writers(self, told: Writers) -> Iterator[Reset | GenerationBegan | Gap]:
-        progress = self._streams.get(told.stream)
+    def _writers(self, received: Writers) -> Iterator[Reset | GenerationBegan | Gap]:
+        progress = self._streams.get(received.stream)
         if progress is None:
             return
-        if progress.is_forked(told.epoch):
-            yield from self._begin_generation(progress, told.epoch)
+        if progress.is_forked(received.epoch):
+            yield from self._begin_generation(progress, received.epoch)
         if self.gap is None:
             progress.answered = True
-            progress.set_writers(told.epoch, dict(told.numbers))
+            progress.set_writers(received.epoch, dict(received.numbers))
 
     def _begin_generation(self, progress: StreamProgress, epoch: str) -> Iterator[Reset | GenerationBegan | Gap]:
         """The server is in another generation. The POSITIONs before have lowered the positions beyond the fork."""

@@ -21,7 +21,7 @@ class TrioFollower(Followed, AsyncIterator[T]):
     """An endless asynchronous iterator over RowBatch and Reset events, and over those of the types in `also`.
 
     It reconnects and resumes by itself. A cancelled `__anext__` loses no row: the next one goes on where it was; only
-    an attempt to connect begins anew. It raises what `blocking_follow.BlockingFollower` raises.
+    an attempt to connect begins again. It raises what `blocking_follow.BlockingFollower` raises.
     """
 
     def __init__(

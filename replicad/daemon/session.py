@@ -365,7 +365,7 @@ class Session:
         return pieces
 
     async def _wait_for_turn(self) -> None:
-        """Acquire the right to send; nobody gets it any more once the session is closing."""
+        """Acquire the right to send. Waits forever once the session is closing."""
         try:
             self._sending.acquire_nowait()  # the usual case, without the scheduler
         except trio.WouldBlock:

@@ -1,7 +1,7 @@
 """The bridge from trio to asyncpg. Only this module imports asyncpg and trio_asyncio.
 
 A `Database` is a bounded pool of connections to one Postgres. A `Connection` (connection.py) is one of them, held for a
-while. Errors of the driver become replicad's own (failures.py). It knows nothing of streams, tubes or positions.
+while. Errors of the driver become replicad's own (failures.py).
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Database:
             fence.strayed = True
             connection.terminate()
             raise errors.DatabaseUnavailable(
-                f"Postgres at {self.target.host} is another server now, or was restarted; it is looked at anew first."
+                f"Postgres at {self.target.host} is another server now, or was restarted; try again."
             )
 
     def _pop_idle(self) -> Connection | None:

@@ -262,7 +262,7 @@ class EmbeddedPostgres:
                 os.chown(folder, owner, self._account.pw_gid)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != owner or found.st_mode & 0o077:
-            raise EnvironmentRefused(f"{folder} belongs to somebody else or is open to others: remove it.")
+            raise EnvironmentRefused(f"{folder} belongs to another user or is open to others: remove it.")
         return str(folder)
 
     @contextmanager

@@ -25,7 +25,7 @@ class Hold:
     """A transaction that may still write rows, as listed at one poll.
 
     `key` names it as long as it lasts (its virtual transaction, or a reservation); one that is prepared may change it.
-    `writer` is its application_name. `bound` is what a reservation says of itself: all its ids are above that.
+    `writer` is its application_name. `bound`: of a reservation, whose ids are all above it.
     """
 
     key: str

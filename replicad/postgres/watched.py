@@ -185,7 +185,7 @@ class Watched:
         if not isinstance(self.source, ReservationSource):
             table = found.get(self.source.table)
             if table is None:
-                return f"the table of {stream} is gone: remove the stream, or add it anew for another table."
+                return f"the table of {stream} was dropped: remove the stream, or add it again for another table."
             reason = _unfit_table(table, stream)
             if reason is not None:
                 return reason
@@ -193,7 +193,7 @@ class Watched:
             return self.unreadable
         sequence = found.get(self.source.sequence)
         if sequence is None or sequence["cache"] is None:
-            return f"the sequence of {stream} is gone: remove the stream, or add it anew with another one."
+            return f"the sequence of {stream} was dropped: remove the stream, or add it again with another one."
         return _unfit_sequence(sequence, stream) or self.unreadable
 
     @property

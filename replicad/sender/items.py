@@ -50,7 +50,7 @@ class Pdu:
 class Edu:
     """An update. A later one with the same `key` takes its place.
 
-    `number` is its place in the store; None says that it is not kept there and may be dropped.
+    `number` is its place in the store; None: it is not stored and may be dropped.
     """
 
     body: str

@@ -8,7 +8,7 @@ from replicad.protocol.tokens import MAX_TOKEN
 from replicad.protocol.words import MAX_WORD, Side, bad, integer
 
 BATCH = "batch"  # in the place of a token: more rows with the same token follow
-MAX_STREAMS = 10_000  # names on one line; each stream costs the daemon a journal, so that nobody comes near
+MAX_STREAMS = 10_000  # names on one line; each stream costs the daemon a journal, so real numbers are far lower
 
 
 def _names(command: str, what: str, found: str) -> tuple[str, ...]:

@@ -252,7 +252,7 @@ async def continue_streams(db: Queries, *, schema: str = SCHEMA) -> int:
 
 
 async def fork(db: Queries, stream: Stream, reason: str, back_to: int | None = None, *, schema: str = SCHEMA) -> Stream:
-    """History has forked since `stream` was loaded: begin a generation. Returns the stream anew.
+    """History has forked since `stream` was loaded: begin a generation. Returns the stream as loaded again.
 
     Several daemons that find the same begin one generation. `back_to`: the ids went back to this one, and nothing else
     has changed. Raises UnknownStream where the stream was removed.
@@ -307,7 +307,7 @@ async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
     """The highest id that the stream's sequence has given out. All committed rows have ids up to it.
 
     Raises:
-        StreamRefused: the sequence cannot be read, or gives out ids anew since the stream was loaded.
+        StreamRefused: the sequence cannot be read, or was set back since the stream was loaded.
     """
     with installed(schema):
         row = await db.fetch_row(statement("stream_taken", schema), stream.sequence_oid)

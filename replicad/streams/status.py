@@ -1,6 +1,6 @@
 """The state of streams for an operator: position, waiting rows, the transaction that holds it back, and problems.
 
-It joins three views: what the registry says, what running daemons have published and report, and what Postgres shows at
+It joins three views: the registry, what running daemons have published and report, and what Postgres shows at
 this moment. A stream that cannot be looked at costs the others nothing.
 """
 

@@ -142,7 +142,7 @@ class Writer:
                 return self._in_flight.reserve(parse_ids(row["ids"]), row["bound"])
             except ValueError as error:
                 await self._leave()
-                raise StreamRefused(f"stream {self.stream}: {error}; open the writer anew.") from error
+                raise StreamRefused(f"stream {self.stream}: {error}; open the writer again.") from error
             except BaseException:
                 if held is None:  # the statement may have taken the lock although its result was not received
                     with trio.CancelScope(shield=True):

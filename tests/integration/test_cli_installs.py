@@ -27,6 +27,7 @@ NO_DATABASE = {
     "tail": "events --server 127.0.0.1:1 --once",
     "sql up": "",
     "sql down": "",
+    "streams check-polls": "/dev/null",
 }
 READERS = {
     "streams add": f"events {EVENTS}",

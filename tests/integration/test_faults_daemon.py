@@ -228,9 +228,7 @@ async def test_a_flood_of_connections_leaves_existing_sessions_and_the_health_ch
         assert daemon.hub.statistics().refused >= 900
 
 
-async def test_ids_that_go_back_begin_a_generation_and_never_pass_in_silence(
-    events: Database, netcat: Connect
-) -> None:
+async def test_ids_that_go_back_begin_a_generation_and_never_pass_in_silence(events: Database, netcat: Connect) -> None:
     async with netcat() as nc:
         await nc.expect(*HELLO)
         await nc.send("REPLICATE events")

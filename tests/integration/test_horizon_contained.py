@@ -123,11 +123,11 @@ class Failing:
     """Stands in for a Database: a statement about a sequence that is in `bad` fails as Postgres might fail it."""
 
     def __init__(self, db: Database) -> None:
-        self._db, self.target, self.bad = db, db.target, set[int]()
+        self._db, self.target, self.fence, self.bad = db, db.target, db.fence, set[int]()
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Any]:
-        async with self._db.connection() as connection:
+    async def connection(self, *, leader: bool) -> AsyncIterator[Any]:
+        async with self._db.connection(leader=leader) as connection:
             yield FailingConnection(connection, self.bad)
 
 

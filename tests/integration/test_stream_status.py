@@ -216,7 +216,7 @@ async def test_a_role_that_may_not_read_the_troubles_sees_everything_else_and_a_
         async with open_database(url, size=2, application_name="looker") as looker:
             seen = await status.overview(looker)
         assert [one.state for one in seen.streams] == ["ok"]
-        assert any("what daemons report" in note for note in seen.notes)
+        assert any("the troubles that daemons report" in note for note in seen.notes)
         assert any("no daemon is connected" in note for note in seen.notes)
     finally:
         psql(database_url, f"DROP OWNED BY {role}")

@@ -8,7 +8,7 @@ The smallest bound is the position.
 
 Two events break the argument between two polls: a crash, and a sequence that is set back. Because of the first, nothing
 is published that is not flushed, and all bounds begin again at the published position. After the second there is no
-position: `back_to` stays set until the watch begins again.
+position: `went_back` stays set until the watch begins again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LockWatch:
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
         self.position: int | None = published
         self.per_writer: dict[str, int] = dict(per_writer or {})
-        self.back_to: int | None = None  # the sequence fell below a published position, to this value
+        self.went_back = False  # the sequence fell below a published position
         self.last_value: int | None = None
         self.lowest: str | None = None  # key of the hold that keeps the position below last_value, if one does
         self._held: dict[str, _Held] = {}
@@ -119,8 +119,8 @@ class LockWatch:
         `writers` are the writers of this table: a hold by one of them holds back that writer only.
         """
         published = [value for value in (self.position, *self.per_writer.values()) if value is not None]
-        if self.back_to is not None or (published and last_value < max(published)):
-            self.back_to = last_value if self.back_to is None else min(self.back_to, last_value)
+        if self.went_back or (published and last_value < max(published)):
+            self.went_back = True
             self.restart()
             return
         if self.last_value is not None and last_value < self.last_value:
@@ -219,13 +219,13 @@ class TableWatch:
     """The positions of writers that publish their own. They are passed on when they are flushed.
 
     The linear position is the lowest one. A writer that appears late does not lower it. Where a writer's position
-    falls, `back_to` is the lowest one then, and no position is shown until the watch begins again.
+    falls, `went_back` is set, and no position is shown until the watch begins again.
     """
 
     def __init__(self, published: int | None = None, per_writer: Mapping[str, int] | None = None) -> None:
         self.position: int | None = published
         self.per_writer: dict[str, int] = dict(per_writer or {})
-        self.back_to: int | None = None
+        self.went_back = False
         self.lowest: str | None = None  # the writer that is behind the others
         self._shown: dict[str, int] = {}  # the rows of the table, before late writers were raised to the position
         self._pending: deque[tuple[dict[str, int], int]] = deque()
@@ -260,10 +260,10 @@ class TableWatch:
 
     def _show(self, rows: dict[str, int]) -> None:
         fell = any(rows.get(writer, value) < value for writer, value in (self._shown or self.per_writer).items())
-        lowest = min(rows.values())
-        if fell or self.back_to is not None:
-            self.back_to = lowest if self.back_to is None else min(self.back_to, lowest)
+        if fell or self.went_back:
+            self.went_back = True
             return
+        lowest = min(rows.values())
         self.position = lowest if self.position is None else max(self.position, lowest)
         self.per_writer = {writer: max(value, self.position) for writer, value in rows.items()}
         self.lowest = min(rows, key=lambda writer: rows[writer]) if lowest < max(rows.values()) else None

@@ -91,12 +91,9 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Why positions that were published may not hold any more. `back_to`: the ids went back to this one; None: all ids
-    may come again.
-    """
+    """Why positions that were published may not hold any more."""
 
     reason: str
-    back_to: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +198,7 @@ class Watched:
         """Why there is no position until the watch begins again."""
         if self.file_replaced:
             return Fork("sequence_restarted")
-        return None if self.watch.back_to is None else Fork("ids_went_back", self.watch.back_to)
+        return Fork("ids_went_back") if self.watch.went_back else None
 
     def check_file(self, file: int | None) -> bool:
         """Compare the sequence's file with the one in which the published positions hold; True where it is another."""

@@ -12,6 +12,8 @@ from datetime import datetime
 
 from replicad.protocol.tokens import Vector
 
+SHARES_NOTHING = frozenset({"ids_went_back", "sequence_restarted"})  # reasons of a generation: any id may come again
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -65,6 +67,13 @@ class Lineage:
     def knows(self, id: str) -> bool:
         """Whether the generation is in the list."""
         return any(one.id == id for one in self.generations)
+
+    def has_answer(self, id: str, reason: str) -> bool:
+        """Whether the generations after `id` answer a fork that was found in it for this reason. Where ids may have come
+        again, only a generation that shares nothing is an answer; one of another reason may share too much.
+        """
+        later = self.generations[[one.id for one in self.generations].index(id) + 1 :]
+        return any(reason not in SHARES_NOTHING or one.reason in SHARES_NOTHING for one in later)
 
 
 def lineage_of(generations: Iterable[Generation]) -> Lineage:

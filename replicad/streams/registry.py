@@ -251,14 +251,13 @@ async def continue_streams(db: Queries, *, schema: str = SCHEMA) -> int:
     return begun
 
 
-async def fork(db: Queries, stream: Stream, reason: str, back_to: int | None = None, *, schema: str = SCHEMA) -> Stream:
+async def fork(db: Queries, stream: Stream, reason: str, *, schema: str = SCHEMA) -> Stream:
     """History has forked since `stream` was loaded: begin a generation. Returns the stream as loaded again.
 
-    Several daemons that find the same begin one generation. `back_to`: the ids went back to this one, and nothing else
-    has changed. Raises UnknownStream where the stream was removed.
+    Several daemons that find the same begin one generation. Raises UnknownStream where the stream was removed.
     """
     with installed(schema):
-        await call_value(db, schema, "stream_fork", stream.number, stream.epoch, back_to, reason)
+        await call_value(db, schema, "stream_fork", stream.number, stream.epoch, reason)
     return await load_stream(db, stream.name, schema=schema)
 
 

@@ -66,7 +66,7 @@ class Store(Protocol):
 
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool: ...
 
-    async def fork(self, stream: Stream, reason: str, back_to: int | None = None) -> Stream: ...
+    async def fork(self, stream: Stream, reason: str) -> Stream: ...
 
     async def taken(self, stream: Stream) -> int: ...
 
@@ -164,9 +164,9 @@ class PostgresStore:
         """`registry.publish`."""
         return await registry.publish(self._db, stream, position, per_writer, schema=self._schema)
 
-    async def fork(self, stream: Stream, reason: str, back_to: int | None = None) -> Stream:
+    async def fork(self, stream: Stream, reason: str) -> Stream:
         """`registry.fork`."""
-        return await registry.fork(self._db, stream, reason, back_to, schema=self._schema)
+        return await registry.fork(self._db, stream, reason, schema=self._schema)
 
     async def taken(self, stream: Stream) -> int:
         """`registry.taken`."""

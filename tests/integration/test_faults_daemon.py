@@ -248,6 +248,25 @@ async def test_ids_that_go_back_begin_a_generation_and_never_pass_in_silence(eve
         await nc.expect(f"ERROR bad_token: .* resume from {again.split()[2]}!0")
 
 
+async def test_rows_under_ids_that_were_given_out_again_are_sent_whether_or_not_a_poll_saw_the_sequence_between(
+    events: Database, netcat: Connect
+) -> None:
+    """The poll that finds the sequence set back can find it later, when it has given out ids again."""
+    async with netcat() as nc:
+        await nc.expect(*HELLO)
+        await nc.send("REPLICATE events")
+        for turn in range(5):
+            await events.execute("INSERT INTO events (body) SELECT '0' FROM generate_series(1, 20)")
+            last = await events.fetch_value("SELECT last_value FROM events_id_seq")
+            await nc.until(f"RDATA events master {last} .*")
+            await events.execute(
+                f"DELETE FROM events WHERE id > 5; SELECT setval('events_id_seq', 5);"
+                f"INSERT INTO events (body) VALUES ('{turn + 1}'), ('{turn + 1}')"
+            )
+            await nc.until(f"RDATA events master 6 {turn + 1}")
+            await nc.expect(f"RDATA events master 7 {turn + 1}")
+
+
 async def test_a_standby_is_refused_with_the_reason(tmp_path: Path, postgres_folder: Path, postgres_url: str) -> None:
     primary = postgres_folder / "primary"
     with EmbeddedPostgres(primary) as server:

@@ -394,7 +394,6 @@ async def test_sequence_set_back_leaves_no_position_until_the_watch_begins_anew(
         fork = (await t.poll()).fork
         assert fork is not None
         assert (fork.reason, (await t.poll()).position) == ("ids_went_back", None)
-    assert fork.back_to in (1, 3)
 
 
 @pytest.mark.parametrize("climb", [0, 3, 20])
@@ -410,7 +409,7 @@ async def test_a_sequence_that_was_restarted_is_seen_however_far_it_has_climbed_
     )
     reading = await t.poll()
     assert reading.fork is not None
-    assert (reading.fork.back_to, reading.position) == (None, None) or reading.fork.reason == "ids_went_back"
+    assert (reading.fork.reason, reading.position) in {("sequence_restarted", None), ("ids_went_back", None)}
     assert (await t.poll()).fork == reading.fork
     t.rows = []
     t.horizon.watch("t", LockSource(t.table, t.sequence), published=0)
@@ -446,8 +445,8 @@ async def test_fresh_sequence_with_a_high_start_begins_just_below_it(t: Table) -
         ("ALTER SEQUENCE t_id_seq INCREMENT -1 MINVALUE -100", "INCREMENT BY 1"),
         ("ALTER SEQUENCE t_id_seq CYCLE", "NO CYCLE"),
         ("ALTER TABLE t SET UNLOGGED", "SET LOGGED"),
-        ("ALTER TABLE t ALTER id DROP DEFAULT; DROP SEQUENCE t_id_seq", 'sequence of stream "t" is gone'),
-        ("DROP TABLE t", 'table of stream "t" is gone'),
+        ("ALTER TABLE t ALTER id DROP DEFAULT; DROP SEQUENCE t_id_seq", 'sequence of stream "t" was dropped'),
+        ("DROP TABLE t", 'table of stream "t" was dropped'),
     ],
 )
 async def test_unfit_stream_is_refused_with_a_remedy_and_the_others_go_on(t: Table, how: str, remedy: str) -> None:
@@ -655,7 +654,7 @@ async def test_positions_that_writers_publish_themselves_are_trusted(t: Table) -
     assert (reading.held_by.kind, reading.held_by.application_name) == (HolderKind.WRITER, "A")
     await t.db.execute('UPDATE "Stream positions" SET stream_id = 3')
     reading = (await t.horizon.poll())["p"]
-    assert (reading.position, reading.fork) == (None, Fork("ids_went_back", 3))
+    assert (reading.position, reading.fork) == (None, Fork("ids_went_back"))
     await t.db.execute('ALTER TABLE "Stream positions" DROP COLUMN stream_id')
     refused = (await t.horizon.poll())["p"].refused
     assert "stream_name, instance_name and stream_id" in str(refused)

@@ -159,40 +159,6 @@ async def test_a_dump_that_is_restored_over_the_live_database_begins_a_generatio
     assert [trouble for trouble in daemon.troubles.current() if trouble.place.kind == "stream"] == []
 
 
-ANOTHER_TABLE = (
-    "CREATE TABLE other (id bigserial PRIMARY KEY, body jsonb);"
-    "UPDATE replicad.stream SET relation = 'other', sequence = 'other_id_seq'"
-)
-ANOTHER_SERVER = "UPDATE replicad.stream_generation SET incarnation = 'another/' || incarnation"
-RESTARTED = "TRUNCATE events RESTART IDENTITY; INSERT INTO events SELECT FROM generate_series(1, 50)"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason", "shared"),
-    [
-        (ANOTHER_SERVER, "other_server", Vector(7, {1: 9})),
-        (ANOTHER_TABLE, "restored", Vector(7, {1: 9})),
-        (RESTARTED, "sequence_restarted", Vector(0)),
-    ],
-)
-async def test_a_generation_that_is_not_valid_any_more_is_followed_by_one_that_says_what_is_shared(
-    change: str, reason: str, shared: Vector, events: Database
-) -> None:
-    stream = await registry.load_stream(events, "events")
-    assert await registry.publish(events, stream, 7, {"master": 9})
-    assert await registry.continue_streams(events) == 0
-    await events.execute(change)
-    assert not (await registry.load_stream(events, "events")).continues
-    assert not await registry.publish(events, stream, 8, {"master": 8}), "it may be of another history"
-    assert await registry.continue_streams(events) == 1
-    assert await registry.continue_streams(events) == 0
-    again = await registry.load_stream(events, "events")
-    assert (again.continues, again.noted) == (True, shared.minimum)
-    lineage = (await registry.load_lineages(events))["events"]
-    assert (lineage.present.reason, lineage.shared(stream.epoch)) == (reason, shared)
-    assert await registry.publish(events, again, 8, {"master": 8})
-
-
 async def test_the_registry_is_looked_at_before_anything_is_read_from_a_new_connection(
     events: Database, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

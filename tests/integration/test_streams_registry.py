@@ -227,23 +227,63 @@ async def test_what_was_published_grows_and_a_fork_lowers_it_once_for_all_daemon
     kept = (await registry.published(db))["events"]
     assert (kept.position, kept.per_writer) == (50, {"master": 61})
 
-    after = await registry.fork(db, stream, "ids_went_back", 7)
-    other = await registry.fork(db, stream, "ids_went_back", 9)
+    after = await registry.fork(db, stream, "restored")
+    other = await registry.fork(db, stream, "ids_went_back")
     assert after.epoch == other.epoch != stream.epoch
-    assert (await registry.published(db))["events"].position == 7
+    kept = (await registry.published(db))["events"]
+    assert (kept.position, kept.per_writer) == (50, {"master": 61})
     assert not await registry.publish(db, stream, 55, {}), "a daemon that has not seen the fork"
-    assert await registry.publish(db, after, 8, {"master": 8})
-    assert (await registry.published(db))["events"].per_writer == {"master": 8}
-    later = await registry.fork(db, after, "ids_went_back", 1)
+    later = await registry.fork(db, after, "ids_went_back")
     assert later.epoch not in {after.epoch, stream.epoch}
+    kept = (await registry.published(db))["events"]
+    assert (kept.position, kept.per_writer) == (0, {"master": 0})
+    assert not await registry.publish(db, after, 55, {}), "a daemon that has not seen the second fork"
+    assert await registry.publish(db, later, 8, {"master": 8})
+    assert (await registry.published(db))["events"].per_writer == {"master": 8}
     lineage = (await registry.load_lineages(db))["events"]
-    assert [one.reason for one in lineage.generations] == ["added", "ids_went_back", "ids_went_back"]
-    assert (lineage.shared(stream.epoch), lineage.shared(after.epoch)) == (Vector(1), Vector(1))
+    assert [one.reason for one in lineage.generations] == ["added", "restored", "ids_went_back"]
+    assert lineage.shared_between(stream.epoch, after.epoch) == Vector(50, {stream.writers["master"]: 61})
+    assert (lineage.shared(stream.epoch), lineage.shared(after.epoch)) == (Vector(0), Vector(0))
     assert (lineage.shared("beef"), lineage.floor) == (None, Vector(0))
     await registry.remove(db, "events")
     assert not await registry.publish(db, later, 9, {})
     with pytest.raises(UnknownStream):
-        await registry.fork(db, later, "ids_went_back", 0)
+        await registry.fork(db, later, "ids_went_back")
+
+
+ANOTHER_TABLE = (
+    "CREATE TABLE other (id bigserial PRIMARY KEY, body jsonb);"
+    "UPDATE replicad.stream SET relation = 'other', sequence = 'other_id_seq'"
+)
+ANOTHER_SERVER = "UPDATE replicad.stream_generation SET incarnation = 'another/' || incarnation"
+RESTARTED = "TRUNCATE events RESTART IDENTITY; INSERT INTO events SELECT FROM generate_series(1, 50)"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "shared"),
+    [
+        (ANOTHER_SERVER, "other_server", Vector(7, {1: 9})),
+        (ANOTHER_TABLE, "restored", Vector(7, {1: 9})),
+        (RESTARTED, "sequence_restarted", Vector(0)),
+    ],
+)
+async def test_a_generation_that_is_not_valid_any_more_is_followed_by_one_that_says_what_is_shared(
+    change: str, reason: str, shared: Vector, db: Database
+) -> None:
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    assert await registry.publish(db, stream, 7, {"master": 9})
+    assert await registry.continue_streams(db) == 0
+    await db.execute(change)
+    assert not (await registry.load_stream(db, "events")).continues
+    assert not await registry.publish(db, stream, 8, {"master": 8}), "it may be of another history"
+    assert await registry.continue_streams(db) == 1
+    assert await registry.continue_streams(db) == 0
+    again = await registry.load_stream(db, "events")
+    assert (again.continues, again.noted) == (True, shared.minimum)
+    lineage = (await registry.load_lineages(db))["events"]
+    assert (lineage.present.reason, lineage.shared(stream.epoch)) == (reason, shared)
+    assert await registry.publish(db, again, 8, {"master": 8})
 
 
 async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Database, database_url: str) -> None:

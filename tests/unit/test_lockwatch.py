@@ -142,13 +142,11 @@ def test_last_value_below_the_published_position_ends_the_watch_until_it_begins_
     watch = LockWatch(published=50)
     assert fed(watch, 60) == 60
     fed(watch, 7)
-    assert watch.back_to == 7
+    assert watch.went_back
     fed(watch, 90)
     watch.restart()
     fed(watch, 95)
-    assert (watch.back_to, watch.position) == (7, 60), "climbing back, or a lost connection, makes nothing good"
-    fed(watch, 5)
-    assert watch.back_to == 5
+    assert (watch.went_back, watch.position) == (True, 60), "climbing back, or a lost connection, makes nothing good"
 
 
 def test_a_watch_that_begins_anew_waits_for_the_transactions_that_saw_both_sides() -> None:
@@ -160,7 +158,7 @@ def test_a_watch_that_begins_anew_waits_for_the_transactions_that_saw_both_sides
 def test_last_value_below_what_one_writer_was_published_to_ends_the_watch_too() -> None:
     watch = LockWatch(published=5, per_writer={"A": 5, "B": 40})
     fed(watch, 30, writers=("A", "B"))
-    assert watch.back_to == 30
+    assert watch.went_back
 
 
 def test_last_value_that_fell_but_not_below_the_position_makes_all_bounds_fall_to_the_position() -> None:
@@ -169,7 +167,7 @@ def test_last_value_that_fell_but_not_below_the_position_makes_all_bounds_fall_t
     watch.flushed_upto(0)
     watch.feed(20, 100, (Hold("a"),))
     watch.flushed_upto(100)
-    assert (watch.position, watch.back_to) == (5, None)
+    assert (watch.position, watch.went_back) == (5, False)
 
 
 def test_after_a_restart_unpublished_readings_no_longer_count() -> None:
@@ -197,19 +195,19 @@ def test_published_positions_of_a_table_are_passed_on_when_flushed() -> None:
     watch.flushed_upto(99)
     assert watch.position is None
     watch.flushed_upto(100)
-    assert (watch.position, watch.per_writer, watch.lowest, watch.back_to) == (5, {"A": 5, "B": 9}, "A", None)
+    assert (watch.position, watch.per_writer, watch.lowest, watch.went_back) == (5, {"A": 5, "B": 9}, "A", False)
 
 
 def test_late_writer_in_a_positions_table_does_not_pull_the_position_back_but_a_falling_one_ends_the_watch() -> None:
     watch = TableWatch(published=5, per_writer={"A": 5})
     watch.feed({"A": 8, "new": 1}, 1)
     watch.flushed_upto(1)
-    assert (watch.position, watch.per_writer, watch.back_to) == (5, {"A": 8, "new": 5}, None)
+    assert (watch.position, watch.per_writer, watch.went_back) == (5, {"A": 8, "new": 5}, False)
     watch.feed({"A": 6, "new": 7}, 2)
     watch.flushed_upto(2)
     watch.feed({"A": 9, "new": 9}, 3)
     watch.flushed_upto(3)
-    assert (watch.position, watch.back_to) == (5, 6)
+    assert (watch.position, watch.went_back) == (5, True)
 
 
 # --- the simulation --------------------------------------------------------------------------------
@@ -370,7 +368,7 @@ def check_nothing_published_is_issued_again(world: World, seen: dict[str | None,
 def check(world: World, watch: LockWatch, seen: dict[str | None, int]) -> None:
     positions: dict[str | None, int] = {None: watch.position if watch.position is not None else 0, **watch.per_writer}
     for name, position in positions.items():
-        if position < seen[name] or watch.back_to is not None:
+        if position < seen[name] or watch.went_back:
             raise Violation(f"{name} went back to {position} from {seen[name]}")
         seen[name] = position
         for transaction in world.open:

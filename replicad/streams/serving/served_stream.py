@@ -22,7 +22,7 @@ from replicad.postgres.horizon import Fork, Reading
 from replicad.protocol.commands import Error
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry
-from replicad.streams.lineage import Lineage
+from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.registry import Published, Stream, differences
 from replicad.streams.serving.feed import FOLLOW, Feed
 from replicad.streams.serving.pace import Pace
@@ -162,7 +162,8 @@ class Serving:
 
     def fork(self, fork: Fork) -> None:
         """History may have forked: publish no position until the shared position is known."""
-        self._fork = fork
+        if self._fork is None or self._fork.reason not in SHARES_NOTHING:  # else it covers this one
+            self._fork = fork
         self._unwatch()
         self._forked.set()
 
@@ -246,12 +247,17 @@ class Serving:
         if fork is None:
             return
         if fork is not ELSEWHERE:
-            await store.fork(before, fork.reason, fork.back_to)
+            await store.fork(before, fork.reason)
         lineage = (await store.lineages(self.name)).get(self.name)
         if lineage is not None and not lineage.knows(before.epoch):
             # The list was restored to a time before our generation, and the rows with it.
             await store.fork(replace(before, epoch=lineage.present.id), "restored")
             lineage = (await store.lineages(self.name)).get(self.name)
+        elif lineage is not None and fork is not ELSEWHERE and not lineage.has_answer(before.epoch, fork.reason):
+            # Another daemon began a generation meanwhile, for something else.
+            await store.fork(replace(before, epoch=lineage.present.id), fork.reason)
+            self._forked.set()
+            return
         found = (await store.load_streams()).get(self.name)
         if self._fork is not fork or lineage is None or found is None or found.fault is not None:
             return  # there is another fork, or the next look at the registry ends this stream

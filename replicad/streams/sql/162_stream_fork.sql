@@ -26,20 +26,20 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], text) IS 'Begins a generation';
--- stream_fork(number, seen, back_to, reason): history has forked, or may have: begins a generation. Done once where several
--- daemons ask for it: only while `seen` is still the id of the present one. Returns the id of the present generation.
+-- stream_fork(number, seen, reason): history has forked, or may have: begins a generation. Done once where several daemons
+-- ask for it: only while `seen` is still the id of the present one. Returns the id of the present generation.
 -- Shared with the generation before is, up to where:
---  - another file of the same sequence (TRUNCATE ... RESTART IDENTITY): nothing; all ids may come again;
---  - `back_to` is given, and all else is as it was (setval): that position;
+--  - another file of the same sequence (TRUNCATE ... RESTART IDENTITY), or `ids_went_back` (setval): nothing. Which ids were
+--    given out again is not known: the sequence may have been lower than at the time when somebody looked;
 --  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
--- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the stream was removed.
+-- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the
+-- stream was removed.
 -- Writes stream, stream_generation, stream_position, stream_mark, stream_ack, stream_skip.
-CREATE OR REPLACE FUNCTION stream_fork(stream_number integer, seen text, back_to bigint, reason text) RETURNS text
+CREATE OR REPLACE FUNCTION stream_fork(stream_number integer, seen text, reason text) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE
     s stream;
     g stream_generation;
-    lowest bigint;
     shared bigint;
     ahead integer[] := '{}';
     upto bigint[] := '{}';
@@ -53,20 +53,15 @@ BEGIN
     IF g.id <> seen THEN
         RETURN g.id;
     END IF;
-    lowest := stream_floor(s.sequence);
+    shared := stream_floor(s.sequence);
     IF g.relation = s.relation::oid AND g.sequence = s.sequence::oid
             AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence) THEN
-        shared := lowest;
         reason := 'sequence_restarted';
-    ELSIF back_to IS NOT NULL AND stream_continues(s, g) THEN
-        shared := back_to;
-    ELSE
-        SELECT p.position INTO shared FROM stream_position p WHERE p.stream = s.number AND p.writer = 0;
-        shared := least(coalesce(shared, lowest), back_to);
-        SELECT coalesce(array_agg(p.writer ORDER BY p.writer), '{}'),
-            coalesce(array_agg(least(p.position, back_to) ORDER BY p.writer), '{}')
+    ELSIF reason NOT IN ('ids_went_back', 'sequence_restarted') THEN
+        shared := coalesce((SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0), shared);
+        SELECT coalesce(array_agg(p.writer ORDER BY p.writer), '{}'), coalesce(array_agg(p.position ORDER BY p.writer), '{}')
         INTO ahead, upto
-        FROM stream_position p WHERE p.stream = s.number AND p.writer <> 0 AND least(p.position, back_to) > shared;
+        FROM stream_position p WHERE p.stream = s.number AND p.writer <> 0 AND p.position > shared;
     END IF;
     new_id := stream_generation_add(s, shared, ahead, upto, reason);
     UPDATE stream x SET resets = x.resets + 1, trimmed_upto = least(x.trimmed_upto, shared) WHERE x.number = s.number;
@@ -80,7 +75,7 @@ BEGIN
     RETURN new_id;
 END
 $$;
-COMMENT ON FUNCTION stream_fork(integer, text, bigint, text) IS 'Begins a generation: history has forked';
+COMMENT ON FUNCTION stream_fork(integer, text, text) IS 'Begins a generation: history has forked';
 -- stream_continue(): begins a generation of each stream whose present one is not valid any more, or that has none.
 -- Returns how many. To be called before anything is read for readers. Writes what stream_fork writes.
 CREATE OR REPLACE FUNCTION stream_continue() RETURNS integer
@@ -102,7 +97,7 @@ BEGIN
             CONTINUE;
         ELSE
             old := string_to_array(g.incarnation, '/');
-            PERFORM stream_fork(s.number, g.id, NULL, CASE
+            PERFORM stream_fork(s.number, g.id, CASE
                 WHEN old[1] <> present[1] THEN 'other_server'
                 WHEN old[2] <> present[2] THEN 'promoted'
                 WHEN old[3] <> present[3] OR g.relation <> s.relation::oid OR g.sequence <> s.sequence::oid THEN 'restored'
@@ -115,11 +110,12 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION stream_continue() IS 'Begins a generation where history may have forked';
--- stream_reset(number, seen_resets, position): as programs of version 1 announce that ids have gone back.
+-- stream_reset(number, seen_resets, position): as programs of version 1 announce that ids have gone back. The position
+-- is not used: see stream_fork.
 CREATE OR REPLACE FUNCTION stream_reset(stream_number integer, seen_resets integer, new_position bigint) RETURNS integer
 LANGUAGE plpgsql AS $$
 BEGIN
-    PERFORM stream_fork(s.number, stream_epoch(s), new_position, 'ids_went_back')
+    PERFORM stream_fork(s.number, stream_epoch(s), 'ids_went_back')
     FROM stream s WHERE s.number = stream_number AND s.resets = seen_resets;
     RETURN (SELECT s.resets FROM stream s WHERE s.number = stream_number);
 END

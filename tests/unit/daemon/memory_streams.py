@@ -218,7 +218,7 @@ class MemoryStore:
         await self.answer("registry")
         forked = [stream for stream in self.streams.values() if not stream.continues]
         for stream in forked:
-            self._begin(stream, "restarted", None)
+            self._begin(stream, "restarted")
         return len(forked)
 
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
@@ -229,12 +229,12 @@ class MemoryStore:
         self.change(stream.name, noted=position)
         return True
 
-    async def fork(self, stream: Stream, reason: str, back_to: int | None = None) -> Stream:
+    async def fork(self, stream: Stream, reason: str) -> Stream:
         await self.answer("registry")
         if stream.name not in self.streams:
             raise UnknownStream(stream.name)
         if self.streams[stream.name].epoch == stream.epoch:
-            self._begin(stream, reason, back_to)
+            self._begin(stream, reason)
         return self.streams[stream.name]
 
     async def taken(self, stream: Stream) -> int:
@@ -264,13 +264,11 @@ class MemoryStore:
         first = Generation(1, f"{stream.number:04x}{0:04x}", Vector(0), "added", BEGAN)
         return Lineage((first, *self.generations.get(name, ())))
 
-    def _begin(self, stream: Stream, reason: str, back_to: int | None) -> None:
+    def _begin(self, stream: Stream, reason: str) -> None:
         """The next generation, as `stream_fork` begins it."""
         stream, note = self.streams[stream.name], self.notes.get(stream.name)
-        if reason == "sequence_restarted":
+        if note is None or reason in {"sequence_restarted", "ids_went_back"}:
             shared = Vector(0)
-        elif back_to is not None or note is None:
-            shared = Vector(back_to or 0)
         else:
             shared = Vector(note.position, {stream.writers[name]: at for name, at in note.per_writer.items()})
         if note is not None:

@@ -12,16 +12,19 @@ from trio.testing import MockClock
 from replicad.daemon.journal import JournalLimits
 from replicad.errors import TableReplaced
 from replicad.postgres.horizon import Fork, Reading
-from replicad.streams.registry import Stream
+from replicad.streams.registry import Published, Stream
 from replicad.streams.serving.feed import Feed
 from tests.unit.daemon.conftest import Streams, open_streams, settle
+from tests.unit.daemon.memory_streams import BEGAN
 
 G0, G1, G2 = (f"0001000{number}" for number in range(3))  # the generations of the first stream
 
 
-def forked(fork: Fork) -> Reading:
-    """What the horizon says while a fork is not taken over."""
-    return Reading(last_value=fork.back_to, fork=fork)
+def fork(streams: Streams, reason: str, *, noted: int | None = None) -> None:
+    """The horizon finds a fork; `noted`: the database has this position, as one that was restored does."""
+    if noted is not None:
+        streams.store.notes["s"] = Published(noted, {"master": noted}, BEGAN)
+    streams.positions.say("s", Reading(fork=Fork(reason)))
 
 
 def put(streams: Streams, *ids: int) -> None:
@@ -29,7 +32,7 @@ def put(streams: Streams, *ids: int) -> None:
     streams.store.tables["s"].rows = [(id, "master", "1") for id in ids]
 
 
-async def test_ids_that_went_back_take_readers_back_to_where_they_went_whatever_was_read_meanwhile(
+async def test_a_fork_takes_readers_back_to_what_was_noted_whatever_was_read_meanwhile(
     autojump_clock: MockClock,
 ) -> None:
     async with open_streams("s") as streams:
@@ -39,7 +42,7 @@ async def test_ids_that_went_back_take_readers_back_to_where_they_went_whatever_
         await plain.say("REPLICATE")
         await linear.say("REPLICATE s NOW linear")
         put(streams, 1, 2, 3)
-        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        fork(streams, "restored", noted=2)
         streams.positions.tell("s", 9)  # an answer that was under way
         named = [f"WRITERS s {G1} master=1", "POSITION s master 2 2"]
         assert await by_name.lines() == ["POSITION s master 4 2", *named]
@@ -51,11 +54,27 @@ async def test_ids_that_went_back_take_readers_back_to_where_they_went_whatever_
             assert await client.lines() == ["RDATA s master 3 1"]
 
 
+async def test_ids_that_went_back_share_nothing_though_another_daemon_began_a_generation_for_something_else_meanwhile(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3, 4)
+        client = streams.connect()
+        await client.say("REPLICATE s NOW")
+        await settle(1.5)
+        await streams.store.fork(streams.store.streams["s"], "promoted")
+        put(streams, 1, 2)
+        fork(streams, "ids_went_back")
+        assert await client.lines(2) == ["POSITION s master 4 0", f"WRITERS s {G2} master=1", "POSITION s master 0 0"]
+        streams.positions.tell("s", 2)
+        assert await client.lines() == ["RDATA s master 1 1", "RDATA s master 2 1"]
+
+
 async def test_a_token_of_before_is_good_up_to_where_history_is_shared(autojump_clock: MockClock) -> None:
     async with open_streams("s") as streams:
         await streams.write("s", 1, 2, 3, 4)
         put(streams, 1, 2)
-        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        fork(streams, "restored", noted=2)
         await settle()
         streams.positions.tell("s", 2)
         await streams.write("s", 3)
@@ -83,8 +102,9 @@ async def test_a_fork_that_another_daemon_saw_first_is_taken_over_before_anythin
         client = streams.connect()
         await client.say("REPLICATE s NOW")
         put(streams, 1, 2, 3, 40)
-        for back_to in (5, 3):  # two of them
-            await streams.store.fork(streams.store.streams["s"], "ids_went_back", back_to)
+        for noted in (5, 3):  # two of them
+            streams.store.notes["s"] = Published(noted, {"master": noted}, BEGAN)
+            await streams.store.fork(streams.store.streams["s"], "restored")
         moved = streams.connect()  # that was told of the last one by the other daemon
         assert (await moved.say(f"REPLICATE s {G2}!3"))[:1] == [f"WRITERS s {G2} master=1"]
         streams.positions.tell("s", 40)
@@ -123,7 +143,7 @@ async def test_a_registry_that_was_restored_to_a_time_before_the_last_generation
     async with open_streams("s") as streams:
         await streams.write("s", 1, 2, 3)
         before = streams.store.streams["s"]
-        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        fork(streams, "restored", noted=2)
         await settle()
         streams.positions.tell("s", 2)
         client = streams.connect()
@@ -164,7 +184,7 @@ async def test_one_who_catches_up_while_history_forks_is_taken_back_too(autojump
         await client.say("REPLICATE s 5")
         await entered.wait()
         put(streams, 1, 2, 3, 4, 5, 6)
-        streams.positions.say("s", forked(Fork("ids_went_back", 4)))
+        fork(streams, "restored", noted=4)
         await settle()
         put(streams, 1, 2, 3, 4, 5, 6, *range(10, 30))
         streams.positions.tell("s", 9)
@@ -195,7 +215,7 @@ async def test_rows_of_a_writer_that_is_listed_no_more_are_taken_back_too(autoju
         await settle(1.5)
         assert "b" not in streams.publisher.feeds["s"].numbers
         streams.store.change("s", writers=every)
-        streams.positions.say("s", forked(Fork("ids_went_back", 1)))
+        fork(streams, "restored", noted=1)
         lines = await plain.lines()
         assert "POSITION s b 2 1" in lines
 
@@ -211,7 +231,7 @@ async def test_a_restart_that_a_copy_sees_first_sends_nothing_and_ends_no_reader
         assert (await client.say(f"REPLICATE s {G0}!2"))[-1] == "POSITION s master 2 2"
         streams.store.catchup_rows = honest  # type: ignore[method-assign]
         put(streams, 1)
-        streams.positions.say("s", forked(Fork("sequence_restarted")))
+        fork(streams, "sequence_restarted")
         await settle()
         streams.positions.tell("s", 1)
         lines = await client.lines(2)
@@ -254,13 +274,13 @@ async def test_a_look_that_is_older_than_what_was_taken_over_begins_no_generatio
         streams.store.load_streams = load_late  # type: ignore[method-assign]
         await settle(1.5)
         put(streams, 1, 2, 3)
-        streams.positions.say("s", forked(Fork("ids_went_back", 2)))
+        fork(streams, "restored", noted=2)
         await settle()
         streams.positions.tell("s", 3)
         assert (await client.lines())[-1] == "RDATA s master 3 1"
         late.set()
         await settle(1.5)
-        assert [one.reason for one in (await streams.store.lineages())["s"].generations] == ["added", "ids_went_back"]
+        assert [one.reason for one in (await streams.store.lineages())["s"].generations] == ["added", "restored"]
         assert streams.positions.published["s"] == (3, {})
         await streams.write("s", 4)
         assert await client.lines() == ["RDATA s master 4 1"]

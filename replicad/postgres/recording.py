@@ -58,8 +58,11 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        file, self._file = self._file, None
+        try:
+            file and file.close()  # writes what is buffered
+        except OSError as error:
+            log.warning("recording_ended", reason=str(error))
 
     def begin(self, stream: str, what: str, position: int | None, per_writer: Mapping[str, int]) -> None:
         """A watch begins (`watch`), or goes on over a new connection (`connection`)."""

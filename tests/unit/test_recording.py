@@ -107,3 +107,11 @@ def test_a_recording_is_bounded_and_a_line_that_is_none_is_named(tmp_path: Path)
     assert 0 < sum(len(line) + 1 for line in lines) <= 1000
     assert json.loads(lines[-1])["position"] == len(lines) - 1
     assert list(recording.check(["nonsense\n"])) == ["line 1 is not of a recording"]
+
+
+def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    for polls in (1, 10_000):  # what fails is the close, or a write
+        with Recorder(Path("/dev/full")) as recorder:
+            for number in range(polls):
+                recorder.poll("s", Seen(number, number, ()), number, writers=(), position=number, per_writer={})
+    assert caplog.text.count("recording_ended") == 2

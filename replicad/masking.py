@@ -1,4 +1,7 @@
-"""Takes secrets out of text that people or logs will see. Knows how secrets are written, not where they come from."""
+"""Makes text fit for logs and terminals: without secrets, and without characters that a terminal obeys.
+
+Knows how secrets are written, not where they come from.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +30,15 @@ def mask_secrets(text: str) -> str:
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
+
+
+# C0 (but tab and line feed), DEL, C1, line and paragraph separators, and what changes the direction of text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    r"""The text with control characters written as `\u001b`: it cannot move a cursor, nor hide a part of itself.
+
+    JSON text keeps its meaning. Tabs and line feeds stay.
+    """
+    return _OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)

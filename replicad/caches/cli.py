@@ -12,7 +12,7 @@ from replicad.config.settings import DatabaseSettings
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadGroup, database_options, json_option, option
 from replicad.terminal.database import install_part, on_database
-from replicad.terminal.output import print_rows
+from replicad.terminal.output import echo, print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
@@ -51,9 +51,9 @@ def enable(writers: tuple[str, ...], **options: Any) -> None:
         return bool(await db.fetch_value(f"SELECT {schema}.cache_enable($1)", list(writers)))
 
     if _on_caches(options, work, install=True):
-        click.echo("stream caches is registered; running daemons serve it within 1 s")
+        echo("stream caches is registered; running daemons serve it within 1 s")
     else:
-        click.echo("stream caches was registered already")
+        echo("stream caches was registered already")
 
 
 @command.command("disable")
@@ -68,7 +68,7 @@ def disable(**options: Any) -> None:
         return bool(await db.fetch_value(f"SELECT {schema}.cache_disable()"))
 
     found = _on_caches(options, work)
-    click.echo("stream caches is removed; invalidations write nothing" if found else "there was no stream caches")
+    echo("stream caches is removed; invalidations write nothing" if found else "there was no stream caches")
 
 
 @command.command(
@@ -93,7 +93,7 @@ def invalidate(name: str, keys: tuple[str, ...], **options: Any) -> None:
 
     if not _on_caches(options, work):
         raise UsageError("there is no stream caches, so no worker would get it; run `replicad caches enable` first")
-    click.echo(f"{name}: one entry is invalidated" if keys else f"{name}: all entries are invalidated")
+    echo(f"{name}: one entry is invalidated" if keys else f"{name}: all entries are invalidated")
 
 
 @command.command("names")

@@ -9,6 +9,7 @@ import click
 from replicad.errors import UsageError
 from replicad.postgres.schema_text import declarations
 from replicad.terminal.command import ReplicadGroup, option
+from replicad.terminal.output import echo
 
 if TYPE_CHECKING:
     from replicad.postgres.schema_text import Direction
@@ -70,4 +71,4 @@ def _print(parts: tuple[str, ...], schema: str | None, direction: Direction, *, 
     if current and schema is not None:
         raise UsageError("--schema and --current-schema are both given; give one of them")
     for part in parts:
-        click.echo(script(part, None if current else schema or declarations()[part].schema, direction))
+        echo(script(part, None if current else schema or declarations()[part].schema, direction))

@@ -8,6 +8,7 @@ from importlib import metadata
 import click
 
 from replicad.terminal.command import ReplicadCommand
+from replicad.terminal.output import echo
 
 _PARTS = {
     "": ("replicad", "trio", "asyncpg"),
@@ -24,8 +25,8 @@ def command() -> None:
     """Print the versions of replicad, of Python and of the packages that replicad uses, and the missing extras."""
     for extra, names in _PARTS.items():
         for name in names:
-            click.echo(f"{name} {_version(name, extra)}")
-    click.echo(f"Python {platform.python_version()} on {platform.platform(terse=True)}")
+            echo(f"{name} {_version(name, extra)}")
+    echo(f"Python {platform.python_version()} on {platform.platform(terse=True)}")
 
 
 def _version(name: str, extra: str) -> str:

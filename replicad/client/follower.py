@@ -114,6 +114,10 @@ class Follower:
         """The token to subscribe with: yielded rows do not come again, and no others are missed."""
         return self._streams[stream].token()
 
+    def epoch(self, stream: str) -> str | None:
+        """The generation of the stream in which the rows are; None as long as it is not known."""
+        return self._streams[stream].epoch
+
     def positions(self, stream: str) -> Mapping[str, int]:
         """The position of each known writer; in a linear subscription only of `*`."""
         return self._streams[stream].positions()

@@ -39,6 +39,10 @@ class Followed:
         """`token` of every stream."""
         return {stream: self.token(stream) for stream in self._pursuit.follower.streams()}
 
+    def epoch(self, stream: str) -> str | None:
+        """The generation of the stream that is followed; None before the first answer to a token without one."""
+        return self._pursuit.follower.epoch(stream)
+
     def positions(self, stream: str) -> Mapping[str, int]:
         """The position up to which each known writer's rows were delivered (`*`: all, in a linear subscription)."""
         return self._pursuit.follower.positions(stream)

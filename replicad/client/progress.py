@@ -79,6 +79,11 @@ class StreamProgress:
         marks = {LINEAR: self._all} if self.linear else self._marks
         return {instance: mark.at for instance, mark in marks.items() if mark.at != UNKNOWN}
 
+    @property
+    def epoch(self) -> str | None:
+        """The generation in which the positions are; None as long as it is not known."""
+        return self._epoch
+
     def is_forked(self, epoch: str) -> bool:
         """Whether the token is of another generation than the server."""
         return self._epoch is not None and epoch != self._epoch

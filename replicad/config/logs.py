@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import structlog
 
 from replicad.config.settings import LogSettings
-from replicad.masking import MASK, mask_secrets
+from replicad.masking import MASK, mask_secrets, visible
 
 _SECRET_FIELDS = frozenset({"password", "secret", "authorization", "auth_token"})
 _FIRST = ("timestamp", "level", "event")
@@ -42,16 +42,16 @@ class QuietStream:
 
 
 def mask_value(value: Any, depth: int = _DEPTH) -> Any:
-    """A copy of the value with the secrets in its texts masked."""
+    """A copy of the value with the secrets in its texts masked, and control characters made visible."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
-        return mask_secrets(value)
+        return visible(mask_secrets(value))
     if depth and isinstance(value, Mapping):
         return {str(key): mask_field(str(key), item, depth - 1) for key, item in value.items()}
     if depth and isinstance(value, (list, tuple, set, frozenset)):
         return [mask_value(item, depth - 1) for item in value]
-    return mask_secrets(str(value))
+    return visible(mask_secrets(str(value)))
 
 
 def mask_field(name: str, value: Any, depth: int = _DEPTH) -> Any:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import click
 
+from replicad.terminal.output import echo
+
 _EVERY = 5.0  # seconds between two lines of progress if stdout is not a terminal
 
 
@@ -26,29 +28,30 @@ class Show:
         """Print the heading of the next step."""
         self._step += 1
         self._end_line()
-        click.secho(f"\n{self._step}. {text}", bold=True)
+        echo(f"\n{self._step}. {text}", bold=True)
 
     def line(self, text: str) -> None:
         """Print text, indented."""
         self._end_line()
         for part in text.splitlines():
-            click.echo(f"   {part}".rstrip())
+            echo(f"   {part}".rstrip())
 
     def command(self, *words: str) -> None:
         """Print the command that is run now, as people type it."""
         self._end_line()
-        click.secho("   $ " + " ".join([program(), *words]), fg="cyan")
+        echo("   $ " + " ".join([program(), *words]), fg="cyan")
 
     def progress(self, text: str) -> None:
         """Print the progress of a long step: in place on a terminal, otherwise every `_EVERY` seconds."""
         now = time.monotonic()
         if self._terminal:
             width = shutil.get_terminal_size().columns - 4
-            click.echo(f"\r   {text[:width]:<{width}}", nl=False)
+            click.echo("\r", nl=False)  # noqa: TID251 - to the beginning of the line
+            echo(f"   {text[:width]:<{width}}", nl=False)
             self._on_line = True
         elif now - self._progress_at >= _EVERY:
             self._progress_at = now
-            click.echo(f"   {text}")
+            echo(f"   {text}")
 
     def figures(self, rows: Iterable[tuple[str, int | float | str]]) -> None:
         """Print figures, one per line, numbers to the right."""
@@ -59,7 +62,7 @@ class Show:
 
     def _end_line(self) -> None:
         if self._on_line:
-            click.echo()
+            echo()
             self._on_line = False
 
 

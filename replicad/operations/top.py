@@ -15,7 +15,7 @@ from replicad.config.settings import DatabaseSettings, colour_allowed, read_sett
 from replicad.errors import DatabaseError, SchemaMissing, SchemaTooNew
 from replicad.terminal.command import ReplicadCommand, json_option, option
 from replicad.terminal.database import database_url
-from replicad.terminal.output import as_json_line, table
+from replicad.terminal.output import as_json_line, echo, table
 from replicad.tubes.cli.islands import island_options
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ async def _watch(options: Mapping[str, Any], once: bool, interval: float, warn: 
                     del row["island"]
             if as_json:
                 for row in rows:
-                    click.echo(as_json_line(row))
+                    echo(as_json_line(row))
             else:
                 _show(rows, clear=not once)
             if once:
@@ -155,14 +155,14 @@ def _show(rows: Sequence[Row], *, clear: bool) -> None:
     )
     if clear:
         click.clear()
-        click.echo(time.strftime("replicad top  %H:%M:%S   (Ctrl-C ends it)\n"))
-    click.echo(lines[0])
+        echo(time.strftime("replicad top  %H:%M:%S   (Ctrl-C ends it)\n"))
+    echo(lines[0])
     colour = colour_allowed()
     for line, row in zip(lines[1:], rows, strict=False):
-        click.echo(click.style(line, fg="red" if row["wrong"] else None) if colour else line)
+        echo(line, **({"fg": "red"} if row["wrong"] and colour else {}))
     reports = {(row.get("island"), row["tube"]): row for row in rows if row.get("report")}
     for row in reports.values():
-        click.echo(_report(row))
+        echo(_report(row))
 
 
 def _report(row: Mapping[str, Any]) -> str:

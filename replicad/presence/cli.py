@@ -9,7 +9,7 @@ import click
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadGroup, Seconds, database_options, json_option, option
 from replicad.terminal.database import on_streams
-from replicad.terminal.output import print_rows
+from replicad.terminal.output import echo, print_rows
 
 _limit_option = option("--limit", type=click.IntRange(1, 1_000_000), default=1000, show_default=True, help="Most rows.")
 _GRACE = Seconds(0, 86_400)
@@ -65,7 +65,7 @@ def enable(
     from replicad.presence.book import PresenceBook
 
     new = on_streams(options, lambda db, schema: PresenceBook(db, schema).enable(**wanted), install=True)
-    click.echo(
+    echo(
         "presence is enabled: running daemons write the stream presence within 1 s"
         if new
         else "presence was enabled already; running daemons use the settings within 1 s"
@@ -83,7 +83,7 @@ def disable(yes: bool, **options: Any) -> None:
     from replicad.presence.book import PresenceBook
 
     gone = on_streams(options, lambda db, schema: PresenceBook(db, schema).disable())
-    click.echo("presence is disabled and its data is removed" if gone else "presence was not enabled")
+    echo("presence is disabled and its data is removed" if gone else "presence was not enabled")
 
 
 @command.command("list")

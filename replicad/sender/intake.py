@@ -16,7 +16,15 @@ from typing import TypeVar
 import structlog
 import trio
 
-from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
+from replicad.client.events import (
+    Connected,
+    Disconnected,
+    GenerationBegan,
+    PositionMoved,
+    Reset,
+    RowBatch,
+    StreamStopped,
+)
 from replicad.errors import (
     BadToken,
     DatabaseError,
@@ -30,7 +38,7 @@ from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu
 from replicad.sender.routing import Router, SourceRow, Update, body_text
-from replicad.sender.store import Recording, Restart, Store
+from replicad.sender.store import Recorded, Recording, Restart, Store
 from replicad.sender.upstream import Told, Upstream
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
@@ -91,9 +99,9 @@ class Intake:
         return IntakeStatistics(self._rows, self._skipped, self._refused_names)
 
     async def run(
-        self, upstream: Upstream, recorded: Mapping[str, int | None], moves: MutableMapping[str, str] | None = None
+        self, upstream: Upstream, recorded: Mapping[str, Recorded], moves: MutableMapping[str, str] | None = None
     ) -> None:
-        """Take rows until cancelled. `recorded`: up to which token each stream is recorded, None if nothing was yet.
+        """Take rows until cancelled. `recorded`: up to where each stream is recorded.
 
         Streams in `moves` continue at their first position, whatever was recorded. Then they are removed from `moves`.
 
@@ -101,13 +109,14 @@ class Intake:
             Restart: a stream was reset or went back; the store has been corrected.
             ReplicadError: from the upstream or from Postgres.
         """
-        self._recorded = dict(recorded)
+        self._recorded = {stream: one.token for stream, one in recorded.items()}
         self._moves = moves if moves is not None else {}
-        write, read = trio.open_memory_channel[Told](AHEAD)
+        epochs = {stream: one.epoch for stream, one in recorded.items()}
+        write, read = trio.open_memory_channel[Told | GenerationBegan](AHEAD)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._pump, upstream, write)
+            nursery.start_soon(self._pump, upstream, write, epochs)
             while True:
-                events: list[Told] = []
+                events: list[Told | GenerationBegan] = []
                 with trio.move_on_after(IDLE_TOKEN if self._told else math.inf):
                     events.append(await read.receive())
                 if not events:
@@ -119,14 +128,28 @@ class Intake:
                         break
                 await self._take(upstream, events)
 
-    async def _pump(self, upstream: Upstream, write: trio.MemorySendChannel[Told]) -> None:
+    async def _pump(
+        self,
+        upstream: Upstream,
+        write: trio.MemorySendChannel[Told | GenerationBegan],
+        epochs: MutableMapping[str, str | None],
+    ) -> None:
+        """Pass events on, and before the first one of a generation, that it has begun. `epochs`: the ones of before.
+
+        If rows are void, a Reset comes first. Only after it is what was recorded true in the next generation.
+        """
         async for event in upstream.follow():
+            if isinstance(event, RowBatch | PositionMoved):
+                epoch = upstream.epoch(event.stream)
+                if epoch is not None and epoch != epochs.get(event.stream):
+                    epochs[event.stream] = epoch
+                    await write.send(GenerationBegan(event.stream, epoch))
             if isinstance(event, RemoteServerUp):
                 self._engine.wake(event.server_name)  # at once, even if rows wait
             else:
                 await write.send(event)
 
-    async def _take(self, upstream: Upstream, events: Sequence[Told]) -> None:
+    async def _take(self, upstream: Upstream, events: Sequence[Told | GenerationBegan]) -> None:
         """Process events in order. Consecutive rows of one stream are processed together."""
         batches: list[RowBatch] = []
         for event in events:
@@ -140,8 +163,10 @@ class Intake:
         if batches:
             await self._take_rows(upstream, batches)
 
-    async def _take_other(self, upstream: Upstream, event: Told) -> None:
+    async def _take_other(self, upstream: Upstream, event: Told | GenerationBegan) -> None:
         match event:
+            case GenerationBegan():
+                await self._store.follow(event.stream, event.epoch)
             case PositionMoved():
                 await self._position(event)
             case Reset():
@@ -195,7 +220,8 @@ class Intake:
             StreamRestarted: the state is that of this session.
         """
         recorded = self._recorded.get(stream)
-        if recorded is not None and (await self._store.tokens()).get(stream) == recorded:
+        found = (await self._store.recorded()).get(stream)
+        if recorded is not None and found is not None and found.token == recorded:
             raise StreamRestarted(
                 f"the history of stream {stream} forked at an unknown position, and it was recorded up to {recorded}. "
                 "Start the sender once with --from to say where to go on: a token, now or earliest"

@@ -37,7 +37,7 @@ from replicad.sender.intake import Intake, IntakeStatistics
 from replicad.sender.routing import FixedRouter, FunctionRouter, Router, SqlRouter, check_query, load_function
 from replicad.sender.settings import Routing, SenderSettings
 from replicad.sender.sharding import ownership
-from replicad.sender.store import Restart, Store, open_store
+from replicad.sender.store import Recorded, Restart, Store, open_store
 from replicad.sender.transport import open_transport
 from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
 
@@ -179,7 +179,7 @@ class Sender:
                 await self._work(store, engine, intake)
 
     async def _work(self, store: Store, engine: Engine, intake: Intake) -> None:
-        recorded = await store.tokens()
+        recorded = await store.recorded()
         tokens = {
             stream: self._moves.get(stream) or _token(recorded[stream], self._settings.start)
             for stream in self._settings.streams
@@ -229,7 +229,7 @@ async def _open_routing(db: Database, routing: Routing, facts: str) -> tuple[Rou
     return router, latest
 
 
-def _token(recorded: int | None, start: str) -> str:
-    if recorded is not None:
+def _token(recorded: Recorded, start: str) -> str:
+    if recorded.token is not None:
         return str(recorded)
     return EARLIEST if start == "earliest" else NOW

@@ -18,6 +18,7 @@ import trio
 from replicad.errors import SenderRefused
 from replicad.postgres.bridge import Connection, Database, Row, load_sql, quote_ident
 from replicad.postgres.statements import call_row, call_rows, call_value
+from replicad.protocol.tokens import Vector
 from replicad.sender.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted, make_transaction
 
 PATIENCE = 10.0  # seconds to wait for the connection of an earlier process: Postgres may notice late that it was killed
@@ -87,6 +88,20 @@ class Recording:
         self.names.extend(destinations)
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Up to where a stream was recorded; None: not at all. `epoch`: the generation of the token, if it is known."""
+
+    token: int | None
+    epoch: str | None = None
+
+    def __str__(self) -> str:
+        """The token to follow the stream with."""
+        if self.token is None:
+            raise ValueError("nothing was recorded")
+        return str(Vector(self.token, epoch=self.epoch))
+
+
 class Store:
     """The tables of one sender. Made by `open_store`; its methods raise DatabaseError and what is below it."""
 
@@ -98,11 +113,11 @@ class Store:
         self._schema = schema
         self._sender = sender
 
-    async def tokens(self) -> dict[str, int | None]:
-        """The token up to which each stream was recorded, or None."""
-        query = f"SELECT stream, token FROM {quote_ident(self._schema)}.federation_sender WHERE name = $1"
+    async def recorded(self) -> dict[str, Recorded]:
+        """Up to where each stream was recorded."""
+        query = f"SELECT stream, token, epoch FROM {quote_ident(self._schema)}.federation_sender WHERE name = $1"
         rows = await self._db.fetch(query, self._sender)
-        return {row["stream"]: row["token"] for row in rows}
+        return {row["stream"]: Recorded(row["token"], row["epoch"]) for row in rows}
 
     async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
         """Every destination that was ever written to and is `mine`, by name."""
@@ -119,6 +134,10 @@ class Store:
     async def begin(self, stream: str, token: int) -> None:
         """Store where all senders begin with a stream of which nothing was recorded yet."""
         await self._write("federation_begin", stream, token)
+
+    async def follow(self, stream: str, epoch: str) -> None:
+        """What was recorded of a stream is, all of it, of this generation too."""
+        await self._write("federation_follow", self._sender, stream, epoch)
 
     async def record(self, stream: str, upto: int, recording: Recording) -> None:
         """Record facts for their destinations, and the stream's token, in one transaction."""

@@ -40,12 +40,15 @@ class Upstream(Protocol):
         Never ends by itself. Raises ReplicadError if another try would not help.
         """
 
+    def epoch(self, stream: str) -> str | None:
+        """The generation of the stream to which the last event belongs; None before the first answer."""
+
     def acknowledge(self, sender: str, stream: str, token: int) -> None:
         """Send soon up to which token a stream is recorded. Of each stream the last token counts."""
 
 
 OpenUpstream = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Upstream]]
-"""Connects to the daemon and follows streams, each behind a token: a number, NOW or EARLIEST."""
+"""Connects to the daemon and follows streams, each behind a token: of `Recorded`, a number, NOW or EARLIEST."""
 
 
 def client_upstream(
@@ -73,6 +76,9 @@ class _ClientUpstream:
 
     def follow(self) -> AsyncIterator[Told]:
         return self._follower
+
+    def epoch(self, stream: str) -> str | None:
+        return self._follower.epoch(stream)
 
     def acknowledge(self, sender: str, stream: str, token: int) -> None:
         self._acks[stream] = FederationAck(sender, token, stream)

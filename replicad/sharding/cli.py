@@ -8,7 +8,7 @@ import click
 
 from replicad.terminal.command import ReplicadGroup, database_options, json_option, option
 from replicad.terminal.database import on_streams
-from replicad.terminal.output import as_json_line, print_rows, table
+from replicad.terminal.output import as_json_line, echo, print_rows, table
 
 if TYPE_CHECKING:
     from replicad.sharding.admin import MemberStatus, SharingStatus, Stuck
@@ -47,7 +47,7 @@ def enable(stream: str, slots: int, **options: Any) -> None:
     from replicad.sharding import admin
 
     made = on_streams(options, lambda db, schema: admin.enable(db, stream, slots, schema=schema))
-    click.echo(f"stream {stream}: its writers share {slots} slots" + ("" if made else " already"))
+    echo(f"stream {stream}: its writers share {slots} slots" + ("" if made else " already"))
 
 
 @command.command("disable")
@@ -59,7 +59,7 @@ def disable(stream: str, **options: Any) -> None:
     from replicad.sharding import admin
 
     on_streams(options, lambda db, schema: admin.disable(db, stream, schema=schema))
-    click.echo(f"stream {stream}: sharing has ended")
+    echo(f"stream {stream}: sharing has ended")
 
 
 @command.command("list")
@@ -90,16 +90,16 @@ def show(stream: str, as_json: bool, **options: Any) -> None:
     members = [_member(member, found.slots) for member in found.members]
     if as_json:
         stuck = [_stuck(stuck) | {"slots": list(stuck.slots)} for stuck in found.stuck]
-        click.echo(as_json_line(_line(found) | {"writers": members, "stuck": stuck}))
+        echo(as_json_line(_line(found) | {"writers": members, "stuck": stuck}))
         return
-    click.echo(f"stream {stream}: {found.slots} slots, {found.unowned} of them without an owner")
+    echo(f"stream {stream}: {found.slots} slots, {found.unowned} of them without an owner")
     if members:
-        click.echo(table(["writer", "slots", "share", "silent_s", "ttl_s", "leaving", "address"], members))
+        echo(table(["writer", "slots", "share", "silent_s", "ttl_s", "leaving", "address"], members))
     else:
-        click.echo("no writers")
+        echo("no writers")
     if found.stuck:
-        click.echo("\nslots that do not move")
-        click.echo(table(["slots", "owner", "held_by", "age_s"], map(_stuck, found.stuck)))
+        echo("\nslots that do not move")
+        echo(table(["slots", "owner", "held_by", "age_s"], map(_stuck, found.stuck)))
 
 
 def _line(status: SharingStatus) -> dict[str, Any]:

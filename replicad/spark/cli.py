@@ -13,7 +13,7 @@ import click
 
 from replicad.config.settings import DatabaseSettings, read_settings
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
-from replicad.terminal.output import as_json_line
+from replicad.terminal.output import as_json_line, echo
 
 if TYPE_CHECKING:
     from replicad.spark.reports import PipelineResult
@@ -74,7 +74,7 @@ def run(config: Path, database: str | None, trigger: str | None, spark_log: Path
             result = pipeline.run(loaded, session, until=lambda _: asked_to_stop())
         finally:
             session.stop()
-    click.echo(as_json_line(asdict(result)) if as_json else summary(result))
+    echo(as_json_line(asdict(result)) if as_json else summary(result))
 
 
 def summary(result: PipelineResult) -> str:

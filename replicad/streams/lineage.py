@@ -69,8 +69,9 @@ class Lineage:
         return any(one.id == id for one in self.generations)
 
     def has_answer(self, id: str, reason: str) -> bool:
-        """Whether the generations after `id` answer a fork that was found in it for this reason. Where ids may have come
-        again, only a generation that shares nothing is an answer; one of another reason may share too much.
+        """Whether the generations after `id` answer a fork that was found in it for this reason.
+
+        Where ids may have come again, only a generation that shares nothing is an answer. Others may share too much.
         """
         later = self.generations[[one.id for one in self.generations].index(id) + 1 :]
         return any(reason not in SHARES_NOTHING or one.reason in SHARES_NOTHING for one in later)

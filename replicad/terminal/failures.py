@@ -14,7 +14,7 @@ import click
 
 from replicad.errors import ReplicadError
 from replicad.groups import leaves
-from replicad.masking import mask_secrets
+from replicad.masking import mask_secrets, visible
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
@@ -62,7 +62,7 @@ def one_line(text: str) -> str:
 def say(text: str) -> None:
     """Write a line to stderr. A closed stderr is not a failure."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - a message, not a log event
+        print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - a message, not a log event
 
 
 def abandon_stdout() -> None:

@@ -1,4 +1,7 @@
-"""The output of commands: tables for people, JSON for programs."""
+"""The output of commands: tables for people, JSON for programs.
+
+Commands print with `echo` only. What a client or a row says may contain characters that a terminal obeys.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
+
+from replicad.masking import visible
+
+
+def echo(text: str = "", *, nl: bool = True, **style: Any) -> None:
+    """Print text with its control characters made visible (see `visible`). `style`: as of `click.style`."""
+    shown = visible(text)
+    click.echo(click.style(shown, **style) if style else shown, nl=nl)  # noqa: TID251
 
 
 def plain_value(value: Any) -> Any:
@@ -34,8 +45,8 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}"
     if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value))
-    return " ".join(str(value).split())
+        return visible(",".join(map(str, value)))
+    return visible(" ".join(str(value).split()))
 
 
 def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -68,8 +79,8 @@ def print_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, as_
     kept = list(rows)
     if as_json:
         for row in kept:
-            click.echo(as_json_line(row))
+            echo(as_json_line(row))
     elif kept:
-        click.echo(table(columns, kept))
+        echo(table(columns, kept))
     else:
-        click.echo(nothing)
+        echo(nothing)

@@ -365,12 +365,28 @@ async def test_ids_that_went_back_are_delivered_under_their_new_meaning(
         await facts.execute("SELECT setval('facts_id_seq', 10)")
         position = "SELECT token FROM replicad.federation_sender WHERE stream = 'facts'"
 
+        await receiver.expect(lambda: numbers(receiver, "a")[20:] == [*range(1, 11)])  # nobody knows which are others
+
         async def rewound() -> bool:
             return bool(await facts.fetch_value(position) == 10 and sender.statistics().intake)
 
         await expect_soon(rewound)
         await write(facts, "facts", fact(111, "a"), fact(112, "a"))
-        await receiver.expect(lambda: numbers(receiver, "a")[20:] == [111, 112])
+        await receiver.expect(lambda: numbers(receiver, "a")[30:] == [111, 112])
+
+
+@pytest.mark.parametrize("more", [0, 30])
+async def test_ids_that_were_given_out_again_while_no_sender_ran_are_delivered_under_their_new_meaning(
+    facts: Database, receiver: Receiver, start_sender: StartSender, more: int
+) -> None:
+    async with start_sender():
+        await write(facts, "facts", *(fact(number, "a") for number in range(1, 21)))
+        await receiver.expect(lambda: len(numbers(receiver, "a")) == 20)
+    await facts.execute("TRUNCATE facts RESTART IDENTITY")
+    again = range(101, 111 + more)
+    await write(facts, "facts", *(fact(number, "a") for number in again))
+    async with start_sender():
+        await receiver.expect(lambda: numbers(receiver, "a")[20:] == [*again])
 
 
 async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(

@@ -14,7 +14,8 @@ from replicad.errors import DatabaseError, SenderRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.sender.items import START, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
-from replicad.sender.store import Entry, Recording, Restart, Store, open_store
+from replicad.sender.store import Entry, Recorded, Recording, Restart, Store, open_store
+from replicad.streams import registry
 
 from ..federation_fakes import MemoryStore
 
@@ -71,7 +72,7 @@ async def test_a_fact_stands_there_for_each_of_its_destinations_until_that_one_t
     found = await standings(store)
     assert (found["a"].success, found["a"].outstanding) == (Order(5, 1), True)
     assert (found["b"].success, found["b"].outstanding) == (START, True)
-    assert (await store.tokens())["facts"] == 9
+    assert (await store.recorded())["facts"].token == 9
 
 
 async def test_recording_again_changes_nothing(store: AnyStore) -> None:
@@ -156,7 +157,7 @@ async def test_a_keyed_update_replaces_the_one_that_waits_but_not_the_one_under_
     assert [found.body for found in page.edus] == ['"k3"']
     assert page.more_edus
     assert (await standings(store))["b"].outstanding
-    assert (await store.tokens())["to_device"] == 4
+    assert (await store.recorded())["to_device"].token == 4
 
 
 def random_steps(chance: Random) -> list[tuple[str, Any]]:
@@ -251,7 +252,7 @@ async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store
     await real.write([Entry("a", Order(8, 0), 1), Entry("b", START, 1, made)])
     assert await real.rewind("facts", 5, ["a", "b"]) == 2
     found = await standings(real)
-    assert (await real.tokens())["facts"] == 5
+    assert (await real.recorded())["facts"].token == 5
     assert Order(5, 0) < found["a"].success < Order(6, 0)
     assert (await real.page("b", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction is None
     with pytest.raises(Restart):  # the result of a request that was under way
@@ -277,26 +278,32 @@ async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(
     pid = await real._keeper.fetch_value("SELECT pg_backend_pid()")
     await database.execute("SELECT pg_terminate_backend($1, 5000)", pid)
     async with open_store(database, SCHEMA, "s1", ["s1"], ["facts"]) as again:
-        assert (await again.tokens())["facts"] == 0
+        assert (await again.recorded())["facts"].token == 0
         with pytest.raises(DatabaseError):
             await record(real, 99, (fact(99), ["a"]))
-        assert (await again.tokens())["facts"] == 0, "who lost the name has written all the same"
+        assert (await again.recorded())["facts"].token == 0, "who lost the name has written all the same"
 
 
-async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest(database: Database) -> None:
+async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest_in_the_first_generation(
+    database: Database,
+) -> None:
     await schema.install(database, "federation", SCHEMA)
-    for name, token in (("a", 70), ("b", 50)):
+    await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY)")
+    first = (await registry.add(database, "facts", "facts", "id", schema=SCHEMA)).stream
+    second = await registry.fork(database, first, "restored", schema=SCHEMA)
+    for name, token, epoch in (("a", 50, second.epoch), ("b", 70, first.epoch)):
         async with open_store(database, SCHEMA, name, ["a", "b"], ["facts"]) as store:
-            assert (await store.tokens())["facts"] in (None, 10)
+            assert (await store.recorded())["facts"] in (Recorded(None), Recorded(10, second.epoch))
             await store.begin("facts", 10)
             await store.record("facts", token, Recording())
+            await store.follow("facts", epoch)
     async with open_store(database, SCHEMA, "c", ["c", "a"], ["facts"]) as store:
-        assert (await store.tokens())["facts"] == 50
+        assert (await store.recorded())["facts"] == Recorded(50, first.epoch)
         async with open_store(database, SCHEMA, "a", ["a", "c"], ["facts"]) as other:
-            assert (await other.tokens())["facts"] == 50
+            assert (await other.recorded())["facts"] == Recorded(50, first.epoch)
             await other.record("facts", 80, Recording())
     async with open_store(database, SCHEMA, "a", ["a", "c"], ["facts", "more"]) as store:
-        assert await store.tokens() == {"facts": 80, "more": None}
+        assert await store.recorded() == {"facts": Recorded(80, first.epoch), "more": Recorded(None)}
 
 
 async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_others_have_outstanding(
@@ -328,7 +335,7 @@ async def test_a_body_that_is_no_json_is_refused_whole(real: Store) -> None:
     with pytest.raises(DatabaseError):
         await record(real, 2, (fact(1), ["a"]), (fact(2, body="{broken"), ["a"]))
     assert await orders(real, "a") == []
-    assert (await real.tokens())["facts"] == 0
+    assert (await real.recorded())["facts"].token == 0
 
 
 async def test_installing_twice_keeps_everything_and_removing_leaves_nothing(database: Database) -> None:

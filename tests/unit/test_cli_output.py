@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
@@ -10,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicad.config.logs import mask_value
 from replicad.errors import UsageError
-from replicad.terminal.output import as_json_line, print_rows, table
+from replicad.masking import visible
+from replicad.terminal.failures import say
+from replicad.terminal.output import as_json_line, echo, print_rows, table
 from replicad.tubes.cli.content import _ranges, _read_ids
 from replicad.tubes.cli.islands import parse_shards
 from replicad.tubes.shards import MAX_SHARD, shard_of_schema
@@ -91,3 +95,30 @@ def test_ids_come_as_words_with_commas_or_blanks_and_nothing_else_passes() -> No
     assert list(_read_ids(["1,2", "3 4", "-5"])) == [1, 2, 3, 4, -5]
     with pytest.raises(UsageError, match="'x'"):
         list(_read_ids(["1", "x"]))
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_nothing_that_is_shown_contains_what_a_terminal_obeys(text: str) -> None:
+    for shown in (visible(text), table(["x"], [{"x": text}]), table(["x"], [{"x": [text]}]), mask_value([text])[0]):
+        assert not any(unicodedata.category(one) == "Cc" and one not in "\n\t" for one in shown)
+        assert not any(
+            unicodedata.bidirectional(one) in {"LRO", "RLO", "LRE", "RLE", "LRI", "RLI", "PDF"} for one in shown
+        )
+
+
+@given(st.text())
+def test_json_keeps_its_meaning_when_it_is_shown(text: str) -> None:
+    line = as_json_line({"x": text})
+    assert json.loads(visible(line)) == {"x": text}
+
+
+def test_what_a_client_says_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b[2J\x9b1A\u202eok"
+    echo(evil)
+    print_rows(["a"], [{"a": evil}], as_json=False, nothing="")
+    print_rows(["a"], [{"a": evil}], as_json=True, nothing="")
+    say(evil)
+    told = capsys.readouterr()
+    assert told.out.count("[2J") == 3
+    assert told.err == "\\u001b[2J\\u009b1A\\u202eok\n"
+    assert not set(told.out) & set("\x1b\x9b\u202e")

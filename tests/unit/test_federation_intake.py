@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from replicad.client.events import Reset
+from replicad.client.events import Reset, RowBatch
 from replicad.errors import StreamRestarted
 from replicad.groups import leaves
 from replicad.sender.engine import Engine
 from replicad.sender.intake import Intake
 from replicad.sender.routing import FixedRouter
-from replicad.sender.store import Restart, Store
+from replicad.sender.store import Recorded, Restart, Store
 from replicad.sender.upstream import Told, Upstream
 
 
@@ -23,32 +23,60 @@ class State:
     def __init__(self, token: int) -> None:
         self.token = token
         self.rewound: list[tuple[str, int, list[str]]] = []
+        self.written: list[Any] = []
 
-    async def tokens(self) -> dict[str, int | None]:
-        return {"facts": self.token}
+    async def recorded(self) -> dict[str, Recorded]:
+        return {"facts": Recorded(self.token)}
 
     async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
         self.rewound.append((stream, token, list(names)))
         return 0
 
+    async def follow(self, stream: str, epoch: str) -> None:
+        self.written.append(epoch)
+
+    async def record(self, stream: str, upto: int, recording: object) -> None:
+        self.written.append(upto)
+
 
 class Events:
-    def __init__(self, *events: Told) -> None:
+    """Events; a string is the generation of those that follow."""
+
+    def __init__(self, *events: Told | str) -> None:
         self.events = events
+        self.now = "g0"
 
     async def follow(self) -> AsyncIterator[Told]:
         for event in self.events:
-            yield event
+            if isinstance(event, str):
+                self.now = event
+            else:
+                yield event
+
+    def epoch(self, stream: str) -> str:
+        return self.now
 
     def acknowledge(self, sender: str, stream: str, token: int) -> None:
-        raise AssertionError("nothing was recorded")
+        self.acknowledged = token
 
 
-async def run(state: State, *events: Told, recorded: int = 70, known: Iterable[str] = ("a", "b")) -> list[type[Any]]:
+class Destinations(list[str]):
+    """An engine to which nothing is new."""
+
+    def has_had(self, name: str, pdu: object) -> bool:
+        return True
+
+    def accept(self, pdu: object, names: object) -> None:
+        raise AssertionError("nothing is new")
+
+
+async def run(
+    state: State, *events: Told | str, recorded: int = 70, known: Iterable[str] = ("a", "b")
+) -> list[type[Any]]:
     """Why the intake ended."""
     intake = Intake(
         store=cast("Store", state),
-        engine=cast("Engine", list(known)),
+        engine=cast("Engine", Destinations(known)),
         router=FixedRouter(("a",)),
         facts="facts",
         sender="s1",
@@ -56,7 +84,7 @@ async def run(state: State, *events: Told, recorded: int = 70, known: Iterable[s
         accepts=lambda _: True,
     )
     with pytest.raises(BaseExceptionGroup) as caught:
-        await intake.run(cast("Upstream", Events(*events)), {"facts": recorded})
+        await intake.run(cast("Upstream", Events(*events)), {"facts": Recorded(recorded, "g0")})
     return [type(leaf) for leaf in leaves(caught.value)]
 
 
@@ -78,3 +106,11 @@ async def test_a_state_that_was_written_after_a_restore_is_not_taken_for_the_res
 @pytest.mark.parametrize("reason", ["token_ahead", "token_expired"])
 async def test_the_next_session_finds_out_what_a_token_that_is_refused_is_worth(reason: str) -> None:
     assert await run(State(70), Reset("facts", None, None, reason)) == [Restart]
+
+
+async def test_the_next_generation_is_stored_before_its_first_row_and_after_what_is_void_was_taken_back() -> None:
+    state = State(70)
+    rows = [RowBatch("facts", "*", token, ["{}"]) for token in (71, 72)]
+    assert await run(state, rows[0], "g1", rows[1], "g2", Reset("facts", "*", 50, "forked")) == [Restart]
+    assert state.written == [71, "g1", 72]
+    assert state.rewound == [("facts", 50, ["a", "b"])]

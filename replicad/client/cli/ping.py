@@ -12,6 +12,7 @@ import click
 from replicad.config.settings import ClientSettings, read_settings
 from replicad.errors import ConnectionLost, RemoteError, UsageError
 from replicad.terminal.command import ReplicadCommand, Seconds, option, settings_options
+from replicad.terminal.output import echo
 
 _LONGEST_GREETING = 4096  # bytes; SERVER and a name
 
@@ -38,7 +39,7 @@ def command(address: str | None, timeout: float, **options: Any) -> None:
     settings = read_settings(ClientSettings, options)
     started = time.monotonic()
     name = greet(settings, timeout)
-    click.echo(f"{name} at {settings.server} answered in {(time.monotonic() - started) * 1000:.1f} ms")
+    echo(f"{name} at {settings.server} answered in {(time.monotonic() - started) * 1000:.1f} ms")
 
 
 def greet(settings: ClientSettings, timeout: float) -> str:

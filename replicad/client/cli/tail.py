@@ -12,6 +12,7 @@ from replicad.config.settings import ClientSettings, read_settings
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, option, settings_options
 from replicad.terminal.failures import one_line, say
+from replicad.terminal.output import echo
 
 if TYPE_CHECKING:
     from replicad.client.blocking_client import BlockingClient
@@ -91,7 +92,7 @@ def _follow(
                 match event:
                     case RowBatch():
                         rows = event.rows[:left]
-                        click.echo("\n".join(render(event, rows, as_json=as_json)))
+                        echo("\n".join(render(event, rows, as_json=as_json)))
                         left = None if left is None else left - len(rows)
                         if left == 0:
                             return
@@ -128,7 +129,7 @@ def render(batch: RowBatch, rows: Sequence[str], *, as_json: bool) -> list[str]:
 
 def _report(event: Reset, *, as_json: bool) -> None:
     if as_json:
-        click.echo(render_reset(event))
+        echo(render_reset(event))
     say(f"replicad: {explain_reset(event)}")
 
 

@@ -4,6 +4,7 @@ CREATE TABLE IF NOT EXISTS federation_sender (
     stream text COLLATE "C" NOT NULL,
     token bigint,                             -- recorded for every destination of this sender; NULL: not begun
     senders text[] NOT NULL,                  -- sorted; the same for all
+    epoch text,                               -- the generation of the stream in which `token` holds; NULL: not known
     PRIMARY KEY (name, stream)
 );
 ALTER TABLE federation_sender SET (fillfactor = 20);  -- updated with every batch

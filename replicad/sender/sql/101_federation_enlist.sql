@@ -1,7 +1,7 @@
 -- federation_enlist(sender, senders, streams): this session becomes the one that runs as `sender`, one of `senders`
 -- (sorted), until it ends. Returns NULL, or in one sentence why not. Where the list of senders is a new one,
--- destinations change hands: every sender then goes on behind the lowest token that any has recorded. Writes
--- federation_sender.
+-- destinations change hands: every sender then goes on behind the lowest token that any has recorded, in the first of
+-- their generations: what that one shares with the present, the others share too. Writes federation_sender.
 CREATE OR REPLACE FUNCTION federation_enlist(sender text, senders text[], streams text[]) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -23,11 +23,16 @@ BEGIN
             array_to_string(other.senders, ', '), array_to_string(senders, ', '));
     END IF;
     IF EXISTS (SELECT FROM federation_sender s WHERE s.senders <> federation_enlist.senders) THEN
-        INSERT INTO federation_sender AS mine (name, stream, token, senders)
-        SELECT n, s.stream, min(s.token), federation_enlist.senders
-        FROM federation_sender s CROSS JOIN unnest(federation_enlist.senders) n
+        INSERT INTO federation_sender AS mine (name, stream, token, senders, epoch)
+        SELECT n, s.stream, min(s.token), federation_enlist.senders,
+            (array_agg(s.epoch ORDER BY s.epoch IS NULL, g.number NULLS FIRST))[1]
+        FROM federation_sender s
+        LEFT JOIN stream x ON x.name = s.stream
+        LEFT JOIN stream_generation g ON g.stream = x.number AND g.id = s.epoch
+        CROSS JOIN unnest(federation_enlist.senders) n
         GROUP BY n, s.stream
-        ON CONFLICT (name, stream) DO UPDATE SET token = excluded.token, senders = excluded.senders;
+        ON CONFLICT (name, stream)
+            DO UPDATE SET token = excluded.token, senders = excluded.senders, epoch = excluded.epoch;
         DELETE FROM federation_sender s WHERE s.name <> ALL (federation_enlist.senders);
     END IF;
     INSERT INTO federation_sender (name, stream, senders)

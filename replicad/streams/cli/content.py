@@ -9,7 +9,7 @@ import click
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, database_options, json_option, option
 from replicad.terminal.database import on_streams
-from replicad.terminal.output import print_rows
+from replicad.terminal.output import echo, print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
@@ -58,7 +58,7 @@ def skip(
         )
     else:
         published = on_streams(options, _skip(name, token, reason))
-        click.echo(f"stream {name}: id {token} is skipped. {_consequence(token, published)}")
+        echo(f"stream {name}: id {token} is skipped. {_consequence(token, published)}")
 
 
 @click.command("alter", cls=ReplicadCommand, epilog="\b\nExample:\n  replicad streams alter events --max-row 16777216")
@@ -71,7 +71,7 @@ def alter(name: str, max_row: int, **options: Any) -> None:
     from replicad.streams import registry
 
     on_streams(options, lambda db, schema: registry.set_max_row(db, name, max_row, schema=schema))
-    click.echo(f"stream {name}: rows have at most {max_row} bytes")
+    echo(f"stream {name}: rows have at most {max_row} bytes")
 
 
 def _position_of(name: str) -> Any:
@@ -106,7 +106,7 @@ def _undo(name: str, token: int, options: dict[str, Any]) -> None:
         raise UsageError(
             f"id {token} of stream {name} is not skipped; `replicad streams skip {name} --list` shows what is"
         )
-    click.echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
+    echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
 
 
 def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:

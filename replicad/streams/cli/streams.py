@@ -14,7 +14,7 @@ from replicad.streams.cli.content import CONTENT_COMMANDS, MAX_ROW_HELP
 from replicad.terminal.command import ReplicadGroup, Seconds, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.failures import say
-from replicad.terminal.output import as_json_line, print_rows
+from replicad.terminal.output import as_json_line, echo, print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
@@ -92,11 +92,11 @@ def add(
 
     made, notes, daemon = on_streams(options, work)
     if daemon:
-        click.echo(f"stream {made} registered; the daemons that are running serve it within 1 s")
+        echo(f"stream {made} registered; the daemons that are running serve it within 1 s")
     else:
-        click.echo(f"stream {made} registered; no daemon is connected to this database: start `replicad serve`")
+        echo(f"stream {made} registered; no daemon is connected to this database: start `replicad serve`")
     for note in notes:
-        click.echo(f"note: {note}")
+        echo(f"note: {note}")
 
 
 @command.command("list")
@@ -143,17 +143,17 @@ def show(name: str, as_json: bool, **options: Any) -> None:
     found, generations = on_streams(options, look)
     details = _details(found)
     if as_json:
-        click.echo(as_json_line({**details, "generations": [_generation(one) for one in generations]}))
+        echo(as_json_line({**details, "generations": [_generation(one) for one in generations]}))
         return
     for key, value in details.items():
         if value not in (None, {}, []):
             shown = "  ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
-            click.echo(f"{key.replace('_', ' '):<16}{shown}")
+            echo(f"{key.replace('_', ' '):<16}{shown}")
     for number, one in enumerate(generations[:_GENERATIONS]):
         began = f"{one.id} since {one.created_at:%Y-%m-%d %H:%M:%S} ({one.reason}), shared up to {one.began}"
-        click.echo(f"{'' if number else 'generations':<16}{began}")
+        echo(f"{'' if number else 'generations':<16}{began}")
     if len(generations) > _GENERATIONS:
-        click.echo(f"{'':<16}and {len(generations) - _GENERATIONS:,} before; --json shows all")
+        echo(f"{'':<16}and {len(generations) - _GENERATIONS:,} before; --json shows all")
 
 
 @command.command("check-polls")
@@ -170,7 +170,7 @@ def check_polls(file: Path) -> None:
     with file.open(encoding="utf-8", errors="replace") as lines:
         for problem in recording.check(lines):
             problems += 1
-            click.echo(problem)
+            echo(problem)
     if problems:
         raise StreamError(f"{problems} line{'s break' if problems > 1 else ' breaks'} a rule; see above")
     say("every published position was safe")
@@ -185,7 +185,7 @@ def remove(name: str, **options: Any) -> None:
     from replicad.streams import registry
 
     on_streams(options, lambda db, schema: registry.remove(db, name, schema=schema))
-    click.echo(f"stream {name} is removed; its table stays")
+    echo(f"stream {name} is removed; its table stays")
 
 
 @command.command(
@@ -227,9 +227,9 @@ def trim(name: str, before: str | None, older_than: float | None, acked: bool, *
         return done.rows, done.upto, senders
 
     rows, upto, senders = on_streams(options, work)
-    click.echo(f"{rows:,} rows removed" + ("" if upto is None else f"; the stream begins after {upto}"))
+    echo(f"{rows:,} rows removed" + ("" if upto is None else f"; the stream begins after {upto}"))
     if acked:
-        click.echo(_held_back(name, senders))
+        echo(_held_back(name, senders))
 
 
 @command.command(

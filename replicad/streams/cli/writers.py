@@ -9,7 +9,7 @@ import click
 from replicad.errors import UsageError
 from replicad.terminal.command import ReplicadCommand, Seconds, database_options, json_option, option
 from replicad.terminal.database import on_streams
-from replicad.terminal.output import print_rows
+from replicad.terminal.output import echo, print_rows
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
@@ -67,7 +67,7 @@ def command(
 
     done, found = on_streams(options, work)
     if done is not None and not as_json:
-        click.echo(f"{done:,} writers retired; running daemons do the same within about a second")
+        echo(f"{done:,} writers retired; running daemons do the same within about a second")
         return
     rows = [_line(writer) for writer in found]
     columns = ["number", "writer", "position", "state", "retired_at"]

@@ -14,7 +14,7 @@ import click
 
 from replicad.errors import UsageError
 from replicad.terminal.command import F, ReplicadCommand, ReplicadGroup, json_option, option
-from replicad.terminal.output import print_rows
+from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
 
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
@@ -73,7 +73,7 @@ def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | N
         return pods, count
 
     ((_, (pods, count)),) = on_islands(options, work)
-    click.echo(f"{count:,} ids in {pods:,} pods")
+    echo(f"{count:,} ids in {pods:,} pods")
 
 
 @click.command(
@@ -103,7 +103,7 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
         return int(count)
 
     for island, count in on_islands(options, work, statement_timeout=None):
-        click.echo(f"{count:,} ids" + (f" on {island}" if island else ""))
+        echo(f"{count:,} ids" + (f" on {island}" if island else ""))
 
 
 @click.command("backfill", cls=ReplicadCommand)
@@ -126,7 +126,7 @@ def backfill(tube: str, order_by: str, shards: str, **options: Any) -> None:
         return sum(counts)
 
     for island, count in on_islands(options, work):
-        click.echo(f"{count:,} shards scheduled" + (f" on {island}" if island else ""))
+        echo(f"{count:,} shards scheduled" + (f" on {island}" if island else ""))
 
 
 @click.command("stats", cls=ReplicadCommand)
@@ -229,7 +229,7 @@ def _parked(
         raise UsageError("--database is given several times; numbers belong to one database")
     chosen = None if everything else list(numbers)
     for island, count in on_islands(options, lambda tubes: tubes.value(function, tube, chosen)):
-        click.echo(f"{count:,} {what}" + (f" on {island}" if island else ""))
+        echo(f"{count:,} {what}" + (f" on {island}" if island else ""))
 
 
 def _check_json(payload: str | None) -> None:

@@ -8,7 +8,7 @@ import click
 
 from replicad.errors import UnknownTube, UsageError
 from replicad.terminal.command import ReplicadGroup, json_option, option
-from replicad.terminal.output import print_rows
+from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.content import CONTENT_COMMANDS
 from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
 
@@ -50,7 +50,7 @@ def command() -> None:
 def create(tube: str, partitions: int, predicate: str | None, **options: Any) -> None:
     """Create TUBE, or change an existing one to these options."""
     on_islands(options, lambda tubes: tubes.value("tube_ensure_exists", tube, partitions, predicate))
-    click.echo(f"tube {tube}: {partitions} partition{'s' if partitions != 1 else ''}")
+    echo(f"tube {tube}: {partitions} partition{'s' if partitions != 1 else ''}")
 
 
 @command.command("alter")
@@ -77,7 +77,7 @@ def alter(tube: str, partitions: int | None, predicate: str | None, no_predicate
         return int(wanted)
 
     for _, wanted in on_islands(options, work):
-        click.echo(f"tube {tube}: {wanted} partition{'s' if wanted != 1 else ''}")
+        echo(f"tube {tube}: {wanted} partition{'s' if wanted != 1 else ''}")
 
 
 @command.command("drop")
@@ -102,7 +102,7 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
         await tubes.value("tube_ensure_absent", tube)
 
     on_islands(options, work)
-    click.echo(f"tube {tube} is dropped")
+    echo(f"tube {tube} is dropped")
 
 
 @command.command("list")
@@ -208,7 +208,7 @@ async def _tube(tubes: Tubes, tube: str) -> Any:
 
 def _print_each(what: str, tube: str, island: str | None, tables: list[str]) -> None:
     for table in tables:
-        click.echo(f"{table} {what} {tube}" + (f" on {island}" if island else ""))
+        echo(f"{table} {what} {tube}" + (f" on {island}" if island else ""))
 
 
 for content in CONTENT_COMMANDS:

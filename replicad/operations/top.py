@@ -159,7 +159,7 @@ def _show(rows: Sequence[Row], *, clear: bool) -> None:
     echo(lines[0])
     colour = colour_allowed()
     for line, row in zip(lines[1:], rows, strict=False):
-        echo(line, **({"fg": "red"} if row["wrong"] and colour else {}))
+        echo(line, fg="red" if row["wrong"] and colour else None)
     reports = {(row.get("island"), row["tube"]): row for row in rows if row.get("report")}
     for row in reports.values():
         echo(_report(row))

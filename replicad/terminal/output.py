@@ -16,10 +16,10 @@ import click
 from replicad.masking import visible
 
 
-def echo(text: str = "", *, nl: bool = True, **style: Any) -> None:
-    """Print text with its control characters made visible (see `visible`). `style`: as of `click.style`."""
+def echo(text: str = "", *, nl: bool = True, fg: str | None = None, bold: bool = False) -> None:
+    """Print text with its control characters made visible (see `visible`). `fg`, `bold`: as of `click.style`."""
     shown = visible(text)
-    click.echo(click.style(shown, **style) if style else shown, nl=nl)  # noqa: TID251
+    click.echo(click.style(shown, fg=fg, bold=bold or None) if fg or bold else shown, nl=nl)  # noqa: TID251
 
 
 def plain_value(value: Any) -> Any:

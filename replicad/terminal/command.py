@@ -17,6 +17,8 @@ import click
 from replicad.config.declaring import Setting, plain, seconds, settings_of
 from replicad.config.settings import DatabaseSettings, LogSettings, colour_allowed, read_settings
 from replicad.errors import UsageError
+from replicad.masking import mask_secrets
+from replicad.terminal.failures import say
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,6 +61,7 @@ class ReplicadCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Configure the logs, if the command has any, then run it."""
+        _warn_of_secrets(ctx)
         if self.log_level is None:
             return super().invoke(ctx)
         chosen = {name: ctx.params.pop(name) for name in ("log_level", "log_format")}
@@ -79,6 +82,19 @@ class ReplicadCommand(click.Command):
         for section in sorted(sections, key=lambda name: name == _COMMON):
             with formatter.section(section):
                 formatter.write_dl(sections[section])
+
+
+def _warn_of_secrets(ctx: click.Context) -> None:
+    """Secrets on a command line can be read in the list of processes."""
+    for param in ctx.command.get_params(ctx):
+        found = ctx.params.get(param.name or "")
+        values = found if isinstance(found, tuple) else (found,)
+        if any(isinstance(value, str) and mask_secrets(value) != value for value in values):
+            say(
+                f"replicad: warning: {param.opts[0]} contains a password, and every account of this machine can read it "
+                "in the list of processes; put it into ~/.pgpass (PGPASSFILE), or give the option by its variable or in "
+                "a file"
+            )
 
 
 class ReplicadGroup(click.Group):

@@ -263,3 +263,21 @@ def test_the_demonstration_fails_when_the_two_sides_differ(
 
     monkeypatch.setattr("replicad.demo.run.Demo.run", run)
     assert app.run(["demo"]) == status
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "warned"),
+    [
+        (["--database", "postgresql://u:hidden@127.0.0.1:1/x"], {}, True),
+        (["--database", "postgresql://u@127.0.0.1:1/x?password=hidden"], {}, True),
+        (["--database", "postgresql://u@127.0.0.1:1/x"], {}, False),
+        ([], {"REPLICAD_DATABASE": "postgresql://u:hidden@127.0.0.1:1/x"}, False),
+    ],
+)
+def test_a_password_on_the_command_line_is_warned_of_and_never_printed(
+    words: list[str], environ: dict[str, str], warned: bool
+) -> None:
+    ended = run("streams", "list", *words, **environ)
+    assert ended.returncode == 1
+    assert ("warning: --database contains a password" in ended.stderr) == warned
+    assert "hidden" not in ended.stdout + ended.stderr

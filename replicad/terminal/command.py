@@ -91,9 +91,9 @@ def _warn_of_secrets(ctx: click.Context) -> None:
         values = found if isinstance(found, tuple) else (found,)
         if any(isinstance(value, str) and mask_secrets(value) != value for value in values):
             say(
-                f"replicad: warning: {param.opts[0]} contains a password, and every account of this machine can read it "
-                "in the list of processes; put it into ~/.pgpass (PGPASSFILE), or give the option by its variable or in "
-                "a file"
+                f"replicad: warning: {param.opts[0]} contains a password, and every account of this machine can read "
+                "it in the list of processes; put it into ~/.pgpass (PGPASSFILE), or give the option by its variable "
+                "or in a file"
             )
 
 

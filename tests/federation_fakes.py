@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import trio
 
 from replicad.sender.items import START, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
-from replicad.sender.store import Entry, Recording
+from replicad.sender.store import Entry, Recorded, Recording
 from replicad.sender.transport import SendResult
 
 
@@ -83,12 +83,12 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.shelves: defaultdict[str, Shelf] = defaultdict(Shelf)
-        self.recorded: dict[str, int | None] = {}
+        self.upto: dict[str, Recorded] = {}
         self.writes = 0
         self._edus = 0
 
-    async def tokens(self) -> dict[str, int | None]:
-        return dict(self.recorded)
+    async def recorded(self) -> dict[str, Recorded]:
+        return dict(self.upto)
 
     async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
         for name in sorted(self.shelves):
@@ -100,14 +100,14 @@ class MemoryStore:
         for number, name in zip(recording.numbers, recording.names, strict=True):
             pdu = recording.pdus[number - 1]
             self.shelves[name].facts.setdefault(pdu.order, pdu)
-        self.recorded[stream] = upto
+        self.upto[stream] = Recorded(upto)
 
     async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> None:
         await trio.lowlevel.checkpoint()
         for name, edu in edus:
             self._edus += 1
             self.shelves[name].add_edu(self._edus, edu)
-        self.recorded[stream] = upto
+        self.upto[stream] = Recorded(upto)
 
     async def write(self, entries: Sequence[Entry]) -> None:
         await trio.lowlevel.checkpoint()

@@ -287,6 +287,7 @@ async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(
 async def test_when_the_list_of_senders_changes_all_go_on_behind_the_slowest_in_the_first_generation(
     database: Database,
 ) -> None:
+    await schema.install(database, "stream", SCHEMA)
     await schema.install(database, "federation", SCHEMA)
     await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY)")
     first = (await registry.add(database, "facts", "facts", "id", schema=SCHEMA)).stream

@@ -50,6 +50,7 @@ class Server:
     def start(self) -> None:
         self.ready.unlink(missing_ok=True)
         recording = self.log.with_name(f"polls{self.number}.{len(self.recordings)}")
+        recording.touch()  # it may be killed before it begins
         self.recordings.append(recording)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

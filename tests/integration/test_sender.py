@@ -345,7 +345,9 @@ async def test_catch_up_sends_the_ends_of_rooms_as_the_applications_query_says(
         await write(facts, "facts", *rows)
 
         async def recorded() -> bool:
-            return bool(await facts.fetch_value("SELECT min(token) FROM replicad.federation_sender") == 5)
+            return bool(
+                await facts.fetch_value("SELECT min(token) FROM replicad.federation_sender WHERE stream = 'facts'") == 5
+            )
 
         await expect_soon(recorded)
         receiver.behave = lambda _: Reply()

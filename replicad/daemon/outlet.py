@@ -26,6 +26,22 @@ class Outlet:
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._stall_timeout = stall_timeout
 
+    @property
+    def direct(self) -> bool:
+        """Whether `send_nowait` is possible: on a plain socket."""
+        return self._socket is not None
+
+    def send_nowait(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Send what the socket accepts now; returns the rest, which must be sent next. Only if `direct`.
+
+        Raises:
+            trio.BrokenResourceError: the connection is lost.
+        """
+        assert self._socket is not None
+        rest = _send_nowait(self._socket, pieces)
+        self.torn = bool(rest)
+        return rest
+
     async def send(self, pieces: Sequence[Piece]) -> None:
         """Send all of them.
 

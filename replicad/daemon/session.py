@@ -1,7 +1,6 @@
-"""One connection: receives commands, sends lines and keep-alives, and ends with a named reason.
+"""One connection: receives commands, sends keep-alives, and ends with a named reason.
 
-Commands go to `handle`, which passes them to the services. Three sources are sent, each in whole lines, under one lock:
-commands queued by `post`, answers streamed by `send`, and the chunks of the journals.
+Commands go to `handle`, which passes them to the services. What is sent goes through the session's `Outbox`.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import hmac
 import ssl
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
@@ -20,7 +18,8 @@ import trio
 
 from replicad.daemon.hub import Hub
 from replicad.daemon.journal import Channel, Reader
-from replicad.daemon.outlet import Outlet, Piece
+from replicad.daemon.outbox import Outbox
+from replicad.daemon.outlet import Piece
 from replicad.daemon.service import HangUp
 from replicad.errors import (
     DatabaseError,
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 RECEIVE_BYTES = 65536
 TURN = 16  # commands of one client before other tasks run: some hundred microseconds
-MAX_POSTED = 1 << 20  # bytes of queued commands for a peer that reads nothing; exceeded by at most one line
 DRAIN_BYTES = 4 << 20  # of input that is read and discarded after the last ERROR
 ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
 
@@ -96,13 +94,7 @@ class Session:
         )
         self._authorised = settings.token is None
         self._auth_deadline = trio.current_time() + limits.auth_timeout
-        self._posted: deque[bytes] = deque()
-        self._posted_bytes = 0  # without the preambles of `read`
-        self._readers: list[Reader] = []
-        self._wake = trio.Event()
-        self._sending = trio.Lock()
-        self._outlet = Outlet(stream, limits.stall_timeout)
-        self._closing = False
+        self.outbox = Outbox(stream, self, limits.stall_timeout)
         self._end: tuple[CloseReason, str] | None = None
         self._ended = trio.Event()
         self._closed_by: list[Callable[[], None]] = []
@@ -132,12 +124,7 @@ class Session:
 
     def post_line(self, line: bytes) -> None:
         """`post` for a rendered line with its newline."""
-        if self._posted_bytes >= MAX_POSTED:
-            self.hang_up(CloseReason.SLOW_READER, "slow_reader: answers are not read; reconnect and resume")
-            return
-        self._posted.append(line)
-        self._posted_bytes += len(line)
-        self.wake()
+        self.outbox.post_line(line)
 
     def refuse(self, error: ReplicadError) -> None:
         """Answer a request with ERROR; the connection stays open."""
@@ -146,20 +133,11 @@ class Session:
 
     async def send(self, *pieces: Piece) -> None:
         """Send whole lines with nothing in between; waits until the socket has accepted them."""
-        await self._wait_for_turn()
-        try:
-            await self._send_all(pieces)
-        finally:
-            self._sending.release()
+        await self.outbox.send(*pieces)
 
     async def flush(self) -> None:
         """Send the commands that are queued already, so that the next `send` comes after them."""
-        await self._wait_for_turn()
-        try:
-            if self._posted:
-                await self._send_all([self._take_posted()])
-        finally:
-            self._sending.release()
+        await self.outbox.flush()
 
     def read(
         self,
@@ -170,26 +148,12 @@ class Session:
         preamble: bytes = b"",
         on_stop: Callable[[RowUnreadable], None] | None = None,
     ) -> Reader:
-        """Send the chunks of a journal from `cursor` on, after the queued commands and then `preamble` (whole lines).
+        """`Outbox.read`."""
+        return self.outbox.read(channel, cursor, extended=extended, preamble=preamble, on_stop=on_stop)
 
-        A preamble does not count towards the limit of the queue: there is one for each stream. If the stream stops
-        before an unreadable row, all rows before it are sent; then the reading ends and `on_stop` is called.
-
-        Raises:
-            SlowReader: the chunk is no longer held.
-        """
-        reader = channel.subscribe(cursor, self.wake, extended=extended)
-        reader.on_fall = lambda: self.hang_up(*self._explain(reader.refusal()))
-        reader.on_stop = on_stop
-        self._readers.append(reader)
-        if preamble:
-            self._posted.append(preamble)
-        self.wake()
-        return reader
-
-    def wake(self) -> None:
-        """Wake the sending task: there is something to send, or a new deadline."""
-        self._wake.set()
+    def note_sent(self) -> None:
+        """Lines were sent: the next PING is due later."""
+        self._connection.sent(trio.current_time())
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the first reason counts."""
@@ -216,14 +180,15 @@ class Session:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                self.start(self._write)
+                self.outbox.open()
+                self.start(self._mind_deadlines)
                 self.start(self._read, handle)
                 await self._ended.wait()
                 await self._finish()
                 nursery.cancel_scope.cancel()
         finally:
             reason, text = self._end or (CloseReason.SERVER_STOPPING, "server stopping")
-            for call in [*(reader.close for reader in self._readers), *self._closed_by]:
+            for call in [*(reader.close for reader in self.outbox.close()), *self._closed_by]:
                 try:
                     call()
                 except Exception as error:  # noqa: BLE001 - the others must be called too
@@ -246,13 +211,9 @@ class Session:
             await job(*args)
 
     async def _finish(self) -> None:
-        """Let the present `send` end and send the queued commands, so that ERROR begins on a new line."""
-        self._closing = True
         try:
-            with trio.move_on_after(ERROR_GRACE), suppress(*_LOST):
-                async with self._sending:
-                    if self._posted:
-                        await self._send_all([self._take_posted()])
+            with suppress(*_LOST):
+                await self.outbox.finish(ERROR_GRACE)
         except Exception as error:  # noqa: BLE001 - the session ends in any case
             self._record(error, "end")
 
@@ -273,7 +234,7 @@ class Session:
     async def _send_last_error(self, text: str) -> None:
         with trio.move_on_after(ERROR_GRACE, shield=True):
             try:
-                if text and not self._outlet.torn:  # after half a line the peer could not parse the ERROR
+                if text and not self.outbox.torn:  # after half a line the peer could not parse the ERROR
                     await self._stream.send_all(_error_line(text).render().encode() + b"\n")
                     if isinstance(self._stream, trio.abc.HalfCloseableStream):
                         await self._stream.send_eof()
@@ -332,77 +293,28 @@ class Session:
             raise NotAuthorised("the token is wrong; ask the operator of this server for it")
         self._authorised = True
 
-    # --- writing ---
+    # --- deadlines ---
 
-    async def _write(self) -> None:
-        """Send the queued commands and the new chunks of the journals, then wait for more or for a deadline."""
+    async def _mind_deadlines(self) -> None:
+        """Send PINGs, and end the session of a peer that is too late."""
         while True:
-            if self._wake.is_set():
-                self._wake = trio.Event()
-            await self._wait_for_turn()
-            try:
-                pieces = self._take_chunks()
-                if self._posted:
-                    pieces.insert(0, self._take_posted())
-                if pieces:
-                    await self._send_all(pieces)
-            finally:
-                self._sending.release()
-            if not pieces:
-                await self._wait()
-
-    def _take_chunks(self) -> list[Piece]:
-        """The new chunks of the journals. Removes a reader whose stream has stopped after its last chunk."""
-        pieces: list[Piece] = []
-        for reader in tuple(self._readers):
-            taken = reader.take_nowait()
-            pieces += taken
-            if not taken and (why := reader.stopped) is not None:
-                self._readers.remove(reader)
-                reader.close()
-                if reader.on_stop is not None:
-                    reader.on_stop(why)
-        return pieces
-
-    async def _wait_for_turn(self) -> None:
-        """Acquire the right to send. Waits forever once the session is closing."""
-        try:
-            self._sending.acquire_nowait()  # the usual case, without the scheduler
-        except trio.WouldBlock:
-            await self._sending.acquire()
-        if self._closing:
-            self._sending.release()
-            await trio.sleep_forever()
-
-    def _take_posted(self) -> bytes:
-        lines = b"".join(self._posted)
-        self._posted.clear()
-        self._posted_bytes = 0
-        return lines
-
-    async def _send_all(self, pieces: Sequence[Piece]) -> None:
-        """Send; the caller holds the lock. A peer that does not accept them within the stall time is disconnected."""
-        try:
-            await self._outlet.send(pieces)
-        except trio.TooSlowError:
-            raise HangUp(CloseReason.SLOW_READER, "slow_reader: nothing was read in time") from None
-        self._connection.sent(trio.current_time())
+            await self._wait()
 
     async def _wait(self) -> None:
-        """Wait until something is to be sent or a deadline is reached; then handle the deadline."""
+        """Wait for the next deadline, and handle it."""
         # A line that begins while we wait has a deadline of its own, so wait no longer than `line_timeout`.
         deadline = min(self._connection.next_deadline(), trio.current_time() + self._timing.line_timeout)
         if not self._authorised:
             deadline = min(deadline, self._auth_deadline)
-        with trio.move_on_at(deadline):
-            await self._wake.wait()
-            return
+        await trio.sleep_until(deadline)
         now = trio.current_time()
         if not self._authorised and now >= self._auth_deadline:
             raise HangUp(CloseReason.NOT_AUTHORISED, "not_authorised: no AUTH came in time")
         match self._connection.due(now):
             case Due.PING:
-                self.post(Ping(f"{_wall_clock_ms()}"))
+                if not self.outbox.busy:  # else lines are on their way to a peer that takes them slowly
+                    self.post(Ping(f"{_wall_clock_ms()}"))
+                self.note_sent()
             case Due.PEER_SILENT:
                 raise HangUp(
                     CloseReason.PEER_SILENT,

@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 
 from replicad.daemon.daemon import Pace as DaemonPace
 from replicad.daemon.listener import Pauses
+from replicad.daemon.outbox import Outbox
 from replicad.daemon.poller import Outages
 from replicad.daemon.relay import Pace as RelayPace
 from replicad.daemon.session import Session
@@ -273,7 +274,7 @@ FAULTS = (
     Fault("trouble book", troubles, "write", cause_trouble),
     Fault("accept", trio.SocketListener, "accept", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
     Fault("session: reader", Session, "_take", talk, is_victim, codes=DEFECTS),
-    Fault("session: writer", Session, "_take_posted", talk, is_victim, codes=DEFECTS),
+    Fault("session: writer", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),
 )
 
 

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 
 from replicad.config.settings import ServerSettings
 from replicad.daemon.hub import Hub
-from replicad.daemon.session import MAX_POSTED, Session
+from replicad.daemon.outbox import MAX_POSTED
+from replicad.daemon.session import Session
 from replicad.daemon.troubles import QUIET, Troubles
 from replicad.errors import LocalProtocolError, TubeRefused
 from replicad.protocol.command import Command

@@ -1,0 +1,243 @@
+"""The sending side of one session: what is queued, which task sends, and whether the socket is free now.
+
+Three sources are sent, each in whole lines and one at a time: lines queued by `post_line`, answers streamed by `send`,
+and the chunks of the journals (`read`). A task sends only while there is something to send; an idle session has none.
+`offer` sends without any task, if nothing else is queued or being sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from replicad.daemon.journal import Channel, Reader
+from replicad.daemon.outlet import Outlet, Piece
+from replicad.daemon.service import HangUp
+from replicad.errors import ReplicadError, RowUnreadable
+from replicad.protocol.states import CloseReason
+
+MAX_POSTED = 1 << 20  # bytes of queued lines for a peer that reads nothing; exceeded by at most one line
+
+
+class Owner(Protocol):
+    """What the sending side needs of its session."""
+
+    def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run a task until the session ends. An exception that it raises ends the session."""
+
+    def hang_up(self, reason: CloseReason, text: str = "") -> None:
+        """End the session soon; the text is sent to the peer as ERROR."""
+
+    def note_sent(self) -> None:
+        """Lines were sent: the next PING is due later."""
+
+
+class Outbox:
+    """Sends to one peer. At most one task sends at a time; others wait for their turn."""
+
+    def __init__(self, stream: trio.abc.SendStream, owner: Owner, stall_timeout: float) -> None:
+        """`stall_timeout`: the seconds within which the peer must accept what is sent at once. Call `open` next."""
+        self._owner: Owner | None = owner
+        self._outlet = Outlet(stream, stall_timeout)
+        self._turn = trio.Lock()  # held by the task that sends
+        self._posted: deque[bytes] = deque()
+        self._posted_bytes = 0  # without the preambles of `read`
+        self._readers: list[Reader] = []
+        self._rest: Sequence[Piece] = ()  # what the socket did not take of an offer: half a line, to be sent first
+        self._opened = self._closing = False
+        self._runs = self._again = False  # whether the sending task exists, and looks once more before it ends
+
+    # --- what is to be sent ---
+
+    def post_line(self, line: bytes) -> None:
+        """Queue a rendered line with its newline. Never raises. A peer whose queue is full is disconnected."""
+        if self._posted_bytes >= MAX_POSTED:
+            self._hang_up(CloseReason.SLOW_READER, "slow_reader: answers are not read; reconnect and resume")
+            return
+        self._posted.append(line)
+        self._posted_bytes += len(line)
+        self.wake()
+
+    async def send(self, *pieces: Piece) -> None:
+        """Send whole lines with nothing in between; waits until the socket has accepted them."""
+        await self._wait_for_turn()
+        try:
+            await self._send_all(pieces)
+        finally:
+            self._turn.release()
+
+    async def flush(self) -> None:
+        """Send the lines that are queued already, so that the next `send` comes after them."""
+        await self._wait_for_turn()
+        try:
+            if self._posted:
+                await self._send_all([self._take_posted()])
+        finally:
+            self._turn.release()
+
+    def read(
+        self,
+        channel: Channel,
+        cursor: int,
+        *,
+        extended: bool,
+        preamble: bytes = b"",
+        on_stop: Callable[[RowUnreadable], None] | None = None,
+    ) -> Reader:
+        """Send the chunks of a journal from `cursor` on, after the queued lines and then `preamble` (whole lines).
+
+        A preamble does not count towards the limit of the queue: there is one for each stream. If the stream stops
+        before an unreadable row, all rows before it are sent; then the reading ends and `on_stop` is called.
+
+        Raises:
+            SlowReader: the chunk is no longer held.
+        """
+        reader = channel.subscribe(cursor, self.wake, extended=extended)
+        reader.on_fall = partial(self._fall, reader)
+        reader.on_stop = on_stop
+        self._readers.append(reader)
+        if preamble:
+            self._posted.append(preamble)
+        self.wake()
+        return reader
+
+    # --- who sends ---
+
+    @property
+    def busy(self) -> bool:
+        """Whether lines are queued or being sent."""
+        return bool(self._posted or self._rest or self._runs or self._closing or self._turn.locked())
+
+    @property
+    def free(self) -> bool:
+        """Whether `offer` would send now: on a plain socket, if nothing is queued and no task is sending."""
+        return self._outlet.direct and self._opened and not self.busy
+
+    def offer(self, *pieces: Piece) -> bool:
+        """Send whole lines now, without a task. False, and nothing is sent, unless the socket is `free`.
+
+        What the socket does not take is sent by a task before anything else. If the connection is lost, the session
+        ends soon.
+        """
+        if not self.free:
+            return False
+        try:
+            self._rest = self._outlet.send_nowait(pieces)
+        except trio.BrokenResourceError:
+            self._hang_up(CloseReason.PEER_LOST)
+            return True
+        self._note_sent()
+        if self._rest:
+            self.wake()
+        return True
+
+    def open(self) -> None:
+        """Begin to send. Lines may have been queued before."""
+        self._opened = True
+        if self._posted or self._readers:
+            self.wake()
+
+    def wake(self) -> None:
+        """There is something to send: start the task that sends, unless it runs."""
+        if self._runs:
+            self._again = True
+        elif self._opened and not self._closing and self._owner is not None:
+            self._runs = True
+            self._owner.start(self._run)
+
+    async def _run(self) -> None:
+        """Send the queued lines and the new chunks of the journals until there are no more."""
+        while True:
+            self._again = False
+            await self._wait_for_turn()
+            try:
+                pieces = self._take_chunks()
+                if self._posted:
+                    pieces.insert(0, self._take_posted())
+                if pieces or self._rest:
+                    await self._send_all(pieces)
+            finally:
+                self._turn.release()
+            if not pieces and not self._again:
+                self._runs = False
+                return
+
+    def _take_chunks(self) -> list[Piece]:
+        """The new chunks of the journals. Removes a reader whose stream has stopped after its last chunk."""
+        pieces: list[Piece] = []
+        for reader in tuple(self._readers):
+            taken = reader.take_nowait()
+            pieces += taken
+            if not taken and (why := reader.stopped) is not None:
+                self._readers.remove(reader)
+                reader.close()
+                if reader.on_stop is not None:
+                    reader.on_stop(why)
+        return pieces
+
+    def _take_posted(self) -> bytes:
+        lines = b"".join(self._posted)
+        self._posted.clear()
+        self._posted_bytes = 0
+        return lines
+
+    async def _wait_for_turn(self) -> None:
+        """Acquire the right to send. Waits forever once the session is closing."""
+        try:
+            self._turn.acquire_nowait()  # the usual case, without the scheduler
+        except trio.WouldBlock:
+            await self._turn.acquire()
+        if self._closing:
+            self._turn.release()
+            await trio.sleep_forever()
+
+    async def _send_all(self, pieces: Sequence[Piece]) -> None:
+        """Send; the caller has the turn. A peer that does not accept them within the stall time is disconnected."""
+        if self._rest:
+            pieces, self._rest = [*self._rest, *pieces], ()
+        try:
+            await self._outlet.send(pieces)
+        except trio.TooSlowError:
+            raise HangUp(CloseReason.SLOW_READER, "slow_reader: nothing was read in time") from None
+        self._note_sent()
+
+    # --- the end ---
+
+    @property
+    def torn(self) -> bool:
+        """Whether the peer may have half a line: nothing that is sent now could be parsed."""
+        return self._outlet.torn
+
+    async def finish(self, grace: float) -> None:
+        """Let the present `send` end and send the queued lines, so that ERROR begins on a new line. Bounded."""
+        self._closing = True
+        with trio.move_on_after(grace):
+            async with self._turn:
+                if self._posted or self._rest:
+                    await self._send_all([self._take_posted()])
+
+    def close(self) -> list[Reader]:
+        """Drop everything that is queued, and the owner. Returns the readers, for the caller to close."""
+        self._closing = True
+        self._posted.clear()
+        self._rest = ()
+        readers, self._readers = self._readers, []
+        self._owner = None
+        return readers
+
+    def _fall(self, reader: Reader) -> None:
+        """The journal has dropped a reader. The session ends at once: its task may hang in a send."""
+        refusal: ReplicadError = reader.refusal()
+        self._hang_up(CloseReason.SLOW_READER, f"{refusal.code}: {refusal}")
+
+    def _hang_up(self, reason: CloseReason, text: str = "") -> None:
+        if self._owner is not None:
+            self._owner.hang_up(reason, text)
+
+    def _note_sent(self) -> None:
+        if self._owner is not None:
+            self._owner.note_sent()

@@ -28,11 +28,32 @@ class Limits:
         4 * _KIB,
         64 * _MIB,
     )
+    first_line: int = amount(  # AUTH, NAME and any other command that a client begins with are shorter
+        4 * _KIB,
+        "Longest line accepted from a client before its first valid command (if a token is set: before AUTH).",
+        512,
+        64 * _MIB,
+    )
+    unfinished_bytes: int = amount(  # lines above --first-line arrive within milliseconds, or are an attack
+        64 * _MIB,
+        "Memory for unfinished lines of all clients together. Beyond it the client whose line is oldest is cut.",
+        _MIB,
+        64 * _GIB,
+    )
     line_timeout: float = _time(  # a line is one or two packets
         30.0, "A line that a client began must end within this time.", 0.1
     )
     max_connections: int = count(  # 10,000 workers, and some for people and health checks
         12_000, "Connections at the same time. One more gets an ERROR and is closed.", 1, 1_000_000
+    )
+    max_newcomers: int = count(  # a client sends its first command with its first packet
+        1000,
+        "Connections that have not sent a valid command (with a token: AUTH). One more, and the oldest is closed.",
+        1,
+        1_000_000,
+    )
+    tls_handshakes: int = count(  # half a round trip each; a thousand workers that reconnect are through in a second
+        500, "TLS handshakes at the same time. One more, and the oldest is closed.", 1, 1_000_000
     )
     max_pending: int = count(  # for each service: requests for streams and for tubes have separate queues
         256,
@@ -41,6 +62,10 @@ class Limits:
         100_000,
     )
     auth_timeout: float = _time(10.0, "If a token is set, a client must send AUTH within this time.", 0.1)
+    first_command_timeout: float = _time(  # a person with netcat has to type it
+        60.0, "A client must send its first valid command within this time.", 0.1
+    )
+    tls_timeout: float = _time(10.0, "A TLS handshake must end within this time.", 0.1)
     ping_interval: float = _time(  # as in Synapse
         5.0, "Every client is sent at least one command in this time, if necessary a PING.", 0.05
     )
@@ -49,6 +74,21 @@ class Limits:
     )
     stall_timeout: float = _time(  # longer than a short network failure; a connection to Postgres waits meanwhile
         60.0, "A client that reads nothing of an answer for this long is disconnected.", 0.1
+    )
+    queued_bytes: int = amount(  # ten thousand answers
+        _MIB,
+        "Answers and relayed lines that may wait for one client; a client that reads so slowly is disconnected.",
+        64 * _KIB,
+        _GIB,
+    )
+    relay_bytes: int = amount(  # ten thousand lines; senders wait for room, other daemons' oldest lines are dropped
+        _MIB, "Lines for all clients (REMOTE_SERVER_UP, LOCK_RELEASED) that may wait to be sent.", 64 * _KIB, _GIB
+    )
+    turn_lines: int = count(  # half a millisecond
+        32, "Lines of one client that are handled before other clients get their turn.", 1, 100_000
+    )
+    turn_bytes: int = amount(  # splitting so much into lines takes less than a millisecond, even if they are blank
+        8 * _KIB, "Bytes of one client that are handled before other clients get their turn.", 512, _MIB
     )
     journal_bytes: int = amount(  # the only memory that grows with the traffic, whatever the number of clients
         64 * _MIB,

@@ -14,6 +14,7 @@ import trio
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.files import EXTRA_CLIENTS
+from replicad.daemon.handshakes import Handshakes
 from replicad.daemon.hub import Hub
 from replicad.daemon.installing import install_all
 from replicad.daemon.listener import Acceptor, Pauses, open_listeners
@@ -147,14 +148,18 @@ async def open_daemon(
         await install_all(pools.short, settings.database)
         vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
         troubles = Troubles()
-        hub = Hub(budget.connections, troubles)
+        hub = Hub(budget.connections, troubles, settings.limits)
         relay = Relay(pools.relays, settings.database.stream_schema, vocabulary, troubles, pace.relay)
         poller = Poller(horizon, settings.limits, troubles, recover, pace.outages)
         host = Host(settings, pools, poller, hub, relay, troubles)
         services = {feature.name: feature.open(host) for feature in features}
         async with trio.open_nursery() as nursery:
             everything = [Relaying(hub, relay), *services.values()]
-            jobs = [Job("poller", poller.run), *(job for service in everything for job in service.jobs())]
+            jobs = [
+                Job("poller", poller.run),
+                Job("sessions", hub.run),
+                *(job for service in everything for job in service.jobs()),
+            ]
             await _start(nursery, jobs, troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending)
             async with _serving(settings, listeners, hub, dispatch, vocabulary, pauses=pace.accepting) as addresses:
@@ -187,6 +192,7 @@ async def _serving(
 ) -> AsyncIterator[tuple[Address, ...]]:
     """Accept clients and serve them. At the end they are sent the reason and get half of `stop_grace` to disconnect."""
     full = _too_many(settings, hub.limit)
+    tls = settings.ssl_context()
 
     async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
         session = Session(stream, peer, settings, hub, vocabulary)
@@ -206,7 +212,7 @@ async def _serving(
             room=hub.limit + EXTRA_CLIENTS,
             full=full,
             refused=hub.refuse,
-            tls=settings.ssl_context(),
+            secure=None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout).shake,
             pauses=pauses,
         )
         async with trio.open_nursery() as accepting:
@@ -225,7 +231,7 @@ def _log_ready(settings: ServerSettings, addresses: Sequence[Address], summary: 
 
 def _too_many(settings: ServerSettings, limit: int) -> bytes:
     """The lines for a client above the limit. SERVER comes first, so that a health check sees a running daemon."""
-    text = f"too_many_connections: this server takes {limit} connections; try again later"
+    text = f"too_many_connections: this server takes {limit} connections (--max-connections); try again later"
     return "".join(f"{command.render()}\n" for command in (Server(settings.server_name), Error(text))).encode()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+import structlog
 import trio
 
+from replicad.daemon import cuts
 from replicad.daemon.hub import Hub
 from replicad.daemon.relay import Relay
 from replicad.daemon.service import Answer, Answers, HangUp, Job, Peer, Service
@@ -14,7 +16,8 @@ from replicad.daemon.session import Session
 from replicad.errors import ProtocolError, ReplicadError, SlowReader
 from replicad.protocol.command import Command
 from replicad.protocol.commands import LockReleased, RemoteServerUp
-from replicad.protocol.states import CloseReason
+
+log = structlog.get_logger()
 
 
 class Dispatch:
@@ -23,46 +26,55 @@ class Dispatch:
     def __init__(self, services: Sequence[Service], max_pending: int) -> None:
         """`max_pending`: requests of one client that may wait in one service's queue."""
         self.received: Counter[str] = Counter()  # commands by name, since the start
-        self._services = services
-        self._max_pending = max_pending
+        self.services = services
+        self.max_pending = max_pending
+        self.service_of: dict[type[Command], Service] = {}  # made with the first command of the first session
 
     def conversation(self, session: Session) -> Callable[[Command], Awaitable[None]]:
         """The handler of one session's commands."""
-        return Conversation(session, self._services, self._max_pending, self.received).handle
+        return Conversation(session, self).handle
 
 
 class Conversation:
-    """The commands of one session."""
+    """The commands of one session. A service is asked for its answers with the first command that it answers."""
 
-    def __init__(self, session: Session, services: Sequence[Service], max_pending: int, received: Counter[str]) -> None:
+    __slots__ = ("_answers", "_dispatch", "_session")
+
+    def __init__(self, session: Session, dispatch: Dispatch) -> None:
         self._session = session
-        self._services = services
-        self._max_pending = max_pending
-        self._received = received
-        self._answers: Mapping[type[Command], Answer] = {}  # made with the first command
+        self._dispatch = dispatch
+        self._answers: dict[type[Command], Answer] = {}
 
     async def handle(self, command: Command) -> None:
         """Answer one command or queue it. A refusal is sent as ERROR; the connection stays open."""
-        if not self._answers:
-            self._answers = self._collect()
-        self._received[command.NAME] += 1
-        self._session.log.debug("command", command=command.NAME)
+        session = self._session
+        self._dispatch.received[command.NAME] += 1
+        log.debug("command", session=session.number, peer=session.peer, name=session.name, command=command.NAME)
+        answer = self._answers.get(type(command)) or self._find(type(command))
         try:
-            await self._answers[type(command)](command)
+            await answer(command)
         except (ProtocolError, SlowReader):
             raise
         except ReplicadError as error:
-            self._session.refuse(error)
+            session.refuse(error)
 
-    def _collect(self) -> Mapping[type[Command], Answer]:
-        found: dict[type[Command], Answer] = {}
-        for service in self._services:
-            answers = service.answers(self._session)
-            found |= answers.at_once
-            if answers.in_turn:
-                queue = _Queue(self._session, self._max_pending, answers.in_turn)
-                found |= dict.fromkeys(answers.in_turn, queue.put)
-        return found
+    def _find(self, kind: type[Command]) -> Answer:
+        """The answer to a kind of command whose service was not asked before, and its other answers."""
+        known = self._dispatch.service_of
+        if known:
+            self._collect(known[kind])
+        else:
+            for service in self._dispatch.services:
+                known |= dict.fromkeys(self._collect(service), service)
+        return self._answers[kind]
+
+    def _collect(self, service: Service) -> list[type[Command]]:
+        answers = service.answers(self._session)
+        self._answers |= answers.at_once
+        if answers.in_turn:
+            queue = _Queue(self._session, self._dispatch.max_pending, answers.in_turn)
+            self._answers |= dict.fromkeys(answers.in_turn, queue.put)
+        return [*answers.at_once, *answers.in_turn]
 
 
 class Relaying:
@@ -84,7 +96,6 @@ class Relaying:
         async def pass_on(command: Command) -> None:
             self._relay.broadcast(command)
             self._hub.relay(command, peer)
-            await trio.lowlevel.checkpoint()  # let the other sessions send it before the next command of a burst
 
         return Answers(at_once={RemoteServerUp: pass_on, LockReleased: pass_on})
 
@@ -94,46 +105,48 @@ class Relaying:
 
 
 class _Queue:
-    """Requests of one session, answered one after another. A refusal is sent as ERROR; the connection stays open."""
+    """Requests of one session, answered one after another by a task that exists while there are any.
+
+    A refusal is sent as ERROR; the connection stays open.
+    """
+
+    __slots__ = ("_answers", "_idle", "_known", "_limit", "_session", "_waiting")
 
     def __init__(self, session: Session, limit: int, answers: Mapping[type[Command], Answer]) -> None:
         self._session = session
         self._limit = limit
         self._answers = answers
-        self._send, self._receive = trio.open_memory_channel[Command](limit)
-        self._started = False
-        self._unanswered = 0
-        self._idle = trio.Event()  # set when the last request has been answered; then replaced
+        self._waiting: deque[Command] | None = None  # while there are requests
+        self._known = False  # to the session, which waits for the answers at its end
+        self._idle: trio.Event | None = None  # set when the last request has been answered
 
     async def wait_answered(self) -> None:
         """Wait until every request has been answered."""
-        while self._unanswered:
+        if self._waiting is not None:
+            self._idle = trio.Event()
             await self._idle.wait()
 
     async def put(self, command: Command) -> None:
         """Queue a request. A client with more than `limit` unanswered requests is disconnected."""
-        if not self._started:
-            self._started = True
-            self._session.start(self._work)
+        if not self._known:
+            self._known = True
             self._session.before_end(self.wait_answered)
-        try:
-            self._send.send_nowait(command)
-            self._unanswered += 1
-        except trio.WouldBlock:
-            raise HangUp(
-                CloseReason.TOO_MANY_REQUESTS,
-                f"too_many_requests: more than {self._limit} requests wait; read the answers first",
-            ) from None
+        if self._waiting is None:
+            self._waiting = deque()
+            self._session.start(self._work, self._waiting)
+        if len(self._waiting) >= self._limit:
+            raise HangUp(*cuts.too_many_requests(self._limit))
+        self._waiting.append(command)
 
-    async def _work(self) -> None:
-        async for command in self._receive:
+    async def _work(self, waiting: deque[Command]) -> None:
+        while waiting:
+            command = waiting.popleft()
             try:
                 await self._answers[type(command)](command)
             except (ProtocolError, SlowReader):
                 raise
             except ReplicadError as error:
                 self._session.refuse(error)
-            self._unanswered -= 1
-            if not self._unanswered:
-                self._idle.set()
-                self._idle = trio.Event()
+        self._waiting = None
+        if self._idle is not None:
+            self._idle.set()

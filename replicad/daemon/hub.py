@@ -1,4 +1,4 @@
-"""The open sessions: their maximum number, commands for all of them, and counts of why connections ended.
+"""The open sessions: their maximum number, what they share, and counts of why connections ended.
 
 A command for all sessions is rendered once, before any session gets it. If that fails, only its sender is concerned.
 """
@@ -6,20 +6,29 @@ A command for all sessions is rendered once, before any session gets it. If that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import trio
+
+from replicad.config.limits import Limits
+from replicad.daemon.allowance import Allowance
+from replicad.daemon.announcing import Announcing
+from replicad.daemon.deadlines import Deadlines
+from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
+from replicad.daemon.turns import Turns
 from replicad.protocol.command import Command
+from replicad.protocol.connection import Timing
 from replicad.protocol.states import CloseReason
 
 
 class Member(Protocol):
     """What the hub needs of a session."""
 
-    def post_line(self, line: bytes) -> None:
-        """Queue a rendered line without waiting. Never raises. A peer whose queue is full is disconnected."""
+    def deliver(self, lines: bytes) -> None:
+        """Send whole lines now, if the socket is free, or queue them. Never raises."""
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the text is sent to the peer as ERROR."""
@@ -27,24 +36,46 @@ class Member(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HubStatistics:
-    """`closed` counts ended connections by reason since the start."""
+    """The first four are present values, the others counts since the start; `closed` is by reason.
+
+    `newcomers` have not sent a command yet; `unfinished` are bytes of long unfinished lines. `turns` counts how often a
+    client's input had to wait for another turn of the event loop.
+    """
 
     connected: int
+    handshakes: int
+    newcomers: int
+    unfinished: int
     accepted: int
     refused: int
+    handshakes_cut: int
+    newcomers_cut: int
+    announced: int
+    announcements_dropped: int
+    turns: int
     closed: Mapping[str, int]
 
 
 class Hub:
-    """The set of open sessions. `limit` is their maximum; failures of a session are recorded in `troubles`."""
+    """The set of open sessions, and what they share. `limit` is their maximum, TLS handshakes included.
 
-    def __init__(self, limit: int, troubles: Troubles | None = None) -> None:
+    Failures of a session are recorded in `troubles`. `run` must run while there are sessions.
+    """
+
+    def __init__(self, limit: int, troubles: Troubles | None = None, limits: Limits = Limits()) -> None:
         self.limit = limit
+        self.timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
+        self.deadlines = Deadlines()
+        self.turns = Turns(limits.turn_lines, limits.turn_bytes)
+        self.handshakes = Allowance(limits.tls_handshakes)
+        self.newcomers = Allowance(limits.max_newcomers)
+        self.unfinished = Allowance(limits.unfinished_bytes)
         self.troubles = troubles or Troubles()
         self._sessions: set[Member] = set()
         self._accepted = 0
         self._refused = 0
         self._closed: Counter[str] = Counter()
+        self.announcing = Announcing(self._sessions, limits.relay_bytes)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -53,13 +84,31 @@ class Hub:
         return iter(self._sessions)
 
     def admit(self, session: Member) -> bool:
-        """Add a session. False, and nothing is changed, if the limit is reached."""
-        if len(self._sessions) >= self.limit:
-            self.refuse()
+        """Add a session. False if the limit is reached, and no connection whose client is not known gives way."""
+        if not self._has_room():
             return False
         self._accepted += 1
         self._sessions.add(session)
         return True
+
+    def admit_handshake(self, handshake: object, cut: Callable[[], None]) -> bool:
+        """Count a TLS handshake as a connection. `cut` ends it, when there are too many. False as `admit`.
+
+        Call `handshakes.leave` at its end.
+        """
+        if not self._has_room():
+            return False
+        self.handshakes.hold(handshake, cut)
+        return True
+
+    def _has_room(self) -> bool:
+        """Whether there is room for one more. If not, a handshake gives way, or a client that has sent no command."""
+        if len(self._sessions) + len(self.handshakes) < self.limit:
+            return True
+        if self.handshakes.cut_oldest() or self.newcomers.cut_oldest():
+            return True
+        self.refuse()
+        return False
 
     def refuse(self) -> None:
         """Count a refused connection."""
@@ -72,16 +121,32 @@ class Hub:
             self._closed[reason.value] += 1
 
     def relay(self, command: Command, sender: object | None) -> None:
-        """Post a command to every session except its sender.
+        """Have a command sent to every session except its sender.
 
         Raises:
-            LocalProtocolError: it cannot be rendered; nothing was posted.
+            LocalProtocolError: it cannot be rendered; nothing is sent.
         """
-        line = command.render().encode() + b"\n"
-        for session in list(self._sessions):
-            if session is not sender:
-                session.post_line(line)
+        self.announcing.put(command.render().encode() + b"\n", sender)
+
+    async def run(self, restarts: Restarts = Restarts()) -> None:
+        """Keep the deadlines of all sessions, and hand out what is for all of them, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for name, job in (("deadlines", self.deadlines.run), ("announcing", self.announcing.run)):
+                nursery.start_soon(keep_running, job, "service", f"sessions: {name}", self.troubles, restarts)
 
     def statistics(self) -> HubStatistics:
         """Counts, as one frozen value."""
-        return HubStatistics(len(self._sessions), self._accepted, self._refused, dict(self._closed))
+        return HubStatistics(
+            connected=len(self._sessions),
+            handshakes=len(self.handshakes),
+            newcomers=len(self.newcomers),
+            unfinished=self.unfinished.used,
+            accepted=self._accepted,
+            refused=self._refused,
+            handshakes_cut=self.handshakes.cut,
+            newcomers_cut=self.newcomers.cut,
+            announced=self.announcing.announced,
+            announcements_dropped=self.announcing.dropped,
+            turns=self.turns.waits,
+            closed=dict(self._closed),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import ssl
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +18,24 @@ from replicad.errors import EnvironmentRefused
 from replicad.retry import Backoff
 
 BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
-TLS_TIMEOUT = 10.0  # seconds for a client to finish the handshake
+LIVE = 8  # sessions that are begun before other tasks run: each takes some hundred microseconds
+DEAD = 256  # connections that were reset before they were accepted: closing one takes ten microseconds
 PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+# What `accept` reports of the one connection that it removed from the queue (Linux, accept(2)): no reason for a pause.
+_OF_ONE = {
+    getattr(errno, name)
+    for name in (
+        "ECONNABORTED", "EPROTO", "EPERM", "EINTR", "ENOPROTOOPT", "EOPNOTSUPP", "ECONNRESET", "ETIMEDOUT",
+        "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENONET",
+    )
+    if hasattr(errno, name)
+}  # fmt: skip
 log = structlog.get_logger()
 
 Serve = Callable[[trio.abc.Stream, str], Awaitable[object]]
+Secure = Callable[[trio.SocketStream, str], Awaitable[trio.abc.Stream | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,9 @@ class Acceptor:
 
     `room` is the maximum of client sockets, including those that are being refused. One more is closed at once; without
     TLS it is sent `full` before. So clients cannot use up the file descriptors that the daemon needs.
+
+    All connections that wait are accepted, LIVE in a turn of the event loop. One that was reset meanwhile is closed
+    without a session.
     """
 
     def __init__(
@@ -68,19 +82,22 @@ class Acceptor:
         room: int,
         full: bytes,
         refused: Callable[[], None],
-        tls: ssl.SSLContext | None = None,
+        secure: Secure | None = None,
         pauses: Pauses = Pauses(),
     ) -> None:
-        """`refused` is called for each connection that is closed because `room` is used up."""
+        """`refused` is called for each connection that is closed because `room` is used up. `secure` returns the stream
+        after the TLS handshake; None if that failed, or there is no room for it.
+        """
         self._serve = serve
         self._sessions = sessions
         self._troubles = troubles
         self._room = room
         self._full = full
         self._refused = refused
-        self._tls = tls
+        self._secure = secure
         self._pauses = pauses
         self._inside = 0
+        self.dead = 0  # connections that were reset before they were accepted, since the start
 
     async def accept_forever(self, listener: trio.SocketListener) -> None:
         """Accept until cancelled.
@@ -90,15 +107,40 @@ class Acceptor:
         """
         backoff = Backoff(self._pauses.first, self._pauses.longest, jitter=0.0)
         async with listener:
-            while True:
-                try:
-                    self._enter(await listener.accept())
-                except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
-                    self._report_failure(error)
-                    await trio.sleep(backoff.next_delay())
-                else:
-                    self._troubles.end(*PLACE)
-                    backoff.reset()
+            waiting = _plain_copy(listener)
+            try:
+                while True:
+                    try:
+                        self._enter(await listener.accept())
+                        self._accept_waiting(waiting)
+                    except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
+                        if isinstance(error, OSError) and error.errno in _OF_ONE:
+                            self.dead += 1
+                            continue
+                        self._report_failure(error)
+                        await trio.sleep(backoff.next_delay())
+                    else:
+                        self._troubles.end(*PLACE)
+                        backoff.reset()
+            finally:
+                if waiting is not None:
+                    waiting.close()
+
+    def _accept_waiting(self, waiting: socket.socket | None) -> None:
+        """Accept more of the connections that wait, as many as one turn of the event loop should take."""
+        live = 1
+        dead = self.dead
+        while waiting is not None and live < LIVE and self.dead < dead + DEAD:
+            try:
+                accepted, _ = waiting.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _OF_ONE:
+                    raise
+                self.dead += 1
+                continue
+            live += self._enter(trio.SocketStream(trio.socket.from_stdlib_socket(accepted)))
 
     def _report_failure(self, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -108,47 +150,52 @@ class Acceptor:
         else:
             self._troubles.fail(*PLACE, error)
 
-    def _enter(self, stream: trio.SocketStream) -> None:
+    def _enter(self, stream: trio.SocketStream) -> bool:
+        """Begin to serve a connection; False if there was nothing to serve."""
+        peer = _peer_of(stream)
+        if peer is None:
+            self.dead += 1
+            stream.socket.close()
+            return False
         if self._inside >= self._room:
             self._refused()
-            if self._tls is None:
+            if self._secure is None:
                 with suppress(OSError):
                     os.write(stream.socket.fileno(), self._full)  # fits into the send buffer of a new socket
             stream.socket.close()
-            return
-        self._sessions.start_soon(self._serve_one, stream)
+            return True
+        self._sessions.start_soon(self._serve_one, stream, peer)
         self._inside += 1
+        return True
 
-    async def _serve_one(self, stream: trio.SocketStream) -> None:
+    async def _serve_one(self, stream: trio.SocketStream, peer: str) -> None:
         """Serve one connection. A failure is recorded and ends only this connection."""
         try:
-            peer = _peer_of(stream)
             with self._troubles.contain_and_record("session", peer, "serve"):
-                if self._tls is None:
+                if self._secure is None:
                     await self._serve(stream, peer)
-                elif (secured := await _shake_hands(stream, peer, self._tls)) is not None:
+                elif (secured := await self._secure(stream, peer)) is not None:
                     await self._serve(secured, peer)
         finally:
             self._inside -= 1
             stream.socket.close()
 
 
-async def _shake_hands(stream: trio.SocketStream, peer: str, tls: ssl.SSLContext) -> trio.abc.Stream | None:
-    secured = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
-    try:
-        with trio.fail_after(TLS_TIMEOUT):
-            await secured.do_handshake()
-    except (trio.BrokenResourceError, trio.TooSlowError, ssl.SSLError) as error:
-        cause = error.__cause__ or error
-        log.warning("tls_refused", peer=peer, error=str(cause) or type(cause).__name__)
-        await trio.aclose_forcefully(secured)
+def _plain_copy(listener: trio.SocketListener) -> socket.socket | None:
+    """The same listening socket, to be asked without waiting. None for a listener that is none."""
+    if not isinstance(listener, trio.SocketListener):
         return None
-    return secured
+    copy = socket.socket(fileno=os.dup(listener.socket.fileno()))
+    copy.setblocking(False)
+    return copy
 
 
-def _peer_of(stream: trio.SocketStream) -> str:
+def _peer_of(stream: trio.SocketStream) -> str | None:
+    """The address of the other end; None if the connection has been reset."""
     try:
         host, port, *_ = stream.socket.getpeername()
-    except OSError:  # closed already
+    except OSError:
+        return None
+    except ValueError:  # no address: a pair of sockets
         return "unknown"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

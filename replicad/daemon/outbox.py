@@ -7,20 +7,19 @@ and the chunks of the journals (`read`). A task sends only while there is someth
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
 import trio
 
+from replicad.daemon import cuts
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outlet import Outlet, Piece
 from replicad.daemon.service import HangUp
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.states import CloseReason
-
-MAX_POSTED = 1 << 20  # bytes of queued lines for a peer that reads nothing; exceeded by at most one line
 
 
 class Owner(Protocol):
@@ -39,28 +38,54 @@ class Owner(Protocol):
 class Outbox:
     """Sends to one peer. At most one task sends at a time; others wait for their turn."""
 
-    def __init__(self, stream: trio.abc.SendStream, owner: Owner, stall_timeout: float) -> None:
-        """`stall_timeout`: the seconds within which the peer must accept what is sent at once. Call `open` next."""
+    __slots__ = (
+        "_again",
+        "_closing",
+        "_gathers",
+        "_most",
+        "_opened",
+        "_outlet",
+        "_owner",
+        "_posted",
+        "_posted_bytes",
+        "_readers",
+        "_rest",
+        "_runs",
+        "_stall_timeout",
+        "_turn",
+        "_woken",
+    )
+
+    def __init__(
+        self, stream: trio.abc.SendStream, owner: Owner, stall_timeout: float, queued_bytes: int = 1 << 20
+    ) -> None:
+        """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `queued_bytes`: how much
+        may be queued for a peer that reads nothing; exceeded by at most one line. Call `open` next.
+        """
+        self._stall_timeout = stall_timeout
+        self._most = queued_bytes
         self._owner: Owner | None = owner
         self._outlet = Outlet(stream, stall_timeout)
         self._turn = trio.Lock()  # held by the task that sends
-        self._posted: deque[bytes] = deque()
+        self._posted: list[bytes] = []
         self._posted_bytes = 0  # without the preambles of `read`
         self._readers: list[Reader] = []
         self._rest: Sequence[Piece] = ()  # what the socket did not take of an offer: half a line, to be sent first
         self._opened = self._closing = False
         self._runs = self._again = False  # whether the sending task exists, and looks once more before it ends
+        self._gathers = self._woken = False  # whether lines are gathered, and there were chunks of journals meanwhile
 
     # --- what is to be sent ---
 
     def post_line(self, line: bytes) -> None:
         """Queue a rendered line with its newline. Never raises. A peer whose queue is full is disconnected."""
-        if self._posted_bytes >= MAX_POSTED:
-            self._hang_up(CloseReason.SLOW_READER, "slow_reader: answers are not read; reconnect and resume")
+        if self._posted_bytes >= self._most:
+            self._hang_up(*cuts.answers_not_read(self._most))
             return
         self._posted.append(line)
         self._posted_bytes += len(line)
-        self.wake()
+        if not self._gathers:
+            self.wake()
 
     async def send(self, *pieces: Piece) -> None:
         """Send whole lines with nothing in between; waits until the socket has accepted them."""
@@ -110,7 +135,11 @@ class Outbox:
     @property
     def busy(self) -> bool:
         """Whether lines are queued or being sent."""
-        return bool(self._posted or self._rest or self._runs or self._closing or self._turn.locked())
+        return bool(self._posted) or self._sends
+
+    @property
+    def _sends(self) -> bool:
+        return bool(self._rest) or self._runs or self._closing or self._turn.locked()
 
     @property
     def free(self) -> bool:
@@ -125,15 +154,32 @@ class Outbox:
         """
         if not self.free:
             return False
+        self._send_now(pieces)
+        return True
+
+    def _send_now(self, pieces: Sequence[Piece]) -> None:
         try:
             self._rest = self._outlet.send_nowait(pieces)
         except trio.BrokenResourceError:
             self._hang_up(CloseReason.PEER_LOST)
-            return True
+            return
         self._note_sent()
         if self._rest:
             self.wake()
-        return True
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Queue the lines of the block, and send them together at its end, without a task if the socket is free."""
+        self._gathers = True
+        try:
+            yield
+        finally:
+            self._gathers = False
+            if self._posted and self._opened and self._outlet.direct and not self._sends:
+                self._send_now([self._take_posted()])
+            if self._posted or self._woken:
+                self._woken = False
+                self.wake()
 
     def open(self) -> None:
         """Begin to send. Lines may have been queued before."""
@@ -145,6 +191,8 @@ class Outbox:
         """There is something to send: start the task that sends, unless it runs."""
         if self._runs:
             self._again = True
+        elif self._gathers:
+            self._woken = True
         elif self._opened and not self._closing and self._owner is not None:
             self._runs = True
             self._owner.start(self._run)
@@ -202,7 +250,7 @@ class Outbox:
         try:
             await self._outlet.send(pieces)
         except trio.TooSlowError:
-            raise HangUp(CloseReason.SLOW_READER, "slow_reader: nothing was read in time") from None
+            raise HangUp(*cuts.stalled(self._stall_timeout)) from None
         self._note_sent()
 
     # --- the end ---

@@ -1,62 +1,42 @@
-"""One connection: receives commands, sends keep-alives, and ends with a named reason.
+"""One connection: receives commands, keeps its deadlines, and ends with a named reason.
 
-Commands go to `handle`, which passes them to the services. What is sent goes through the session's `Outbox`.
+Commands go to `handle`, which passes them to the services. What is sent goes through the session's `Outbox`. An idle
+session is one task that waits for input; its keep-alives are sent by the hub's `Deadlines`.
 """
 
 from __future__ import annotations
 
 import hmac
-import ssl
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import trio
 
+from replicad.daemon import cuts
+from replicad.daemon.closing import LOST, RECEIVE_BYTES, error_line, reason_of, send_last_error, text_of
+from replicad.daemon.deadlines import EARLY
 from replicad.daemon.hub import Hub
+from replicad.daemon.inlet import Inlet
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.outlet import Piece
 from replicad.daemon.service import HangUp
-from replicad.errors import (
-    DatabaseError,
-    LocalProtocolError,
-    NotAuthorised,
-    ProtocolError,
-    ReplicadError,
-    RowUnreadable,
-    SlowReader,
-    StreamError,
-)
-from replicad.groups import reporting, sole_leaf
+from replicad.errors import NotAuthorised, ProtocolError, ReplicadError, RowUnreadable
+from replicad.groups import reporting
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.commands import CORE, Auth, Error, Name, Ping, Server
-from replicad.protocol.connection import Connection, Due, Timing
+from replicad.protocol.connection import Connection, Due
+from replicad.protocol.lines import LineTooLong
 from replicad.protocol.states import CloseReason
-from replicad.protocol.words import Side, sendable
+from replicad.protocol.words import Side
 
 if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
 
-RECEIVE_BYTES = 65536
-TURN = 16  # commands of one client before other tasks run: some hundred microseconds
-DRAIN_BYTES = 4 << 20  # of input that is read and discarded after the last ERROR
 ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
-
-_REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
-    (NotAuthorised, CloseReason.NOT_AUTHORISED),
-    (ProtocolError, CloseReason.BAD_LINE),
-    (SlowReader, CloseReason.SLOW_READER),
-    (StreamError, CloseReason.STREAM_ENDED),
-    (DatabaseError, CloseReason.STREAM_ENDED),
-    (trio.BrokenResourceError, CloseReason.PEER_LOST),
-    (trio.ClosedResourceError, CloseReason.PEER_LOST),
-    (ssl.SSLError, CloseReason.PEER_LOST),
-)
-_LOST = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError)  # raised by sending to a disconnected peer
 _numbers = count(1)
 log = structlog.get_logger()
 
@@ -65,7 +45,27 @@ Handler = Callable[[Command], Awaitable[None]]
 
 
 class Session:
-    """One client."""
+    """One client. It is a *newcomer* until its first valid command, or until AUTH where a token is set."""
+
+    __slots__ = (
+        "__weakref__",
+        "_before_end",
+        "_closed_by",
+        "_connection",
+        "_end",
+        "_held",
+        "_hub",
+        "_known_by",
+        "_limits",
+        "_nursery",
+        "_reading",
+        "_stream",
+        "_token",
+        "name",
+        "number",
+        "outbox",
+        "peer",
+    )
 
     def __init__(
         self,
@@ -76,32 +76,33 @@ class Session:
         vocabulary: Vocabulary = CORE,
     ) -> None:
         limits = settings.limits
+        now = trio.current_time()
         self.number = next(_numbers)
         self.peer = peer
         self.name: str | None = None
-        self.log = log.bind(session=self.number, peer=peer)
         self._stream = stream
-        self._settings = settings
+        self._limits = limits
+        self._token = settings.token
         self._hub = hub
-        self._timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
         self._connection = Connection(
             Side.SERVER,
             vocabulary,
-            now=trio.current_time(),
-            timing=self._timing,
-            max_line=limits.max_line,
+            now=now,
+            timing=hub.timing,
+            max_line=min(limits.first_line, limits.max_line),
             wants_auth=settings.token is not None,
         )
-        self._authorised = settings.token is None
-        self._auth_deadline = trio.current_time() + limits.auth_timeout
-        self.outbox = Outbox(stream, self, limits.stall_timeout)
+        wait = limits.auth_timeout if settings.token is not None else limits.first_command_timeout
+        self._known_by: float | None = now + wait  # None: it is known
+        self._held = 0  # bytes of an unfinished line that count towards `unfinished_bytes`
+        self.outbox = Outbox(stream, self, limits.stall_timeout, limits.queued_bytes)
         self._end: tuple[CloseReason, str] | None = None
-        self._ended = trio.Event()
         self._closed_by: list[Callable[[], None]] = []
         self._before_end: list[Callable[[], Awaitable[None]]] = []
-        self._nursery: trio.Nursery
+        self._reading = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None
         self.post(Server(settings.server_name))
-        self.post(Ping(f"{_wall_clock_ms()}"))
+        self.post_line(hub.deadlines.ping(now))
 
     # --- what services call ---
 
@@ -109,6 +110,12 @@ class Session:
     def identity(self) -> str:
         """The client's name (its address if it has none) and number, as shown in lists and leases."""
         return f"{(self.name or self.peer).replace(' ', '_')}#{self.number}"
+
+    @property
+    def log(self) -> Any:
+        """A logger bound to the client's fields; made when it is needed, since most sessions are idle."""
+        bound = log.bind(session=self.number, peer=self.peer)
+        return bound if self.name is None else bound.bind(name=self.name)
 
     def post(self, command: Command) -> None:
         """Queue a command without waiting; never raises. A peer whose queue is full is disconnected.
@@ -118,18 +125,23 @@ class Session:
         try:
             line = self._connection.render(command)
         except Exception as error:  # noqa: BLE001 - logged with its traceback
-            self.hang_up(*self._explain(error))
+            self._fail(error)
         else:
-            self.post_line(line)
+            self.outbox.post_line(line)
 
     def post_line(self, line: bytes) -> None:
         """`post` for a rendered line with its newline."""
         self.outbox.post_line(line)
 
+    def deliver(self, lines: bytes) -> None:
+        """Send whole lines now, if the socket is free, or queue them. Never raises."""
+        if not self.outbox.offer(lines):
+            self.outbox.post_line(lines)
+
     def refuse(self, error: ReplicadError) -> None:
         """Answer a request with ERROR; the connection stays open."""
         self.log.info("request_refused", code=error.code, error=str(error))
-        self.post(_error_line(_text(error)))
+        self.post(error_line(text_of(error)))
 
     async def send(self, *pieces: Piece) -> None:
         """Send whole lines with nothing in between; waits until the socket has accepted them."""
@@ -151,15 +163,11 @@ class Session:
         """`Outbox.read`."""
         return self.outbox.read(channel, cursor, extended=extended, preamble=preamble, on_stop=on_stop)
 
-    def note_sent(self) -> None:
-        """Lines were sent: the next PING is due later."""
-        self._connection.sent(trio.current_time())
-
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the first reason counts."""
         if self._end is None:
             self._end = (reason, text)
-            self._ended.set()
+            self._reading.cancel()
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Call `call` when the session has ended."""
@@ -176,25 +184,21 @@ class Session:
 
         `handle` is called with every command except PING, NAME, AUTH and ERROR, one at a time.
         """
-        self.log.info("session_opened", connected=len(self._hub))
+        log.info("session_opened", session=self.number, peer=self.peer, connected=len(self._hub))
+        self._hub.newcomers.hold(self, self._give_way)
+        self._hub.deadlines.set(self, self._next_deadline())
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 self.outbox.open()
-                self.start(self._mind_deadlines)
-                self.start(self._read, handle)
-                await self._ended.wait()
+                with self._reading:
+                    await self._guarded(self._read, (handle,))
                 await self._finish()
                 nursery.cancel_scope.cancel()
         finally:
             reason, text = self._end or (CloseReason.SERVER_STOPPING, "server stopping")
-            for call in [*(reader.close for reader in self.outbox.close()), *self._closed_by]:
-                try:
-                    call()
-                except Exception as error:  # noqa: BLE001 - the others must be called too
-                    self._record(error, "end")
-            self._hub.leave(self, reason)
-            await self._send_last_error(text)
+            self._leave(reason)
+            await self._close(text if reason is not CloseReason.TOO_MANY_NEWCOMERS else "")
             self.log.info("session_closed", reason=reason.value, error=text or None)
         return reason
 
@@ -203,69 +207,112 @@ class Session:
 
         Does nothing if the session has ended: services may call this before `at_end` has notified them.
         """
-        with suppress(RuntimeError):  # the nursery is closed
-            self._nursery.start_soon(self._guarded, job, args)
+        if self._nursery is not None:
+            with suppress(RuntimeError):  # the nursery is closed
+                self._nursery.start_soon(self._guarded, job, args)
 
     async def _guarded(self, job: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
-        with reporting(lambda error: self.hang_up(*self._explain(error))):
+        with reporting(self._fail):
             await job(*args)
 
     async def _finish(self) -> None:
         try:
-            with suppress(*_LOST):
+            with suppress(*LOST):
                 await self.outbox.finish(ERROR_GRACE)
         except Exception as error:  # noqa: BLE001 - the session ends in any case
             self._record(error, "end")
 
-    def _explain(self, error: BaseException) -> tuple[CloseReason, str]:
-        """The close reason and the text for the peer that belong to an exception. A defect of replicad is logged."""
-        error = sole_leaf(error)
-        if isinstance(error, HangUp):
-            return error.reason, error.text
-        for kind, reason in _REASONS:
-            if isinstance(error, kind) and not isinstance(error, LocalProtocolError):
-                return reason, _text(error) if isinstance(error, ReplicadError) else ""
-        self._record(error, "run")
-        return CloseReason.INTERNAL_ERROR, "internal error; the server's log has it"
+    def _leave(self, reason: CloseReason) -> None:
+        """Leave everything that refers to this session, and drop what it holds. So its memory is freed at once."""
+        for call in [*(reader.close for reader in self.outbox.close()), *self._closed_by]:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - the others must be called too
+                self._record(error, "end")
+        self._closed_by.clear()
+        self._before_end.clear()
+        self._nursery = None
+        self._connection.drop()
+        self._hub.deadlines.forget(self)
+        self._hub.newcomers.leave(self)
+        self._hub.unfinished.leave(self)
+        self._hub.leave(self, reason)
+
+    async def _close(self, text: str) -> None:
+        if text and not self.outbox.torn:  # after half a line the peer could not parse the ERROR
+            with trio.move_on_after(ERROR_GRACE, shield=True):
+                try:
+                    await send_last_error(self._stream, text)
+                except Exception as error:  # noqa: BLE001 - the stream is closed in any case
+                    self._record(error, "end")
+        with trio.CancelScope(shield=True):
+            await trio.aclose_forcefully(self._stream)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the session because of an exception. A defect of replicad is logged."""
+        found = reason_of(error)
+        if found is None:
+            self._record(error, "run")
+            found = (CloseReason.INTERNAL_ERROR, "internal error; the server's log has it")
+        self.hang_up(*found)
 
     def _record(self, error: BaseException, cause: str) -> None:
         self._hub.troubles.record("session", self.identity, cause, error)
-
-    async def _send_last_error(self, text: str) -> None:
-        with trio.move_on_after(ERROR_GRACE, shield=True):
-            try:
-                if text and not self.outbox.torn:  # after half a line the peer could not parse the ERROR
-                    await self._stream.send_all(_error_line(text).render().encode() + b"\n")
-                    if isinstance(self._stream, trio.abc.HalfCloseableStream):
-                        await self._stream.send_eof()
-                    left = DRAIN_BYTES  # closing with unread input sends a reset, which can discard the ERROR
-                    while left > 0 and (data := await self._stream.receive_some(RECEIVE_BYTES)):
-                        left -= len(data)
-            except _LOST:
-                pass  # no client is left to send it to
-            except Exception as error:  # noqa: BLE001 - the stream is closed in any case
-                self._record(error, "end")
-        await trio.aclose_forcefully(self._stream)
 
     # --- reading ---
 
     async def _read(self, handle: Handler) -> None:
         """Handle commands until the peer closes its side or breaks the protocol; queued requests are answered first."""
-        connection = self._connection
+        inlet = Inlet(self._stream)
         try:
-            while data := await self._stream.receive_some(RECEIVE_BYTES):
-                connection.receive_data(bytes(data), trio.current_time())
-                taken = 0
-                while (command := connection.next_command()) is not None:
-                    await self._take(command, handle)
-                    taken += 1
-                    if taken % TURN == 0:
-                        await trio.lowlevel.checkpoint()
-        except ProtocolError:
+            while data := await inlet.receive(RECEIVE_BYTES if self._known_by is None else self._limits.first_line):
+                await self._handle_lines(data, handle)
+        except ProtocolError as error:
             await self._wait_answered()
-            raise
+            if not isinstance(error, LineTooLong):
+                raise
+            known = self._known_by is None
+            self.hang_up(*cuts.too_long(text_of(error), known=known, wants_token=self._token is not None))
+            return
         await self._wait_answered()
         raise HangUp(CloseReason.PEER_CLOSED)
+
+    async def _handle_lines(self, data: bytes, handle: Handler) -> None:
+        """Handle what was received, in slices of one turn's budget."""
+        turns = self._hub.turns
+        for begin in range(0, len(data), turns.size):
+            if begin:
+                await turns.next()
+            self._connection.receive_data(data[begin : begin + turns.size], trio.current_time())
+            self._note_unfinished()
+            while await self._handle_some(handle):
+                await turns.next()
+
+    async def _handle_some(self, handle: Handler) -> bool:
+        """Handle lines up to the budget of a turn; their answers are sent together. True if there may be more."""
+        announcing = self._hub.announcing
+        with self.outbox.gathering():
+            for _ in range(self._hub.turns.lines):
+                command = self._connection.next_command()
+                if command is None:
+                    return False
+                await self._take(command, handle)
+                if announcing.crowded:
+                    break
+        await announcing.wait_room()
+        return True
+
+    def _note_unfinished(self) -> None:
+        """Give an unfinished line its deadline, and count it if it is long."""
+        held = self._connection.unfinished
+        if held:
+            self._hub.deadlines.set(self, self._connection.next_deadline())
+        if held > self._limits.first_line:
+            self._held = held
+            self._hub.unfinished.hold(self, self._give_up_line, held)
+        elif self._held:
+            self._held = 0
+            self._hub.unfinished.leave(self)
 
     async def _wait_answered(self) -> None:
         with trio.move_on_after(ERROR_GRACE):
@@ -273,12 +320,13 @@ class Session:
                 await wait_answered()
 
     async def _take(self, command: Command, handle: Handler) -> None:
+        if self._known_by is not None and self._token is None:
+            self._become_known()
         match command:
             case Ping():
                 pass
             case Name():
                 self.name = command.text
-                self.log = self.log.bind(name=self.name)
             case Auth():
                 self._check_token(command.token)
             case Error():
@@ -288,56 +336,46 @@ class Session:
                 await handle(command)
 
     def _check_token(self, token: str) -> None:
-        wanted = self._settings.token
-        if wanted is not None and not hmac.compare_digest(token.encode(), wanted.encode()):
+        if self._token is not None and not hmac.compare_digest(token.encode(), self._token.encode()):
             raise NotAuthorised("the token is wrong; ask the operator of this server for it")
-        self._authorised = True
+        if self._known_by is not None:
+            self._become_known()
 
-    # --- deadlines ---
+    def _become_known(self) -> None:
+        """The limits of newcomers end."""
+        self._known_by = None
+        self._connection.allow(self._limits.max_line)
+        self._hub.newcomers.leave(self)
 
-    async def _mind_deadlines(self) -> None:
-        """Send PINGs, and end the session of a peer that is too late."""
-        while True:
-            await self._wait()
+    # --- limits and deadlines ---
 
-    async def _wait(self) -> None:
-        """Wait for the next deadline, and handle it."""
-        # A line that begins while we wait has a deadline of its own, so wait no longer than `line_timeout`.
-        deadline = min(self._connection.next_deadline(), trio.current_time() + self._timing.line_timeout)
-        if not self._authorised:
-            deadline = min(deadline, self._auth_deadline)
-        await trio.sleep_until(deadline)
-        now = trio.current_time()
-        if not self._authorised and now >= self._auth_deadline:
-            raise HangUp(CloseReason.NOT_AUTHORISED, "not_authorised: no AUTH came in time")
-        match self._connection.due(now):
-            case Due.PING:
-                if not self.outbox.busy:  # else lines are on their way to a peer that takes them slowly
-                    self.post(Ping(f"{_wall_clock_ms()}"))
-                self.note_sent()
-            case Due.PEER_SILENT:
-                raise HangUp(
-                    CloseReason.PEER_SILENT,
-                    f"peer_silent: nothing came for {self._timing.peer_timeout:g} s; send PING now and then",
-                )
-            case Due.UNFINISHED_LINE:
-                raise HangUp(
-                    CloseReason.UNFINISHED_LINE,
-                    f"unfinished_line: a line has to end within {self._timing.line_timeout:g} s",
-                )
-            case None:
-                pass
+    def _give_way(self) -> None:
+        self.hang_up(*cuts.newcomer_gives_way(self._limits))
+        self._hub.leave(self, CloseReason.TOO_MANY_NEWCOMERS)
 
+    def _give_up_line(self) -> None:
+        self._held = 0
+        self.hang_up(*cuts.line_gives_way(self._limits))
 
-def _wall_clock_ms() -> int:
-    """PING carries the sender's wall-clock time in ms, as in Synapse. Nothing depends on it."""
-    return int(time.time() * 1000)
+    def note_sent(self) -> None:
+        """Lines were sent: the next PING is due later."""
+        self._connection.sent(trio.current_time())
 
+    def _next_deadline(self) -> float:
+        deadline = self._connection.next_deadline()
+        return deadline if self._known_by is None else min(deadline, self._known_by)
 
-def _text(error: ReplicadError) -> str:
-    return f"{error.code}: {error}"
-
-
-def _error_line(text: str) -> Error:
-    """ERROR with `text`; characters that a line cannot have are replaced."""
-    return Error(sendable(text))
+    def mind(self, now: float) -> float:
+        """`Punctual.mind`: send a PING, or end the session of a peer that is too late."""
+        due = self._connection.due(now)
+        if self._known_by is not None and now >= self._known_by:
+            self.hang_up(*cuts.unknown_for_too_long(self._limits, wants_token=self._token is not None))
+        elif due is Due.PEER_SILENT:
+            self.hang_up(*cuts.silent(self._limits))
+        elif due is Due.UNFINISHED_LINE:
+            self.hang_up(*cuts.unfinished(self._limits))
+        elif due is Due.PING or now + EARLY >= self._connection.ping_at:
+            if not self.outbox.busy:  # else lines are on their way to a peer that takes them slowly
+                self.deliver(self._hub.deadlines.ping(now))
+            self._connection.sent(now)
+        return self._next_deadline() if self._end is None else float("inf")

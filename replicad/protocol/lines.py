@@ -34,6 +34,14 @@ class LineBuffer:
         self._too_long = False
         self._head = b""  # of the line that is too long
 
+    def allow(self, max_line: int) -> None:
+        """Change the limit for lines that are not too long yet."""
+        self._max_line = max_line
+
+    def drop(self) -> None:
+        """Forget the line that has not ended."""
+        self._partial = bytearray()
+
     @property
     def partial(self) -> int:
         """Bytes held of a line that has not ended yet."""

@@ -268,6 +268,8 @@ async def test_one_connection_too_many_is_told_and_the_others_live_on(start_daem
         async with netcat_to(daemon) as one, netcat_to(daemon) as two:
             for nc in (one, two):
                 await nc.expect(*HELLO)
+                await nc.send("STREAMS")  # a client that has sent nothing gives way to a new one
+                await nc.expect("STREAMS")
             for _ in range(50):
                 async with netcat_to(daemon) as three:
                     await three.expect(*HELLO, "ERROR too_many_connections: .*")

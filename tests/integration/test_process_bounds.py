@@ -181,6 +181,7 @@ async def test_with_few_files_it_serves_who_is_there_refuses_others_clearly_and_
         for _ in range(possible):
             nc = await stack.enter_async_context(served.connect())
             await nc.expect("SERVER .*")
+            await nc.send("NAME inside")  # a client that has sent nothing gives way to a new one
             inside.append(nc)
         await wait_served(inside[0])
         async with AsyncExitStack() as crowd:

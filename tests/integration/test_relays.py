@@ -101,6 +101,7 @@ async def test_a_line_that_is_too_long_is_refused_and_goes_to_nobody(netcat: Con
         for nc in (one, two):
             await nc.expect(*HELLO)
         key = "k" * (MAX_LINE - len('LOCK_RELEASED ["","",""]'))
+        await one.send("NAME one")  # the first command must be short
         await one.send(f'LOCK_RELEASED ["","","{key}x"]', f'LOCK_RELEASED ["","","{key}"]')
         await one.expect(f"ERROR relay_refused: LOCK_RELEASED .* {MAX_LINE} bytes, not {MAX_LINE + 1}")
         await two.expect_exactly(f'LOCK_RELEASED ["","","{key}"]')

@@ -53,7 +53,7 @@ class Bench:
             ours, theirs = trio.testing.lockstep_stream_pair()
         else:
             ours, theirs = trio.testing.memory_stream_pair()
-        self.hub = Hub(10)
+        self.hub = Hub(10, limits=settings.limits)
         self.peer = Peer(theirs)
         self.session = Session(ours, "memory", settings, self.hub, EVERY)
         self.hub.admit(self.session)
@@ -74,6 +74,7 @@ def start(nursery: trio.Nursery) -> Start:
     ) -> Bench:
         settings = ServerSettings(server_name="example.com", token=token)
         bench = Bench(replace(settings, limits=replace(settings.limits, **limits)), small_pipe)
+        nursery.start_soon(bench.hub.run)
         nursery.start_soon(bench.run, handle)
         return bench
 
@@ -93,6 +94,7 @@ async def test_it_names_itself_and_pings_first_and_every_five_seconds(start: Sta
 
 async def test_only_a_peer_that_pinged_is_timed_out(start: Start, autojump_clock: object) -> None:
     silent, pinging = start(), start()
+    await silent.peer.stream.send_all(b"NAME silent\n")
     began = trio.current_time()
     await pinging.peer.stream.send_all(b"PING 1\n")
     lines = await pinging.peer.read_to_end()

@@ -81,10 +81,11 @@ class Desk:
         settings = ServerSettings(server_name="example.com")
         self.settings = replace(settings, limits=replace(settings.limits, **limits))
         self.troubles = troubles
-        self.hub = Hub(1000, troubles)
+        self.hub = Hub(1000, troubles, self.settings.limits)
         self.dispatch: Dispatch
         self.services: Sequence[Service] = ()
         self._nursery = nursery
+        nursery.start_soon(self.hub.run)
 
     async def open(self, *services: Service) -> None:
         """Run their jobs as the daemon does."""

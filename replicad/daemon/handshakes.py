@@ -1,0 +1,84 @@
+"""TLS handshakes: their number, their time, and how many of their steps one turn of the event loop takes.
+
+A step may cost a millisecond (the server signs). Without a bound, a thousand clients that connect at once would stop
+the event loop for a second.
+"""
+
+from __future__ import annotations
+
+import ssl
+
+import structlog
+import trio
+
+from replicad.config.declaring import plain
+from replicad.daemon.hub import Hub
+
+log = structlog.get_logger()
+
+
+class Handshakes:
+    """Shakes hands with the clients of a hub."""
+
+    def __init__(self, tls: ssl.SSLContext, hub: Hub, timeout: float) -> None:
+        """`timeout`: seconds for a client to finish."""
+        self._tls = tls
+        self._hub = hub
+        self._timeout = timeout
+        self._steps = trio.Lock()  # held while one handshake takes a step
+
+    async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
+        """The secured stream; None if the client cannot, is too slow, or had to give way. `stream` is closed then."""
+        transport = _InTurn(stream, self._steps)
+        secured = trio.SSLStream(transport, self._tls, server_side=True, https_compatible=True)
+        scope = trio.CancelScope(deadline=trio.current_time() + self._timeout)
+        if not self._hub.admit_handshake(transport, scope.cancel):
+            await trio.aclose_forcefully(secured)
+            return None
+        failure = ""
+        try:
+            with scope:
+                await secured.do_handshake()
+        except (trio.BrokenResourceError, ssl.SSLError) as error:
+            cause = error.__cause__ or error
+            failure = str(cause) or type(cause).__name__
+        finally:
+            self._hub.handshakes.leave(transport)
+        if scope.cancelled_caught:
+            if trio.current_time() >= scope.deadline:
+                failure = f"not finished within {plain(self._timeout)} s (--tls-timeout)"
+            else:
+                failure = "closed for a newer one (--tls-handshakes, --max-connections)"
+        if failure:
+            log.warning("tls_refused", peer=peer, error=failure)
+            await trio.aclose_forcefully(secured)
+            return None
+        transport.steps = None
+        return secured
+
+
+class _InTurn(trio.abc.HalfCloseableStream):
+    """A socket whose input is handed on in turn with that of the other handshakes: one step in a turn of the loop."""
+
+    def __init__(self, stream: trio.SocketStream, steps: trio.Lock) -> None:
+        self.steps: trio.Lock | None = steps  # None: the handshake is over
+        self._stream = stream
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await self._stream.receive_some(max_bytes)
+        if self.steps is not None:
+            async with self.steps:
+                pass
+        return data
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        await self._stream.send_eof()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

@@ -62,8 +62,8 @@ class Limits:
         100_000,
     )
     auth_timeout: float = _time(10.0, "If a token is set, a client must send AUTH within this time.", 0.1)
-    first_command_timeout: float = _time(  # a person with netcat has to type it
-        60.0, "A client must send its first valid command within this time.", 0.1
+    first_command_timeout: float = _time(  # a person with netcat may look at the page first; newcomers are few anyway
+        600.0, "A client must send its first valid command within this time.", 0.1
     )
     tls_timeout: float = _time(10.0, "A TLS handshake must end within this time.", 0.1)
     ping_interval: float = _time(  # as in Synapse

@@ -73,3 +73,8 @@ async def open_daemon(
             cast(TubeService, running.services["tubes"]),
             cast(PresenceService, running.services["presence"]),
         )
+
+
+async def relay_channel() -> str:
+    """The channel of relays that are tested without a schema."""
+    return "relay"

@@ -6,6 +6,7 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -33,6 +34,7 @@ from replicad.postgres import schema_text
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.recording import Recorder
+from replicad.postgres.statements import call_value
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server
 from replicad.protocol.states import CloseReason
@@ -149,7 +151,8 @@ async def open_daemon(
         vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
         troubles = Troubles()
         hub = Hub(budget.connections, troubles, settings.limits)
-        relay = Relay(pools.relays, settings.database.stream_schema, vocabulary, troubles, pace.relay)
+        channel = partial(call_value, pools.relays, settings.database.stream_schema, "stream_relay_channel")
+        relay = Relay(pools.relays, channel, vocabulary, troubles, pace.relay)
         poller = Poller(horizon, settings.limits, troubles, recover, pace.outages)
         host = Host(settings, pools, poller, hub, relay, troubles)
         services = {feature.name: feature.open(host) for feature in features}

@@ -5,17 +5,17 @@ the lines on. Delivery is at most once, which is all that the protocol requires:
 does not listen are lost to it, and the gap is logged. A message that is sent again, because the first result is
 unknown, keeps its number, so that it is delivered once. This file does not interpret the lines.
 
-Every role that may connect to the database can send on the channel. A message that cannot be parsed is dropped and
-counted; such messages are logged at a limited rate.
+Every role that may connect to the database can listen to any channel and send on it. So the name of the channel is a
+secret of the daemons (`find_channel`). A message that cannot be parsed is dropped and counted all the same; such
+messages are logged at a limited rate.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ import trio
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayGap, RelayRefused, RemoteProtocolError
+from replicad.nurseries import open_plain_nursery
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.words import Side
 from replicad.retry import Backoff
@@ -48,10 +49,15 @@ class Pace:
     interval: float = 0.01  # between two statements: a commit with NOTIFY takes a lock of the whole cluster
     message: float = 0.001  # between two received messages; sessions send the lines in this time
     patience: float = 10.0  # without a message, after which the listening connection is probed
+    channel: float = 10.0  # between two looks whether the channel has another name
     retry: float = 0.1  # before the second try; doubles up to `longest_retry`
     longest_retry: float = 5.0
     max_waiting: int = 4 << 20  # bytes of lines that wait for Postgres; then the oldest are dropped
     restarts: Restarts = Restarts()
+
+
+FindChannel = Callable[[], Awaitable[str]]
+"""The present name of the channel. Raises DatabaseError."""
 
 
 class Notifies(Protocol):
@@ -85,11 +91,17 @@ class Relay:
     """Sends commands to the other daemons, and calls the handlers of the commands that those send."""
 
     def __init__(
-        self, db: Notifies, schema: str, vocabulary: Vocabulary, troubles: Troubles, pace: Pace = Pace()
+        self,
+        db: Notifies,
+        find_channel: FindChannel,
+        vocabulary: Vocabulary,
+        troubles: Troubles,
+        pace: Pace = Pace(),
     ) -> None:
         self._db = db
         self._pace = pace
-        self._channel = channel_of(schema)
+        self._find_channel = find_channel
+        self._channel: str | None = None  # as it was found last
         self._vocabulary = vocabulary
         self._handlers: dict[type[Command], Callable[[Any], None]] = {}
         self._troubles = troubles
@@ -167,7 +179,8 @@ class Relay:
         backoff = Backoff(self._pace.retry, self._pace.longest_retry, jitter=0.0)
         while messages:
             try:
-                await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", self._channel, messages)
+                channel = self._channel or await self._find_channel()
+                await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", channel, messages)
             except DatabaseUnavailable as error:
                 self._troubles.fail("service", SERVICE, "send", error)
                 await trio.sleep(backoff.next_delay())
@@ -187,7 +200,9 @@ class Relay:
         lost_at: float | None = None
         while True:
             try:
-                async with self._db.listen(self._channel) as notices:
+                channel = self._channel = await self._find_channel()
+                async with self._db.listen(channel) as notices, open_plain_nursery() as nursery:
+                    nursery.start_soon(self._watch_channel, channel, nursery.cancel_scope)
                     if lost_at is not None:
                         away = round(trio.current_time() - lost_at, 1)
                         log.warning(
@@ -204,6 +219,13 @@ class Relay:
                     log.warning("relay_deaf", error=str(error))
                 self._troubles.fail("service", SERVICE, "listen", error)
                 await trio.sleep(backoff.next_delay())
+
+    async def _watch_channel(self, channel: str, scope: trio.CancelScope) -> None:
+        """End the listening when the channel has another name."""
+        while await self._find_channel() == channel:
+            await trio.sleep(self._pace.channel)
+        log.info("relay_channel_changed")
+        scope.cancel()
 
     async def _receive(self, message: str) -> None:
         """Call the handlers of a message's lines. Errors are recorded and never raised."""
@@ -251,9 +273,3 @@ class Relay:
 
 def _lines_in(messages: list[str]) -> int:
     return sum(message.count("\n") for message in messages)
-
-
-def channel_of(schema: str) -> str:
-    """The channel of the daemons whose streams are in that schema; Postgres takes up to 63 bytes."""
-    name = f"{schema}.relay"
-    return name if len(name.encode()) < 64 else f"relay.{hashlib.sha256(name.encode()).hexdigest()[:40]}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.relay import Relay, channel_of
+from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
-from tests.daemons import Daemon
+from tests.daemons import Daemon, relay_channel
 from tests.vocabulary import EVERY
 
 from .conftest import Connect
@@ -45,8 +45,10 @@ async def test_nonsense_on_the_channel_harms_nobody_and_does_not_fill_the_log(
         with capture_logs() as logs:
             for _ in range(20):
                 for message in NONSENSE:
-                    await database.execute(f"SELECT pg_notify('{channel_of('replicad')}', {message})")
-            await database.execute("SELECT pg_notify('replicad.relay', E'good 1\\nREMOTE_SERVER_UP here')")
+                    await database.execute(f"SELECT pg_notify(replicad.stream_relay_channel(), {message})")
+            await database.execute(
+                "SELECT pg_notify(replicad.stream_relay_channel(), E'good 1\\nREMOTE_SERVER_UP here')"
+            )
             await nc.expect("REMOTE_SERVER_UP here")
             await nc.send("STREAMS")
             await nc.expect("STREAMS")
@@ -68,7 +70,7 @@ async def test_a_line_that_raises_where_it_is_used_ends_with_itself(database: Da
         if len(heard) < 3:
             raise MemoryError
 
-    relay = Relay(database, "replicad", EVERY, troubles)
+    relay = Relay(database, relay_channel, EVERY, troubles)
     relay.on(RemoteServerUp, use)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(relay.run)
@@ -77,7 +79,7 @@ async def test_a_line_that_raises_where_it_is_used_ends_with_itself(database: Da
             while len(heard) < 3:
                 number += 1
                 await database.execute(
-                    "SELECT pg_notify($1, $2)", channel_of("replicad"), f"a {number}\nREMOTE_SERVER_UP a\nDOORBELL"
+                    "SELECT pg_notify($1, $2)", await relay_channel(), f"a {number}\nREMOTE_SERVER_UP a\nDOORBELL"
                 )
                 await trio.sleep(0.01)
         assert troubles.counts["service", "message", "MemoryError"] == 2

@@ -10,16 +10,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.relay import MAX_LINE, Pace, Relay, channel_of
+from replicad.daemon.relay import MAX_LINE, Pace, Relay
 from replicad.daemon.troubles import Troubles
-from replicad.postgres.bridge import Database
+from replicad.errors import DatabaseError
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
 from tests.conftest import psql
-from tests.daemons import Daemon
+from tests.daemons import Daemon, relay_channel
 from tests.vocabulary import EVERY
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
@@ -30,7 +33,7 @@ HELLO = ("SERVER .*",)
 
 def listening(database: Database, use: Callable[[Command], None]) -> Relay:
     """The relay of another daemon, which uses what it receives so."""
-    relay = Relay(database, "replicad", EVERY, Troubles())
+    relay = Relay(database, relay_channel, EVERY, Troubles())
     relay.on(RemoteServerUp, use)
     return relay
 
@@ -113,7 +116,7 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
 
     async def say(*messages: str) -> None:
         for message in messages:
-            await database.execute("SELECT pg_notify($1, $2)", channel_of("replicad"), message)
+            await database.execute("SELECT pg_notify($1, $2)", await relay_channel(), message)
 
     async def expect(*names: str) -> None:
         with trio.fail_after(PATIENCE):
@@ -140,7 +143,7 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
 
 
 async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: Database) -> None:
-    relay = Relay(database, "replicad", EVERY, Troubles(), Pace(max_waiting=10_000))
+    relay = Relay(database, relay_channel, EVERY, Troubles(), Pace(max_waiting=10_000))
     for number in range(1000):
         relay.broadcast(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
@@ -152,9 +155,7 @@ async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: 
         # That a LISTEN was sent is no proof that it is in force: what is told before it commits is heard by nobody.
         with trio.fail_after(PATIENCE):
             while not heard:
-                await database.execute(
-                    "SELECT pg_notify($1, $2)", channel_of("replicad"), "test 1\nREMOTE_SERVER_UP on"
-                )
+                await database.execute("SELECT pg_notify($1, $2)", await relay_channel(), "test 1\nREMOTE_SERVER_UP on")
                 await trio.sleep(0.01)
         nursery.start_soon(relay.run)
         with trio.fail_after(PATIENCE):
@@ -164,8 +165,50 @@ async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: 
     assert heard[1:] == [RemoteServerUp(f"server{number:06}") for number in range(1000 - kept, 1000)]
 
 
-def test_the_channel_fits_postgres_whatever_the_schema() -> None:
-    assert channel_of("replicad") == "replicad.relay"
-    names = {channel_of("s" * 62 + letter) for letter in "ab"} | {channel_of("ü" * 31)}
-    assert len(names) == 3
-    assert all(len(name.encode()) < 64 for name in names)
+async def test_a_role_that_may_only_connect_hears_no_relay_and_sends_none(
+    database: Database, daemon: Daemon, netcat: Connect, database_url: str
+) -> None:
+    await database.execute("DROP ROLE IF EXISTS stranger; CREATE ROLE stranger LOGIN")
+    async with (
+        open_database(database_url.replace("postgres@", "stranger@", 1), size=2, application_name="x") as stranger,
+        netcat() as nc,
+    ):
+        await nc.expect(*HELLO)
+        for query in ("SELECT key FROM replicad.stream_relay_key", "SELECT replicad.stream_relay_channel()"):
+            with pytest.raises(DatabaseError, match="permission denied"):
+                await stranger.fetch_value(query)
+        seen = await stranger.fetch_value(
+            "SELECT count(*) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND query LIKE '%LISTEN%'"
+        )
+        assert seen == 0, "what other roles listen to is not shown"
+        await database.execute("SELECT pg_notify('replicad.relay', E'zz 1\nREMOTE_SERVER_UP forged')")
+        await nc.send("PING", "REMOTE_SERVER_UP mine")
+        await nc.send("STREAMS")
+        await nc.expect("STREAMS")
+    await database.execute("DROP ROLE stranger")
+
+
+async def test_daemons_hear_each_other_again_after_the_key_was_changed(database: Database, database_url: str) -> None:
+    await schema.install(database, "stream", "replicad")
+    heard: list[Command] = []
+
+    async def channel() -> str:
+        return str(await database.fetch_value("SELECT replicad.stream_relay_channel()"))
+
+    before = await channel()
+    one = Relay(database, channel, EVERY, Troubles(), Pace(channel=0.05))
+    two = Relay(database, channel, EVERY, Troubles(), Pace(channel=0.05))
+    two.on(RemoteServerUp, heard.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one.run)
+        nursery.start_soon(two.run)
+        for turn in range(2):
+            with trio.fail_after(PATIENCE):
+                while RemoteServerUp(f"turn{turn}") not in heard:
+                    one.broadcast(RemoteServerUp(f"turn{turn}"))
+                    await trio.sleep(0.05)
+            if turn == 0:
+                await database.execute("DELETE FROM replicad.stream_relay_key")
+                await database.execute("INSERT INTO replicad.stream_relay_key DEFAULT VALUES")
+                assert await channel() != before
+        nursery.cancel_scope.cancel()

@@ -14,11 +14,12 @@ from trio.testing import MockClock
 
 from replicad.config.limits import Limits
 from replicad.daemon.poller import Outages, Poller
-from replicad.daemon.relay import MAX_LINE, Pace, Relay, channel_of
+from replicad.daemon.relay import MAX_LINE, Pace, Relay
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, RelayRefused
 from replicad.postgres.horizon import Holder, HolderKind, LockSource, Reading, Source
 from replicad.protocol.commands import LockReleased, RemoteServerUp
+from tests.daemons import relay_channel
 from tests.vocabulary import EVERY
 
 from .conftest import settle
@@ -172,7 +173,7 @@ class Bus:
         if self.raises:
             raise self.raises.pop(0)
         channel, messages = args
-        assert channel == "replicad.relay"
+        assert channel == "relay"
         assert isinstance(messages, list)
         for message in messages:
             self.say(message)
@@ -211,7 +212,7 @@ class Daemon:
 
     def __init__(self, bus: Bus, nursery: trio.Nursery, pace: Pace = Pace()) -> None:
         self.troubles = Troubles()
-        self.relay = Relay(bus, "replicad", EVERY, self.troubles, pace)
+        self.relay = Relay(bus, relay_channel, EVERY, self.troubles, pace)
         self.heard: list[str] = []
         self.relay.on(RemoteServerUp, self._receive)
         nursery.start_soon(self.relay.run)
@@ -292,7 +293,3 @@ async def test_an_outage_loses_nothing_that_waits_and_a_refusal_loses_only_its_o
         assert one.relay.statistics().dropped == 1 + 6
         assert one.troubles.current() == []
         nursery.cancel_scope.cancel()
-
-
-def test_the_channel_is_named_after_the_schema_and_fits_postgres() -> None:
-    assert len(channel_of("x" * 80).encode()) < 64

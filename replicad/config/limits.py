@@ -61,6 +61,12 @@ class Limits:
         1,
         100_000,
     )
+    pending_bytes: int = amount(  # a few of the longest ACKs
+        4 * _MIB,
+        "Requests of one client that may wait for their answers, in bytes. A longer one may wait alone.",
+        64 * _KIB,
+        _GIB,
+    )
     auth_timeout: float = _time(10.0, "If a token is set, a client must send AUTH within this time.", 0.1)
     first_command_timeout: float = _time(  # a person with netcat may look at the page first; newcomers are few anyway
         600.0, "A client must send its first valid command within this time.", 0.1

@@ -66,6 +66,14 @@ def stalled(seconds: float) -> Cut:
     return CloseReason.SLOW_READER, f"slow_reader: nothing was read for {plain(seconds)} s (--stall-timeout)"
 
 
+def too_long_requests(most: int) -> Cut:
+    """A client whose waiting requests are too long together."""
+    return (
+        CloseReason.TOO_MANY_REQUESTS,
+        f"too_many_requests: more than {most} bytes of requests wait (--pending-bytes); read the answers first",
+    )
+
+
 def too_many_requests(most: int) -> Cut:
     """A client that sends requests faster than they are answered."""
     return (

@@ -164,7 +164,7 @@ async def open_daemon(
                 *(job for service in everything for job in service.jobs()),
             ]
             await _start(nursery, jobs, troubles, pace.restarts)
-            dispatch = Dispatch(everything, settings.limits.max_pending)
+            dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
             async with _serving(settings, listeners, hub, dispatch, vocabulary, pauses=pace.accepting) as addresses:
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)

@@ -23,11 +23,12 @@ log = structlog.get_logger()
 class Dispatch:
     """Hands the commands of all sessions to the services that answer them."""
 
-    def __init__(self, services: Sequence[Service], max_pending: int) -> None:
-        """`max_pending`: requests of one client that may wait in one service's queue."""
+    def __init__(self, services: Sequence[Service], max_pending: int, pending_bytes: int = 4 << 20) -> None:
+        """`max_pending` and `pending_bytes`: requests of one client that may wait in one service's queue."""
         self.received: Counter[str] = Counter()  # commands by name, since the start
         self.services = services
         self.max_pending = max_pending
+        self.pending_bytes = pending_bytes
         self.service_of: dict[type[Command], Service] = {}  # made with the first command of the first session
 
     def conversation(self, session: Session) -> Callable[[Command], Awaitable[None]]:
@@ -72,7 +73,7 @@ class Conversation:
         answers = service.answers(self._session)
         self._answers |= answers.at_once
         if answers.in_turn:
-            queue = _Queue(self._session, self._dispatch.max_pending, answers.in_turn)
+            queue = _Queue(self._session, self._dispatch, answers.in_turn)
             self._answers |= dict.fromkeys(answers.in_turn, queue.put)
         return [*answers.at_once, *answers.in_turn]
 
@@ -110,13 +111,14 @@ class _Queue:
     A refusal is sent as ERROR; the connection stays open.
     """
 
-    __slots__ = ("_answers", "_idle", "_known", "_limit", "_session", "_waiting")
+    __slots__ = ("_answers", "_dispatch", "_idle", "_known", "_session", "_size", "_waiting")
 
-    def __init__(self, session: Session, limit: int, answers: Mapping[type[Command], Answer]) -> None:
+    def __init__(self, session: Session, dispatch: Dispatch, answers: Mapping[type[Command], Answer]) -> None:
         self._session = session
-        self._limit = limit
+        self._dispatch = dispatch
         self._answers = answers
-        self._waiting: deque[Command] | None = None  # while there are requests
+        self._waiting: deque[tuple[Command, int]] | None = None  # while there are requests: with the bytes of each
+        self._size = 0  # bytes of those that wait
         self._known = False  # to the session, which waits for the answers at its end
         self._idle: trio.Event | None = None  # set when the last request has been answered
 
@@ -127,26 +129,32 @@ class _Queue:
             await self._idle.wait()
 
     async def put(self, command: Command) -> None:
-        """Queue a request. A client with more than `limit` unanswered requests is disconnected."""
+        """Queue a request. A client with too many unanswered requests, or too long ones, is disconnected."""
         if not self._known:
             self._known = True
             self._session.before_end(self.wait_answered)
         if self._waiting is None:
             self._waiting = deque()
             self._session.start(self._work, self._waiting)
-        if len(self._waiting) >= self._limit:
-            raise HangUp(*cuts.too_many_requests(self._limit))
-        self._waiting.append(command)
+        size = self._session.line_bytes
+        if len(self._waiting) >= self._dispatch.max_pending:
+            raise HangUp(*cuts.too_many_requests(self._dispatch.max_pending))
+        if self._waiting and self._size + size > self._dispatch.pending_bytes:
+            raise HangUp(*cuts.too_long_requests(self._dispatch.pending_bytes))
+        self._waiting.append((command, size))
+        self._size += size
 
-    async def _work(self, waiting: deque[Command]) -> None:
+    async def _work(self, waiting: deque[tuple[Command, int]]) -> None:
         while waiting:
-            command = waiting.popleft()
+            command, size = waiting.popleft()
+            self._size -= size
             try:
                 await self._answers[type(command)](command)
             except (ProtocolError, SlowReader):
                 raise
             except ReplicadError as error:
                 self._session.refuse(error)
+            await trio.lowlevel.checkpoint()  # not every answer waits for something
         self._waiting = None
         if self._idle is not None:
             self._idle.set()

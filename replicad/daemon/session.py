@@ -112,6 +112,11 @@ class Session:
         return f"{(self.name or self.peer).replace(' ', '_')}#{self.number}"
 
     @property
+    def line_bytes(self) -> int:
+        """Length of the line of the command that is handled."""
+        return self._connection.line_bytes
+
+    @property
     def log(self) -> Any:
         """A logger bound to the client's fields; made when it is needed, since most sessions are idle."""
         bound = log.bind(session=self.number, peer=self.peer)

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
 from replicad.protocol.fields import Form, literal, option, optional, rest, text, word
-from replicad.protocol.words import BREAKS, SURROGATES, Side, decimal, refuse_controls
+from replicad.protocol.words import BREAKS, SURROGATES, Side, bad, decimal, refuse_controls
 
 T = TypeVar("T")
+
+LONGEST = 16_384  # characters behind the name of a client's command: parsing so many takes less than a millisecond
 
 
 class Command:
@@ -28,6 +30,8 @@ class Command:
     FORM: ClassVar[Form]
     VERB: ClassVar[str | None]
     """The permission that a client needs; None: every client may send it."""
+    LONGEST: ClassVar[int]
+    """Characters behind the name of a client's command."""
     ANSWER: ClassVar[str]
     """The name of the command that is or ends the answer; empty if there is no answer."""
     EARLIER: ClassVar[Callable[[str], str] | None]
@@ -88,9 +92,13 @@ def command(
     *,
     verb: str | None = None,
     answer: str = "",
+    longest: int = LONGEST,
     earlier: Callable[[str], str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Declare a class as a command: a frozen dataclass with the class attributes of `Command`."""
+    """Declare a class as a command: a frozen dataclass with the class attributes of `Command`.
+
+    `longest` bounds what a client may send. Give more than LONGEST only if parsing it takes no more than a few ms.
+    """
 
     def declare(kind: type[T]) -> type[T]:
         made: Any = dataclass(frozen=True, slots=True)(kind)
@@ -102,6 +110,7 @@ def command(
         made._checked = made.check is not Command.check
         made.VERB = verb
         made.ANSWER = answer
+        made.LONGEST = longest
         made.EARLIER = earlier
         declared: type[T] = made
         return declared
@@ -141,9 +150,11 @@ class Vocabulary:
         Raises:
             RemoteProtocolError: a control character, an unknown command, one of the other side, or wrong arguments.
         """
-        refuse_controls(line, sender)
         name, _, arguments = line.partition(" ")
         kind = self._from[sender].get(name)
+        if kind is not None and sender is Side.CLIENT and len(arguments) > kind.LONGEST:
+            raise bad(name, f"it has {len(arguments)} characters, and up to {kind.LONGEST} are accepted")
+        refuse_controls(line if kind is not None else line[:LONGEST], sender)
         if kind is not None:
             return kind.parse(arguments)
         if name in self._kinds:

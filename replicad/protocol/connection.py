@@ -52,6 +52,7 @@ class Connection:
         "_timing",
         "_vocabulary",
         "_waiting",
+        "line_bytes",
         "side",
         "state",
     )
@@ -77,6 +78,7 @@ class Connection:
         self._timing = timing or Timing()
         self._lines = MixedBuffer(max_line)
         self._waiting: list[bytes] = []  # the next line is the last; an empty deque takes 600 bytes of each connection
+        self.line_bytes = 0  # length of the last line that was parsed
         self._last_sent = now
         self._last_received = now
         self._line_began: float | None = None
@@ -176,6 +178,7 @@ class Connection:
     def _command(self, line: bytes) -> Command | None:
         if not line or line.isspace():
             return None
+        self.line_bytes = len(line)
         try:
             command = self._vocabulary.parse(self._decode(line), self._peer)
             self.state = after(self.state, command)

@@ -14,19 +14,19 @@ A `Kind` reads and writes one argument. Features may define more kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
 from replicad.errors import RemoteProtocolError
+from replicad.protocol.integer_list import integer_list
 from replicad.protocol.words import (
     MAX_WORD,
     bad,
     decimal,
     flag,
     integer,
-    integers,
     json_value,
     seconds,
     small,
@@ -96,8 +96,8 @@ def json_array_of(size: int) -> Kind:
     return Kind(f"json_array_{size}", read, longest=UNBOUNDED)
 
 
-def _some_or_all(command: str, what: str, text: str) -> tuple[int, ...]:
-    return () if text == "*" else integers(command, what, text)
+def _some_or_all(command: str, what: str, text: str) -> Sequence[int]:
+    return () if text == "*" else integer_list(command, what, text)
 
 
 WORD = Kind("word")
@@ -105,7 +105,7 @@ INTEGER = Kind("integer", integer)
 SMALL = Kind("small", small)
 SECONDS = Kind("seconds", seconds, decimal)
 FLAG = Kind("flag", flag, lambda value: "1" if value else "")
-INTEGERS = Kind("integers", integers, lambda value: ",".join(map(str, value)), UNBOUNDED)
+INTEGERS = Kind("integers", integer_list, lambda value: ",".join(map(str, value)), UNBOUNDED)
 INTEGERS_OR_ALL = Kind("integers_or_all", _some_or_all, lambda value: ",".join(map(str, value)) or "*", UNBOUNDED)
 TEXT = Kind("text", longest=UNBOUNDED)
 
@@ -186,6 +186,9 @@ class Form:
             if a.kind.read is not None
         ]
         self._limits = [a.kind.longest for a in self._words]
+        several = sum(a.place in ("optional", "option", "literal") for a in self._more)
+        # Words are split off up to one too many, so that a line with half a million blanks costs no more than others.
+        self._most = -1 if self._rest is not None else self._count + several
         self._shortest = min([MAX_WORD, *self._limits])  # no word of at most so many characters is too long
 
     def read(self, line: str) -> list[Any]:
@@ -196,10 +199,10 @@ class Form:
         """
         count = self._count
         if not self._more:
-            return self._required(line.split(" ") if line else [])
+            return self._required(line.split(" ", self._count) if line else [])
         if self._text is not None:
             return self._read_with_text(line, self._text)
-        words = line.split(" ") if line.strip(" ") else []
+        words = line.split(" ", self._most) if line.strip(" ") else []
         if len(words) == count:
             return [*self._required(words), *(argument.default for argument in self._more)]
         found = self._read_more(words[count:], first=not count)

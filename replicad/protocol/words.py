@@ -86,11 +86,6 @@ def seconds(command: str, what: str, text: str) -> float:
     return float(text)
 
 
-def integers(command: str, what: str, text: str) -> tuple[int, ...]:
-    """One or more bigints with commas between them."""
-    return tuple(integer(command, what, part) for part in text.split(","))
-
-
 def flag(command: str, what: str, text: str) -> bool:
     """An option that is `1` or left out."""
     if text != "1":

@@ -34,7 +34,7 @@ _NUMBERS = Kind("numbers", _numbers, lambda pairs: " ".join(f"{name}={number}" f
 _TOKEN = Kind("token", longest=MAX_TOKEN)
 
 
-@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION")
+@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION", longest=MAX_TOKEN + 4096)
 class Replicate(Command):
     """REPLICATE: subscribe, to every stream from now on, as in Synapse, or with arguments (**ours**) to one.
 

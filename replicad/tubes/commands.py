@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,6 +15,7 @@ from replicad.protocol.fields import (
     INTEGERS_OR_ALL,
     SECONDS,
     SMALL,
+    UNBOUNDED,
     Kind,
     one_of,
     option,
@@ -182,14 +184,14 @@ class CursorAt(Command):
     pods: int = word("pods", INTEGER)
 
 
-@command("ACK", Side.CLIENT, verb="work", answer="ACKED")
+@command("ACK", Side.CLIENT, verb="work", answer="ACKED", longest=UNBOUNDED)
 class Ack(Command):
     """ACK: removes pods that the downstream has from the tube: those listed, or all of (`after`, `upto`]."""
 
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
     term: int = word("term", INTEGER)
-    seqs: tuple[int, ...] = optional("seq,seq,...", INTEGERS, default=())
+    seqs: Sequence[int] = optional("seq,seq,...", INTEGERS, default=())
     upto: Cursor | None = option("r.b", CURSOR, default=None)
     after: Cursor = option("r.b", CURSOR, default=START)
 
@@ -210,7 +212,7 @@ class Acked(Command):
     pods: int = word("pods", INTEGER)
 
 
-@command("PARK", Side.CLIENT, verb="park", answer="PARKED")
+@command("PARK", Side.CLIENT, verb="park", answer="PARKED", longest=UNBOUNDED)
 class Park(Command):
     """PARK: takes ids that keep failing (`*`: all ids of the pod) out of the tube and stores them with the error."""
 
@@ -218,7 +220,7 @@ class Park(Command):
     part: Part = word(_PARTITION, PART)
     term: int = word("term", INTEGER)
     seq: int = word("seq", INTEGER)
-    ids: tuple[int, ...] = word("id,id,...|*", INTEGERS_OR_ALL)  # empty: the whole pod
+    ids: Sequence[int] = word("id,id,...|*", INTEGERS_OR_ALL)  # empty: the whole pod
     tries: int = word("tries", SMALL)
     error: str = text("error text")
 

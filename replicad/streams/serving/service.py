@@ -27,6 +27,8 @@ class StreamService:
         self._book = book
         self._poller = poller
         self._pace = pace
+        self._listed: list[str] | None = None  # the streams in `_line`
+        self._line = b""
 
     def jobs(self) -> Sequence[Job]:
         """`Service.jobs`."""
@@ -41,7 +43,7 @@ class StreamService:
         subscriptions = Subscriptions(peer, self.publisher, self._pace)
 
         async def list_streams(_: Streams) -> None:
-            peer.post(Streams(tuple(sorted(self.publisher.feeds))))
+            peer.post_line(self._streams_line())
 
         async def ring(_: Doorbell) -> None:
             self._poller.ring()
@@ -53,6 +55,14 @@ class StreamService:
             at_once={Streams: list_streams, Doorbell: ring, FederationAck: acknowledge},
             in_turn={Replicate: subscriptions.replicate, Taken: subscriptions.taken},
         )
+
+    def _streams_line(self) -> bytes:
+        """The answer to STREAMS, rendered when a stream came or went."""
+        names = list(self.publisher.feeds)
+        if names != self._listed:
+            self._listed = names
+            self._line = f"{Streams(tuple(sorted(names))).render()}\n".encode()
+        return self._line
 
     def summary(self) -> Mapping[str, object]:
         """`Service.summary`."""

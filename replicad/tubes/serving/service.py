@@ -43,6 +43,7 @@ from replicad.tubes.commands import (
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, TubeInfo
 from replicad.tubes.serving.books import Books
+from replicad.tubes.serving.listed import ack_listed, read_list
 from replicad.tubes.serving.pace import Pace
 from replicad.tubes.serving.waiters import Waiters
 from replicad.tubes.untouched import load_untouched
@@ -284,7 +285,7 @@ class TubeService:
         await self._refuse_broken(command.tube)
         await self._renew_if_due(command.tube, command.part, command.term)
         if command.upto is None:
-            pods = await self._pods.ack(command.tube, command.part, command.term, command.seqs)
+            pods = await ack_listed(self._pods, command)
         else:
             await self._check(command.tube, command.upto)
             pods = await self._pods.ack_upto(command.tube, command.part, command.term, command.after, command.upto)
@@ -298,7 +299,7 @@ class TubeService:
             command.part,
             command.term,
             seq=command.seq,
-            ids=command.ids,
+            ids=await read_list(command.ids),
             tries=command.tries,
             error=command.error,
         )

@@ -1,0 +1,43 @@
+"""Reads the long lists of ACK and PARK in pieces, so that one line does not hold the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import trio
+
+from replicad.protocol.integer_list import pieces_of
+from replicad.tubes.commands import Ack
+from replicad.tubes.pods import PodBook
+
+ACKED_AT_ONCE = 10_000  # listed pods in one statement: a few milliseconds
+
+
+async def ack_listed(pods: PodBook, command: Ack) -> int:
+    """Remove the listed pods; returns how many there were. The first piece shows whether the lease is held.
+
+    Raises:
+        LeaseLost: the term does not cover the partition; nothing was removed.
+        RemoteProtocolError: a part of the list is no number. Pods before it were removed.
+    """
+    removed = 0
+    most = 0
+    listed: list[int] = []
+    for piece in pieces_of(command.seqs):
+        listed += piece
+        if len(listed) > most:
+            removed += await pods.ack(command.tube, command.part, command.term, listed)
+            most, listed = ACKED_AT_ONCE, []
+        await trio.lowlevel.checkpoint()
+    if listed:
+        removed += await pods.ack(command.tube, command.part, command.term, listed)
+    return removed
+
+
+async def read_list(numbers: Sequence[int]) -> tuple[int, ...]:
+    """All numbers of a list. Raises RemoteProtocolError."""
+    listed: list[int] = []
+    for piece in pieces_of(numbers):
+        listed += piece
+        await trio.lowlevel.checkpoint()
+    return tuple(listed)

@@ -8,12 +8,12 @@ import trio
 
 from replicad.protocol.integer_list import pieces_of
 from replicad.tubes.commands import Ack
-from replicad.tubes.pods import PodBook
+from replicad.tubes.serving.books import PodStore
 
 ACKED_AT_ONCE = 10_000  # listed pods in one statement: a few milliseconds
 
 
-async def ack_listed(pods: PodBook, command: Ack) -> int:
+async def ack_listed(pods: PodStore, command: Ack) -> int:
     """Remove the listed pods; returns how many there were. The first piece shows whether the lease is held.
 
     Raises:

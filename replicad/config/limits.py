@@ -106,6 +106,17 @@ class Limits:
     journal_seconds: float = _time(  # a client that is minutes behind is better served from Postgres
         300.0, "Age of the oldest row in the journal.", 1
     )
+    journal_patience: float = _time(  # a busy machine or a lost packet delays a client for tenths of a second
+        1.0,
+        "While the journal is full, a client that takes nothing for this long while others wait is disconnected.",
+        0.05,
+    )
+    journal_pace: int = amount(  # 12,000 clients that all take so much are 800 MB/s, about what one machine sends
+        64 * _KIB,
+        "While the journal is full, a client for which others wait must take so many bytes per second.",
+        1,
+        _GIB,
+    )
     poll_min: float = _time(  # measured: 3 ms from commit to client, at no cost for 32 writers
         0.005, "Interval of polling Postgres while there are changes.", 0.001, 60
     )

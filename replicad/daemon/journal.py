@@ -3,10 +3,9 @@
 Chunks of rendered lines are appended once. A reader is a cursor, so nothing is copied or queued per client. The bounds:
 
 - The window holds at most `max_bytes` and `max_chunks`. When room is needed, the oldest chunk is removed.
-- Before that, the writer waits a little for the readers of the oldest chunk, so that a burst that Postgres writes
-  faster than any socket sends does not disconnect all readers. If fewer than half of the readers lag, each of them may
-  delay the writer for `patience` seconds in all; then it is dropped. A reader that has taken nothing for `patience`
-  seconds when room is needed is dropped at once.
+- Before that, the writer waits for the readers of the oldest chunk, so that a burst that Postgres writes faster than
+  sockets send does not disconnect its readers. If another reader has nothing left to take, it is being delayed. Then a
+  reader is dropped that has taken nothing for `patience` seconds, or less than `pace` bytes per second (laggards.py).
 - A reader whose next chunk is older than `max_age` when room is needed is dropped in any case.
 """
 
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 import trio
 
+from replicad.daemon.laggards import LOOKS, Progress, Standing
 from replicad.errors import ReplicadError, RowUnreadable, SlowReader
 
 TAKE_BYTES = 256 * 1024  # of chunks taken together: half the work of one at a time; more gains little
@@ -25,12 +25,13 @@ TAKE_CHUNKS = 256  # taken together: fits into one system call, and bounds the m
 
 @dataclass(frozen=True, slots=True)
 class JournalLimits:
-    """The bounds of one channel: bytes, chunks, seconds, seconds."""
+    """The bounds of one channel: bytes, chunks, seconds, seconds, bytes per second."""
 
     max_bytes: int = 64 << 20  # about a second of Postgres' fastest COPY
     max_chunks: int = 1 << 16  # a single row is a chunk of one line; so many of them take some 20 MB
     max_age: float = 30.0  # a client that is this late does not keep up
-    patience: float = 1.0  # how long a lagging reader may delay the others, in all
+    patience: float = 1.0  # how long a reader that takes nothing may delay the others
+    pace: float = 64 << 10  # a reader for which the others wait must take so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +68,28 @@ class Reader:
     __slots__ = (
         "_channel",
         "_inserted",
-        "_patience",
+        "_taken",
         "cursor",
         "ended",
         "extended",
         "fallen",
-        "moved_at",
         "on_fall",
         "on_stop",
+        "standing",
         "wake",
     )
 
     def __init__(
-        self, channel: Channel, cursor: int, wake: Callable[[], None], extended: bool, patience: float
+        self, channel: Channel, cursor: int, wake: Callable[[], None], extended: bool, progress: Progress | None
     ) -> None:
         self._channel = channel
-        self._patience = patience
         self._inserted: tuple[int, bytes] | None = None
+        self._taken = 0
         self.cursor = cursor
         self.wake = wake
         self.extended = extended
-        self.fallen = False
-        self.moved_at = float("-inf")  # when it last took something; the time of the append before
+        self.fallen: str | None = None  # why it was dropped
+        self.standing = Standing(progress or self._progress)
         self.on_fall = wake  # called when it was dropped: its session may hang in a send and never take more
         self.on_stop: Callable[[RowUnreadable], None] | None = None  # called when the stream stops at its cursor
         self.ended: ReplicadError | None = None
@@ -103,7 +104,7 @@ class Reader:
         channel = self._channel
         if self.ended is not None:
             raise self.ended
-        if self.fallen:
+        if self.fallen is not None:
             raise self.refusal()
         taken: list[bytes] = []
         size = 0
@@ -123,9 +124,9 @@ class Reader:
             size += len(chunk.data)
             self.cursor += 1
         if self.cursor == channel.head:
-            self._patience = channel.limits.patience
+            self.standing.reach_head()
         if taken:
-            self.moved_at = channel.appended_at
+            self._taken += size
             channel.reader_moved()
         return taken
 
@@ -142,18 +143,17 @@ class Reader:
 
     def refusal(self) -> SlowReader:
         """The error for a reader that was dropped."""
+        why = self.fallen or "it is too old"
         return SlowReader(
-            f"the next line of {self._channel.name} is no longer held; reconnect and resume from your token"
+            f"the next line of {self._channel.name} is no longer held: {why}; reconnect and resume from your token"
         )
-
-    def charge(self, seconds: float) -> bool:
-        """Subtract from the time that this reader may still delay the others; False when none is left."""
-        self._patience -= seconds
-        return self._patience > 0
 
     def close(self) -> None:
         """Stop reading; safe to repeat."""
         self._channel.remove(self)
+
+    def _progress(self) -> int:
+        return self._taken
 
 
 class Channel:
@@ -165,7 +165,6 @@ class Channel:
         self.chunks: dict[int, _Chunk] = {}
         self.head = 0
         self.tail = 0
-        self.appended_at = float("-inf")
         self.boundary = Boundary(0, dict(positions))
         self.held: RowUnreadable | None = None  # why the stream stops after the last chunk
         self.released = trio.Event()  # set when that is over; then replaced
@@ -177,11 +176,17 @@ class Channel:
         self._appended_bytes = 0
         self._fallen = 0
         self._waited = 0.0
+        self._unpaid = 0.0  # of `_waited`, since the last look at all readers
+        self._look_at = float("-inf")  # when the next one is due
 
     # --- reading ---
 
-    def subscribe(self, cursor: int, wake: Callable[[], None], *, extended: bool) -> Reader:
+    def subscribe(
+        self, cursor: int, wake: Callable[[], None], *, extended: bool, progress: Progress | None = None
+    ) -> Reader:
         """A reader that begins at chunk number `cursor`, which must still be held or be the head.
+
+        `progress`: how much the peer has taken so far, as of laggards.py; without it, what the reader has taken.
 
         Raises:
             SlowReader: the chunk is no longer held.
@@ -191,7 +196,7 @@ class Channel:
             raise self.ended
         if not self.tail <= cursor <= self.head:
             raise SlowReader(f"chunk {cursor} of {self.name} is no longer held")
-        reader = Reader(self, cursor, wake, extended, self.limits.patience)
+        reader = Reader(self, cursor, wake, extended, progress)
         self._readers.add(reader)
         return reader
 
@@ -211,10 +216,13 @@ class Channel:
         """Add a chunk of whole lines, making room first. `extended` chunks are for subscribers by name only."""
         if not data:
             return
+        now = trio.current_time()
+        if now >= self._look_at and self._is_filling():
+            self._look(now)
         if self._over(len(data)):
             await self._make_room(len(data))
-        self.appended_at = trio.current_time()
-        self.chunks[self.head] = _Chunk(data, self.appended_at, extended)
+            now = trio.current_time()
+        self.chunks[self.head] = _Chunk(data, now, extended)
         self.head += 1
         self._bytes += len(data)
         self._appended_bytes += len(data)
@@ -278,12 +286,16 @@ class Channel:
             self._bytes + extra > self.limits.max_bytes or len(self.chunks) >= self.limits.max_chunks
         )
 
+    def _is_filling(self) -> bool:
+        """Whether room may be needed soon. Readers are looked at before that, so that those that stopped are known."""
+        return 2 * self._bytes > self.limits.max_bytes or 2 * len(self.chunks) > self.limits.max_chunks
+
     async def _make_room(self, extra: int) -> None:
         while self._over(extra):
             late = [reader for reader in self._readers if reader.cursor == self.tail]
             if late:
-                for reader in await self._wait_for(late):
-                    reader.fallen = True
+                for reader, why in await self._wait_for(late):
+                    reader.fallen = why
                     self._fallen += 1
                     self._readers.discard(reader)
                     reader.on_fall()
@@ -291,27 +303,42 @@ class Channel:
                 self._bytes -= len(self.chunks.pop(self.tail).data)
                 self.tail += 1
 
-    async def _wait_for(self, late: list[Reader]) -> list[Reader]:
-        """Wait a moment for the readers at the tail; returns those to be dropped."""
-        began = trio.current_time()
-        offered_at = self.chunks[self.tail].at
-        remaining = offered_at + self.limits.max_age - began
+    async def _wait_for(self, late: list[Reader]) -> list[tuple[Reader, str]]:
+        """Wait a moment for the readers at the tail; returns those to be dropped, and why."""
+        limits, began = self.limits, trio.current_time()
+        remaining = self.chunks[self.tail].at + limits.max_age - began
         if remaining <= 0:
-            return late
-        if not self._most_lag():
-            idle_since = began - self.limits.patience
-            if stuck := [reader for reader in late if max(offered_at, reader.moved_at) <= idle_since]:
-                return stuck
+            return [(reader, f"it is {limits.max_age:g} s old (journal_seconds)") for reader in late]
+        if found := self._dispensable(late, began):
+            return found
         self._moved = trio.Event()
-        with trio.move_on_after(min(remaining, 0.05)):
+        pause = min(remaining, limits.patience / LOOKS)
+        with trio.move_on_after(pause):
             await self._moved.wait()
-        waited = trio.current_time() - began
+        now = trio.current_time()
+        waited = min(now - began, pause)  # what is beyond is the time of other tasks
         self._waited += waited
-        if self._most_lag():
-            return []
-        return [reader for reader in late if reader.cursor == self.tail and not reader.charge(waited)]
+        self._unpaid += waited
+        if now >= self._look_at:
+            self._look(now)
+        return []
 
-    def _most_lag(self) -> bool:
-        """Whether most readers lag. Then the machine is slow, and no reader is charged."""
-        middle = self.tail + len(self.chunks) // 2
-        return 2 * sum(reader.cursor < middle for reader in self._readers) > len(self._readers)
+    def _dispensable(self, late: list[Reader], now: float) -> list[tuple[Reader, str]]:
+        """Those of the readers at the tail that keep up too little, if they delay another one."""
+        limits = self.limits
+        idle = f"you took nothing for {limits.patience:g} s (journal_patience)"
+        slow = f"you took less than {limits.pace:g} bytes/s (journal_pace)"
+        found = [
+            (reader, idle if reader.standing.idle(now, limits.patience) else slow)
+            for reader in late
+            if reader.standing.idle(now, limits.patience) or reader.standing.owes(limits.patience)
+        ]
+        return found if found and any(reader.cursor == self.head for reader in self._readers) else []
+
+    def _look(self, now: float) -> None:
+        """Look at all readers that lag."""
+        waited, self._unpaid = self._unpaid, 0.0
+        self._look_at = now + self.limits.patience / LOOKS
+        for reader in self._readers:
+            if reader.cursor != self.head:
+                reader.standing.look(now, waited, self.limits.pace)

@@ -6,7 +6,10 @@ fan-out of a stream spends its time here. This file does not interpret the bytes
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
+import termios
 from collections.abc import Sequence
 
 import trio
@@ -25,6 +28,15 @@ class Outlet:
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._stall_timeout = stall_timeout
+        self._sent = 0  # bytes that the socket has accepted so far
+        self._blocked = False  # a send waits for the socket
+
+    def progress(self) -> int | None:
+        """How many bytes the peer's machine has taken so far; None while no send waits for the socket.
+
+        What the socket has accepted and the peer's machine has not acknowledged is not counted.
+        """
+        return self._sent - _unacknowledged(self._stream) if self._blocked else None
 
     @property
     def direct(self) -> bool:
@@ -51,32 +63,51 @@ class Outlet:
         """
         self.torn = True
         if self._socket is None:
+            data = b"".join(pieces)
+            self._blocked = True
             with trio.fail_after(self._stall_timeout):
-                await self._stream.send_all(b"".join(pieces))
+                await self._stream.send_all(data)
+            self._blocked = False
+            self._sent += len(data)
             self.torn = False
             return
-        rest = _send_nowait(self._socket, pieces)
+        rest = self._send_nowait(self._socket, pieces)
         if rest:
+            self._blocked = True
             with trio.fail_after(self._stall_timeout):
                 while rest:
                     await trio.lowlevel.wait_writable(self._socket)
-                    rest = _send_nowait(self._socket, rest)
+                    rest = self._send_nowait(self._socket, rest)
+            self._blocked = False
             self.torn = False
         else:
             self.torn = False
             await trio.lowlevel.checkpoint()  # let other tasks run
 
+    def _send_nowait(self, socket: trio.socket.SocketType, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Send what the socket accepts now; returns the rest."""
+        try:
+            sent = os.writev(socket.fileno(), pieces[:MAX_PIECES])
+        except BlockingIOError:
+            return pieces
+        except OSError as error:
+            raise trio.BrokenResourceError(f"cannot send: {error.strerror}") from error
+        self._sent += sent
+        for number, piece in enumerate(pieces):
+            if sent < len(piece):
+                return [memoryview(piece)[sent:], *pieces[number + 1 :]]
+            sent -= len(piece)
+        return ()
 
-def _send_nowait(socket: trio.socket.SocketType, pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Send what the socket accepts now; returns the rest."""
+
+def _unacknowledged(stream: trio.abc.SendStream) -> int:
+    """The bytes that the socket holds for the peer (SIOCOUTQ); 0 for a stream without a socket."""
+    while isinstance(stream, trio.SSLStream):
+        stream = stream.transport_stream
+    if not isinstance(stream, trio.SocketStream) or stream.socket.fileno() < 0:
+        return 0
     try:
-        sent = os.writev(socket.fileno(), pieces[:MAX_PIECES])
-    except BlockingIOError:
-        return pieces
-    except OSError as error:
-        raise trio.BrokenResourceError(f"cannot send: {error.strerror}") from error
-    for number, piece in enumerate(pieces):
-        if sent < len(piece):
-            return [memoryview(piece)[sent:], *pieces[number + 1 :]]
-        sent -= len(piece)
-    return ()
+        answer = fcntl.ioctl(stream.socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+    except OSError:  # not of a kind that counts them
+        return 0
+    return int(struct.unpack("i", answer)[0])

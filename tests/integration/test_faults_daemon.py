@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,29 @@ async def test_a_reader_that_never_reads_is_cut_off_and_costs_neither_memory_nor
                 while len(daemon.hub) > 1:
                     await trio.sleep(0.05)
         assert daemon.hub.statistics().closed["slow_reader"] == 1
+
+
+async def test_eight_readers_that_never_read_do_not_stop_three_that_do(
+    events: Database, start_daemon: Callable[..., Any]
+) -> None:
+    async with start_daemon(journal_bytes=1 << 20) as daemon, AsyncExitStack() as stack:
+        readers = [await stack.enter_async_context(netcat_to(daemon)) for _ in range(11)]
+        for nc in readers:
+            await nc.expect(*HELLO)
+            await nc.send("REPLICATE events")
+            await nc.expect("WRITERS .*", "POSITION .*")
+        feed = daemon.publisher.feeds["events"]
+        with trio.fail_after(PATIENCE):
+            for batch in range(1, 31):  # about 1 MB each: the sockets of those that do not read hold some of them
+                await events.execute(
+                    "INSERT INTO events (body) SELECT to_jsonb(repeat('x', 10000)) FROM generate_series(1, 100)"
+                )
+                for nc in readers[8:]:
+                    await nc.until(f"RDATA events master {batch * 100} .*")
+            while len(daemon.hub) > 3:
+                await trio.sleep(0.05)
+        assert daemon.hub.statistics().closed == {"slow_reader": 8}
+        assert feed.channel.statistics().waited_s < 20  # they may cost 1 s; a send that stalls ends after 60 s only
 
 
 async def test_an_endless_line_is_cut_at_the_limit_in_constant_memory(netcat: Connect) -> None:

@@ -76,7 +76,13 @@ def feature(pace: Pace = Pace()) -> Feature:
         pools, limits, troubles = host.pools, host.settings.limits, host.troubles
         schema = host.settings.database.stream_schema
         store, notes = PostgresStore(pools.streams, pools.copies, schema), PostgresNotes(pools.short, schema)
-        journal = JournalLimits(limits.journal_bytes, limits.journal_chunks, limits.journal_seconds)
+        journal = JournalLimits(
+            limits.journal_bytes,
+            limits.journal_chunks,
+            limits.journal_seconds,
+            limits.journal_patience,
+            limits.journal_pace,
+        )
         windows = PostgresWindows(pools.streams, pace.late_rows)
         publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace)
         acks = AckService(notes, publisher.feeds, troubles, pace)

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "catchup": "Catch-up: a whole stream to one client, against psql writing the same COPY to a pipe",
     "spark": "Spark: ids read from a tube against Spark JDBC in order",
     "pipeline": "Pipeline: enrichment against its floor, backfills into each downstream, and the time of one change",
+    "commits": "Small commits: single rows to many clients, p50 / p99 and processor time, against NATS",
     "latency": "Latency: from commit to client, p50 / p99, against NOTIFY in the writer's transaction",
     "idle": "Idle connections: memory of the server for each, against NATS and Redis",
     "slow": "Slow readers: what those who read get beside them, and how the slow ones end",

@@ -73,7 +73,7 @@ def crowd(door: Door, clients: int, rows: int) -> Iterator[Crowd]:
 
 def count_rows(pipe: Connection, door: Door, clients: int, rows: int) -> None:
     """The work of one process: say when all are subscribed, then count."""
-    links = _subscribe(door, clients)
+    links = subscribe(door, clients)
     pipe.send("ready")
     watch = selectors.EpollSelector()
     for link in links:
@@ -88,7 +88,7 @@ def count_rows(pipe: Connection, door: Door, clients: int, rows: int) -> None:
             break
         for key, _ in events:
             link = key.fileobj
-            size = _receive(link, buffer)
+            size = receive(link, buffer)
             found = buffer.count(MARK, 0, size)
             counts[link] += found
             if found or not size:
@@ -129,7 +129,7 @@ def probes(door: Door, clients: int = 1) -> Iterator[Probes]:
 
 def note_probes(pipe: Connection, door: Door, clients: int) -> None:
     """The work of one process: note probes until told to stop."""
-    links = _subscribe(door, clients)
+    links = subscribe(door, clients)
     pipe.send("ready")
     watch = selectors.EpollSelector()
     watch.register(pipe, selectors.EVENT_READ)
@@ -146,7 +146,7 @@ def note_probes(pipe: Connection, door: Door, clients: int) -> None:
                     pipe.recv()
                     pipe.send(seen)
                 return
-            size = _receive(link, buffer)
+            size = receive(link, buffer)
             now = time.monotonic()
             if not size:
                 watch.unregister(link)
@@ -159,7 +159,7 @@ def note_probes(pipe: Connection, door: Door, clients: int) -> None:
 def hold(pipe: Connection, door: Door, clients: int) -> None:
     """The work of one process: keep connections open and throw away what comes, until told to stop."""
     watch = selectors.EpollSelector()
-    links = _subscribe(door, clients)
+    links = subscribe(door, clients)
     watch.register(pipe, selectors.EVENT_READ)
     for link in links:
         watch.register(link, selectors.EVENT_READ)
@@ -169,7 +169,7 @@ def hold(pipe: Connection, door: Door, clients: int) -> None:
         for key, _ in watch.select():
             if key.fileobj is pipe:
                 return
-            if not _receive(key.fileobj, buffer):
+            if not receive(key.fileobj, buffer):
                 raise ConnectionError("an idle connection was closed")
 
 
@@ -183,7 +183,7 @@ def idle(door: Door, clients: int) -> Iterator[None]:
             pipe.send("stop")
 
 
-def _subscribe(door: Door, clients: int) -> list[socket.socket]:
+def subscribe(door: Door, clients: int) -> list[socket.socket]:
     links = [connect(door.host, door.port, door.hello) for _ in range(clients)]
     for link in links:
         heard = b""
@@ -196,7 +196,7 @@ def _subscribe(door: Door, clients: int) -> list[socket.socket]:
     return links
 
 
-def _receive(link: socket.socket, buffer: bytearray) -> int:
+def receive(link: socket.socket, buffer: bytearray) -> int:
     try:
         return link.recv_into(buffer)
     except ConnectionError:

@@ -123,7 +123,13 @@ class Limits:
     poll_max: float = _time(  # twenty cheap statements a second
         0.05, "Interval of polling Postgres while there are no changes.", 0.001, 60
     )
-    database_connections: int = count(  # poller, publisher, leases, acks and requests: all are short
+    bell_interval: float = _time(  # measured: each look takes Postgres some microseconds
+        0.002,
+        "While there are no changes, Postgres itself looks this often for the next one, and polling waits for it.",
+        0.0005,
+        1,
+    )
+    database_connections: int = count(  # poller, bell, publisher, leases, acks and requests: all are short
         8, "Connections to Postgres for everything but catch-ups.", 3, 500
     )
     catchup_connections: int = count(  # a thousand reconnecting clients take turns

@@ -31,6 +31,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import EnvironmentRefused, ReplicadError
 from replicad.groups import leaves
 from replicad.postgres import schema_text
+from replicad.postgres.bell import Bell
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.recording import Recorder
@@ -158,8 +159,10 @@ async def open_daemon(
         services = {feature.name: feature.open(host) for feature in features}
         async with trio.open_nursery() as nursery:
             everything = [Relaying(hub, relay), *services.values()]
+            bell = Bell(pools.short, settings.limits.bell_interval)
             jobs = [
                 Job("poller", poller.run),
+                Job("bell", partial(poller.attend, bell)),
                 Job("sessions", hub.run),
                 *(job for service in everything for job in service.jobs()),
             ]

@@ -1,6 +1,8 @@
 """One bounded journal per stream and order, shared by all its readers.
 
-Chunks of rendered lines are appended once. A reader is a cursor, so nothing is copied or queued per client. The bounds:
+Chunks of rendered lines are appended once. A reader is a cursor, so nothing is copied or queued per client. A reader at
+the head whose socket is free is sent a small chunk by the task that appends, so that its session's task need not be
+woken: that costs more than the send. The bounds:
 
 - The window holds at most `max_bytes` and `max_chunks`. When room is needed, the oldest chunk is removed.
 - Before that, the writer waits for the readers of the oldest chunk, so that a burst that Postgres writes faster than
@@ -21,6 +23,8 @@ from replicad.errors import ReplicadError, RowUnreadable, SlowReader
 
 TAKE_BYTES = 256 * 1024  # of chunks taken together: half the work of one at a time; more gains little
 TAKE_CHUNKS = 256  # taken together: fits into one system call, and bounds the memory that a stuck reader holds
+OFFER_BYTES = 16 * 1024  # of a chunk that is sent at once; a socket takes it, and more would hold up the other readers
+SLICE = 200  # readers that are sent a chunk, some 2 ms, before other tasks run
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Reader:
         "ended",
         "extended",
         "fallen",
+        "offer",
         "on_fall",
         "on_stop",
         "standing",
@@ -90,6 +95,7 @@ class Reader:
         self.extended = extended
         self.fallen: str | None = None  # why it was dropped
         self.standing = Standing(progress or self._progress)
+        self.offer: Callable[[bytes], bool] | None = None  # send it now, after all that was taken; False: it was not
         self.on_fall = wake  # called when it was dropped: its session may hang in a send and never take more
         self.on_stop: Callable[[RowUnreadable], None] | None = None  # called when the stream stops at its cursor
         self.ended: ReplicadError | None = None
@@ -129,6 +135,17 @@ class Reader:
             self._taken += size
             channel.reader_moved()
         return taken
+
+    def offer_nowait(self, index: int, chunk: _Chunk) -> bool:
+        """Send the last chunk, number `index`, if everything before it was taken and the socket is free."""
+        if self.cursor != index or self._inserted is not None:
+            return False
+        if not chunk.extended or self.extended:
+            if self.offer is None or not self.offer(chunk.data):
+                return False
+            self._taken += len(chunk.data)
+        self.cursor += 1
+        return True
 
     def insert(self, index: int, data: bytes) -> None:
         """Deliver whole lines before chunk number `index`; they replace inserted lines that are not delivered yet."""
@@ -222,12 +239,30 @@ class Channel:
         if self._over(len(data)):
             await self._make_room(len(data))
             now = trio.current_time()
-        self.chunks[self.head] = _Chunk(data, now, extended)
+        chunk = self.chunks[self.head] = _Chunk(data, now, extended)
         self.head += 1
         self._bytes += len(data)
         self._appended_bytes += len(data)
-        for reader in self._readers:
-            reader.wake()
+        if len(data) > OFFER_BYTES:
+            for reader in self._readers:
+                reader.wake()
+        else:
+            await self._offer(self.head - 1, chunk)
+
+    async def _offer(self, index: int, chunk: _Chunk) -> None:
+        """Send a small chunk to the readers at the head; the others are woken."""
+        readers = list(self._readers)
+        for start in range(0, len(readers), SLICE):
+            if start:
+                try:
+                    await trio.lowlevel.checkpoint()
+                except BaseException:
+                    for reader in readers[start:]:
+                        reader.wake()
+                    raise
+            for reader in readers[start : start + SLICE]:
+                if not (reader in self._readers and reader.offer_nowait(index, chunk)):
+                    reader.wake()
 
     def seal(self, positions: Mapping[str, int]) -> None:
         """Set a boundary: the chunks so far have everything up to `positions` and nothing beyond."""
@@ -268,6 +303,11 @@ class Channel:
         self.held = None
         self.released.set()
         self.released = trio.Event()
+
+    @property
+    def readers(self) -> int:
+        """How many read it."""
+        return len(self._readers)
 
     def statistics(self) -> ChannelStatistics:
         """Counts, as one frozen value."""

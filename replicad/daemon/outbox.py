@@ -122,6 +122,7 @@ class Outbox:
             SlowReader: the chunk is no longer held.
         """
         reader = channel.subscribe(cursor, self.wake, extended=extended, progress=self._outlet.progress)
+        reader.offer = self.offer
         reader.on_fall = partial(self._fall, reader)
         reader.on_stop = on_stop
         self._readers.append(reader)

@@ -50,7 +50,7 @@ class Outlet:
             trio.BrokenResourceError: the connection is lost.
         """
         assert self._socket is not None
-        rest = _send_nowait(self._socket, pieces)
+        rest = self._send_nowait(self._socket, pieces)
         self.torn = bool(rest)
         return rest
 

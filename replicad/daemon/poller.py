@@ -1,5 +1,8 @@
 """Polls Postgres for the positions of all streams and tubes: often while something changes, seldom while nothing does.
 
+While nothing does, a `Bell` tells when it is time; without one, the pauses grow up to `poll_max`. Where many clients
+follow what moves, the pause is longer, so that more is sent to each of them at a time.
+
 One round of statements serves all streams and tubes. An exception in the handler of one reading is reported as a
 trouble of that stream or tube; the other readings are passed on. While Postgres cannot be reached, the poller tries
 again with a growing pause. It logs the begin and the end of the outage. Clients that wait for positions keep waiting.
@@ -8,6 +11,7 @@ again with a growing pause. It logs the begin and the end of the outage. Clients
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,15 +21,19 @@ import trio
 from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
+from replicad.postgres.bell import LastValues, Wait
 from replicad.postgres.horizon import Reading, Source
 from replicad.retry import Backoff
 
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing changes
+QUICK = 4  # the first pause after a calm is poll_min / 4: the transaction that ended the calm is about to commit
+BELL_PAUSE = 2.0  # seconds until the next poll where a bell is expected to ring much sooner
+BELL_RETRY = 5.0  # seconds before a bell that failed is tried again
 TUBE_PREFIX = "tube:"  # names of watched tubes begin with this; a stream's name has no colon
 
 log = structlog.get_logger()
 
-OnReading = Callable[[str, Reading], None]
+OnReading = Callable[[str, Reading], float | None]  # returns the seconds in which the next one is not wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,14 @@ class Watcher(Protocol):
     def set_writers(self, name: str, writers: Iterable[str]) -> None: ...
 
     def unwatch(self, name: str) -> None: ...
+
+    def at_rest(self) -> LastValues | None: ...
+
+
+class Ringer(Protocol):
+    """What the poller needs of `Bell`, whose method has the docstring."""
+
+    def waiting(self) -> AbstractAsyncContextManager[Wait]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +108,10 @@ class Poller:
         self._failures = 0
         self._away_since: float | None = None
         self._pause = limits.poll_min
+        self._gather = 0.0  # seconds in which the next poll is not wanted
+        self._at_rest: LastValues | None = None
+        self._rests = trio.Event()  # set while a bell may ring
+        self._has_bell = False
         self._alarmed: dict[str, tuple[str, ...]] = {}
         self._last: Mapping[str, Reading] = {}
 
@@ -149,10 +169,50 @@ class Poller:
                 await self._sleep_longer()
                 continue
             self._backoff.reset()
-            limits = self._limits
-            self._pause = limits.poll_min if moved else min(self._pause * CALM_GROWTH, limits.poll_max)
+            self._set_pause(moved=moved)
+            polled_at = trio.current_time()
             with trio.move_on_after(self._pause):
                 await self._bell.wait()
+            if self._gather:
+                await trio.sleep_until(polled_at + self._gather)
+
+    def _set_pause(self, *, moved: bool) -> None:
+        """The pause until the next poll, and whether a bell is waited for."""
+        limits = self._limits
+        rested = self._at_rest is not None
+        self._at_rest = None
+        at_rest = self._horizon.at_rest() if self._has_bell else None
+        if at_rest is not None and not moved:
+            self._at_rest = at_rest
+            self._pause = BELL_PAUSE
+            self._rests.set()
+        elif moved and at_rest is None and rested:
+            self._pause = limits.poll_min / QUICK
+        elif moved:
+            self._pause = limits.poll_min if at_rest is not None else min(2 * self._pause, limits.poll_min)
+            self._pause = max(self._pause, self._gather)
+        else:
+            self._pause = min(max(self._pause, limits.poll_min) * CALM_GROWTH, limits.poll_max)
+
+    async def attend(self, bell: Ringer) -> None:
+        """Poll when the bell rings, until cancelled. While it does not work, the poller does without."""
+        while True:
+            try:
+                async with bell.waiting() as wait:
+                    self._has_bell = True
+                    while True:
+                        await self._rests.wait()
+                        self._rests = trio.Event()
+                        if self._at_rest is not None:
+                            await wait(self._at_rest)
+                            self._rests = trio.Event()  # set again by the next poll
+                            self.ring()
+            except DatabaseError as error:
+                log.debug("bell_failed", error=str(error))
+            finally:
+                self._has_bell = False
+            self.ring()
+            await trio.sleep(BELL_RETRY)
 
     async def _poll(self) -> bool:
         """Poll once; True when a position moved or is held back."""
@@ -166,17 +226,21 @@ class Poller:
             self._troubles.end(DATABASE, DATABASE, "recover")
         before, self._last = self._last, readings
         if readings is before:
+            self._gather = 0.0
             return False
-        moved = False
+        pauses: list[float] = []  # of what has moved
         for name, reading in list(readings.items()):  # a listener may call `unwatch` and `watch`
             old = before.get(name)
-            moved = moved or old is None or old.last_value != reading.last_value or reading.held_by is not None
+            moved = old is None or old.last_value != reading.last_value or reading.held_by is not None
             self._log_alarms(name, reading.alarms)
-            listener = self._listeners.get(name)
+            listener, pause = self._listeners.get(name), None
             if listener is not None:
                 with self._troubles.contain(*thing_of(name), "reading"):
-                    listener(name, reading)
-        return moved
+                    pause = listener(name, reading)
+            if moved:
+                pauses.append(pause or 0.0)
+        self._gather = min(pauses, default=0.0)
+        return bool(pauses)
 
     def _log_alarms(self, name: str, alarms: tuple[str, ...]) -> None:
         """Log each new alarm, and when there are none any more."""

@@ -106,6 +106,7 @@ class Horizon:
         self._connection: Connection | None = None
         self._barrier = _BARRIER
         self._names: dict[int, str] = {}
+        self._read: dict[int, int | None] = {}  # the last values of sequences, as they were read last
         self._unused: dict[int, int] = {}  # unused sequences: the value below their first one
         self._blocked: dict[int, Holder] = {}  # locked sequences and tables, and the holder of the lock
         self._waits_left = 0  # of this poll
@@ -191,6 +192,23 @@ class Horizon:
             self._readings = {w.name: w.reading(now, self._stuck_after) for w in current}
         return self._readings
 
+    def at_rest(self) -> Mapping[int, int | None] | None:
+        """The last value of each sequence (None: unused), if only another one can move a position. None if more can:
+        a holder, a flush, the end of a lock, a writer that publishes its position.
+        """
+        watched = self._watched.values()
+        busy = self._blocked or any(
+            w.locks is None
+            or not w.inspected
+            or w.refused is not None
+            or w.unreadable is not None
+            or w.watch.lowest is not None
+            or w.watch.waits_for_flush
+            or _sequence(w) not in self._read
+            for w in watched
+        )
+        return None if busy or not watched else {_sequence(w): self._read[_sequence(w)] for w in watched}
+
     async def _pinned(self) -> Connection:
         """Our connection. After a new one is made, readings that were not published are dropped: Postgres may have
         crashed.
@@ -211,6 +229,7 @@ class Horizon:
             watched.watch.restart()
             self._record_begin("connection", watched)
         self._blocked = {}
+        self._read = {}
         self._inspect_at = 0.0
         self._connection = connection
         return connection
@@ -372,6 +391,7 @@ class Horizon:
         values: dict[int, _Value] = {}
         for row in await connection.fetch(load_sql("horizon_last_values"), sequences):
             sequence = row["sequence"]
+            self._read[sequence] = row["last_value"]
             if row["last_value"] is not None:
                 self._unused.pop(sequence, None)
                 values[sequence] = _Value(row["last_value"], row["inserted"], row["flushed"], row["file"])

@@ -222,6 +222,12 @@ class Feed:
         if self._writers.on_registered(writers):
             self._changed.set()
 
+    @property
+    def gather(self) -> float:
+        """The seconds in which the next reading is not wanted: with many readers, more is sent to each at a time."""
+        readers = sum(lane.channel.readers for lane in (self._main, self._linear) if lane is not None)
+        return min(readers * self._pace.gather, self._pace.longest_gather)
+
     def on_reading(self, reading: Reading) -> None:
         """Take a new reading of the horizon."""
         if reading.position is None or reading.refused is not None:

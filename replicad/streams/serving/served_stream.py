@@ -320,7 +320,7 @@ class Serving:
         if self._watching:
             self._context.poller.set_writers(self.name, _writers(self.stream, numbers))
 
-    def _on_reading(self, _: str, reading: Reading) -> None:
+    def _on_reading(self, _: str, reading: Reading) -> float:
         self.reading = reading
         if reading.fork is not None:
             self.fork(reading.fork)
@@ -329,6 +329,7 @@ class Serving:
         else:
             self.feed.on_reading(reading)
         self.report_obstacle()
+        return 0.0 if self.feed is None else self.feed.gather
 
     def report_obstacle(self) -> None:
         """Report an obstacle when it begins, changes or ends, in the log and to the stream's readers."""

@@ -345,7 +345,7 @@ class MemoryPositions:
         self,
         name: str,
         source: Source,
-        on_reading: Callable[[str, Reading], None],
+        on_reading: Callable[[str, Reading], float | None],
         *,
         published: int | None = None,
         per_writer: Mapping[str, int] | None = None,

@@ -35,6 +35,7 @@ class MemoryHorizon:
         self.polls: list[float] = []
         self.raises: Exception | None = None
         self.calls: list[tuple[object, ...]] = []
+        self.rest: dict[int, int | None] | None = None
 
     async def poll(self) -> Mapping[str, Reading]:
         await trio.lowlevel.checkpoint()
@@ -63,6 +64,9 @@ class MemoryHorizon:
 
     def unwatch(self, name: str) -> None:
         self.calls.append(("unwatch", name))
+
+    def at_rest(self) -> Mapping[int, int | None] | None:
+        return self.rest
 
     def move(self, **values: int) -> None:
         self.readings = {name: Reading(position=at, last_value=at) for name, at in values.items()}

@@ -14,7 +14,7 @@ from replicad.daemon.files import FileBudget, plan_files
 from replicad.postgres.bridge import Database, Fence, open_database
 
 STREAM_CONNECTIONS = 4  # of all streams: to read the registry, to copy new rows, to note positions
-STREAM_LOCK_TIMEOUT = 1.0  # seconds; a copy from a locked table must not occupy a connection for long
+STREAM_LOCK_TIMEOUT = 0.7  # seconds; below `deadlock_timeout` (1 s), so that who restores a dump is not the victim
 RELAY_CONNECTIONS = 2  # one listens, the other sends
 ACK_CONNECTIONS = 2  # they only delete from tubes; their locks on tubes do not hold the positions of tubes back
 

@@ -183,13 +183,30 @@ class Cluster:
         fresh.rename(self._address / _SOCKET)
 
 
+_RESTORES = 5  # in one transaction, at most, until one meets no deadlock
+
+
 def restore_dump(url: str, dump: Path, *, one_transaction: bool) -> None:
-    """Restore a dump over the database that it was made of; an error ends it."""
-    single = ["--single-transaction"] if one_transaction else []
+    """Restore a dump over the database that it was made of; an error ends it.
+
+    One transaction needs the locks of all tables at once, so it may meet a reader of two of them in a deadlock. It has
+    changed nothing then, and is done again, as docs/restoring.md says.
+    """
     if dump.suffix == ".custom":
-        _run("pg_restore", "--clean", "--if-exists", "--exit-on-error", *single, "-d", url, str(dump))
+        command = ["pg_restore", "--clean", "--if-exists", "--exit-on-error", "-d", url, str(dump)]
     else:
-        _run("psql", "--no-psqlrc", "-qX", "-v", "ON_ERROR_STOP=1", *single, "-d", url, "-f", str(dump))
+        command = ["psql", "--no-psqlrc", "-qX", "-v", "ON_ERROR_STOP=1", "-d", url, "-f", str(dump)]
+    if not one_transaction:
+        _run(*command)
+        return
+    for attempt in range(_RESTORES):
+        try:
+            _run(*command, "--single-transaction")
+        except AssertionError as error:
+            if "deadlock detected" not in str(error) or attempt == _RESTORES - 1:
+                raise
+        else:
+            return
 
 
 def _run(name: str, *args: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,7 +272,7 @@ def test_top_shows_who_has_what_and_marks_what_is_wrong(run: Run, shards: None, 
     counts = '{"batch": 7, "written": 1234, "lag": 0.5, "note": null}'
     psql(database_url, f"SELECT tube.tube_report_put('cities', 'copy', '{counts}')")
     assert run("top", "--json")[1]["report"]["batch"] == 7
-    assert "cities: copy said 0 s ago: lag 0.50, batch 7, written 1,234\n" in run("top", "--once")
+    assert re.search(r"cities: copy said \d+ s ago: lag 0\.50, batch 7, written 1,234\n", run("top", "--once"))
 
 
 def test_top_goes_on_with_the_islands_that_answer(run: Run, database_url: str) -> None:

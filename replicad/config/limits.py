@@ -90,8 +90,8 @@ class Limits:
     relay_bytes: int = amount(  # ten thousand lines; senders wait for room, other daemons' oldest lines are dropped
         _MIB, "Lines for all clients (REMOTE_SERVER_UP, LOCK_RELEASED) that may wait to be sent.", 64 * _KIB, _GIB
     )
-    turn_lines: int = count(  # half a millisecond
-        32, "Lines of one client that are handled before other clients get their turn.", 1, 100_000
+    turn_lines: int = count(  # a quarter of a millisecond
+        16, "Lines of one client that are handled before other clients get their turn.", 1, 100_000
     )
     turn_bytes: int = amount(  # splitting so much into lines takes less than a millisecond, even if they are blank
         8 * _KIB, "Bytes of one client that are handled before other clients get their turn.", 512, _MIB

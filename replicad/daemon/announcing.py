@@ -12,8 +12,10 @@ from typing import Protocol
 
 import trio
 
+from replicad.daemon.turns import Turns
+
 BATCH = 64 << 10  # bytes that are handed out together
-SLICE = 50  # sessions that get them before other tasks run: less than a millisecond
+SLICE = 25  # sessions that get them in one turn: a quarter of a millisecond
 
 
 class Listener(Protocol):
@@ -26,8 +28,9 @@ class Listener(Protocol):
 class Announcing:
     """The lines that wait to be handed out, in their order."""
 
-    def __init__(self, listeners: Collection[Listener], most: int) -> None:
+    def __init__(self, listeners: Collection[Listener], most: int, turns: Turns) -> None:
         """`most`: the bytes that may wait; if more do, the oldest lines are dropped."""
+        self._turns = turns
         self.announced = self.dropped = 0  # lines, since the start
         self._listeners = listeners
         self._most = most
@@ -85,4 +88,4 @@ class Announcing:
             elif lines := b"".join(line for line, sender in batch if sender is not listener):
                 listener.deliver(lines)
             if number % SLICE == 0:
-                await trio.lowlevel.checkpoint()
+                await self._turns.next()

@@ -8,6 +8,7 @@ from contextlib import suppress
 import trio
 
 from replicad.daemon.service import HangUp
+from replicad.daemon.turns import Turns
 from replicad.errors import (
     DatabaseError,
     LocalProtocolError,
@@ -23,7 +24,7 @@ from replicad.protocol.states import CloseReason
 from replicad.protocol.words import sendable
 
 RECEIVE_BYTES = 65536
-DRAIN_BYTES = 4 << 20  # of input that is read and discarded after the last ERROR
+DRAIN_BYTES = 4 << 20  # of input that is read and discarded after the last ERROR to a client that is known
 
 _REASONS: tuple[tuple[type[Exception], CloseReason], ...] = (
     (NotAuthorised, CloseReason.NOT_AUTHORISED),
@@ -59,15 +60,15 @@ def error_line(text: str) -> Error:
     return Error(sendable(text))
 
 
-async def send_last_error(stream: trio.abc.Stream, text: str) -> None:
-    """Send ERROR and close this side; then read what the peer sends until it closes its side. The caller bounds it.
+async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns: Turns) -> None:
+    """Send ERROR and close this side; then read what the peer sends until it closes its side, at most `drain` bytes.
 
-    Closing with unread input would send a reset, which can discard the ERROR.
+    Closing with unread input would send a reset, which can discard the ERROR. The caller bounds the time.
     """
     with suppress(*LOST):
         await stream.send_all(error_line(text).render().encode() + b"\n")
         if isinstance(stream, trio.abc.HalfCloseableStream):
             await stream.send_eof()
-        left = DRAIN_BYTES
-        while left > 0 and (data := await stream.receive_some(RECEIVE_BYTES)):
-            left -= len(data)
+        while drain > 0 and (data := await stream.receive_some(RECEIVE_BYTES)):
+            drain -= len(data)
+            await turns.next()

@@ -219,6 +219,7 @@ async def _serving(
             full=full,
             refused=hub.refuse,
             secure=None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout).shake,
+            give_way=hub.turns.next,
             pauses=pauses,
         )
         async with trio.open_nursery() as accepting:

@@ -1,4 +1,4 @@
-"""TLS handshakes: their number, their time, and how many of their steps one turn of the event loop takes.
+"""TLS handshakes: their number, their time, and one step of them in each turn.
 
 A step may cost a millisecond (the server signs). Without a bound, a thousand clients that connect at once would stop
 the event loop for a second.
@@ -13,6 +13,7 @@ import trio
 
 from replicad.config.declaring import plain
 from replicad.daemon.hub import Hub
+from replicad.daemon.turns import Turns
 
 log = structlog.get_logger()
 
@@ -25,11 +26,10 @@ class Handshakes:
         self._tls = tls
         self._hub = hub
         self._timeout = timeout
-        self._steps = trio.Lock()  # held while one handshake takes a step
 
     async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
         """The secured stream; None if the client cannot, is too slow, or had to give way. `stream` is closed then."""
-        transport = _InTurn(stream, self._steps)
+        transport = _InTurn(stream, self._hub.turns)
         secured = trio.SSLStream(transport, self._tls, server_side=True, https_compatible=True)
         scope = trio.CancelScope(deadline=trio.current_time() + self._timeout)
         if not self._hub.admit_handshake(transport, scope.cancel):
@@ -53,22 +53,21 @@ class Handshakes:
             log.warning("tls_refused", peer=peer, error=failure)
             await trio.aclose_forcefully(secured)
             return None
-        transport.steps = None
+        transport.turns = None
         return secured
 
 
 class _InTurn(trio.abc.HalfCloseableStream):
-    """A socket whose input is handed on in turn with that of the other handshakes: one step in a turn of the loop."""
+    """A socket whose input is handed on when it is its turn."""
 
-    def __init__(self, stream: trio.SocketStream, steps: trio.Lock) -> None:
-        self.steps: trio.Lock | None = steps  # None: the handshake is over
+    def __init__(self, stream: trio.SocketStream, turns: Turns) -> None:
+        self.turns: Turns | None = turns  # None: the handshake is over
         self._stream = stream
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         data = await self._stream.receive_some(max_bytes)
-        if self.steps is not None:
-            async with self.steps:
-                pass
+        if self.turns is not None:
+            await self.turns.next()
         return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:

@@ -75,7 +75,7 @@ class Hub:
         self._accepted = 0
         self._refused = 0
         self._closed: Counter[str] = Counter()
-        self.announcing = Announcing(self._sessions, limits.relay_bytes)
+        self.announcing = Announcing(self._sessions, limits.relay_bytes, self.turns)
 
     def __len__(self) -> int:
         return len(self._sessions)

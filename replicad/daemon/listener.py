@@ -18,8 +18,8 @@ from replicad.errors import EnvironmentRefused
 from replicad.retry import Backoff
 
 BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
-LIVE = 8  # sessions that are begun before other tasks run: each takes some hundred microseconds
-DEAD = 256  # connections that were reset before they were accepted: closing one takes ten microseconds
+LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
+DEAD = 32  # connections that were reset before they were accepted, and are closed in one turn: ten microseconds each
 PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
@@ -69,7 +69,7 @@ class Acceptor:
     `room` is the maximum of client sockets, including those that are being refused. One more is closed at once; without
     TLS it is sent `full` before. So clients cannot use up the file descriptors that the daemon needs.
 
-    All connections that wait are accepted, LIVE in a turn of the event loop. One that was reset meanwhile is closed
+    All connections that wait are accepted, LIVE in a turn. One that was reset meanwhile is closed
     without a session.
     """
 
@@ -83,11 +83,13 @@ class Acceptor:
         full: bytes,
         refused: Callable[[], None],
         secure: Secure | None = None,
+        give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         pauses: Pauses = Pauses(),
     ) -> None:
         """`refused` is called for each connection that is closed because `room` is used up. `secure` returns the stream
-        after the TLS handshake; None if that failed, or there is no room for it.
+        after the TLS handshake; None if that failed, or there is no room for it. `give_way` waits for the next turn.
         """
+        self._give_way = give_way
         self._serve = serve
         self._sessions = sessions
         self._troubles = troubles
@@ -112,7 +114,8 @@ class Acceptor:
                 while True:
                     try:
                         self._enter(await listener.accept())
-                        self._accept_waiting(waiting)
+                        while self._accept_waiting(waiting):
+                            await self._give_way()
                     except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
                         if isinstance(error, OSError) and error.errno in _OF_ONE:
                             self.dead += 1
@@ -126,21 +129,24 @@ class Acceptor:
                 if waiting is not None:
                     waiting.close()
 
-    def _accept_waiting(self, waiting: socket.socket | None) -> None:
-        """Accept more of the connections that wait, as many as one turn of the event loop should take."""
-        live = 1
+    def _accept_waiting(self, waiting: socket.socket | None) -> bool:
+        """Accept more of the connections that wait, as many as one turn should take. False if there are no more."""
+        if waiting is None:
+            return False
+        live = 0
         dead = self.dead
-        while waiting is not None and live < LIVE and self.dead < dead + DEAD:
+        while live < LIVE and self.dead < dead + DEAD:
             try:
                 accepted, _ = waiting.accept()
             except BlockingIOError:
-                return
+                return False
             except OSError as error:
                 if error.errno not in _OF_ONE:
                     raise
                 self.dead += 1
                 continue
             live += self._enter(trio.SocketStream(trio.socket.from_stdlib_socket(accepted)))
+        return True
 
     def _report_failure(self, error: Exception) -> None:
         if isinstance(error, OSError):

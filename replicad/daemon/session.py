@@ -16,7 +16,7 @@ import structlog
 import trio
 
 from replicad.daemon import cuts
-from replicad.daemon.closing import LOST, RECEIVE_BYTES, error_line, reason_of, send_last_error, text_of
+from replicad.daemon.closing import DRAIN_BYTES, LOST, RECEIVE_BYTES, error_line, reason_of, send_last_error, text_of
 from replicad.daemon.deadlines import EARLY
 from replicad.daemon.hub import Hub
 from replicad.daemon.inlet import Inlet
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
 
 ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
+PAUSE = 0.001  # seconds without input, after which a peer that sent much is as good as any other
 _numbers = count(1)
 log = structlog.get_logger()
 
@@ -247,7 +248,8 @@ class Session:
         if text and not self.outbox.torn:  # after half a line the peer could not parse the ERROR
             with trio.move_on_after(ERROR_GRACE, shield=True):
                 try:
-                    await send_last_error(self._stream, text)
+                    drain = DRAIN_BYTES if self._known_by is None else RECEIVE_BYTES
+                    await send_last_error(self._stream, text, drain, self._hub.turns)
                 except Exception as error:  # noqa: BLE001 - the stream is closed in any case
                     self._record(error, "end")
         with trio.CancelScope(shield=True):
@@ -269,9 +271,16 @@ class Session:
     async def _read(self, handle: Handler) -> None:
         """Handle commands until the peer closes its side or breaks the protocol; queued requests are answered first."""
         inlet = Inlet(self._stream)
+        pours = False  # whether the peer sends more than is handled in one turn, without a pause
         try:
-            while data := await inlet.receive(RECEIVE_BYTES if self._known_by is None else self._limits.first_line):
-                await self._handle_lines(data, handle)
+            while True:
+                asked = trio.current_time()
+                data = await inlet.receive(RECEIVE_BYTES if self._known_by is None else self._limits.first_line)
+                if not data:
+                    break
+                if pours and trio.current_time() < asked + PAUSE:
+                    await self._hub.turns.next()
+                pours = await self._handle_lines(data, handle)
         except ProtocolError as error:
             await self._wait_answered()
             if not isinstance(error, LineTooLong):
@@ -282,16 +291,19 @@ class Session:
         await self._wait_answered()
         raise HangUp(CloseReason.PEER_CLOSED)
 
-    async def _handle_lines(self, data: bytes, handle: Handler) -> None:
-        """Handle what was received, in slices of one turn's budget."""
+    async def _handle_lines(self, data: bytes, handle: Handler) -> bool:
+        """Handle what was received, in slices of one turn's budget. True if it was more than one."""
         turns = self._hub.turns
+        several = len(data) > turns.size
         for begin in range(0, len(data), turns.size):
             if begin:
                 await turns.next()
             self._connection.receive_data(data[begin : begin + turns.size], trio.current_time())
             self._note_unfinished()
             while await self._handle_some(handle):
+                several = True
                 await turns.next()
+        return several
 
     async def _handle_some(self, handle: Handler) -> bool:
         """Handle lines up to the budget of a turn; their answers are sent together. True if there may be more."""

@@ -1,0 +1,194 @@
+"""Clients that misbehave, each kind in a process of its own until told to stop. They use plain sockets only."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+IDLE = 1500  # connections that relays go to
+CROWD = 400  # connections with an unfinished line
+LINE = 1 << 20  # bytes of an unfinished line
+HALF = 1500  # handshakes that are begun
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The daemon's address, and a lease under which a tube may be acked."""
+
+    host: str
+    port: int
+    lease: str
+
+
+Attack = Callable[[Connection, Target], None]
+
+
+def _connect(target: Target, hello: bytes = b"") -> socket.socket:
+    link = socket.create_connection((target.host, target.port), timeout=60)
+    with suppress(OSError):
+        link.sendall(hello)
+    return link
+
+
+def _pour(pipe: Connection, links: list[socket.socket], block: bytes, pause: float = 0.0) -> None:
+    """Send the block again and again on every link, and discard what comes, until told to stop."""
+    watch = selectors.DefaultSelector()
+    left = dict.fromkeys(links, memoryview(b""))
+    for link in links:
+        link.setblocking(False)
+        watch.register(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+    while not pipe.poll():
+        for key, events in watch.select(0.1):
+            link = key.fileobj
+            assert isinstance(link, socket.socket)
+            try:
+                if events & selectors.EVENT_READ and not link.recv(1 << 18):
+                    raise ConnectionError
+                if events & selectors.EVENT_WRITE:
+                    part = left[link] or memoryview(block)
+                    left[link] = part[link.send(part) :]
+            except BlockingIOError:
+                pass
+            except OSError:  # cut off
+                watch.unregister(link)
+                link.close()
+        if not watch.get_map():
+            break
+        if pause:
+            time.sleep(pause)
+    pipe.poll(None)
+
+
+def pings(pipe: Connection, target: Target) -> None:
+    """Two clients that send PING as fast as they can."""
+    links = [_connect(target) for _ in range(2)]
+    pipe.send("ready")
+    _pour(pipe, links, b"PING x\n" * 10_000)
+
+
+def streams(pipe: Connection, target: Target) -> None:
+    """Two clients that send STREAMS without waiting for the answers."""
+    links = [_connect(target) for _ in range(2)]
+    pipe.send("ready")
+    _pour(pipe, links, b"STREAMS\n" * 10_000)
+
+
+def acks(pipe: Connection, target: Target) -> None:
+    """Two clients that send lists of half a million numbers with an ACK."""
+    links = [_connect(target, b"NAME acks\n") for _ in range(2)]
+    head = f"ACK {target.lease} ".encode()
+    line = head + b"1," * ((LINE - len(head) - 8) // 2) + b"1\n"
+    pipe.send("ready")
+    _pour(pipe, links, line)
+
+
+def relays(pipe: Connection, target: Target) -> None:
+    """A client that relays as fast as it can to many idle connections, which read what they get."""
+    idle = [_connect(target, b"NAME idle\n") for _ in range(IDLE)]
+    watch = selectors.DefaultSelector()
+    for link in idle:
+        link.setblocking(False)
+        watch.register(link, selectors.EVENT_READ)
+    sender = _connect(target, b"NAME relays\n")
+    sender.setblocking(False)
+    pipe.send("ready")
+    while not pipe.poll():
+        with suppress(BlockingIOError):
+            sender.send(b"REMOTE_SERVER_UP example.org\n" * 10)
+        with suppress(BlockingIOError):
+            sender.recv(1 << 16)
+        for key, _ in watch.select(0.005):
+            with suppress(BlockingIOError):
+                key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+    pipe.poll(None)
+
+
+def unfinished(pipe: Connection, target: Target) -> None:
+    """Many clients with a line that does not end, closed and opened again."""
+    pipe.send("ready")
+    block = b"x" * (1 << 16)
+    while not pipe.poll():
+        links = [_connect(target) for _ in range(CROWD)]
+        for link in links:
+            link.setblocking(False)
+        for _ in range(LINE // len(block)):
+            for link in links:
+                with suppress(OSError):
+                    link.send(block)
+        for link in links:
+            link.close()
+    pipe.poll(None)
+
+
+def unfinished_known(pipe: Connection, target: Target) -> None:
+    """The same after a first valid command, which makes them clients that may send long lines."""
+    pipe.send("ready")
+    block = b"x" * (1 << 16)
+    while not pipe.poll():
+        links = [_connect(target, b"PING x\n") for _ in range(CROWD)]
+        for link in links:
+            link.setblocking(False)
+        for _ in range(2 * LINE // len(block)):
+            for link in links:
+                with suppress(OSError):
+                    link.send(block)
+        time.sleep(0.2)
+        for link in links:
+            link.close()
+    pipe.poll(None)
+
+
+def resets(pipe: Connection, target: Target) -> None:
+    """A client that connects and resets as fast as it can."""
+    pipe.send("ready")
+    while not pipe.poll():
+        for _ in range(50):
+            link = socket.socket()
+            link.setblocking(False)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            with suppress(OSError):
+                link.connect((target.host, target.port))
+            link.close()
+    pipe.poll(None)
+
+
+def handshakes(pipe: Connection, target: Target) -> None:
+    """Many connections that begin a TLS handshake and do not go on; closed ones are opened again."""
+    links: list[socket.socket] = []
+    pipe.send("ready")
+    while not pipe.poll():
+        if len(links) < HALF:
+            links += [_connect(target, b"\x16\x03\x01\x02\x00\x01") for _ in range(50)]
+        else:
+            time.sleep(0.2)
+        kept = []
+        for link in links:
+            link.setblocking(False)
+            with suppress(BlockingIOError, OSError):
+                if not link.recv(4096):
+                    link.close()
+                    continue
+            kept.append(link)
+        links = kept
+    pipe.poll(None)
+    for link in links:
+        link.close()
+
+
+PLAIN: dict[str, Attack] = {
+    "two PING floods": pings,
+    "two pipelines of STREAMS": streams,
+    "two that send ACK lists": acks,
+    f"relays to {IDLE:,} idle ones": relays,
+    f"{CROWD} unfinished lines": unfinished,
+    f"{CROWD} unfinished lines, known": unfinished_known,
+    "resets": resets,
+}
+SECURED: dict[str, Attack] = {f"{HALF:,} half handshakes": handshakes}

@@ -1,0 +1,242 @@
+"""Polite clients beside attackers: round trips, live rows, answers to PODS and new connections, alone and beside each.
+
+The attackers of `attackers` attack the daemon with its default settings, one kind after the other. Half handshakes go
+to a daemon with TLS and room for 20 connections. The figures are p50 and p99 of what the polite clients wait, with the
+ratio of the p99 to the quiet one, and the daemon's memory before, during and ten seconds after the attack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.attackers import PLAIN, SECURED, Attack, Target
+from bench.latency import commit_probes
+from bench.readers import Door, probes, processes
+from bench.report import Figure, Spread, amount, latency, percentile
+from bench.system import STREAM, Daemon, Options, System, allow_files, system
+
+PROBES = 250  # rows; the other measurements take as long as these
+PAUSE = 0.004  # seconds between two measurements of one kind
+TUBE = "isolation"
+FORGOTTEN = 10.0  # seconds after an attack
+GOAL, MEMORY_GOAL = 5.0, 1.2
+KINDS = ("round trip", "live row", "PODS", "new connection")
+_SPARE = 4000  # files of this process and of the attackers, who inherit the limit
+
+Times = dict[str, list[float]]
+
+
+@dataclass(slots=True)
+class Watch:
+    """The daemon's memory: before, the most during the attack, and after it."""
+
+    before: int = 0
+    peak: int = 0
+    after: int = 0
+
+    @contextmanager
+    def looking(self, daemon: Daemon) -> Iterator[None]:
+        """Note the most during the block."""
+        stop = threading.Event()
+
+        def look() -> None:
+            while not stop.wait(0.02):
+                self.peak = max(self.peak, daemon.memory())
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            looker.join()
+
+
+def run(options: Options) -> list[Figure]:
+    """The quiet times, then a figure for each attacker and kind, and one for memory."""
+    allow_files(_SPARE)
+    count = options.sized(PROBES)
+    figures: list[Figure] = []
+    with system() as ours:
+        with ours.daemon() as daemon:
+            ours.make_stream()
+            ours.sql(f"SELECT tube.tube_ensure_exists('{TUBE}', 1)")
+            figures += _beside_each(ours, daemon, count, PLAIN, None)
+        key, certificate = _certificate(ours.folder)
+        secured = ("--tls-cert", str(certificate), "--tls-key", str(key), "--max-connections", "20")
+        with ours.daemon(*secured) as daemon:
+            figures += _beside_each(ours, daemon, count, SECURED, ssl.create_default_context(cafile=str(certificate)))
+    return figures
+
+
+def _beside_each(
+    ours: System, daemon: Daemon, count: int, attackers: dict[str, Attack], tls: ssl.SSLContext | None
+) -> list[Figure]:
+    with _lease(daemon, tls) as target:
+        _measure(ours, daemon, count, target, tls)  # what is loaded with the first clients belongs to no attack
+        quiet = _measure(ours, daemon, count, target, tls)
+        figures = [Figure(f"alone: {kind}", latency(quiet[kind])) for kind in quiet]
+        for name, attack in attackers.items():
+            watch = Watch(before=daemon.memory())
+            with watch.looking(daemon), processes([(attack, (target,))]) as pipes:
+                time.sleep(1.0)
+                beside = _measure(ours, daemon, count, target, tls)
+                pipes[0].send("stop")
+            time.sleep(FORGOTTEN)
+            watch.after = daemon.memory()
+            print(f"  {name}: {', '.join(f'{kind} {latency(beside[kind])}' for kind in quiet)}", file=sys.stderr)
+            figures += [
+                Figure(
+                    f"{name}: {kind}",
+                    latency(beside[kind]),
+                    f"alone {latency(quiet[kind])}",
+                    Spread.of([percentile(beside[kind], 0.99) / percentile(quiet[kind], 0.99)]),
+                    at_most=GOAL,
+                )
+                for kind in quiet
+            ]
+            figures.append(
+                Figure(
+                    f"{name}: memory during, after {FORGOTTEN:g} s",
+                    f"{amount(watch.peak, 'bytes')}, {amount(watch.after, 'bytes')}",
+                    f"before {amount(watch.before, 'bytes')}",
+                    Spread.of([watch.after / watch.before]),
+                    at_most=MEMORY_GOAL,
+                )
+            )
+    return figures
+
+
+def _measure(ours: System, daemon: Daemon, count: int, target: Target, tls: ssl.SSLContext | None) -> Times:
+    """What polite clients wait, all kinds at the same time. With TLS no live rows: the readers are plain sockets."""
+    polite = Polite(daemon.host, daemon.port, target.lease, tls)
+    times: Times = {}
+    ended = threading.Event()
+    workers = [
+        threading.Thread(target=_repeat, args=(times, kind, wait, ended))
+        for kind, wait in (
+            ("round trip", polite.round_trip()),
+            ("PODS", polite.pods()),
+            ("new connection", polite.new_connection),
+        )
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        if tls is None:
+            times["live row"] = _live_rows(ours, daemon, count)
+        else:
+            time.sleep(count * 0.02)
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
+    return {kind: times[kind] for kind in KINDS if kind in times}
+
+
+def _repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.Event) -> None:
+    found: list[float] = []
+    while not ended.wait(PAUSE):
+        began = time.monotonic()
+        wait()
+        found.append(time.monotonic() - began)
+    times[kind] = found
+
+
+def _live_rows(ours: System, daemon: Daemon, count: int) -> list[float]:
+    door = Door(daemon.host, daemon.port, f"REPLICATE {STREAM}\n".encode(), b"POSITION bench")
+    with probes(door) as listening:
+        committed = asyncio.run(commit_probes(ours, STREAM, count))
+        time.sleep(2.0)
+        seen = listening.stop()
+    ended = time.monotonic()  # a row that was not seen has waited until now
+    return [seen[number][0] - at if number in seen else ended - at for number, at in committed.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Polite:
+    """Clients that wait for each answer."""
+
+    host: str
+    port: int
+    lease: str
+    tls: ssl.SSLContext | None
+
+    def link(self) -> socket.socket:
+        """A new connection."""
+        link = socket.create_connection((self.host, self.port), timeout=60)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return link if self.tls is None else self.tls.wrap_socket(link, server_hostname="localhost")
+
+    def round_trip(self) -> Callable[[], None]:
+        """The answer to STREAMS."""
+        return _asking(self.link(), b"STREAMS\n", b"STREAMS")
+
+    def pods(self) -> Callable[[], None]:
+        """The answer to PODS, for which Postgres is asked."""
+        return _asking(self.link(), f"PODS {self.lease} plan=1\n".encode(), b"CURSOR")
+
+    def new_connection(self) -> None:
+        """From connecting to the answer to a first command."""
+        with self.link() as link:
+            _asking(link, b"STREAMS\n", b"STREAMS")()
+
+
+def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[], None]:
+    heard = b""
+
+    def ask() -> None:
+        nonlocal heard
+        link.sendall(question)
+        while True:
+            *lines, heard = heard.split(b"\n")
+            if any(line.startswith(answer) for line in lines):
+                return
+            if refused := [line for line in lines if line.startswith(b"ERROR")]:
+                raise RuntimeError(f"a polite client got {refused[0]!r}")
+            data = link.recv(1 << 16)
+            if not data:
+                raise RuntimeError("a polite client was closed")
+            heard += data
+
+    return ask
+
+
+@contextmanager
+def _lease(daemon: Daemon, tls: ssl.SSLContext | None) -> Iterator[Target]:
+    """A lease of the whole tube during the block."""
+    link = Polite(daemon.host, daemon.port, "", tls).link()
+    link.sendall(f"CLAIM {TUBE} 0/1 ttl=3600\n".encode())
+    heard = b""
+    while b"LEASE" not in heard or not heard.endswith(b"\n"):
+        data = link.recv(4096)
+        if not data:
+            raise RuntimeError(f"no lease: {heard!r}")
+        heard += data
+    line = next(line for line in heard.decode().splitlines() if line.startswith("LEASE"))
+    with link:
+        yield Target(daemon.host, daemon.port, " ".join(line.split()[1:4]))
+        with suppress(OSError):
+            link.sendall(f"RELEASE {' '.join(line.split()[1:4])}\n".encode())
+            link.recv(4096)
+
+
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    """A key and a certificate for localhost."""
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+        "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return key, certificate

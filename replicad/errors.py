@@ -66,6 +66,12 @@ class NotAuthorised(ReplicadError):
     code = "not_authorised"
 
 
+class Forbidden(ReplicadError):
+    """The client may not do that; the message names the verb, the stream or tube, and what the operator can change."""
+
+    code = "forbidden"
+
+
 class WrongServer(ReplicadError):
     """SERVER named another server than the one that was expected."""
 

@@ -22,7 +22,7 @@ SECTION = re.compile(r"(<!-- commands of ([a-z ]+) -->\n).*?(<!-- end -->)", re.
 _DOCSTRING = re.compile(r"(?P<name>[A-Z_]+)(?P<ours> \(ours\))?: (?P<text>.+)", re.DOTALL)
 _SENTENCE = re.compile(r".+?[.](?=\s|$)", re.DOTALL)
 _FROM = {Side.SERVER: "S", Side.CLIENT: "C", Side.BOTH: "S, C"}
-_HEAD = ["| command | from | arguments | answer | meaning |", "|---|---|---|---|---|"]
+_HEAD = ["| command | from | arguments | right | answer | meaning |", "|---|---|---|---|---|---|"]
 
 
 def groups() -> dict[str, tuple[type[Command], ...]]:
@@ -43,8 +43,13 @@ def table(commands: Iterable[type[Command]]) -> str:
 
 def _row(kind: type[Command]) -> str:
     usage = kind.USAGE.replace("|", "\\|")
-    cells = [kind.NAME, _FROM[kind.SENDER], f"`{usage}`" if usage else "", kind.ANSWER, meaning(kind)]
+    cells = [kind.NAME, _FROM[kind.SENDER], f"`{usage}`" if usage else "", right(kind), kind.ANSWER, meaning(kind)]
     return f"| {' | '.join(cells)} |"
+
+
+def right(kind: type[Command]) -> str:
+    """The right that a client needs: the verb, and what it is needed on."""
+    return " ".join(filter(None, (kind.VERB, kind.OBJECT)))
 
 
 def meaning(kind: type[Command]) -> str:

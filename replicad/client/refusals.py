@@ -8,6 +8,7 @@ from replicad.errors import (
     BadToken,
     ConnectionLost,
     DatabaseError,
+    Forbidden,
     LocalProtocolError,
     PresenceRefused,
     RelayRefused,
@@ -69,7 +70,7 @@ def again(error: ReplicadError) -> ReplicadError:
 
 def concerns_one_request(error: ReplicadError) -> bool:
     """Whether, by its code, the server refused one request and left the connection open."""
-    return isinstance(error, StreamError | TubeError | DatabaseError | PresenceRefused | RelayRefused)
+    return isinstance(error, StreamError | TubeError | DatabaseError | PresenceRefused | RelayRefused | Forbidden)
 
 
 def keeps_in_step(error: BaseException) -> bool:

@@ -115,6 +115,9 @@ class ServerSettings:
     token_file: Path | None = setting(
         None, "File with the secret that clients must send with AUTH. Default: no secret is needed.", "FILE", path
     )
+    access_file: Path | None = setting(
+        None, "TOML file that says which clients there are and what each may do; read again on SIGHUP.", "FILE", path
+    )
     tls_cert: Path | None = setting(None, "Certificate (chain) in PEM form; turns TLS on.", "FILE", path)
     tls_key: Path | None = setting(None, "Private key of --tls-cert, if it is in another file.", "FILE", path)
     record_polls: Path | None = setting(

@@ -21,6 +21,10 @@ SLICE = 25  # sessions that get them in one turn: a quarter of a millisecond
 class Listener(Protocol):
     """Who gets the lines."""
 
+    @property
+    def hears(self) -> bool:
+        """Whether it may get them."""
+
     def deliver(self, lines: bytes) -> None:
         """Send whole lines now, if the socket is free, or queue them. Never raises."""
 
@@ -83,7 +87,9 @@ class Announcing:
         senders = {sender for _, sender in batch if sender is not None}
         self.announced += len(batch)
         for number, listener in enumerate(list(self._listeners), 1):
-            if listener not in senders:
+            if not listener.hears:
+                pass
+            elif listener not in senders:
                 listener.deliver(whole)
             elif lines := b"".join(line for line, sender in batch if sender is not listener):
                 listener.deliver(lines)

@@ -13,6 +13,7 @@ import structlog
 import trio
 
 from replicad.config.settings import Address, ServerSettings
+from replicad.daemon.access import AccessControl, names_of, verbs_of
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.files import EXTRA_CLIENTS
 from replicad.daemon.handshakes import Handshakes
@@ -151,6 +152,9 @@ async def open_daemon(
         await install_all(pools.short, settings.database)
         vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
         troubles = Troubles()
+        access = AccessControl(
+            token=settings.token, file=settings.access_file, verbs=verbs_of(vocabulary), troubles=troubles
+        )
         hub = Hub(budget.connections, troubles, settings.limits)
         channel = partial(call_value, pools.relays, settings.database.stream_schema, "stream_relay_channel")
         relay = Relay(pools.relays, channel, vocabulary, troubles, pace.relay)
@@ -168,7 +172,8 @@ async def open_daemon(
             ]
             await _start(nursery, jobs, troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
-            async with _serving(settings, listeners, hub, dispatch, vocabulary, pauses=pace.accepting) as addresses:
+            entrance = _Entrance(hub, dispatch, vocabulary, access)
+            async with _serving(settings, listeners, entrance, pauses=pace.accepting) as addresses:
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)
                 with _ready_file(settings.ready_file, addresses[0]):
@@ -186,27 +191,37 @@ async def _start(nursery: trio.Nursery, jobs: Sequence[Job], troubles: Troubles,
             await nursery.start(keep_service, job.run, job.name, troubles, restarts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Entrance:
+    """What a new session needs."""
+
+    hub: Hub
+    dispatch: Dispatch
+    vocabulary: Vocabulary
+    access: AccessControl
+
+
 @asynccontextmanager
 async def _serving(
     settings: ServerSettings,
     listeners: Sequence[trio.SocketListener],
-    hub: Hub,
-    dispatch: Dispatch,
-    vocabulary: Vocabulary,
+    entrance: _Entrance,
     *,
     pauses: Pauses,
 ) -> AsyncIterator[tuple[Address, ...]]:
     """Accept clients and serve them. At the end they are sent the reason and get half of `stop_grace` to disconnect."""
+    hub = entrance.hub
     full = _too_many(settings, hub.limit)
     tls = settings.ssl_context()
 
     async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
-        session = Session(stream, peer, settings, hub, vocabulary)
+        known = entrance.access.enter(peer, names_of(stream))
+        session = Session(stream, peer, settings, hub, entrance.vocabulary, access=known)
         if not hub.admit(session):
             await _refuse(stream, full)
             return
         try:
-            await session.run(dispatch.conversation(session))
+            await session.run(entrance.dispatch.conversation(session))
         finally:
             hub.leave(session, CloseReason.INTERNAL_ERROR)  # no effect unless `run` failed before its first statement
 

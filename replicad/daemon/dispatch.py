@@ -71,11 +71,33 @@ class Conversation:
 
     def _collect(self, service: Service) -> list[type[Command]]:
         answers = service.answers(self._session)
-        self._answers |= answers.at_once
+        self._answers |= self._checked(answers.at_once, answers.unknown)
         if answers.in_turn:
-            queue = _Queue(self._session, self._dispatch, answers.in_turn)
+            queue = _Queue(self._session, self._dispatch, self._checked(answers.in_turn, answers.unknown))
             self._answers |= dict.fromkeys(answers.in_turn, queue.put)
         return [*answers.at_once, *answers.in_turn]
+
+    def _checked(
+        self, answers: Mapping[type[Command], Answer], unknown: Answer | None
+    ) -> Mapping[type[Command], Answer]:
+        """The handlers behind the check of the client's rights. It is made when the handler is called, not before: the
+        answers keep their order, and rights that are withdrawn meanwhile count.
+        """
+        access = self._session.access
+        if not access.limited:
+            return answers
+
+        def checked(answer: Answer) -> Answer:
+            async def check_and_answer(command: Command) -> None:
+                if access.check(command):
+                    await answer(command)
+                else:
+                    assert unknown is not None, f"{command.NAME} names an object, and its service has no `unknown`"
+                    await unknown(command)
+
+            return check_and_answer
+
+        return {kind: checked(answer) for kind, answer in answers.items()}
 
 
 class Relaying:

@@ -30,6 +30,10 @@ class Member(Protocol):
     def deliver(self, lines: bytes) -> None:
         """Send whole lines now, if the socket is free, or queue them. Never raises."""
 
+    @property
+    def hears(self) -> bool:
+        """Whether the client may get what is sent to all clients."""
+
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the text is sent to the peer as ERROR."""
 
@@ -121,7 +125,7 @@ class Hub:
             self._closed[reason.value] += 1
 
     def relay(self, command: Command, sender: object | None) -> None:
-        """Have a command sent to every session except its sender.
+        """Have a command sent to every session except its sender and those that may not hear it.
 
         Raises:
             LocalProtocolError: it cannot be rendered; nothing is sent.

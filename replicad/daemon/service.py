@@ -35,8 +35,36 @@ class HangUp(Exception):
         self.text = text
 
 
+class Rights(Protocol):
+    """What a client may do (`replicad.daemon.access`). They may change while it is connected."""
+
+    @property
+    def name(self) -> str:
+        """The client's name in the access file; empty if it is in none."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether the client's rights come from an access file."""
+
+    def may(self, verb: str, name: str | None = None) -> bool:
+        """Whether the client may do this to the stream or tube (None: the verb takes no name)."""
+
+    def lists(self, name: str) -> bool:
+        """Whether the client may know that there is a stream or tube of that name."""
+
+    def require(self, verb: str, what: str, name: str) -> bool:
+        """Whether the client may; False if it may not know the name either. Raises Forbidden."""
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call `call` when the client's rights have changed."""
+
+
 class Peer(Protocol):
     """One client, as services see it. Only the async methods wait."""
+
+    @property
+    def access(self) -> Rights:
+        """What the client may do."""
 
     @property
     def number(self) -> int:
@@ -124,11 +152,13 @@ class Answers:
     """How a service answers the commands of one client.
 
     `at_once`: before the next line is read, so these must not wait. `in_turn`: one after another in a bounded queue of
-    this service and client, so a slow answer delays neither PINGs nor rows nor other services.
+    this service and client, so a slow answer delays neither PINGs nor rows nor other services. `unknown` raises what
+    the client is answered if no stream or tube has the name in the command; it is called if the client may not know it.
     """
 
     at_once: Mapping[type[Command], Answer] = field(default_factory=dict)
     in_turn: Mapping[type[Command], Answer] = field(default_factory=dict)
+    unknown: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True)

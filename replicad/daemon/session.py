@@ -6,7 +6,6 @@ session is one task that waits for input; its keep-alives are sent by the hub's 
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
@@ -16,6 +15,7 @@ import structlog
 import trio
 
 from replicad.daemon import cuts
+from replicad.daemon.access import ClientAccess, access_by_token
 from replicad.daemon.closing import DRAIN_BYTES, LOST, RECEIVE_BYTES, error_line, reason_of, send_last_error, text_of
 from replicad.daemon.deadlines import EARLY
 from replicad.daemon.hub import Hub
@@ -24,7 +24,7 @@ from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.outlet import Piece
 from replicad.daemon.service import HangUp
-from replicad.errors import NotAuthorised, ProtocolError, ReplicadError, RowUnreadable
+from replicad.errors import ProtocolError, ReplicadError, RowUnreadable
 from replicad.groups import reporting
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.commands import CORE, Auth, Error, Name, Ping, Server
@@ -36,6 +36,7 @@ from replicad.protocol.words import Side
 if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
 
+RELAY = "relay"  # the verb of what is sent to all clients
 ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
 PAUSE = 0.001  # seconds without input, after which a peer that sent much is as good as any other
 _numbers = count(1)
@@ -46,7 +47,7 @@ Handler = Callable[[Command], Awaitable[None]]
 
 
 class Session:
-    """One client. It is a *newcomer* until its first valid command, or until AUTH where a token is set."""
+    """One client. It is a *newcomer* until its first valid command, or until AUTH where it has to send one."""
 
     __slots__ = (
         "__weakref__",
@@ -61,7 +62,8 @@ class Session:
         "_nursery",
         "_reading",
         "_stream",
-        "_token",
+        "_wants_auth",
+        "access",
         "name",
         "number",
         "outbox",
@@ -75,7 +77,10 @@ class Session:
         settings: ServerSettings,
         hub: Hub,
         vocabulary: Vocabulary = CORE,
+        *,
+        access: ClientAccess | None = None,
     ) -> None:
+        """`access`: without it, the one token of the settings decides."""
         limits = settings.limits
         now = trio.current_time()
         self.number = next(_numbers)
@@ -83,7 +88,8 @@ class Session:
         self.name: str | None = None
         self._stream = stream
         self._limits = limits
-        self._token = settings.token
+        self.access = access or access_by_token(settings.token, peer)
+        self._wants_auth = self.access.wants_auth
         self._hub = hub
         self._connection = Connection(
             Side.SERVER,
@@ -91,9 +97,9 @@ class Session:
             now=now,
             timing=hub.timing,
             max_line=min(limits.first_line, limits.max_line),
-            wants_auth=settings.token is not None,
+            wants_auth=self._wants_auth,
         )
-        wait = limits.auth_timeout if settings.token is not None else limits.first_command_timeout
+        wait = limits.auth_timeout if self._wants_auth else limits.first_command_timeout
         self._known_by: float | None = now + wait  # None: it is known
         self._held = 0  # bytes of an unfinished line that count towards `unfinished_bytes`
         self.outbox = Outbox(stream, self, limits.stall_timeout, limits.queued_bytes)
@@ -121,6 +127,8 @@ class Session:
     def log(self) -> Any:
         """A logger bound to the client's fields; made when it is needed, since most sessions are idle."""
         bound = log.bind(session=self.number, peer=self.peer)
+        if self.access.name:
+            bound = bound.bind(client=self.access.name)
         return bound if self.name is None else bound.bind(name=self.name)
 
     def post(self, command: Command) -> None:
@@ -143,6 +151,11 @@ class Session:
         """Send whole lines now, if the socket is free, or queue them. Never raises."""
         if not self.outbox.offer(lines):
             self.outbox.post_line(lines)
+
+    @property
+    def hears(self) -> bool:
+        """Whether the client may get what is sent to all clients."""
+        return self.access.may(RELAY)
 
     def refuse(self, error: ReplicadError) -> None:
         """Answer a request with ERROR; the connection stays open."""
@@ -230,7 +243,7 @@ class Session:
 
     def _leave(self, reason: CloseReason) -> None:
         """Leave everything that refers to this session, and drop what it holds. So its memory is freed at once."""
-        for call in [*(reader.close for reader in self.outbox.close()), *self._closed_by]:
+        for call in [*(reader.close for reader in self.outbox.close()), *self._closed_by, self.access.end]:
             try:
                 call()
             except Exception as error:  # noqa: BLE001 - the others must be called too
@@ -272,6 +285,7 @@ class Session:
         """Handle commands until the peer closes its side or breaks the protocol; queued requests are answered first."""
         inlet = Inlet(self._stream)
         pours = False  # whether the peer sends more than is handled in one turn, without a pause
+        self.access.begin(self)
         try:
             while True:
                 asked = trio.current_time()
@@ -286,7 +300,7 @@ class Session:
             if not isinstance(error, LineTooLong):
                 raise
             known = self._known_by is None
-            self.hang_up(*cuts.too_long(text_of(error), known=known, wants_token=self._token is not None))
+            self.hang_up(*cuts.too_long(text_of(error), known=known, wants_token=self._wants_auth))
             return
         await self._wait_answered()
         raise HangUp(CloseReason.PEER_CLOSED)
@@ -337,7 +351,7 @@ class Session:
                 await wait_answered()
 
     async def _take(self, command: Command, handle: Handler) -> None:
-        if self._known_by is not None and self._token is None:
+        if self._known_by is not None and not self._wants_auth:
             self._become_known()
         match command:
             case Ping():
@@ -345,18 +359,16 @@ class Session:
             case Name():
                 self.name = command.text
             case Auth():
-                self._check_token(command.token)
+                if self._known_by is not None:
+                    self._known_by = trio.current_time() + self._limits.auth_timeout  # the check may have to wait
+                await self.access.authenticate(command.token)
+                if self._known_by is not None:
+                    self._become_known()
             case Error():
                 self.log.warning("peer_error", error=command.text)
                 raise HangUp(CloseReason.PEER_ERROR)
             case _:
                 await handle(command)
-
-    def _check_token(self, token: str) -> None:
-        if self._token is not None and not hmac.compare_digest(token.encode(), self._token.encode()):
-            raise NotAuthorised("the token is wrong; ask the operator of this server for it")
-        if self._known_by is not None:
-            self._become_known()
 
     def _become_known(self) -> None:
         """The limits of newcomers end."""
@@ -386,7 +398,7 @@ class Session:
         """`Punctual.mind`: send a PING, or end the session of a peer that is too late."""
         due = self._connection.due(now)
         if self._known_by is not None and now >= self._known_by:
-            self.hang_up(*cuts.unknown_for_too_long(self._limits, wants_token=self._token is not None))
+            self.hang_up(*cuts.unknown_for_too_long(self._limits, wants_token=self._wants_auth))
         elif due is Due.PEER_SILENT:
             self.hang_up(*cuts.silent(self._limits))
         elif due is Due.UNFINISHED_LINE:

@@ -13,7 +13,7 @@ def _with_device(arguments: str) -> str:
     return " ".join([*words[:2], "None", *words[2:]]) if len(words) == 4 else arguments
 
 
-@command("USER_SYNC", Side.CLIENT, verb="presence", earlier=_with_device)
+@command("USER_SYNC", Side.CLIENT, verb="presence", speaker="instance_id", earlier=_with_device)
 class UserSync(Command):
     """USER_SYNC: a user starts or ends syncing on a device of an instance; the form without device_id is accepted.
 
@@ -27,7 +27,7 @@ class UserSync(Command):
     last_sync_ms: int = word("last_sync_ms", INTEGER)
 
 
-@command("CLEAR_USER_SYNC", Side.CLIENT, verb="presence")
+@command("CLEAR_USER_SYNC", Side.CLIENT, verb="presence", speaker="instance_id")
 class ClearUserSync(Command):
     """CLEAR_USER_SYNC: end everything that the instance has reported with USER_SYNC; it is shutting down."""
 

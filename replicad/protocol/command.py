@@ -30,6 +30,11 @@ class Command:
     FORM: ClassVar[Form]
     VERB: ClassVar[str | None]
     """The permission that a client needs; None: every client may send it."""
+    OBJECT: ClassVar[str | None]
+    """The field with the name of the stream or tube on which VERB is needed; None: the command names none. The field
+    itself may be None: the service then decides for each name."""
+    SPEAKER: ClassVar[str | None]
+    """The field with the name of the instance for which the client speaks; None: it speaks for itself."""
     LONGEST: ClassVar[int]
     """Characters behind the name of a client's command."""
     ANSWER: ClassVar[str]
@@ -91,6 +96,8 @@ def command(
     sender: Side,
     *,
     verb: str | None = None,
+    on: str | None = None,
+    speaker: str | None = None,
     answer: str = "",
     longest: int = LONGEST,
     earlier: Callable[[str], str] | None = None,
@@ -109,6 +116,9 @@ def command(
         made._read = made.FORM.read
         made._checked = made.check is not Command.check
         made.VERB = verb
+        made.OBJECT = on
+        made.SPEAKER = speaker
+        assert {on, speaker} - {None} <= {argument.name for argument in made.FORM.arguments}, name
         made.ANSWER = answer
         made.LONGEST = longest
         made.EARLIER = earlier

@@ -38,7 +38,7 @@ class Name(Command):
 
 @command("AUTH", Side.CLIENT)
 class Auth(Command):
-    """AUTH (ours): the shared secret, if the daemon asks for one. Only NAME and PING may come before it."""
+    """AUTH (ours): the secret of the client, if the daemon asks for one. Only NAME and PING may come before it."""
 
     token: str = word("token")
 

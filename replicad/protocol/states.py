@@ -32,6 +32,8 @@ class CloseReason(enum.Enum):
     STREAM_ENDED = "stream_ended"  # a stream that the peer follows was removed or failed
     SLOW_READER = "slow_reader"  # the peer fell behind the journal, or took no bytes for too long
     TOO_MANY_REQUESTS = "too_many_requests"
+    TOO_MANY_CONNECTIONS = "too_many_connections"  # of this client
+    FORBIDDEN = "forbidden"  # a right was withdrawn while an answer was being sent
     SERVER_STOPPING = "server_stopping"
     INTERNAL_ERROR = "internal_error"  # a defect of replicad
 

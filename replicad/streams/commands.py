@@ -34,7 +34,7 @@ _NUMBERS = Kind("numbers", _numbers, lambda pairs: " ".join(f"{name}={number}" f
 _TOKEN = Kind("token", longest=MAX_TOKEN)
 
 
-@command("REPLICATE", Side.CLIENT, verb="read", answer="POSITION", longest=MAX_TOKEN + 4096)
+@command("REPLICATE", Side.CLIENT, verb="read", on="stream", answer="POSITION", longest=MAX_TOKEN + 4096)
 class Replicate(Command):
     """REPLICATE: subscribe, to every stream from now on, as in Synapse, or with arguments (**ours**) to one.
 
@@ -89,7 +89,7 @@ class Streams(Command):
     names: tuple[str, ...] = rest("[stream_name ...]", _NAMES, default=())
 
 
-@command("TAKEN", Side.BOTH, verb="read", answer="TAKEN")
+@command("TAKEN", Side.BOTH, verb="read", on="stream", answer="TAKEN")
 class Taken(Command):
     """TAKEN (ours): from a client, asks up to which id ids have been given out; from the server, that id.
 
@@ -106,7 +106,7 @@ class Doorbell(Command):
     """DOORBELL (ours): a writer has committed; look now instead of at the next poll. A hint, nothing more."""
 
 
-@command("FEDERATION_ACK", Side.CLIENT, verb="ack")
+@command("FEDERATION_ACK", Side.CLIENT, verb="ack", on="stream", speaker="instance")
 class FederationAck(Command):
     """FEDERATION_ACK: the instance has delivered all rows up to the token; the name of the stream is **ours**."""
 

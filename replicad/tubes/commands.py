@@ -74,7 +74,7 @@ _COUNTS = Kind("json_object", _counts, longest=1 << 30)
 _PARTITION = "partition/partitions"
 
 
-@command("TUBE", Side.BOTH, verb="list", answer="TUBE")
+@command("TUBE", Side.BOTH, verb="list", on="tube", answer="TUBE")
 class Tube(Command):
     """TUBE: a client asks for a tube; the server answers with its number of partitions."""
 
@@ -82,7 +82,7 @@ class Tube(Command):
     partitions: int | None = optional("partitions", INTEGER, default=None)
 
 
-@command("CLAIM", Side.CLIENT, verb="work", answer="LEASE")
+@command("CLAIM", Side.CLIENT, verb="work", on="tube", answer="LEASE")
 class Claim(Command):
     """CLAIM: asks for the lease of a partition; `0/1` is the whole tube, whatever its number of partitions.
 
@@ -98,7 +98,7 @@ class Claim(Command):
     holder: str | None = option("word", default=None)
 
 
-@command("RENEW", Side.CLIENT, verb="work", answer="LEASE")
+@command("RENEW", Side.CLIENT, verb="work", on="tube", answer="LEASE")
 class Renew(Command):
     """RENEW: restarts the lease's time to live. PODS, ACK and PARK do so as well."""
 
@@ -107,7 +107,7 @@ class Renew(Command):
     term: int = word("term", INTEGER)
 
 
-@command("RELEASE", Side.BOTH, verb="work", answer="RELEASE")
+@command("RELEASE", Side.BOTH, verb="work", on="tube", answer="RELEASE")
 class Release(Command):
     """RELEASE: a client gives its lease back; the server confirms it."""
 
@@ -126,7 +126,7 @@ class Lease(Command):
     ttl: float = word("ttl", SECONDS)
 
 
-@command("PODS", Side.CLIENT, verb="work", answer="CURSOR")
+@command("PODS", Side.CLIENT, verb="work", on="tube", answer="CURSOR")
 class Pods(Command):
     """PODS: asks for pods under a lease that covers the partition. Answer: RDATA lines or ARROW blocks, then CURSOR.
 
@@ -184,7 +184,7 @@ class CursorAt(Command):
     pods: int = word("pods", INTEGER)
 
 
-@command("ACK", Side.CLIENT, verb="work", answer="ACKED", longest=UNBOUNDED)
+@command("ACK", Side.CLIENT, verb="work", on="tube", answer="ACKED", longest=UNBOUNDED)
 class Ack(Command):
     """ACK: removes pods that the downstream has from the tube: those listed, or all of (`after`, `upto`]."""
 
@@ -212,7 +212,7 @@ class Acked(Command):
     pods: int = word("pods", INTEGER)
 
 
-@command("PARK", Side.CLIENT, verb="park", answer="PARKED", longest=UNBOUNDED)
+@command("PARK", Side.CLIENT, verb="park", on="tube", answer="PARKED", longest=UNBOUNDED)
 class Park(Command):
     """PARK: takes ids that keep failing (`*`: all ids of the pod) out of the tube and stores them with the error."""
 
@@ -234,7 +234,7 @@ class Parked(Command):
     ids: int = word("ids", INTEGER)
 
 
-@command("REPORT", Side.BOTH, verb="report", answer="REPORT")
+@command("REPORT", Side.BOTH, verb="report", on="tube", answer="REPORT")
 class Report(Command):
     """REPORT: the counts of a reader of the tube, a JSON object, for `replicad top`.
 

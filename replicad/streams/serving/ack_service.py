@@ -35,23 +35,33 @@ class AckService:
         self._waiting: dict[tuple[str, str], Ack] = {}
         self._came = trio.Event()
 
-    def note(self, command: FederationAck, following: Collection[str] | None) -> bool:
-        """Take an ack of a connection that follows these streams, or all (None). False if it belongs to no stream.
+    @staticmethod
+    def stream_of(command: FederationAck, following: Collection[str] | None) -> str | None:
+        """The stream that an ack of a connection belongs to which follows these streams, or all (None).
 
         It belongs to the stream that it names; else to the only one that is followed; else, if all are, to the stream
         called `federation`.
+        """
+        if command.stream is not None:
+            return command.stream
+        return FEDERATION if following is None else next(iter(following), None) if len(following) == 1 else None
+
+    @staticmethod
+    def refused(name: str) -> StreamRefused:
+        """The answer to an ack that names a stream which is not served."""
+        return StreamRefused(f"stream {name[:80]} is not served, so it takes no FEDERATION_ACK")
+
+    def note(self, command: FederationAck, following: Collection[str] | None) -> bool:
+        """Take an ack of a connection that follows these streams, or all (None). False if it belongs to no stream.
 
         Raises:
             StreamRefused: the stream that it names is not served.
             TokenAhead: the token lies beyond the stream's position.
         """
-        name = command.stream
-        if name is None:
-            name = FEDERATION if following is None else next(iter(following), None) if len(following) == 1 else None
-        feed = self._feeds.get(name or "")
+        feed = self._feeds.get(self.stream_of(command, following) or "")
         if feed is None:
             if command.stream is not None:
-                raise StreamRefused(f"stream {command.stream[:80]} is not served, so it takes no FEDERATION_ACK")
+                raise self.refused(command.stream)
             return False
         position = feed.reading.position
         if position is None or command.token > position:

@@ -6,7 +6,7 @@ field of a stream that its feed depends on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 import trio
@@ -68,15 +68,29 @@ class Publisher:
 
     # --- for sessions ---
 
-    async def find(self, name: str) -> Feed:
+    async def find(self, name: str, lists: Callable[[str], bool] = lambda _: True) -> Feed:
         """The feed of a stream. For a stream that was just added, waits for its first reading.
+
+        `lists`: whether the client may know a name. A stream whose name it may not know counts as unknown.
 
         Raises:
             UnknownStream: no stream of that name is registered.
             StreamRefused: it cannot be served (now); the message says why.
         """
-        if name not in self._servings:
+        hidden = not lists(name)
+        if hidden or name not in self._servings:
             await self._look_for(name)
+        if not hidden:
+            found = await self._find_served(name)
+            if found is not None:
+                return found
+        if self._registry_fault is not None:
+            raise StreamRefused(f"stream {name[:80]!r} cannot be looked up: {self._registry_fault}")
+        known = ", ".join(sorted(filter(lists, self._servings))) or "none yet; add one with `replicad streams add`"
+        raise UnknownStream(f"there is no stream {name[:80]!r}; the streams are: {known}")
+
+    async def _find_served(self, name: str) -> Feed | None:
+        """The feed; None if no stream of that name is registered. Raises StreamRefused: it cannot be served."""
         with trio.move_on_after(self._pace.first_reading):
             while (serving := self._servings.get(name)) is not None and serving.feed is None:
                 if serving.obstacle is not None:
@@ -90,10 +104,7 @@ class Publisher:
             raise StreamRefused(f"stream {name} cannot be served: {why or serving.reason()}")
         if name in self._faulty:
             raise StreamRefused(f"stream {name} cannot be served: {self._faulty[name]}")
-        if self._registry_fault is not None:
-            raise StreamRefused(f"stream {name[:80]!r} cannot be looked up: {self._registry_fault}")
-        known = ", ".join(sorted(self._servings)) or "none yet; add one with `replicad streams add`"
-        raise UnknownStream(f"there is no stream {name[:80]!r}; the streams are: {known}")
+        return None
 
     async def look_at(self, name: str) -> None:
         """Read the registry, since another daemon may have found a fork first; wait until the fork is handled.

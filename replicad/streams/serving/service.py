@@ -43,17 +43,29 @@ class StreamService:
         subscriptions = Subscriptions(peer, self.publisher, self._pace)
 
         async def list_streams(_: Streams) -> None:
-            peer.post_line(self._streams_line())
+            if peer.access.limited:
+                peer.post(Streams(tuple(sorted(filter(peer.access.lists, self.publisher.feeds)))))
+            else:
+                peer.post_line(self._streams_line())
 
         async def ring(_: Doorbell) -> None:
             self._poller.ring()
 
         async def acknowledge(command: FederationAck) -> None:
-            self._acks.note(command, subscriptions.followed)
+            name = self._acks.stream_of(command, subscriptions.followed)
+            if name is None or peer.access.require("ack", "stream", name):
+                self._acks.note(command, subscriptions.followed)
+
+        async def refuse_unknown(command: Replicate | Taken | FederationAck) -> None:
+            name = command.stream or ""
+            if isinstance(command, FederationAck):
+                raise self._acks.refused(name)
+            await self.publisher.find(name, peer.access.lists)
 
         return Answers(
             at_once={Streams: list_streams, Doorbell: ring, FederationAck: acknowledge},
             in_turn={Replicate: subscriptions.replicate, Taken: subscriptions.taken},
+            unknown=refuse_unknown,
         )
 
     def _streams_line(self) -> bytes:

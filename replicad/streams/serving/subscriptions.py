@@ -81,7 +81,7 @@ class Subscriptions:
         Raises:
             StreamError: there is no such stream, it cannot be served, or a fork is being handled.
         """
-        feed = await self._publisher.find(command.stream)
+        feed = await self._find(command.stream)
         upto = await feed.taken()
         if self._publisher.is_forked(command.stream):
             raise StreamRefused(f"stream {command.stream} is about to begin a generation; try again")
@@ -105,7 +105,7 @@ class Subscriptions:
             raise StreamRefused(
                 "REPLICATE for all streams does not go with one for a single stream; use two connections"
             )
-        if not self._publisher.feeds:
+        if not any(map(self._may_read, self._publisher.feeds)):
             self._session.post(Ping(NO_STREAMS))
         if self._all:  # a repeated REPLICATE: send the positions again
             for name, feed in sorted(self._publisher.feeds.items()):
@@ -116,18 +116,30 @@ class Subscriptions:
         self._all = True
         for _, feed in sorted(self._publisher.feeds.items()):
             self._join_new(feed)
-        for waiting in self._publisher.waiting().values():
-            self._session.refuse(waiting)
+        for name, waiting in self._publisher.waiting().items():
+            if self._may_read(name):
+                self._session.refuse(waiting)
         self._publisher.follow(self._join_new)
 
+    async def _find(self, name: str) -> Feed:
+        """`Publisher.find`; a stream whose name the client may not know counts as unknown."""
+        access = self._session.access
+        return await (self._publisher.find(name, access.lists) if access.limited else self._publisher.find(name))
+
+    def _may_read(self, name: str) -> bool:
+        return self._session.access.may("read", name)
+
     def _join_new(self, feed: Feed) -> None:
+        """Follow a stream, if the client may read it."""
+        if not self._may_read(feed.name):
+            return
         boundary = feed.channel.boundary
         self._join(feed, feed.channel, boundary.positions, None, linear=False, extended=False)
 
     # --- one stream, from a token (ours) ---
 
     async def _replicate_one(self, command: Replicate, name: str) -> None:
-        feed = await self._publisher.find(name)
+        feed = await self._find(name)
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel

@@ -107,7 +107,19 @@ class TubeService:
             Park: self._park,
             Report: self._report,
         }
-        return Answers(in_turn={kind: partial(self._answer, partial(each, peer)) for kind, each in work.items()})
+
+        async def refuse_unknown(command: Any) -> None:
+            await self._info(command.tube, peer.access.lists)
+
+        def answer(each: Callable[[Peer, Any], Awaitable[None]]) -> Answer:
+            async def answer_known(command: Any) -> None:
+                if peer.access.limited:  # a tube that it may not know and one that is not there get the same answer
+                    await self._info(command.tube, peer.access.lists)
+                await each(peer, command)
+
+            return partial(self._answer, answer_known)
+
+        return Answers(in_turn={kind: answer(each) for kind, each in work.items()}, unknown=refuse_unknown)
 
     def summary(self) -> Mapping[str, object]:
         """`Service.summary`."""
@@ -242,12 +254,14 @@ class TubeService:
         if tube in self.tubes:
             await self._served(tube)
 
-    async def _info(self, tube: str) -> TubeInfo:
-        if tube not in self.tubes or self.tubes[tube].fault is not None:  # created or repaired just now?
+    async def _info(self, tube: str, lists: Callable[[str], bool] = lambda _: True) -> TubeInfo:
+        """The tube. Raises UnknownTube, also if the client may not know the name (`lists`)."""
+        hidden = not lists(tube)
+        if hidden or tube not in self.tubes or self.tubes[tube].fault is not None:  # created or repaired just now?
             await self._look_at_tubes()
-        found = self.tubes.get(tube)
+        found = None if hidden else self.tubes.get(tube)
         if found is None:
-            known = ", ".join(sorted(self.tubes)) or "none yet; make one with `replicad tubes create`"
+            known = ", ".join(sorted(filter(lists, self.tubes))) or "none yet; make one with `replicad tubes create`"
             raise UnknownTube(f"there is no tube {tube[:80]!r}; the tubes are: {known}")
         return found
 

@@ -13,6 +13,7 @@ import trio.testing
 from structlog.testing import capture_logs
 
 from replicad.config.settings import ServerSettings
+from replicad.daemon.access import AccessControl
 from replicad.daemon.dispatch import Dispatch
 from replicad.daemon.hub import Hub
 from replicad.daemon.journal import JournalLimits
@@ -82,6 +83,7 @@ class Desk:
         self.settings = replace(settings, limits=replace(settings.limits, **limits))
         self.troubles = troubles
         self.hub = Hub(1000, troubles, self.settings.limits)
+        self.access = AccessControl()
         self.dispatch: Dispatch
         self.services: Sequence[Service] = ()
         self._nursery = nursery
@@ -97,10 +99,11 @@ class Desk:
             else:
                 self._nursery.start_soon(keep_running, job.run, "service", job.name, self.troubles)
 
-    def connect(self) -> Client:
+    def connect(self, peer: str = "memory", certificate: Sequence[str] = ()) -> Client:
         """A new client."""
         ours, theirs = trio.testing.memory_stream_pair()
-        session = Session(ours, "memory", self.settings, self.hub, EVERY)
+        known = self.access.enter(peer, certificate)
+        session = Session(ours, peer, self.settings, self.hub, EVERY, access=known)
         self.hub.admit(session)
         client = Client(theirs, session)
 

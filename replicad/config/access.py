@@ -1,0 +1,335 @@
+"""The access file: which clients there are, how each proves who it is, and what it may do.
+
+docs/access.md is the reference of the file. The file is checked as a whole. What connects the clients to connections is
+in `replicad.daemon.access`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import hmac
+import ipaddress
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from replicad.config.secrets import refuse_writable_by_others
+from replicad.errors import UsageError
+
+LIST = "list"  # the right to know that a name exists; every other right on the name gives it too
+ANY = "*"
+MAX_SECRETS = 2  # the present one and the next one, while clients change over
+MAX_DECISIONS = 4096  # that a client's table of decisions keeps: names come from clients
+_KEYS = ("token_sha256", "certificate", "from", "allow", "deny", "instances", "connections", "catchups")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class Verbs:
+    """The verbs that the commands of the daemon declare: those with the name of a stream or tube, and those without."""
+
+    named: frozenset[str]
+    plain: frozenset[str]
+
+    def __post_init__(self) -> None:
+        both = self.named & self.plain
+        assert not both, f"{sorted(both)} are declared with and without a name"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A line of `allow` or `deny`: `read orders*`, `relay`, or `*` for everything. `verb` may be `*`.
+
+    `pattern` None: for everything that the verb can be used on. In a pattern `*` stands for any characters and `?` for
+    one. Upper and lower case differ.
+    """
+
+    verb: str
+    pattern: str | None = None
+    _matches: Callable[[str], object] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_matches", _glob(self.pattern or ANY))
+
+    def covers(self, verb: str, name: str | None) -> bool:
+        """Whether the line is about this verb and name. `name` None: the verb takes none."""
+        if self.verb not in (ANY, verb):
+            return False
+        if name is None or self.pattern is None:  # `relay` is about no name, and `*` about all
+            return self.pattern is None and (name is None or self.verb == ANY)
+        return self._matches(name) is not None
+
+    def __str__(self) -> str:
+        return self.verb if self.pattern is None else f"{self.verb} {self.pattern}"
+
+
+def _glob(pattern: str) -> Callable[[str], object]:
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]"))).match
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client of the daemon: how it proves who it is, and what it may do.
+
+    `digests` are the SHA-256 of its secrets. Without `networks` it may connect from everywhere.
+    """
+
+    name: str
+    digests: tuple[bytes, ...] = field(default=(), repr=False)
+    certificates: frozenset[str] = frozenset()
+    networks: tuple[Network, ...] = ()
+    allow: tuple[Rule, ...] = ()
+    deny: tuple[Rule, ...] = ()
+    instances: tuple[str, ...] = ()
+    connections: int | None = None
+    catchups: int | None = None
+    _decided: dict[tuple[str, str | None], bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def may(self, verb: str, name: str | None = None) -> bool:
+        """Whether the client may do this. `name` is that of a stream or tube; None for a verb that takes none.
+
+        `deny` goes before `allow`. Whoever may do anything else with a name may `list` it, unless that is denied.
+        """
+        key = (verb, name)
+        found = self._decided.get(key)
+        if found is None:
+            if len(self._decided) >= MAX_DECISIONS:
+                self._decided.clear()
+            found = self._decided[key] = self._decide(verb, name)
+        return found
+
+    def _decide(self, verb: str, name: str | None) -> bool:
+        if self.denied_by(verb, name) is not None:
+            return False
+        if any(rule.covers(verb, name) for rule in self.allow):
+            return True
+        if verb != LIST or name is None:
+            return False
+        others = {rule.verb for rule in self.allow if rule.covers(rule.verb, name)}
+        return any(self.denied_by(other, name) is None for other in others)
+
+    def denied_by(self, verb: str, name: str | None) -> Rule | None:
+        """The line of `deny` that forbids it, if there is one."""
+        return next((rule for rule in self.deny if rule.covers(verb, name)), None)
+
+    def speaks_for(self, instance: str) -> bool:
+        """Whether the client may acknowledge rows and report users as this instance.
+
+        Without `instances` in the file: its own name, and names that begin with it and a `-`. A client with `allow =
+        ["*"]`: every instance.
+        """
+        if self.instances:
+            return any(_glob(pattern)(instance) is not None for pattern in self.instances)
+        return Rule(ANY) in self.allow or instance == self.name or instance.startswith(f"{self.name}-")
+
+    def is_from(self, address: str) -> bool:
+        """Whether the client may connect from this IP address."""
+        if not self.networks:
+            return True
+        found = parse_ip(address)
+        return found is not None and any(found in network for network in self.networks)
+
+    def has_secret(self, secret: str) -> bool:
+        """Whether this is one of its secrets. Takes the same time for every secret of the same length."""
+        given = sha256(secret.encode()).digest()
+        return sum(hmac.compare_digest(given, digest) for digest in self.digests) > 0
+
+
+ALL_RIGHTS = (Rule(ANY),)
+
+
+def parse_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address; an IPv4 address inside an IPv6 one as IPv4. None for any other text."""
+    try:
+        found = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+@dataclass(frozen=True, slots=True)
+class AccessFile:
+    """The clients of an access file, by name."""
+
+    clients: Mapping[str, Client]
+
+    def by_certificate(self, names: Collection[str]) -> Client | None:
+        """The client whose certificate has one of these names (SAN). No two clients have the same."""
+        return next((client for client in self.clients.values() if not client.certificates.isdisjoint(names)), None)
+
+
+def read_access(path: Path, verbs: Verbs, where: str = "--access-file") -> AccessFile:
+    """Read and check an access file. `where` begins the message of an error.
+
+    Raises:
+        UsageError: with the line or key, what is wrong, and what to do. All faults of the file are in the message.
+    """
+    refuse_writable_by_others(path, where)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{where}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: {path} is not UTF-8 (byte {error.start + 1})") from error
+    return parse_access(text, verbs, f"{where}: {path}")
+
+
+def parse_access(text: str, verbs: Verbs, where: str) -> AccessFile:
+    """`read_access` for the text of a file."""
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where} is not TOML: {error}") from error
+    reader = _Reader(verbs)
+    clients = reader.read(found)
+    if reader.faults:
+        raise UsageError("\n".join(f"{where}: {fault}" for fault in reader.faults))
+    return AccessFile(MappingProxyType(clients))
+
+
+class _Reader:
+    """Checks the values of a file and collects the faults, so that the operator sees all of them at once."""
+
+    def __init__(self, verbs: Verbs) -> None:
+        self.faults: list[str] = []
+        self._verbs = verbs
+        self._key = ""  # of the value that is being read
+
+    def read(self, found: Mapping[str, Any]) -> dict[str, Client]:
+        self._unknown(found, ("client",), "")
+        tables = found.get("client", {})
+        if not isinstance(tables, dict) or not tables:
+            self._fault("client", "there is no client; write a table such as [client.billing]")
+            return {}
+        clients = {name: self._client(name, table) for name, table in tables.items()}
+        self._twice("token_sha256", ((client.name, each) for client in clients.values() for each in client.digests))
+        self._twice("certificate", ((client.name, each) for client in clients.values() for each in client.certificates))
+        return clients
+
+    def _client(self, name: str, table: Any) -> Client:
+        self._key = f"[client.{name}]"
+        if not _NAME.fullmatch(name):
+            self._fault(self._key, "a client's name has 1 to 64 letters, digits, - and _")
+        if not isinstance(table, dict):
+            self._fault(self._key, "this must be a table with keys such as allow")
+            return Client(name)
+        self._unknown(table, _KEYS, f"{self._key} ")
+        client = Client(
+            name=name,
+            digests=self._digests(table),
+            certificates=frozenset(self._texts(table, "certificate", _certificate)),
+            networks=tuple(self._texts(table, "from", _network)),
+            allow=tuple(self._texts(table, "allow", self._rule)),
+            deny=tuple(self._texts(table, "deny", self._rule)),
+            instances=tuple(self._texts(table, "instances", _instance)),
+            connections=self._number(table, "connections"),
+            catchups=self._number(table, "catchups"),
+        )
+        if not client.digests and not client.certificates and not {"token_sha256", "certificate"} & table.keys():
+            self._fault(
+                self._key,
+                f"the client cannot prove who it is; add token_sha256 (`replicad access token {name}` makes a "
+                "secret) or certificate",
+            )
+        return client
+
+    def _digests(self, table: Mapping[str, Any]) -> tuple[bytes, ...]:
+        found = tuple(self._texts(table, "token_sha256", _digest))
+        if len(found) > MAX_SECRETS:
+            self._fault(
+                f"{self._key} token_sha256",
+                f"there are {len(found)} secrets; at most {MAX_SECRETS}: the present one and the next one",
+            )
+        return found
+
+    def _texts(self, table: Mapping[str, Any], key: str, parse: Callable[[str], Any]) -> list[Any]:
+        """A text or an array of texts, each parsed. `parse` raises ValueError with what to do."""
+        value = table.get(key, [])
+        texts = [value] if isinstance(value, str) else value
+        where = f"{self._key} {key}"
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            self._fault(where, 'this must be a text or an array of texts, such as ["a", "b"]')
+            return []
+        if not texts and key in table:
+            self._fault(where, "the array is empty; add a text, or remove the key")
+        parsed = []
+        for text in texts:
+            try:
+                parsed.append(parse(text))
+            except ValueError as error:
+                shown = "the value" if key == "token_sha256" else repr(text[:100])
+                self._fault(where, f"{shown} is not valid: {error}")
+        return parsed
+
+    def _number(self, table: Mapping[str, Any], key: str) -> int | None:
+        value = table.get(key)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1_000_000):
+            return value
+        self._fault(f"{self._key} {key}", f"{value!r} is not valid: give a whole number from 1 to 1000000")
+        return None
+
+    def _rule(self, text: str) -> Rule:
+        verb, *pattern = text.split(" ")
+        known = sorted(self._verbs.named | self._verbs.plain)
+        if verb != ANY and verb not in known:
+            near = difflib.get_close_matches(verb, known, n=1)
+            raise ValueError(f"did you mean {near[0]!r}?" if near else f"the verbs are {', '.join(known)} and *")
+        if verb in self._verbs.plain and pattern:
+            raise ValueError(f"{verb} takes no name; write {verb!r}")
+        if verb in self._verbs.named and not pattern:
+            raise ValueError(f"name the streams or tubes: '{verb} orders*', or '{verb} *' for all")
+        if len(pattern) > 1 or "" in pattern:
+            raise ValueError("write one verb, one blank and one pattern, such as 'read orders*'")
+        return Rule(verb, pattern[0] if pattern else None)
+
+    def _unknown(self, table: Mapping[str, Any], known: Collection[str], where: str) -> None:
+        for key in table:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                self._fault(f"{where}{key}", f"there is no such key; {hint}")
+
+    def _twice(self, key: str, found: Iterable[tuple[str, Any]]) -> None:
+        """A fault for each value that two clients have, or one client has twice."""
+        owners: dict[Any, str] = {}
+        for name, value in found:
+            if value in owners:
+                self._fault(f"[client.{name}] {key}", f"[client.{owners[value]}] has the same; give each its own")
+            owners[value] = name
+
+    def _fault(self, where: str, what: str) -> None:
+        self.faults.append(f"{where}: {what}")
+
+
+def _digest(text: str) -> bytes:
+    if not _DIGEST.fullmatch(text.lower()):
+        raise ValueError("give the 64 hexadecimal digits that `replicad access token` prints, not the secret itself")
+    return bytes.fromhex(text)
+
+
+def _network(text: str) -> Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; give an address or a network such as 10.1.0.0/16") from None
+
+
+def _certificate(text: str) -> str:
+    if not re.fullmatch(r"[!-~]{1,1024}", text):
+        raise ValueError("give the URI or the DNS name of the certificate (subjectAltName)")
+    return text if ":" in text else text.lower()
+
+
+def _instance(text: str) -> str:
+    if not re.fullmatch(r"\S{1,1024}", text):
+        raise ValueError("give the name of an instance, or a pattern such as billing-*")
+    return text

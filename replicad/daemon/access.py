@@ -1,0 +1,348 @@
+"""Which client each connection belongs to, and what it may do now.
+
+`replicad.config.access` reads the access file and decides. This file knows the connections: it checks secrets and the
+names of certificates, counts the connections of each client, and gives new rights to them when the file is read again.
+Without an access file there is one client with all rights.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Collection, Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+import trio
+
+from replicad.config.access import ALL_RIGHTS, LIST, AccessFile, Client, Verbs, read_access
+from replicad.daemon.guesses import Guesses
+from replicad.daemon.service import HangUp
+from replicad.daemon.troubles import Troubles
+from replicad.errors import Forbidden, NotAuthorised, UsageError
+from replicad.protocol.command import Command
+from replicad.protocol.states import CloseReason
+
+PLACE = ("service", "access", "file")  # under which a broken access file is reported
+SHOWN = 80  # characters of a name in a message
+MAX_NOTED = 100  # refusals of one connection that are logged, each (verb, object) once
+NO_VERBS = Verbs(frozenset(), frozenset())
+WRONG = "the token is wrong; ask the operator of this server for it"  # whatever the reason is
+log = structlog.get_logger()
+
+
+def verbs_of(kinds: Iterable[type[Command]]) -> Verbs:
+    """The verbs that the commands declare."""
+    declared = [kind for kind in kinds if kind.VERB is not None]
+    named = frozenset(kind.VERB or "" for kind in declared if kind.OBJECT is not None)
+    return Verbs(named, frozenset(kind.VERB or "" for kind in declared) - named)
+
+
+def names_of(stream: trio.abc.Stream) -> frozenset[str]:
+    """The URIs and DNS names in the certificate (subjectAltName) that the client of a TLS connection has proved."""
+    if not isinstance(stream, trio.SSLStream):
+        return frozenset()
+    found = stream.getpeercert() or {}
+    return frozenset(
+        name.lower() if kind == "DNS" else name
+        for kind, name in found.get("subjectAltName", ())
+        if kind in ("URI", "DNS")
+    )
+
+
+def access_by_token(token: str | None, peer: str) -> ClientAccess:
+    """The access of a connection where there is no access file. Without a token every client has all rights."""
+    return (AccessControl(token=token) if token is not None else OPEN).enter(peer)
+
+
+class AccessControl:
+    """The clients of a daemon and their connections."""
+
+    def __init__(
+        self,
+        *,
+        token: str | None = None,
+        file: Path | None = None,
+        verbs: Verbs = NO_VERBS,
+        troubles: Troubles | None = None,
+        guesses: Guesses | None = None,
+    ) -> None:
+        """`token`: the secret of a client with all rights. `file`: the access file. Without both every client has all
+        rights.
+
+        Raises:
+            UsageError: the file cannot be used.
+        """
+        self._token = token
+        self._file = file
+        self._verbs = verbs
+        self._troubles = troubles or Troubles()
+        self.guesses = guesses or Guesses()
+        self.known = AccessFile({}) if file is None else read_access(file, verbs)
+        self._all = Client("", allow=ALL_RIGHTS)
+        self._connected: dict[str, set[ClientAccess]] = {}
+        self._everybody: ClientAccess | None = None  # which all connections share
+        if self.open_to_all:
+            self._everybody = ClientAccess(self, "", frozenset())
+            self._everybody.client = self._all
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether no client has to prove who it is."""
+        return self._token is None and self._file is None
+
+    @property
+    def limits_rights(self) -> bool:
+        """Whether there is an access file, so that a client may have less than all rights."""
+        return self._file is not None
+
+    def enter(self, peer: str, certificate: Collection[str] = ()) -> ClientAccess:
+        """A connection from `peer` (`address:port`). `certificate`: the names in the checked certificate of its TLS."""
+        return self._everybody or ClientAccess(self, peer, frozenset(certificate))
+
+    def read_file(self) -> AccessFile | None:
+        """Read the access file again, for `replace`. None: there is none. Raises UsageError."""
+        return None if self._file is None else read_access(self._file, self._verbs)
+
+    def keep(self, error: UsageError) -> None:
+        """Report that a file could not be read again, so that everything stays as it is."""
+        log.error("access_unchanged", error=str(error), remedy="mend the file and send SIGHUP again")
+        self._troubles.begin(*PLACE, f"reading it again failed, so nothing was changed: {error}", code=error.code)
+
+    def replace(self, found: AccessFile | None) -> None:
+        """Use what was read from now on, also for the open connections."""
+        self._troubles.end(*PLACE)
+        if found is None:
+            return
+        before, self.known = self.known.clients, found
+        now = found.clients
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                how = "removed" if name not in now else "changed" if name in before else "added"
+                log.info("access_changed", client=name, change=how, connected=len(self._connected.get(name, ())))
+        for name, connections in list(self._connected.items()):
+            for connection in list(connections):
+                connection.renew(now.get(name))
+
+    def find(self, word: str, address: str) -> Client | None:
+        """The client whose secret this is. `word` is `NAME.SECRET`, or the daemon's one token."""
+        name, _, secret = word.partition(".")
+        client = self.known.clients.get(name)
+        nobody = Client("", (b"\0" * 32,))
+        right = (client or nobody).has_secret(secret)  # takes the same time for an unknown name
+        if right and client is not None and client.is_from(address):
+            return client
+        if self._token is not None and hmac.compare_digest(word.encode(), self._token.encode()):
+            return self._all
+        return None
+
+    def find_by_certificate(self, names: Collection[str], address: str) -> Client | None:
+        """The client with one of these names in the access file."""
+        client = self.known.by_certificate(names)
+        return client if client is not None and client.is_from(address) else None
+
+    def count(self, connection: ClientAccess, client: Client) -> None:
+        """Count a connection of a client. Raises HangUp if it has its number of connections already."""
+        if not client.name:
+            return
+        others = self._connected.setdefault(client.name, set())
+        if client.connections is not None and len(others) >= client.connections:
+            raise HangUp(
+                CloseReason.TOO_MANY_CONNECTIONS,
+                f"too_many_connections: client {client.name} has {client.connections} connections already; "
+                "close one, or ask the operator for more",
+            )
+        others.add(connection)
+
+    def leave(self, connection: ClientAccess, client: Client) -> None:
+        """The connection has ended."""
+        others = self._connected.get(client.name)
+        if others is not None:
+            others.discard(connection)
+            if not others:
+                del self._connected[client.name]
+
+
+class Connected(Protocol):
+    """What is needed of a session."""
+
+    @property
+    def log(self) -> Any:
+        """A logger bound to the client's fields."""
+
+    def hang_up(self, reason: CloseReason, text: str = "") -> None:
+        """End the session soon."""
+
+
+class ClientAccess:
+    """The client at the other end of one connection, and what it may do."""
+
+    __slots__ = (
+        "_address", "_certificate", "_control", "_digest", "_noted", "_on_change", "_session", "client",
+    )  # fmt: skip
+
+    def __init__(self, control: AccessControl, peer: str, certificate: frozenset[str]) -> None:
+        self.client: Client | None = None  # None: not known yet
+        self._control = control
+        self._address = peer.rpartition(":")[0].strip("[]")
+        self._certificate = certificate
+        self._digest: bytes | None = None  # of the secret by which the client is known; None: by its certificate
+        self._session: Connected | None = None
+        self._on_change: list[Callable[[], None]] | None = None
+        self._noted: set[tuple[str, str | None]] | None = None
+
+    # --- for the session ---
+
+    @property
+    def wants_auth(self) -> bool:
+        """Whether the client must send AUTH before anything else."""
+        return self.client is None and self._by_certificate() is None
+
+    def begin(self, session: Connected) -> None:
+        """The session begins. Raises HangUp: a client that is known by its certificate has too many connections."""
+        if self._control.open_to_all:
+            return
+        self._session = session
+        client = self._by_certificate()
+        if self.client is None and client is not None:
+            self._enter(client, "certificate")
+
+    async def authenticate(self, word: str) -> None:
+        """Check the word of an AUTH, after the pause that earlier wrong words have earned.
+
+        Raises:
+            NotAuthorised: it is wrong; the text is the same for every reason.
+            HangUp: the client has too many connections, or too many tries of this address wait.
+        """
+        if self._control.open_to_all:
+            return
+        name = word.partition(".")[0]
+        guessed = name if name in self._control.known.clients else ""
+        pause = self._control.guesses.reserve(self._address, guessed)
+        if pause is None:  # the word was not looked at
+            raise HangUp(
+                CloseReason.TOO_MANY_REQUESTS, "too_many_guesses: wrong tokens came from this address; try again later"
+            )
+        if pause:
+            await trio.sleep(pause)
+        client = self._control.find(word, self._address)
+        if client is None or (self.client is not None and self.client.name != client.name):
+            raise NotAuthorised(WRONG)
+        self._control.guesses.succeeded(self._address, guessed)
+        if self.client is None:
+            self._digest = sha256(word.partition(".")[2].encode()).digest()
+            self._enter(client, "token")
+
+    def end(self) -> None:
+        """The session has ended."""
+        self._session = self._on_change = None
+        if self.client is not None:
+            self._control.leave(self, self.client)
+
+    def _enter(self, client: Client, how: str) -> None:
+        self._control.count(self, client)
+        self.client = client
+        if client.name and self._session is not None:
+            self._session.log.info("client_known", by=how)
+
+    def _by_certificate(self) -> Client | None:
+        return self._control.find_by_certificate(self._certificate, self._address) if self._certificate else None
+
+    # --- for dispatch and services ---
+
+    @property
+    def name(self) -> str:
+        """The client's name in the access file; empty if it is in none."""
+        return "" if self.client is None else self.client.name
+
+    @property
+    def limited(self) -> bool:
+        """Whether the client's rights come from an access file."""
+        return self._control.limits_rights and (self.client is None or bool(self.client.name))
+
+    def may(self, verb: str, name: str | None = None) -> bool:
+        """Whether the client may do this to the stream or tube (None: the verb takes no name)."""
+        return self.client is not None and self.client.may(verb, name)
+
+    def lists(self, name: str) -> bool:
+        """Whether the client may know that there is a stream or tube of that name."""
+        return self.may(LIST, name)
+
+    def check(self, command: Command) -> bool:
+        """Whether the command may be answered. False: the client may not know the stream or tube that it names.
+
+        Raises:
+            Forbidden: the client may know the name and may not do that.
+        """
+        kind = type(command)
+        if kind.VERB is None or not self.limited:
+            return True
+        if kind.SPEAKER is not None:
+            self._check_speaker(kind.VERB, getattr(command, kind.SPEAKER))
+        if kind.OBJECT is None:
+            if kind.VERB != LIST and not self.may(kind.VERB):
+                raise self._forbidden(kind.VERB, None, None)
+            return True
+        name = getattr(command, kind.OBJECT)
+        return name is None or self.require(kind.VERB, kind.OBJECT, name)
+
+    def require(self, verb: str, what: str, name: str) -> bool:
+        """`check` for one name. `what` is `stream` or `tube`."""
+        if self.may(verb, name):
+            return True
+        refused = self._forbidden(verb, what, name)
+        if self.lists(name):
+            raise refused
+        return False
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call `call` when the client's rights have changed."""
+        if self.limited:
+            self._on_change = [*(self._on_change or ()), call]
+
+    def _check_speaker(self, verb: str, instance: str) -> None:
+        if self.client is None or not self.client.speaks_for(instance):
+            self._note(verb, instance)
+            raise Forbidden(
+                f"client {self.name} may not speak for instance {instance[:SHOWN]}; the operator can add it to "
+                f"`instances` of [client.{self.name}]"
+            )
+
+    def _forbidden(self, verb: str, what: str | None, name: str | None) -> Forbidden:
+        self._note(verb, name)
+        wanted = verb if name is None else f"{verb} {name[:SHOWN]}"
+        of = verb if name is None else f"{verb} {what} {name[:SHOWN]}"
+        denied = None if self.client is None else self.client.denied_by(verb, name)
+        remedy = f'add "{wanted}" to' if denied is None else f'take "{denied}" out of `deny` of'
+        return Forbidden(f"client {self.name} may not {of}; the operator can {remedy} [client.{self.name}]")
+
+    def _note(self, verb: str, name: str | None) -> None:
+        """Log a refusal, each only once for a connection."""
+        noted = self._noted = self._noted or set()
+        if self._session is not None and (verb, name) not in noted and len(noted) < MAX_NOTED:
+            noted.add((verb, name))
+            self._session.log.warning("access_refused", verb=verb, object=name)
+
+    # --- for the control ---
+
+    def renew(self, client: Client | None) -> None:
+        """Take over the client's entry of a file that was read again. None: it is no longer in it."""
+        if client is None or not client.is_from(self._address) or not self._proves(client):
+            if self._session is not None:
+                text = "not_authorised: the operator has withdrawn the access of this client"
+                self._session.hang_up(CloseReason.NOT_AUTHORISED, text)
+            return
+        before, self.client = self.client, client
+        if before != client:
+            for call in list(self._on_change or ()):
+                call()
+
+    def _proves(self, client: Client) -> bool:
+        if self._digest is None:
+            return not client.certificates.isdisjoint(self._certificate)
+        return self._digest in client.digests
+
+
+OPEN = AccessControl()
+"""Every client has all rights."""

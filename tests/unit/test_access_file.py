@@ -1,0 +1,234 @@
+"""The access file: what is refused, and whether a client may do something, against a second way to decide it."""
+
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicad.config.access import MAX_DECISIONS, Client, Rule, Verbs, parse_access, read_access
+from replicad.daemon.access import verbs_of
+from replicad.errors import UsageError
+from replicad.protocol.words import Side
+from tests.vocabulary import COMMANDS, EVERY
+
+VERBS = verbs_of(EVERY)
+DIGEST = sha256(b"one").hexdigest()
+OTHER = sha256(b"two").hexdigest()
+GOOD = f"""
+[client.billing]
+token_sha256 = ["{DIGEST}", "{OTHER}"]
+certificate = "spiffe://corp/billing"
+from = ["10.1.0.0/16", "::1"]
+allow = ["read orders*", "ack orders*", "work invoices", "relay"]
+deny = ["read orders_secret"]
+instances = ["billing-*"]
+connections = 50
+catchups = 2
+
+[client.ops]
+certificate = ["spiffe://corp/ops", "ops.Corp.example"]
+allow = ["*"]
+"""
+
+
+def refused(text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse_access(text, VERBS, "access.toml")
+    return str(caught.value)
+
+
+def client(allow: str = "[]", deny: str = "[]", more: str = "") -> Client:
+    allow, deny = (f"{key} = {value}\n" if value != "[]" else "" for key, value in (("allow", allow), ("deny", deny)))
+    return parse_access(f'[client.a]\ntoken_sha256="{DIGEST}"\n{allow}{deny}{more}', VERBS, "f").clients["a"]
+
+
+def test_the_example_of_the_docs_is_read() -> None:
+    found = parse_access(GOOD, VERBS, "f")
+    billing, ops = found.clients["billing"], found.clients["ops"]
+    assert (billing.connections, billing.catchups) == (50, 2)
+    assert billing.may("read", "orders")
+    assert billing.may("read", "orders_eu")
+    assert billing.may("relay")
+    assert not billing.may("read", "orders_secret")
+    assert billing.may("ack", "orders_secret")
+    assert not billing.may("read", "payroll")
+    assert not billing.may("doorbell")
+    assert not billing.may("park", "invoices")
+    assert billing.may("list", "invoices")
+    assert not billing.may("list", "payroll")
+    assert billing.has_secret("one")
+    assert billing.has_secret("two")
+    assert not billing.has_secret("three")
+    assert billing.is_from("10.1.255.3")
+    assert billing.is_from("::ffff:10.1.0.1")
+    assert billing.is_from("::1")
+    assert not billing.is_from("10.2.0.1")
+    assert not billing.is_from("memory")
+    assert billing.speaks_for("billing-3")
+    assert not billing.speaks_for("billing")
+    assert all(ops.may(verb, "x") for verb in VERBS.named)
+    assert all(ops.may(verb) for verb in VERBS.plain)
+    assert ops.speaks_for("anybody")
+    assert ops.is_from("8.8.8.8")
+    assert found.by_certificate(["spiffe://corp/x", "spiffe://corp/ops"]) is ops
+    assert found.by_certificate(["ops.corp.example"]) is ops
+    assert found.by_certificate([]) is found.by_certificate(["spiffe://corp"]) is None
+    assert DIGEST not in repr(billing)
+    assert str(bytes.fromhex(DIGEST)) not in repr(billing)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "client: there is no client; write a table such as [client.billing]"),
+        ("[client.a]\nallow = 5 5", "(at line 2, column 11)"),
+        ("[client.a", "is not TOML: Expected ']'"),
+        ("[client.a]\nallow = [", "Invalid value (at end of document)"),
+        ("[clients.a]", "clients: there is no such key; did you mean client?"),
+        ("[client]\na = 1", "[client.a]: this must be a table"),
+        ('[client."a.b"]\ncertificate = "x"', "[client.a.b]: a client's name has 1 to 64 letters"),
+        ('[client.a]\nallow = ["*"]', "[client.a]: the client cannot prove who it is"),
+        ('[client.a]\ntoken = "x"', "[client.a] token: there is no such key"),
+        ('[client.a]\ntoken_sha256 = "s3cret"', "[client.a] token_sha256: the value is not valid: give the 64 hex"),
+        ('[client.a]\ntoken_sha256 = []', "[client.a] token_sha256: the array is empty"),
+        (f'[client.a]\ntoken_sha256 = ["{DIGEST}", "{OTHER}", "{"0" * 64}"]', "there are 3 secrets; at most 2"),
+        (f'[client.a]\ntoken_sha256 = ["{DIGEST}", "{DIGEST}"]', "[client.a] has the same; give each its own"),
+        (f'[client.a]\ntoken_sha256 = "{DIGEST}"\n[client.b]\ntoken_sha256 = "{DIGEST}"', "[client.a] has the same"),
+        ('[client.a]\ncertificate = "x"\n[client.b]\ncertificate = "X"', "[client.b] certificate: [client.a] has"),
+        ('[client.a]\ncertificate = "x y"', "'x y' is not valid: give the URI or the DNS name"),
+        ('[client.a]\ncertificate = 5', "[client.a] certificate: this must be a text or an array of texts"),
+        ('[client.a]\ncertificate = "x"\nfrom = "10.1.2.3/16"', "'10.1.2.3/16' is not valid: 10.1.2.3/16 has host"),
+        ('[client.a]\ncertificate = "x"\nallow = ["raed orders"]', "'raed orders' is not valid: did you mean 'read'?"),
+        ('[client.a]\ncertificate = "x"\nallow = ["fly orders"]', "the verbs are ack, doorbell, list, park"),
+        ('[client.a]\ncertificate = "x"\nallow = ["read"]', "name the streams or tubes: 'read orders*', or 'read *'"),
+        ('[client.a]\ncertificate = "x"\nallow = ["relay orders"]', "relay takes no name; write 'relay'"),
+        ('[client.a]\ncertificate = "x"\ndeny = ["read a b"]', "[client.a] deny: 'read a b' is not valid: write one"),
+        ('[client.a]\ncertificate = "x"\nallow = ["read  a"]', "write one verb, one blank and one pattern"),
+        ('[client.a]\ncertificate = "x"\nconnections = 0', "[client.a] connections: 0 is not valid: give a whole"),
+        ('[client.a]\ncertificate = "x"\ncatchups = true', "[client.a] catchups: True is not valid"),
+        ('[client.a]\ncertificate = "x"\ninstances = ["a b"]', "give the name of an instance, or a pattern"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_named_with_its_key_and_the_remedy(text: str, expected: str) -> None:
+    assert expected in refused(text)
+
+
+def test_all_faults_of_a_file_are_named_at_once_and_no_secret_is_in_the_message() -> None:
+    found = refused('[client.a]\ntoken_sha256 = "hush-hush"\nallow = ["raed x"]\n[client.b]\nconnections = -1')
+    assert len(found.splitlines()) == 4
+    assert "hush" not in found
+
+
+def test_a_file_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "access.toml"
+    file.write_text(GOOD)
+    file.chmod(0o646)
+    with pytest.raises(UsageError, match=r"can change .*chmod o-w"):
+        read_access(file, VERBS)
+    file.chmod(0o644)
+    assert set(read_access(file, VERBS).clients) == {"billing", "ops"}
+    file.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_access(file, VERBS)
+    os.unlink(file)
+    with pytest.raises(UsageError, match="No such file"):
+        read_access(file, VERBS)
+
+
+def test_every_command_of_a_client_has_a_decision() -> None:
+    sent = {name for name, kind in COMMANDS.items() if kind.SENDER & Side.CLIENT and kind.VERB is None}
+    assert sent == {"PING", "NAME", "AUTH", "ERROR"}, "every other command of a client needs a verb"
+    for kind in COMMANDS.values():
+        if kind.VERB is not None:
+            names = {argument.name for argument in kind.FORM.arguments}
+            assert kind.OBJECT in names or not names & {"stream", "tube"}, f"{kind.NAME}: what is the verb needed on?"
+    assert VERBS.named == {"list", "read", "ack", "work", "park", "report"}
+    assert VERBS.plain == {"presence", "relay", "doorbell"}
+
+
+def test_the_decisions_that_are_kept_are_bounded() -> None:
+    made = client('["read a*"]')
+    for number in range(2 * MAX_DECISIONS + 10):
+        assert made.may("read", f"a{number}")
+        assert not made.may("read", f"b{number}")
+    assert len(made._decided) <= MAX_DECISIONS
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [("a*", "a", True), ("a?", "a", False), ("a?", "ab", True), ("[ab]", "a", False), ("[ab]", "[ab]", True),
+     ("A", "a", False), ("a.b", "axb", False), ("*", "\u00e4\n", True),
+     ("a*b*c", "axxbxxc", True), ("\\*", "*", False)],
+)  # fmt: skip
+def test_a_pattern_has_two_special_characters(pattern: str, name: str, matches: bool) -> None:
+    assert Rule("read", pattern).covers("read", name) is matches
+
+
+def test_a_pattern_of_many_stars_takes_no_long_time() -> None:
+    assert not Rule("read", "*a" * 100 + "b").covers("read", "a" * 1024)
+
+
+def test_without_instances_a_client_speaks_for_its_own_name_and_what_begins_with_it() -> None:
+    made = client('["ack *"]')
+    assert made.speaks_for("a")
+    assert made.speaks_for("a-1")
+    assert not made.speaks_for("ab")
+    assert not made.speaks_for("b")
+    assert not made.speaks_for("")
+
+
+# --- an oracle ---
+
+LETTERS = st.sampled_from("ab_")
+NAMES = st.text(LETTERS, min_size=1, max_size=4)
+PATTERNS = st.text(st.sampled_from("ab_*?"), min_size=1, max_size=4)
+VERB = st.sampled_from([*sorted(VERBS.named), "*"])
+LINES = st.one_of(st.tuples(VERB, PATTERNS).map(" ".join), st.sampled_from([*sorted(VERBS.plain), "*"]))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """By the definition of the two characters, one at a time."""
+    if not pattern:
+        return not name
+    if pattern[0] == "*":
+        return matches(pattern[1:], name) or (name != "" and matches(pattern, name[1:]))
+    return name != "" and pattern[0] in ("?", name[0]) and matches(pattern[1:], name[1:])
+
+
+def said(lines: list[str], verb: str, name: str | None) -> bool:
+    for line in lines:
+        head, _, pattern = line.partition(" ")
+        if line == "*" or (head in (verb, "*") and (name is None) == (pattern == "") and matches(pattern, name or "")):
+            return True
+    return False
+
+
+def oracle(allow: list[str], deny: list[str], verb: str, name: str | None) -> bool:
+    if said(deny, verb, name):
+        return False
+    if said(allow, verb, name):
+        return True
+    return verb == "list" and any(oracle(allow, deny, other, name) for other in VERBS.named - {"list"})
+
+
+@given(st.lists(LINES, max_size=5), st.lists(LINES, max_size=3), st.lists(NAMES, min_size=1, max_size=5))
+@settings(deadline=None, max_examples=300)
+def test_the_matrix_of_verbs_and_names_is_as_the_oracle_says(
+    allow: list[str], deny: list[str], names: list[str]
+) -> None:
+    made = client(repr(allow), repr(deny))
+    for verb in VERBS.named:
+        for name in names:
+            assert made.may(verb, name) is oracle(allow, deny, verb, name), (verb, name)
+    for verb in VERBS.plain:
+        assert made.may(verb) is oracle(allow, deny, verb, None), verb
+
+
+def test_verbs_are_with_a_name_or_without() -> None:
+    with pytest.raises(AssertionError):
+        Verbs(frozenset({"read"}), frozenset({"read"}))

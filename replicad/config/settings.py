@@ -120,6 +120,12 @@ class ServerSettings:
     )
     tls_cert: Path | None = setting(None, "Certificate (chain) in PEM form; turns TLS on.", "FILE", path)
     tls_key: Path | None = setting(None, "Private key of --tls-cert, if it is in another file.", "FILE", path)
+    tls_client_ca: Path | None = setting(
+        None,
+        "Certificate authority (PEM) of clients. Without --access-file every client needs a certificate of it.",
+        "FILE",
+        path,
+    )
     record_polls: Path | None = setting(
         None,
         "File to record polls in: what is read of sequences and locks. See `replicad streams check-polls`.",
@@ -137,6 +143,8 @@ class ServerSettings:
         _read_token_file(self)
         if self.tls_key is not None and self.tls_cert is None:
             raise UsageError("--tls-key needs --tls-cert, the certificate of the key")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise UsageError("--tls-client-ca needs --tls-cert: clients send certificates only to a server with TLS")
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """TLS for the listener; None without a certificate.
@@ -153,6 +161,12 @@ class ServerSettings:
             key = f" with --tls-key {self.tls_key}" if self.tls_key else ""
             why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
             raise UsageError(f"--tls-cert {self.tls_cert}{key} cannot be used: {why}") from error
+        if self.tls_client_ca is not None:
+            try:
+                context.load_verify_locations(self.tls_client_ca)
+            except (OSError, ssl.SSLError) as error:
+                raise UsageError(f"--tls-client-ca {self.tls_client_ca} cannot be used: {error}") from error
+            context.verify_mode = ssl.CERT_REQUIRED if self.access_file is None else ssl.CERT_OPTIONAL
         return context
 
 

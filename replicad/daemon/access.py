@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,6 +83,7 @@ class AccessControl:
         self.known = AccessFile({}) if file is None else read_access(file, verbs)
         self._all = Client("", allow=ALL_RIGHTS)
         self._connected: dict[str, set[ClientAccess]] = {}
+        self._catchups: dict[str, trio.CapacityLimiter] = {}
         self._everybody: ClientAccess | None = None  # which all connections share
         if self.open_to_all:
             self._everybody = ClientAccess(self, "", frozenset())
@@ -154,6 +156,14 @@ class AccessControl:
                 "close one, or ask the operator for more",
             )
         others.add(connection)
+
+    def catching_up(self, client: Client) -> AbstractAsyncContextManager[object]:
+        """Bounds how many catch-ups of a client run at a time, over all of its connections."""
+        if client.catchups is None:
+            return nullcontext()
+        limiter = self._catchups.setdefault(client.name, trio.CapacityLimiter(client.catchups))
+        limiter.total_tokens = client.catchups
+        return limiter
 
     def leave(self, connection: ClientAccess, client: Client) -> None:
         """The connection has ended."""
@@ -295,6 +305,10 @@ class ClientAccess:
         if self.lists(name):
             raise refused
         return False
+
+    def catching_up(self) -> AbstractAsyncContextManager[object]:
+        """Bounds how many catch-ups of the client run at a time."""
+        return nullcontext() if self.client is None else self._control.catching_up(self.client)
 
     def on_change(self, call: Callable[[], None]) -> None:
         """Call `call` when the client's rights have changed."""

@@ -29,7 +29,7 @@ from replicad.daemon.session import Session
 from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
 from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.troubles import Troubles
-from replicad.errors import EnvironmentRefused, ReplicadError
+from replicad.errors import EnvironmentRefused, ReplicadError, UsageError
 from replicad.groups import leaves
 from replicad.postgres import schema_text
 from replicad.postgres.bell import Bell
@@ -88,9 +88,15 @@ async def _serve_until_signal(
     settings: ServerSettings, url: str, features: Sequence[Feature], recover: Recover | None
 ) -> None:
     stop = trio.Event()
+    running: list[Daemon] = []
+
+    def reload() -> bool:
+        return sum(daemon.reload() for daemon in running) > 0
+
     async with trio.open_nursery() as nursery:
-        await nursery.start(stop_on_signal, stop.set)
-        async with open_daemon(settings, url, features, recover):
+        await nursery.start(stop_on_signal, stop.set, reload)
+        async with open_daemon(settings, url, features, recover) as daemon:
+            running.append(daemon)
             await stop.wait()
         nursery.cancel_scope.cancel()
     log.info("stopped")
@@ -108,13 +114,17 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A running daemon: its addresses and its parts. `services` are by feature."""
+    """A running daemon: its addresses and its parts. `services` are by feature.
+
+    `reload` reads the files of access and the TLS certificates again; False if there are none.
+    """
 
     addresses: tuple[Address, ...]
     hub: Hub
     relay: Relay
     troubles: Troubles
     services: Mapping[str, Service]
+    reload: Callable[[], bool]
 
 
 @asynccontextmanager
@@ -172,12 +182,14 @@ async def open_daemon(
             ]
             await _start(nursery, jobs, troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
-            entrance = _Entrance(hub, dispatch, vocabulary, access)
+            tls = settings.ssl_context()
+            handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
+            entrance = _Entrance(hub, dispatch, vocabulary, access, handshakes)
             async with _serving(settings, listeners, entrance, pauses=pace.accepting) as addresses:
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)
                 with _ready_file(settings.ready_file, addresses[0]):
-                    yield Daemon(addresses, hub, relay, troubles, services)
+                    yield Daemon(addresses, hub, relay, troubles, services, partial(_reload, settings, entrance))
             nursery.cancel_scope.cancel()
 
 
@@ -199,6 +211,24 @@ class _Entrance:
     dispatch: Dispatch
     vocabulary: Vocabulary
     access: AccessControl
+    handshakes: Handshakes | None
+
+
+def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
+    """Read the access file and the certificates again. If one of them cannot be used, nothing is changed."""
+    access, handshakes = entrance.access, entrance.handshakes
+    if not access.limits_rights and handshakes is None:
+        return False
+    try:
+        tls, found = settings.ssl_context(), access.read_file()
+    except UsageError as error:
+        access.keep(error)
+        return True
+    if handshakes is not None and tls is not None:
+        handshakes.use(tls)
+    access.replace(found)
+    log.info("reloaded", clients=None if found is None else len(found.clients), certificates=tls is not None)
+    return True
 
 
 @asynccontextmanager
@@ -212,7 +242,6 @@ async def _serving(
     """Accept clients and serve them. At the end they are sent the reason and get half of `stop_grace` to disconnect."""
     hub = entrance.hub
     full = _too_many(settings, hub.limit)
-    tls = settings.ssl_context()
 
     async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
         known = entrance.access.enter(peer, names_of(stream))
@@ -233,7 +262,7 @@ async def _serving(
             room=hub.limit + EXTRA_CLIENTS,
             full=full,
             refused=hub.refuse,
-            secure=None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout).shake,
+            secure=None if entrance.handshakes is None else entrance.handshakes.shake,
             give_way=hub.turns.next,
             pauses=pauses,
         )

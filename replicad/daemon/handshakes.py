@@ -27,6 +27,10 @@ class Handshakes:
         self._hub = hub
         self._timeout = timeout
 
+    def use(self, tls: ssl.SSLContext) -> None:
+        """Use another context, with new certificates, for the handshakes that begin from now on."""
+        self._tls = tls
+
     async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
         """The secured stream; None if the client cannot, is too slow, or had to give way. `stream` is closed then."""
         transport = _InTurn(stream, self._hub.turns)

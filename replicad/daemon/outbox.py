@@ -133,6 +133,12 @@ class Outbox:
 
     # --- who sends ---
 
+    def stop_reading(self, reader: Reader) -> None:
+        """Send no more chunks of a journal. Safe to repeat."""
+        if reader in self._readers:
+            self._readers.remove(reader)
+        reader.close()
+
     @property
     def busy(self) -> bool:
         """Whether lines are queued or being sent."""

@@ -7,6 +7,7 @@ and passes the commands of clients to it. A test can run a service with its own 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,6 +55,9 @@ class Rights(Protocol):
 
     def require(self, verb: str, what: str, name: str) -> bool:
         """Whether the client may; False if it may not know the name either. Raises Forbidden."""
+
+    def catching_up(self) -> AbstractAsyncContextManager[object]:
+        """Bounds how many catch-ups of the client run at a time."""
 
     def on_change(self, call: Callable[[], None]) -> None:
         """Call `call` when the client's rights have changed."""
@@ -103,6 +107,12 @@ class Peer(Protocol):
         on_stop: Callable[[RowUnreadable], None] | None = None,
     ) -> Reader:
         """Send a journal from `cursor` on. Raises SlowReader if the journal no longer holds that chunk."""
+
+    def stop_reading(self, reader: Reader) -> None:
+        """End what `read` began, between two chunks. Safe to repeat."""
+
+    def hang_up(self, reason: CloseReason, text: str = "") -> None:
+        """End the connection soon; the text is sent as ERROR."""
 
     def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
         """Run a task until the connection ends. An exception that it raises ends the connection."""

@@ -182,6 +182,10 @@ class Session:
         """`Outbox.read`."""
         return self.outbox.read(channel, cursor, extended=extended, preamble=preamble, on_stop=on_stop)
 
+    def stop_reading(self, reader: Reader) -> None:
+        """`Outbox.stop_reading`."""
+        self.outbox.stop_reading(reader)
+
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the first reason counts."""
         if self._end is None:

@@ -1,7 +1,8 @@
 """Which signals stop the daemon and which are ignored. By default nearly each of them ends a process with no message.
 
 SIGTERM and SIGINT stop the daemon. So does SIGHUP if stderr is a terminal, because it is sent when the terminal is
-closed; otherwise it is logged and ignored like the others of HARMLESS. SIGQUIT keeps its default: it ends the process.
+closed; otherwise the daemon reads its files of access again, if it has any. The others of HARMLESS are logged and
+ignored. SIGQUIT keeps its default: it ends the process.
 """
 
 from __future__ import annotations
@@ -52,9 +53,14 @@ def uninterruptible() -> Iterator[None]:
 
 
 async def stop_on_signal(
-    stop: Callable[[], None], task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    stop: Callable[[], None],
+    reload: Callable[[], bool] = lambda: False,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Call `stop` for each signal that asks for it, and log the others, until cancelled."""
+    """Call `stop` for each signal that asks for it, and log the others, until cancelled.
+
+    `reload` is called for SIGHUP; it returns whether there was anything to read.
+    """
     stopping = {number for number in (*STOPPING, *HARMLESS) if _stops(number)}  # now: isatty() fails once it is closed
     with trio.open_signal_receiver(*STOPPING, *_not_ignored()) as signals:
         task_status.started()
@@ -63,7 +69,7 @@ async def stop_on_signal(
             if number in stopping:
                 log.info("stopping", signal=name)
                 stop()
-            else:
+            elif number != signal.SIGHUP or not reload():
                 log.warning("signal_ignored", signal=name, remedy="SIGTERM and SIGINT stop the daemon")
 
 

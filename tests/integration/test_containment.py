@@ -207,7 +207,7 @@ def say(*lines: str) -> Callable[[World], Awaitable[None]]:
 
 async def notify(world: World) -> None:
     await world.database.execute(
-        "SELECT pg_notify('replicad.relay', $1)", f"somebody {next(numbers)}\nREMOTE_SERVER_UP x"
+        "SELECT pg_notify(replicad.stream_relay_channel(), $1)", f"somebody {next(numbers)}\nREMOTE_SERVER_UP x"
     )
 
 

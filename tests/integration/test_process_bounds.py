@@ -27,7 +27,9 @@ FILES = 160  # open files that the small daemon may have
 class Served:
     """A daemon's process; its log goes to a file, or where `stderr` says."""
 
-    def __init__(self, folder: Path, url: str, *, files: int | None = None, stderr: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, url: str, *options: str, files: int | None = None, stderr: int | None = None
+    ) -> None:
         self.ready = folder / "ready"
         self.log = folder / "serve.log"
 
@@ -39,7 +41,7 @@ class Served:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--database", url),
-                    *("--ready-file", str(self.ready), "--log-format", "json"),
+                    *("--ready-file", str(self.ready), "--log-format", "json", *options),
                 ],
                 stdout=output,
                 stderr=output if stderr is None else stderr,

@@ -21,6 +21,7 @@ from replicad.daemon.service import HangUp, Peer
 from replicad.errors import (
     BadToken,
     DatabaseError,
+    Forbidden,
     RowUnreadable,
     SlowReader,
     StreamRefused,
@@ -68,7 +69,10 @@ class Subscriptions:
         self._all = False
         self._readers: dict[str, Reader] = {}
         self._streams: set[str] = set()
+        self._catching_up: set[str] = set()
+        self._unread: set[str] = set()  # streams that plain REPLICATE would follow if the client had the right
         session.at_end(lambda: publisher.unfollow(self._join_new))
+        session.access.on_change(self._review)
 
     @property
     def followed(self) -> frozenset[str] | None:
@@ -121,6 +125,31 @@ class Subscriptions:
                 self._session.refuse(waiting)
         self._publisher.follow(self._join_new)
 
+    # --- rights that changed ---
+
+    def _review(self) -> None:
+        """End the subscriptions that the client may no longer read; follow what it may read now, if it follows all."""
+        for name in sorted({*self._readers, *self._catching_up}):
+            if not self._may_read(name):
+                self._withdraw(name)
+        for name in sorted(self._unread):
+            if self._may_read(name):
+                self._unread.discard(name)
+                if name in self._publisher.feeds:
+                    self._join_new(self._publisher.feeds[name])
+
+    def _withdraw(self, name: str) -> None:
+        error = Forbidden(f"the operator has withdrawn the right to read stream {name}; its subscription has ended")
+        reader = self._readers.pop(name, None)
+        if reader is None:  # rows may be on their way to the socket
+            self._session.hang_up(CloseReason.FORBIDDEN, f"{error.code}: {error}")
+            return
+        self._session.stop_reading(reader)
+        self._streams.discard(name)
+        if self._all:
+            self._unread.add(name)
+        self._session.refuse(error)
+
     async def _find(self, name: str) -> Feed:
         """`Publisher.find`; a stream whose name the client may not know counts as unknown."""
         access = self._session.access
@@ -132,6 +161,7 @@ class Subscriptions:
     def _join_new(self, feed: Feed) -> None:
         """Follow a stream, if the client may read it."""
         if not self._may_read(feed.name):
+            self._unread.add(feed.name)
             return
         boundary = feed.channel.boundary
         self._join(feed, feed.channel, boundary.positions, None, linear=False, extended=False)
@@ -174,7 +204,18 @@ class Subscriptions:
                 self._read(feed, channel, boundary.index, linear=linear, extended=extended, preamble=preamble)
                 return
         begin = _Begin(start, others_after, epoch, preamble)
-        self._session.start(self._catch_up, feed, channel, begin, linear, extended)
+        self._session.start(self._catch_up_with_right, feed, channel, begin, linear, extended)
+
+    async def _catch_up_with_right(
+        self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool
+    ) -> None:
+        """`_catch_up`, in turn with the other catch-ups of the client, if their number is bounded."""
+        self._catching_up.add(feed.name)
+        try:
+            async with self._session.access.catching_up():
+                await self._catch_up(feed, channel, begin, linear, extended)
+        finally:
+            self._catching_up.discard(feed.name)
 
     def _read(
         self, feed: Feed, channel: Channel, index: int, *, linear: bool, extended: bool, preamble: bytes = b""
@@ -214,6 +255,9 @@ class Subscriptions:
             await trio.sleep(self._pace.stopped)
         if channel.ended is not None:
             return  # the stream is joined when it is served again
+        if not self._may_read(feed.name):
+            self._unread.add(feed.name)
+            return
         self._join(feed, channel, sent, None, linear=linear, extended=False, epoch=epoch)
 
     async def _start_in_present(

@@ -337,6 +337,8 @@ class TubeService:
         else:
             planned = await self._plan_or_wait(info, command)
             upto, pods = planned.cursor, planned.pods
+            if not session.access.require("work", "tube", command.tube):  # it may have been withdrawn meanwhile
+                await self._info(command.tube, session.access.lists)
         if not command.plan and upto != command.after:
             pods = await self._send(session, command, upto)
         session.post(CursorAt(command.tube, command.part, upto, pods))

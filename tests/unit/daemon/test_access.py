@@ -15,6 +15,7 @@ from replicad.daemon.dispatch import Relaying
 from replicad.daemon.guesses import Guesses, GuessPace
 from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
+from replicad.errors import UsageError
 from replicad.protocol.states import CloseReason
 from tests.vocabulary import EVERY
 
@@ -222,6 +223,79 @@ async def test_beside_an_access_file_the_one_token_has_all_rights(tmp_path: Path
         streams.desk.access = control(tmp_path, BILLING, token="a.bare-token-of-old")
         client = streams.connect()
         assert await client.say("AUTH a.bare-token-of-old", "STREAMS") == ["STREAMS orders payroll"]
+
+
+# --- the file is read again ---
+
+
+async def test_rights_that_are_withdrawn_end_subscriptions_and_new_ones_begin_them(
+    tmp_path: Path, autojump_clock: MockClock, logs: list[Any]
+) -> None:
+    async with open_streams("a", "b", "c") as streams:
+        text = "[client.x]\nSECRET\nallow = [{}]"
+        streams.desk.access = control(tmp_path, text.format('"read a", "read b"'))
+        every, one = await enter(streams, "x"), await enter(streams, "x")
+        await every.say("REPLICATE")
+        await one.say("REPLICATE a NOW", "REPLICATE b NOW")
+        rewrite(tmp_path, streams.desk.access, text.format('"read b", "read c", "list a"'))
+        gone = "ERROR forbidden: the operator has withdrawn the right to read stream a; its subscription has ended"
+        assert await one.lines() == [gone]
+        assert await every.lines() == [gone, "POSITION c master 0 0"]
+        for name in ("a", "b", "c"):
+            await streams.write(name, 1)
+        assert await one.lines() == ["RDATA b master 1 1"]
+        assert await every.lines() == ["RDATA b master 1 1", "RDATA c master 1 1"]
+        (refused,) = await one.say("REPLICATE a NOW")
+        assert refused.startswith("ERROR forbidden: client x may not read stream a; ")
+        rewrite(tmp_path, streams.desk.access, text.format('"read *"'))
+        assert await every.lines() == ["POSITION a master 1 1"]
+        assert (await one.say("REPLICATE a NOW"))[-1] == "POSITION a master 1 1"
+        assert every.reason is one.reason is None
+    changes = [(e["client"], e["change"], e["connected"]) for e in logs if e["event"] == "access_changed"]
+    assert changes == [("x", "changed", 2)] * 2
+
+
+async def test_a_client_that_is_removed_or_whose_proof_is_withdrawn_is_disconnected(
+    tmp_path: Path, nursery: trio.Nursery, autojump_clock: MockClock
+) -> None:
+    desk = Desk(nursery, Troubles())
+    two = f"""token_sha256 = ["{sha256(b"other").hexdigest()}", "{sha256(SECRET.encode()).hexdigest()}"]"""
+    desk.access = control(tmp_path, f'[client.a]\n{two}\n[client.b]\ncertificate = "b"\n[client.c]\ncertificate = "c"')
+    await desk.open()
+    old, new = await enter(desk, "a"), desk.connect("h:1")
+    assert await new.say("AUTH a.other") == []
+    by_name, removed, unknown = desk.connect("h:2", ["b"]), desk.connect("h:3", ["c"]), desk.connect("h:4")
+    await settle()
+    rewrite(
+        tmp_path, desk.access,
+        f'[client.a]\ntoken_sha256 = "{sha256(b"other").hexdigest()}"\n[client.b]\ncertificate = ["b", "bb"]',
+    )  # fmt: skip
+    text = "ERROR not_authorised: the operator has withdrawn the access of this client"
+    assert await old.lines() == await removed.lines() == [text]
+    assert await new.lines() == await by_name.lines() == await unknown.lines() == []
+    assert new.reason is by_name.reason is unknown.reason is None
+    rewrite(tmp_path, desk.access, '[client.b]\ncertificate = "b"\nfrom = "10.0.0.0/8"')
+    assert await new.lines() == await by_name.lines() == [text]
+
+
+async def test_a_broken_file_changes_nothing_and_is_a_trouble_until_it_is_mended(
+    tmp_path: Path, nursery: trio.Nursery, autojump_clock: MockClock, logs: list[Any]
+) -> None:
+    desk = Desk(nursery, Troubles())
+    desk.access = control(tmp_path, '[client.a]\nSECRET\nallow = ["relay"]', troubles=desk.troubles)
+    await desk.open()
+    client = await enter(desk, "a")
+    (tmp_path / "access.toml").write_text('[client.a]\nallow = ["raed x"]')
+    with pytest.raises(UsageError) as caught:
+        desk.access.read_file()
+    desk.access.keep(caught.value)
+    assert "did you mean 'read'" in (desk.troubles.why("service", "access") or "")
+    assert [e["log_level"] for e in logs if e["event"] == "access_unchanged"] == ["error"]
+    assert client.session.access.may("relay")
+    rewrite(tmp_path, desk.access, "[client.a]\nSECRET")
+    assert desk.troubles.why("service", "access") is None
+    assert not client.session.access.may("relay")
+    assert client.reason is None
 
 
 # --- guesses ---

@@ -81,9 +81,9 @@ def streams(pipe: Connection, target: Target) -> None:
 
 
 def acks(pipe: Connection, target: Target) -> None:
-    """Two clients that send lists of half a million numbers with an ACK."""
+    """Two clients that send lists of half a million numbers with an ACK, under a lease that they do not have."""
     links = [_connect(target, b"NAME acks\n") for _ in range(2)]
-    head = f"ACK {target.lease} ".encode()
+    head = f"ACK {target.lease}999 ".encode()
     line = head + b"1," * ((LINE - len(head) - 8) // 2) + b"1\n"
     pipe.send("ready")
     _pour(pipe, links, line)

@@ -85,6 +85,7 @@ def _beside_each(
     with _lease(daemon, tls) as target:
         _measure(ours, daemon, count, target, tls)  # what is loaded with the first clients belongs to no attack
         quiet = _measure(ours, daemon, count, target, tls)
+        print(f"  alone: {', '.join(f'{kind} {latency(quiet[kind])}' for kind in quiet)}", file=sys.stderr)
         figures = [Figure(f"alone: {kind}", latency(quiet[kind])) for kind in quiet]
         for name, attack in attackers.items():
             watch = Watch(before=daemon.memory())

@@ -63,12 +63,16 @@ def error_line(text: str) -> Error:
 async def send_last_error(stream: trio.abc.Stream, text: str, drain: int, turns: Turns) -> None:
     """Send ERROR and close this side; then read what the peer sends until it closes its side, at most `drain` bytes.
 
-    Closing with unread input would send a reset, which can discard the ERROR. The caller bounds the time.
+    With `drain` 0 only what has come already is read. Closing with unread input would send a reset, which can discard
+    the ERROR. The caller bounds the time.
     """
     with suppress(*LOST):
         await stream.send_all(error_line(text).render().encode() + b"\n")
         if isinstance(stream, trio.abc.HalfCloseableStream):
             await stream.send_eof()
+        if not drain:
+            with trio.move_on_after(0):  # what is there already
+                await stream.receive_some(RECEIVE_BYTES)
         while drain > 0 and (data := await stream.receive_some(RECEIVE_BYTES)):
             drain -= len(data)
             await turns.next()

@@ -29,6 +29,7 @@ from replicad.daemon.session import Session
 from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
 from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.troubles import Troubles
+from replicad.daemon.turns import Turns
 from replicad.errors import EnvironmentRefused, ReplicadError, UsageError
 from replicad.groups import leaves
 from replicad.postgres import schema_text
@@ -263,7 +264,7 @@ async def _serving(
             full=full,
             refused=hub.refuse,
             secure=None if entrance.handshakes is None else entrance.handshakes.shake,
-            give_way=hub.turns.next,
+            give_way=Turns().next,
             pauses=pauses,
         )
         async with trio.open_nursery() as accepting:

@@ -87,7 +87,8 @@ class Acceptor:
         pauses: Pauses = Pauses(),
     ) -> None:
         """`refused` is called for each connection that is closed because `room` is used up. `secure` returns the stream
-        after the TLS handshake; None if that failed, or there is no room for it. `give_way` waits for the next turn.
+        after the TLS handshake; None if that failed, or there is no room for it. `give_way` waits for the next turn;
+        accepting has a queue of its own, so that it does not wait behind all who send much.
         """
         self._give_way = give_way
         self._serve = serve

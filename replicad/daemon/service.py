@@ -91,6 +91,9 @@ class Peer(Protocol):
     def refuse(self, error: ReplicadError) -> None:
         """Answer a request with ERROR; the connection stays open."""
 
+    async def give_way(self) -> None:
+        """Wait for the next turn: for work in masses, such as reading a long list."""
+
     async def send(self, *pieces: Piece) -> None:
         """Send whole lines with nothing in between; waits until the socket has taken them."""
 

@@ -162,6 +162,10 @@ class Session:
         self.log.info("request_refused", code=error.code, error=str(error))
         self.post(error_line(text_of(error)))
 
+    async def give_way(self) -> None:
+        """Wait for the next turn: for work in masses, such as reading a long list."""
+        await self._hub.turns.next()
+
     async def send(self, *pieces: Piece) -> None:
         """Send whole lines with nothing in between; waits until the socket has accepted them."""
         await self.outbox.send(*pieces)
@@ -265,7 +269,7 @@ class Session:
         if text and not self.outbox.torn:  # after half a line the peer could not parse the ERROR
             with trio.move_on_after(ERROR_GRACE, shield=True):
                 try:
-                    drain = DRAIN_BYTES if self._known_by is None else RECEIVE_BYTES
+                    drain = DRAIN_BYTES if self._known_by is None else 0
                     await send_last_error(self._stream, text, drain, self._hub.turns)
                 except Exception as error:  # noqa: BLE001 - the stream is closed in any case
                     self._record(error, "end")

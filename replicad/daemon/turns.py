@@ -17,7 +17,7 @@ PATIENCE = 0.005  # seconds; so the queue moves on even if the event loop is nev
 class Turns:
     """The budget of a turn, and the queue of those that have used theirs up."""
 
-    def __init__(self, lines: int, size: int) -> None:
+    def __init__(self, lines: int = 1, size: int = 1) -> None:
         """`lines` and `size` (bytes) are handled in one turn."""
         self.lines = lines
         self.size = size

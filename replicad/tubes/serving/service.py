@@ -299,7 +299,7 @@ class TubeService:
         await self._refuse_broken(command.tube)
         await self._renew_if_due(command.tube, command.part, command.term)
         if command.upto is None:
-            pods = await ack_listed(self._pods, command)
+            pods = await ack_listed(self._pods, command, session.give_way)
         else:
             await self._check(command.tube, command.upto)
             pods = await self._pods.ack_upto(command.tube, command.part, command.term, command.after, command.upto)
@@ -313,7 +313,7 @@ class TubeService:
             command.part,
             command.term,
             seq=command.seq,
-            ids=await read_list(command.ids),
+            ids=await read_list(command.ids, session.give_way),
             tries=command.tries,
             error=command.error,
         )

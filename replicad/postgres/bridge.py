@@ -21,7 +21,8 @@ from asyncpg import Record as Row
 from replicad import errors
 from replicad.eventlog import get_logger
 from replicad.postgres import failures
-from replicad.postgres.connection import COPY_CHUNK, Backend, Connection, Counters, Settings, Sink
+from replicad.postgres.connection import Backend, Connection, Counters, Settings, Sink
+from replicad.postgres.handoff import COPY_CHUNK
 from replicad.postgres.literals import quote_ident, quote_literal
 from replicad.postgres.notices import Notices
 from replicad.postgres.statements import load_sql

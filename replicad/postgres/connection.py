@@ -11,7 +11,6 @@ keeps running.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import trio
 
 from replicad import errors
 from replicad.postgres import failures
+from replicad.postgres.handoff import Handoff
 from replicad.postgres.literals import fill
 from replicad.postgres.notices import Notices
 
@@ -35,8 +35,6 @@ _ISOLATION: dict[Isolation, str] = {
     "serializable": "SERIALIZABLE",
 }
 
-COPY_CHUNK = 128 * 1024  # bytes per call of a sink; with smaller chunks the hand-over costs most (measured)
-_COPY_AHEAD = 2  # chunks that may wait for a slow sink; beyond it Postgres waits
 _SETTLE = 2.0  # seconds for a cancelled connection to become usable; then it is closed
 _GRACE = 5.0  # seconds beyond statement_timeout after which a silent server counts as lost
 
@@ -77,54 +75,6 @@ class Backend:
 
     pid: int
     started: datetime
-
-
-class _Handoff:
-    """Passes chunks from the driver's asyncio task to a trio task; a bounded number may wait."""
-
-    def __init__(self, loop: Any) -> None:
-        self._loop = loop
-        self._chunks: deque[bytes] = deque()
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._arrived = trio.Event()
-        self._room: asyncio.Future[None] | None = None
-        self._closed = False
-
-    async def put(self, data: bytes) -> None:
-        """The driver's side: collect COPY_CHUNK bytes, then wait until the sink has taken them."""
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size >= COPY_CHUNK:
-            self._flush()
-            if len(self._chunks) >= _COPY_AHEAD:
-                self._room = self._loop.create_future()
-                await self._room
-
-    def close(self, _task: object = None) -> None:
-        """No more data: the rest is delivered, then take() returns None."""
-        if self._parts:
-            self._flush()
-        self._closed = True
-        self._arrived.set()
-
-    async def take(self) -> bytes | None:
-        """The trio side: the next chunk, or None at the end."""
-        while not self._chunks:
-            if self._closed:
-                return None
-            self._arrived = trio.Event()
-            await self._arrived.wait()
-        chunk = self._chunks.popleft()
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-        return chunk
-
-    def _flush(self) -> None:
-        self._chunks.append(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))
-        self._parts.clear()
-        self._size = 0
-        self._arrived.set()
 
 
 class Connection:
@@ -175,7 +125,7 @@ class Connection:
         Raises what the sink raises; the COPY is cancelled in Postgres then.
         """
         statement = f"COPY ({fill(query, args)}) TO STDOUT {_COPY_LINES}"
-        handoff = _Handoff(self._loop)
+        handoff = Handoff(self._loop)
         tag = ""
         with _deadline(timeout) as deadline:
             # The driver's public copy_from_query builds its own COPY and does not accept our options.
@@ -307,7 +257,7 @@ class Connection:
         if not rolled_back:
             self.terminate()
 
-    async def _alongside(self, copy: Any, handoff: _Handoff, sink: Sink) -> str:
+    async def _alongside(self, copy: Any, handoff: Handoff, sink: Sink) -> str:
         """Run the driver's COPY as an asyncio task and the sink in this task. Both end together."""
         self._counters.statements += 1
         task = self._loop.create_task(copy)

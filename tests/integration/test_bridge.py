@@ -268,6 +268,33 @@ async def test_cancelled_statement_is_cancelled_in_postgres_and_the_connection_l
         assert (db.statistics().connected, db.statistics().cancelled) == (1, 3)
 
 
+async def test_statements_that_run_together_return_fail_and_are_cancelled_like_single_ones(database_url: str) -> None:
+    async with open_database(database_url, size=1, application_name="x") as db:
+        async with db.connection() as connection:
+
+            async def work() -> int:
+                one: int = await connection.fetch_value("SELECT 1")
+                with pytest.raises(errors.DatabaseError, match="division by zero"):
+                    await connection.fetch("SELECT 1 / 0")
+                return one + int(await connection.fetch_value("SELECT $1::int", 2))
+
+            async def sleep() -> None:
+                await connection.fetch("SELECT 1")
+                await connection.fetch("SELECT pg_sleep(3600)")
+
+            async def defect() -> float:
+                return 1 / int(await connection.fetch_value("SELECT 0"))
+
+            assert await connection.together(work) == 3
+            with pytest.raises(ZeroDivisionError):
+                await connection.together(defect)
+            with trio.fail_after(PATIENCE), trio.move_on_after(0.2) as scope:
+                await connection.together(sleep)
+            assert scope.cancelled_caught
+        assert await db.fetch_value("SELECT 3") == 3
+        assert db.statistics().open == 1
+
+
 async def test_cancellation_at_any_moment_leaves_a_pool_that_works(database_url: str) -> None:
     async def use(db: Database) -> None:
         async with db.connection() as connection, connection.transaction():

@@ -41,6 +41,7 @@ class Outbox:
     __slots__ = (
         "_again",
         "_closing",
+        "_direct",
         "_gathers",
         "_most",
         "_opened",
@@ -71,7 +72,7 @@ class Outbox:
         self._posted_bytes = 0  # without the preambles of `read`
         self._readers: list[Reader] = []
         self._rest: Sequence[Piece] = ()  # what the socket did not take of an offer: half a line, to be sent first
-        self._opened = self._closing = False
+        self._opened = self._closing = self._direct = False
         self._runs = self._again = False  # whether the sending task exists, and looks once more before it ends
         self._gathers = self._woken = False  # whether lines are gathered, and there were chunks of journals meanwhile
 
@@ -122,7 +123,7 @@ class Outbox:
             SlowReader: the chunk is no longer held.
         """
         reader = channel.subscribe(cursor, self.wake, extended=extended, progress=self._outlet.progress)
-        reader.offer = self.offer
+        reader.offer = self.offer_one
         reader.on_fall = partial(self._fall, reader)
         reader.on_stop = on_stop
         self._readers.append(reader)
@@ -164,6 +165,21 @@ class Outbox:
         self._send_now(pieces)
         return True
 
+    def offer_one(self, data: bytes) -> bool:
+        """`offer` of one piece, for the journals. Written out: with many readers it is called most of all."""
+        if self._posted or self._rest or self._runs or self._closing or not self._direct or self._turn.locked():
+            return False
+        try:
+            rest = self._outlet.send_one_nowait(data)
+        except trio.BrokenResourceError:
+            self._hang_up(CloseReason.PEER_LOST)
+            return True
+        self._note_sent()
+        if rest:
+            self._rest = rest
+            self.wake()
+        return True
+
     def _send_now(self, pieces: Sequence[Piece]) -> None:
         try:
             self._rest = self._outlet.send_nowait(pieces)
@@ -191,6 +207,7 @@ class Outbox:
     def open(self) -> None:
         """Begin to send. Lines may have been queued before."""
         self._opened = True
+        self._direct = self._outlet.direct
         if self._posted or self._readers:
             self.wake()
 

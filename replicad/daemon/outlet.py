@@ -54,6 +54,21 @@ class Outlet:
         self.torn = bool(rest)
         return rest
 
+    def send_one_nowait(self, data: bytes) -> Sequence[Piece]:
+        """`send_nowait` of one piece. Small commits to many clients spend their time here."""
+        assert self._socket is not None
+        try:
+            sent = os.write(self._socket.fileno(), data)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise trio.BrokenResourceError(f"cannot send: {error.strerror}") from error
+        self._sent += sent
+        if sent == len(data):
+            return ()
+        self.torn = True
+        return (memoryview(data)[sent:],)
+
     async def send(self, pieces: Sequence[Piece]) -> None:
         """Send all of them.
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import trio
 
@@ -25,6 +25,7 @@ from replicad.postgres.handoff import Handoff
 from replicad.postgres.literals import fill
 from replicad.postgres.notices import Notices
 
+T = TypeVar("T")
 Isolation = Literal["read_committed", "repeatable_read", "serializable"]
 Sink = Callable[[bytes], Awaitable[None]]
 Row = Any  # a record of the driver: by index, by name, and a mapping; bridge.py exports its real class
@@ -88,6 +89,7 @@ class Connection:
         self.backend: Backend | None = None  # known in pools that were opened with `identify`
         self.server: str | None = None  # which run of which server it leads to; known in pools with a `Fence`
         self._savepoints = 0
+        self._together = False  # statements run in the driver's loop already
         self._dirty = False  # a statement was cancelled: check the connection before its next use
         self.is_read_only = False  # a statement was refused for that; changed settings of roles need a new session
 
@@ -95,6 +97,18 @@ class Connection:
     def is_closed(self) -> bool:
         """True when the connection is lost or closed; all other methods then raise DatabaseUnavailable."""
         return bool(self._driver.is_closed())
+
+    async def together(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work`, which sends short statements on this connection, in the loop of the driver.
+
+        The way there and back takes as long as a short statement; so it is made once for all of them. `work` waits for
+        nothing but this connection, and must end within the time of one statement. Raises what `work` raises.
+        """
+        self._together = True
+        try:
+            return cast("T", await self._cross(work))
+        finally:
+            self._together = False
 
     async def fetch(self, sql: str, *args: object) -> list[Row]:
         """All rows of one statement with parameters `$1`, `$2`, ..."""
@@ -290,16 +304,22 @@ class Connection:
         connection.
         """
         self._counters.statements += 1
+        if not self._together:
+            return await self._cross(method, *args, **named)
+        try:
+            return await method(*args, **named)
+        except asyncio.CancelledError:
+            raise  # by the one who waits for all of `together`
+        except self._settings.driver_errors as error:
+            raise self._failure(error) from error
+
+    async def _cross(self, method: Callable[..., Any], *args: object, **named: object) -> Any:
         result = None
         try:
             with _deadline(self._patience()) as patience:
                 result = await self._loop.run_aio_coroutine(method(*args, **named))
         except self._settings.driver_errors as error:
-            if isinstance(error, AttributeError) and not self.is_closed:
-                raise  # a defect of ours, and not an effect of a lost connection in the driver
-            self.is_read_only |= failures.is_read_only(error)
-            lost = self._is_lost(error)
-            raise failures.while_running(error, self._settings.target, connection_lost=lost) from error
+            raise self._failure(error) from error
         except BaseException:
             self._dirty = True
             self._counters.cancelled += 1
@@ -307,6 +327,14 @@ class Connection:
         if patience.cancelled_caught:
             raise self.silent()
         return result
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Our error for one of the driver's."""
+        if isinstance(error, AttributeError) and not self.is_closed:
+            raise error  # a defect of ours, and not an effect of a lost connection in the driver
+        self.is_read_only |= failures.is_read_only(error)
+        lost = self._is_lost(error)
+        return failures.while_running(error, self._settings.target, connection_lost=lost)
 
     def _is_lost(self, error: BaseException) -> bool:
         """Whether the connection is unusable after this error, even if the driver has not noticed it yet."""

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import trio
@@ -169,6 +170,9 @@ class Horizon:
         StandbyRefused.
         """
         connection = await self._pinned()
+        return await connection.together(partial(self._poll_on, connection))
+
+    async def _poll_on(self, connection: Connection) -> Mapping[str, Reading]:
         now = self._now()
         self._waits_left = _WAITS
         if now >= self._inspect_at:

@@ -62,6 +62,9 @@ class BetweenConnection:
             await then()
         return rows
 
+    async def together(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await work()  # `then` may wait for other connections
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 

@@ -42,7 +42,7 @@ class MemoryHorizon:
         self.polls.append(trio.current_time())
         if self.raises is not None:
             raise self.raises
-        return self.readings
+        return dict(self.readings) if self.rest is None else self.readings  # another one as long as somebody writes
 
     def before_polling(self, look: Callable[[], Awaitable[None]]) -> None:
         self.calls.append(("before",))
@@ -80,6 +80,41 @@ async def polling(**recover: Any) -> AsyncIterator[tuple[Poller, MemoryHorizon, 
         poller = Poller(horizon, limits, troubles, outages=Outages(first=0.1, longest=5.0), **recover)
         nursery.start_soon(poller.run)
         yield poller, horizon, troubles
+        nursery.cancel_scope.cancel()
+
+
+class MemoryBell:
+    """Rings when the test says so, or after half a second."""
+
+    def __init__(self) -> None:
+        self.waits: list[Mapping[int, int | None]] = []
+        self.rung = trio.Event()
+        self.fails = False
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[Callable[[Mapping[int, int | None]], Awaitable[None]]]:
+        async def wait(values: Mapping[int, int | None]) -> None:
+            self.waits.append(values)
+            self.rung = trio.Event()
+            with trio.move_on_after(0.5):
+                await self.rung.wait()
+            if self.fails:
+                raise DatabaseUnavailable("gone")
+
+        if self.fails:
+            raise DatabaseUnavailable("away")
+        yield wait
+
+
+@asynccontextmanager
+async def attended() -> AsyncIterator[tuple[Poller, MemoryHorizon, MemoryBell]]:
+    """A poller at rest with a bell."""
+    async with polling() as (poller, horizon, _), trio.open_nursery() as nursery:
+        bell = MemoryBell()
+        horizon.rest = {2: 7}
+        nursery.start_soon(poller.attend, bell)
+        await trio.sleep(10)
+        yield poller, horizon, bell
         nursery.cancel_scope.cancel()
 
 
@@ -161,6 +196,65 @@ async def test_each_alarm_is_logged_once_and_so_is_that_all_are_over(
 
 
 # --- relay ---
+
+
+async def test_while_nothing_moves_it_polls_when_the_bell_rings(autojump_clock: MockClock) -> None:
+    async with attended() as (_, horizon, bell):
+        since = len(horizon.polls)
+        await trio.sleep(5)
+        assert pauses(horizon, since) == [0.5] * 9, "each wait of the bell ends with a poll"
+        await trio.sleep(0.1)
+        rung_at = trio.current_time()
+        bell.rung.set()
+        await settle()
+        assert horizon.polls[-1] == rung_at
+        assert bell.waits[-1] == {2: 7}
+
+
+async def test_after_the_bell_it_polls_soon_again_if_the_position_is_held_back(autojump_clock: MockClock) -> None:
+    async with attended() as (_, horizon, bell):
+        await trio.sleep(0.6)
+        horizon.rest = None
+        horizon.readings = {
+            "s": Reading(position=1, last_value=2, held_by=Holder(HolderKind.TRANSACTION, pid=1, application_name="x"))
+        }
+        since = len(horizon.polls)
+        bell.rung.set()
+        await trio.sleep(0.1)
+        assert pauses(horizon, since)[:4] == [0.0025, 0.005, 0.01, 0.01]
+
+
+async def test_a_bell_that_fails_is_done_without_and_tried_again(autojump_clock: MockClock) -> None:
+    async with attended() as (_, horizon, bell):
+        bell.fails = True
+        await trio.sleep(4)
+        since = len(horizon.polls)
+        await trio.sleep(20)
+        assert max(pauses(horizon, since)) == 1.0, "poll_max"
+        bell.fails = False
+        await trio.sleep(10)
+        since = len(horizon.polls)
+        await trio.sleep(3)
+        assert pauses(horizon, since) == [0.5] * 5
+
+
+async def test_where_many_readers_follow_a_poll_is_not_made_sooner_than_wanted(autojump_clock: MockClock) -> None:
+    async with polling() as (poller, horizon, _):
+        poller.watch("many", SOURCE, lambda *_: 0.03)
+        await trio.sleep(5)
+        for step in range(1, 21):  # it moves all the time, and doorbells ring
+            horizon.move(many=step)
+            poller.ring()
+            await trio.sleep(0.005)
+        assert min(pauses(horizon)[-3:]) >= 0.03
+        poller.watch("few", SOURCE, lambda *_: None)
+        await trio.sleep(5)
+        since = len(horizon.polls)
+        for step in range(1, 21):
+            horizon.move(many=100 + step, few=step)
+            poller.ring()
+            await trio.sleep(0.005)
+        assert min(pauses(horizon, since)) <= 0.01, "what few follow does not wait for the others"
 
 
 class Bus:

@@ -1,11 +1,13 @@
 # replicad's daemon in a container:
 #
 #   docker build -t replicad .
-#   docker run -p 9009:9009 -v replicad:/var/lib/replicad replicad                                (embedded Postgres)
-#   docker run -p 9009:9009 -e REPLICAD_DATABASE=postgresql://user:password@db/app replicad       (one that you have)
+#   export REPLICAD_TOKEN=$(openssl rand -hex 32)        the secret that clients must know
+#   docker run -p 9009:9009 -e REPLICAD_TOKEN -v replicad:/var/lib/replicad replicad              (embedded Postgres)
+#   docker run -p 9009:9009 -e REPLICAD_TOKEN -e REPLICAD_DATABASE=postgresql://user:password@db/app replicad  (yours)
 #
-# Every option of `replicad serve` is a variable too (--max-line is REPLICAD_MAX_LINE). REPLICAD_TOKEN is the secret that
-# clients must know; set one wherever the port can be reached by others.
+# Every option of `replicad serve` is a variable too (--max-line is REPLICAD_MAX_LINE). The daemon listens on all addresses
+# of the container, so it does not start without a secret (REPLICAD_TOKEN, REPLICAD_TOKEN_FILE or REPLICAD_ACCESS_FILE) or
+# TLS. It says so and ends; REPLICAD_INSECURE=true lets everybody who can reach the port do everything (docs/access.md).
 
 FROM python:3.12-slim AS build
 WORKDIR /src
@@ -29,8 +31,8 @@ WORKDIR /var/lib/replicad
 VOLUME /var/lib/replicad
 ENV PYTHONUNBUFFERED=1
 EXPOSE 9009
-# Connects to 127.0.0.1:9009 and waits for the SERVER line. With TLS or another port say so here by REPLICAD_SERVER and
-# REPLICAD_TLS_CA.
+# Connects to 127.0.0.1:9009 and waits for the SERVER line, with REPLICAD_TOKEN also for the answer to a request. With TLS
+# or another port say so here by REPLICAD_SERVER and REPLICAD_TLS_CA.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=30s --retries=3 CMD ["replicad", "ping"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["replicad"]

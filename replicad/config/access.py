@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from replicad.config.secrets import refuse_writable_by_others
+from replicad.config.permissions import refuse_writable_by_others
 from replicad.errors import UsageError
 
 LIST = "list"  # the right to know that a name exists; every other right on the name gives it too

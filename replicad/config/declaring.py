@@ -37,6 +37,7 @@ class Setting:
     maximum: float | None = None
     unit: str = ""
     on_command_line: bool = True  # False for secrets: every user of the machine can see a command line
+    is_flag: bool = False  # an option without a value
 
     @property
     def option(self) -> str:
@@ -183,15 +184,15 @@ def read_file(path: Path, kind: type) -> dict[str, str]:
         UsageError: no such file, not TOML, or a key that is not a setting of `kind`.
     """
     found = read_toml(path, "--config: ")
-    known = {made.name for made in settings_of(kind)}
+    known = {made.name: made for made in settings_of(kind)}
     for key, value in found.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; the keys are the long options with _ for -"
             raise UsageError(f"--config: {path} has an unknown key {key!r}{hint}")
-        if isinstance(value, (dict, list, bool)):
+        if isinstance(value, (dict, list)) or (isinstance(value, bool) and not known[key].is_flag):
             raise UsageError(f"--config: {key} in {path} must be a text or a number")
-    return {key: str(value) for key, value in found.items()}
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in found.items()}
 
 
 # --- parsers: text to value, ValueError with what to give instead ---
@@ -224,6 +225,14 @@ def seconds(text: str) -> float:
     return float(found[1]) * {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600}[found[2]]
 
 
+def yes_or_no(text: str) -> bool:
+    """`true` or `false`, also `1`, `0`, `yes` and `no`."""
+    found = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower())
+    if found is None:
+        raise ValueError("give true or false")
+    return found
+
+
 def size(text: str) -> int:
     """Bytes: `1048576`, `128KiB`, `1MiB`, `2GB`."""
     found = re.fullmatch(r"([0-9]{1,18})([KMG]iB|[kMG]B|B|)", text)
@@ -251,6 +260,13 @@ def choice_of(*names: str) -> Callable[[str], str]:
 def count(default: int, help: str, low: int, high: int) -> int:
     """A setting that is a whole number."""
     return setting(default, help, "N", whole_number, minimum=low, maximum=high)
+
+
+def flag(help: str) -> bool:
+    """A setting that is off unless it is named: an option without a value."""
+    spec = Setting("", False, help, "", yes_or_no, is_flag=True)
+    made: bool = field(default=False, metadata={_KEY: spec})
+    return made
 
 
 def duration(default: float, help: str, low: float, high: float) -> float:

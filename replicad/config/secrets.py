@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import stat
 from pathlib import Path
 
 from replicad.config.declaring import text_of
@@ -29,31 +28,6 @@ def read_token(file: Path | str, source: str = "--token-file") -> str:
         return word(lines[0].strip() if lines else "")
     except ValueError as error:
         raise UsageError(f"{source}: the first line of {file} is not a token; {error}") from None
-
-
-def refuse_readable_by_others(file: Path | str, source: str) -> None:
-    """Refuse a file with secrets that every user of the machine can read.
-
-    Raises:
-        UsageError: with the remedy; it begins with `source`.
-    """
-    if _mode(file) & (stat.S_IROTH | stat.S_IWOTH):
-        raise UsageError(f"{source}: every user of this machine can read {file}; run: chmod o-rwx {file}")
-
-
-def refuse_writable_by_others(file: Path | str, source: str) -> None:
-    """Refuse a file with settings of access that every user of the machine can change. Raises UsageError."""
-    if _mode(file) & stat.S_IWOTH:
-        raise UsageError(f"{source}: every user of this machine can change {file}; run: chmod o-w {file}")
-
-
-def _mode(file: Path | str) -> int:
-    """The permissions of a regular file; 0 for anything else. Reading a missing file fails with the reason."""
-    try:
-        mode = Path(file).stat().st_mode
-    except OSError:
-        return 0
-    return mode if stat.S_ISREG(mode) else 0
 
 
 def trust(authority: Path | str | None, source: str) -> ssl.SSLContext:

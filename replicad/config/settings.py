@@ -5,6 +5,7 @@ Only this room reads the environment (`REPLICAD_*`) and files of settings and se
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from replicad.config.declaring import choice, load, path, read_file, setting, text_of
+from replicad.config.declaring import choice, flag, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
+from replicad.config.permissions import refuse_readable_by_others
 from replicad.config.secrets import read_token, trust, word
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
@@ -24,6 +26,7 @@ T = TypeVar("T")
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9009
+MIN_TOKEN = 16  # characters of the daemon's secret
 
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})")
 _SCHEMA = text_of(r"[^\0]{1,63}", "give the name of a schema, at most 63 characters")  # Postgres truncates longer names
@@ -35,6 +38,14 @@ class Address:
 
     host: str
     port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it. False for a name other than `localhost`: it may be any address."""
+        try:
+            return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -115,6 +126,10 @@ class ServerSettings:
     token_file: Path | None = setting(
         None, "File with the secret that clients must send with AUTH. Default: no secret is needed.", "FILE", path
     )
+    insecure: bool = flag(
+        "Allow what is refused otherwise: to listen for other machines without TLS and without a secret, a secret that "
+        "every user of this machine can read, and one of fewer than 16 characters.",
+    )
     access_file: Path | None = setting(
         None, "TOML file that says which clients there are and what each may do; read again on SIGHUP.", "FILE", path
     )
@@ -140,11 +155,45 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.server_name:
             object.__setattr__(self, "server_name", default_server_name())
+        if self.token_file is not None and not self.insecure:
+            refuse_readable_by_others(self.token_file, "--token-file")
         _read_token_file(self)
         if self.tls_key is not None and self.tls_cert is None:
             raise UsageError("--tls-key needs --tls-cert, the certificate of the key")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise UsageError("--tls-client-ca needs --tls-cert: clients send certificates only to a server with TLS")
+
+    @property
+    def exposure(self) -> str | None:
+        """What is missing where other machines can reach the daemon; None: nothing."""
+        if self.listen.is_loopback:
+            return None
+        known = self.token is not None or self.access_file is not None or self.tls_client_ca is not None
+        missing = [] if known else ["a secret (--token-file, REPLICAD_TOKEN or --access-file)"]
+        missing += [] if self.tls_cert is not None else ["TLS (--tls-cert)"]
+        return " and without ".join(missing) or None
+
+    def refuse_careless(self) -> None:
+        """Refuse what is rarely meant: a daemon that everybody can use, or a secret that is none.
+
+        Raises:
+            UsageError: with the remedy.
+        """
+        if self.insecure:
+            return
+        missing = self.exposure
+        if missing is not None and " and without " in missing:
+            raise UsageError(
+                f"--listen {self.listen}: other machines can reach this address, without {missing}; give one of them, "
+                "listen on 127.0.0.1, or say --insecure if everybody who can reach it may do everything"
+            )
+        if self.token is not None and len(self.token) < MIN_TOKEN:
+            raise UsageError(
+                f"the token has {len(self.token)} characters, which can be guessed; give at least {MIN_TOKEN}, such as "
+                "those that `openssl rand -hex 32` prints, or say --insecure"
+            )
+        if self.tls_cert is not None:
+            refuse_readable_by_others(self.tls_key or self.tls_cert, "--tls-key" if self.tls_key else "--tls-cert")
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """TLS for the listener; None without a certificate.
@@ -182,15 +231,37 @@ class ClientSettings:
     tls_ca: Path | None = setting(
         None, "Connect with TLS and trust this certificate authority (PEM); `system` trusts the system's.", "FILE", path
     )
+    tls_client_cert: Path | None = setting(
+        None, "Certificate (chain, PEM) to show to the daemon, if it knows clients by certificates.", "FILE", path
+    )
+    tls_client_key: Path | None = setting(
+        None, "Private key of --tls-client-cert, if it is in another file.", "FILE", path
+    )
 
     def __post_init__(self) -> None:
         if self.server.port == 0:
             raise UsageError(f"--server {self.server}: port 0 is for listening only; give the daemon's port")
+        if self.tls_client_key is not None and self.tls_client_cert is None:
+            raise UsageError("--tls-client-key needs --tls-client-cert, the certificate of the key")
+        if self.tls_client_cert is not None and self.tls_ca is None:
+            raise UsageError("--tls-client-cert needs --tls-ca: without TLS no certificate is shown")
         _read_token_file(self)
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """TLS for the connection; None for a plain one. Raises UsageError as `trust`."""
-        return None if self.tls_ca is None else trust(self.tls_ca, "--tls-ca")
+        """TLS for the connection; None for a plain one.
+
+        Raises:
+            UsageError: a file cannot be read, or the key is not that of the certificate.
+        """
+        if self.tls_ca is None:
+            return None
+        context = trust(self.tls_ca, "--tls-ca")
+        if self.tls_client_cert is not None:
+            try:
+                context.load_cert_chain(self.tls_client_cert, self.tls_client_key)
+            except (OSError, ssl.SSLError) as error:
+                raise UsageError(f"--tls-client-cert {self.tls_client_cert} cannot be used: {error}") from error
+        return context
 
 
 def _read_token_file(settings: ServerSettings | ClientSettings) -> None:
@@ -218,7 +289,15 @@ def read_settings(
     Raises:
         UsageError: with the option (or variable, or key), its value and what to give instead.
     """
-    lowest = {**(defaults or {}), **(read_file(file, kind) if file else {})}
+    found = read_file(file, kind) if file else {}
+    if (
+        file
+        and kind is ServerSettings
+        and "token" in found
+        and "true" not in (found.get("insecure"), options.get("insecure"))
+    ):
+        refuse_readable_by_others(file, "--config: it has the token")
+    lowest = {**(defaults or {}), **found}
     return load(kind, options, os.environ if environ is None else environ, lowest)
 
 

@@ -54,6 +54,9 @@ def serve(settings: ServerSettings, features: Sequence[Feature]) -> None:
     Raises:
         ReplicadError: it cannot start; the message says why and what to do.
     """
+    settings.refuse_careless()
+    if settings.exposure is not None:
+        log.warning("exposed", listen=str(settings.listen), without=settings.exposure)
     gc.set_threshold(GC_THRESHOLD)
     gc.freeze()  # modules are never collected
     with interruptible(), _postgres(settings) as (url, recover):

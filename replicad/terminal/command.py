@@ -109,6 +109,8 @@ class ReplicadGroup(click.Group):
 
 def _option_of(made: Setting, default: object) -> dict[str, Any]:
     """The arguments of click for a setting. Values stay text; `read_settings` parses them."""
+    if made.is_flag:
+        return {"help": made.help, "is_flag": True, "flag_value": "true", "default": None}
     text = made.help if default in (None, "", ()) else f"{made.help} [default: {_shown(default, made.unit)}]"
     return {"metavar": made.placeholder, "help": text}
 

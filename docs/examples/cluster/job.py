@@ -33,7 +33,7 @@ def main() -> None:
         tube="cities",
         host=os.environ.get("REPLICAD_HOST", "daemon"),
         port=int(os.environ.get("REPLICAD_PORT", "9009")),
-        token=os.environ.get("REPLICAD_TOKEN", "sesame-sesame"),
+        token=os.environ.get("REPLICAD_TOKEN", "sesame-sesame-sesame"),
         database=DATABASE,
         table="shard_{shard:04d}.cities",
         sink=ParquetSink(OUT / "cities"),

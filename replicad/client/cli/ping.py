@@ -5,16 +5,18 @@ from __future__ import annotations
 import socket
 import ssl
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from replicad.config.settings import ClientSettings, read_settings
-from replicad.errors import ConnectionLost, RemoteError, UsageError
+from replicad.config.settings import Address, ClientSettings, read_settings
+from replicad.errors import ConnectionLost, NotAuthorised, RemoteError, UsageError
 from replicad.terminal.command import ReplicadCommand, Seconds, option, settings_options
 from replicad.terminal.output import echo
 
 _LONGEST_GREETING = 4096  # bytes; SERVER and a name
+_LONGEST_ANSWER = 16 << 20  # bytes; STREAMS with the names of all streams
 
 
 @click.command("ping", cls=ReplicadCommand, short_help="Check that a daemon answers; for health checks.")
@@ -29,6 +31,9 @@ _LONGEST_GREETING = 4096  # bytes; SERVER and a name
 )
 def command(address: str | None, timeout: float, **options: Any) -> None:
     """Connect to a daemon, wait for its SERVER line and print its name. Exit status 0 if it came, 1 if not.
+
+    With a token (--token-file, REPLICAD_TOKEN) or a client certificate the daemon must also answer a request, which it
+    does only if it knows them. Without, it is enough that it answers at all.
 
     HOST:PORT is short for --server HOST:PORT; the variable REPLICAD_SERVER does as well.
     """
@@ -46,21 +51,22 @@ def greet(settings: ClientSettings, timeout: float) -> str:
     """Connect, and return the server's name. `timeout` in seconds is for all of it together.
 
     Raises:
-        ConnectionLost: no connection, or no SERVER line within the time.
+        ConnectionLost: no connection, or no answer within the time.
+        NotAuthorised: the daemon does not accept the token or the certificate.
         RemoteError: something else than a replicad answers there, or it answers with an ERROR.
     """
     server, context = settings.server, settings.ssl_context()
     deadline = time.monotonic() + timeout
-    received = b""
     try:
         with socket.create_connection((server.host, server.port), timeout) as plain:
             stream = context.wrap_socket(plain, server_hostname=server.host) if context else plain
-            while b"\n" not in received and len(received) < _LONGEST_GREETING:
-                stream.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk = stream.recv(_LONGEST_GREETING)
-                if not chunk:
-                    break
-                received += chunk
+            lines = _lines(stream, deadline)
+            first = next(lines, "")
+            name = _server_name(first, server)
+            if settings.token is not None or settings.tls_client_cert is not None:
+                auth = f"AUTH {settings.token}\n" if settings.token is not None else ""
+                stream.sendall(f"{auth}STREAMS\n".encode())  # it is always answered, if AUTH was accepted
+                _wait_accepted(lines, server)
     except ssl.SSLError as error:
         raise ConnectionLost(f"no TLS connection to {server}: {error.reason or error}; see --tls-ca") from error
     except TimeoutError as error:
@@ -68,10 +74,42 @@ def greet(settings: ClientSettings, timeout: float) -> str:
     except OSError as error:
         why = error.strerror or str(error)
         raise ConnectionLost(f"no connection to {server}: {why}; is `replicad serve` running there?") from error
-    line = received.partition(b"\n")[0].decode("utf-8", "replace").strip()
+    return name
+
+
+def _lines(stream: socket.socket, deadline: float) -> Iterator[str]:
+    """The lines that come, the last one perhaps without its end. Raises TimeoutError at the deadline."""
+    received = b""
+    longest = _LONGEST_GREETING
+    while True:
+        while b"\n" not in received and len(received) < longest:
+            stream.settimeout(max(deadline - time.monotonic(), 0.001))
+            chunk = stream.recv(65536)
+            if not chunk:
+                break
+            received += chunk
+        if not received:
+            return
+        line, _, received = received.partition(b"\n")
+        yield line.decode("utf-8", "replace").strip()
+        longest = _LONGEST_ANSWER
+
+
+def _server_name(line: str, server: Address) -> str:
     command_name, _, rest = line.partition(" ")
     if command_name == "ERROR":
         raise RemoteError(f"{server} answered: {rest[:200]}")
     if command_name != "SERVER" or not rest:
         raise RemoteError(f"{server} is no replicad: it began with {line[:80]!r} where SERVER was expected")
     return rest
+
+
+def _wait_accepted(lines: Iterator[str], server: Address) -> None:
+    """Wait for the answer to STREAMS. An ERROR other than `not_authorised` shows as well that the daemon is alive."""
+    for line in lines:
+        command_name, _, rest = line.partition(" ")
+        if command_name == "ERROR" and rest.startswith(f"{NotAuthorised.code}: "):
+            raise NotAuthorised(f"{server} answered: {rest[:200]}")
+        if command_name in ("STREAMS", "ERROR"):
+            return
+    raise ConnectionLost(f"{server} closed the connection and did not answer")

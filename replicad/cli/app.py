@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "replicad.cli.serve",
     **command_modules(),
     "sql": "replicad.cli.sql",
+    "access": "replicad.cli.access",
     "demo": "replicad.cli.demo",
     "version": "replicad.cli.version",
 }

@@ -167,6 +167,13 @@ class AccessFile:
         return next((client for client in self.clients.values() if not client.certificates.isdisjoint(names)), None)
 
 
+def parse_name(text: str) -> str:
+    """Check the name of a client. Raises UsageError."""
+    if not _NAME.fullmatch(text):
+        raise UsageError(f"{text[:80]!r} is not the name of a client: 1 to 64 letters, digits, - and _")
+    return text
+
+
 def read_access(path: Path, verbs: Verbs, where: str = "--access-file") -> AccessFile:
     """Read and check an access file. `where` begins the message of an error.
 

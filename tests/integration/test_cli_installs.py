@@ -28,6 +28,9 @@ NO_DATABASE = {
     "sql up": "",
     "sql down": "",
     "streams check-polls": "/dev/null",
+    "access check": "/dev/null",
+    "access test": "billing read orders --access-file /dev/null",
+    "access token": "billing",
 }
 READERS = {
     "streams add": f"events {EVENTS}",

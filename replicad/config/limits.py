@@ -78,7 +78,7 @@ class Limits:
     peer_timeout: float = _time(  # as in Synapse
         15.0, "A client that has sent a PING and then nothing for this long is disconnected.", 0.1
     )
-    stall_timeout: float = _time(  # longer than a short network failure; a connection to Postgres waits meanwhile
+    stall_timeout: float = _time(  # longer than a short network failure
         60.0, "A client that reads nothing of an answer for this long is disconnected.", 0.1
     )
     queued_bytes: int = amount(  # ten thousand answers
@@ -129,11 +129,29 @@ class Limits:
         0.0005,
         1,
     )
-    database_connections: int = count(  # poller, bell, publisher, leases, acks and requests: all are short
-        8, "Connections to Postgres for everything but catch-ups.", 3, 500
+    database_connections: int = count(  # all are short
+        8, "Connections to Postgres for short requests: leases, and how far a client may read a tube.", 3, 500
     )
-    catchup_connections: int = count(  # a thousand reconnecting clients take turns
-        4, "Connections to Postgres for clients that resume from an old token or read pods.", 1, 500
+    catchup_connections: int = count(  # each reads pieces for all clients; one alone feeds a client at full speed
+        4, "Connections to Postgres that read old rows for clients that resume from a token.", 1, 500
+    )
+    catchup_bytes: int = amount(  # about half a second of Postgres' fastest COPY; clients that are so far apart share
+        64 * _MIB,
+        "Memory for old rows that clients which resume from a token share. More rows are read again for some of them.",
+        _MIB,
+        64 * _GIB,
+    )
+    client_catchups: int = count(  # they share one socket, so more at the same time are no faster
+        4, "Streams that one client is sent old rows of at the same time; the others wait.", 1, 10_000
+    )
+    catchup_pace: int = amount(  # a day of ten small rows a second takes a day at this pace: the client never arrives
+        4 * _KIB,
+        "A client that takes fewer bytes a second of old rows, over the stall time-out, is disconnected. 0: none is.",
+        0,
+        _GIB,
+    )
+    tube_connections: int = count(  # a worker takes its pods in milliseconds
+        4, "Connections to Postgres that read pods of tubes for clients.", 1, 500
     )
     connect_timeout: float = _time(10.0, "A connection to Postgres must be made within this time.", 0.1, 600)
     statement_timeout: float = _time(  # our statements take less than a second on a healthy server

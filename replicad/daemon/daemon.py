@@ -160,7 +160,7 @@ async def open_daemon(
     async with (
         open_pools(url, settings.limits) as pools,
         _recorder(settings) as recorder,
-        Horizon(pools.short, own_backends=pools.acks.backends, recorder=recorder) as horizon,
+        Horizon(pools.positions, own_backends=pools.acks.backends, recorder=recorder) as horizon,
     ):
         listeners = await open_listeners(settings.listen)
         await install_all(pools.short, settings.database)

@@ -13,8 +13,10 @@ from replicad.config.limits import Limits
 from replicad.daemon.files import FileBudget, plan_files
 from replicad.postgres.bridge import Database, Fence, open_database
 
+POSITION_CONNECTIONS = 1  # held by the poller
 STREAM_CONNECTIONS = 4  # of all streams: to read the registry, to copy new rows, to note positions
 STREAM_LOCK_TIMEOUT = 0.7  # seconds; below `deadlock_timeout` (1 s), so that who restores a dump is not the victim
+HOUSEKEEPING_CONNECTIONS = 6  # two for each of two backfills, looks at triggers and for late rows, notes
 RELAY_CONNECTIONS = 2  # one listens, the other sends
 ACK_CONNECTIONS = 2  # they only delete from tubes; their locks on tubes do not hold the positions of tubes back
 
@@ -23,12 +25,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """`short`: short statements. `streams`: tables of streams. `copies`: copies at the speed of their reader."""
+    """`short`: short requests of clients. `streams`: new rows and the registry. `catchups`: old rows of streams.
+    `tubes`: pods for clients. `housekeeping`: what can wait.
+    """
 
+    positions: Database
     short: Database
     streams: Database
+    catchups: Database
+    tubes: Database
     acks: Database
-    copies: Database
+    housekeeping: Database
     relays: Database
 
 
@@ -43,26 +50,24 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
         fence=Fence(),
     )
     async with (
+        usual(size=POSITION_CONNECTIONS, application_name="replicad positions") as positions,
         usual(size=limits.database_connections, application_name="replicad") as short,
         usual(
             size=STREAM_CONNECTIONS, application_name="replicad streams", lock_timeout=STREAM_LOCK_TIMEOUT
         ) as streams,
+        usual(size=limits.catchup_connections, application_name="replicad catch-up") as catchups,
+        usual(size=limits.tube_connections, application_name="replicad tubes", wait_timeout=limits.wait_max) as tubes,
         usual(size=ACK_CONNECTIONS, application_name="replicad ack", identify=True) as acks,
-        usual(
-            size=limits.catchup_connections,
-            application_name="replicad catch-up",
-            statement_timeout=None,  # bounded by the client's own progress (stall_timeout)
-            wait_timeout=limits.wait_max,
-        ) as copies,
+        usual(size=HOUSEKEEPING_CONNECTIONS, application_name="replicad housekeeping") as housekeeping,
         usual(size=RELAY_CONNECTIONS, application_name="replicad relay") as relays,
     ):
-        yield Pools(short, streams, acks, copies, relays)
+        yield Pools(positions, short, streams, catchups, tubes, acks, housekeeping, relays)
 
 
 def plan_connections(limits: Limits) -> FileBudget:
     """How many clients the limit of open files allows; a warning is logged if that is below `max_connections`."""
-    pools = limits.database_connections + limits.catchup_connections
-    pools += STREAM_CONNECTIONS + ACK_CONNECTIONS + RELAY_CONNECTIONS
+    pools = limits.database_connections + limits.catchup_connections + limits.tube_connections
+    pools += POSITION_CONNECTIONS + STREAM_CONNECTIONS + HOUSEKEEPING_CONNECTIONS + ACK_CONNECTIONS + RELAY_CONNECTIONS
     budget = plan_files(limits.max_connections, pools)
     if budget.connections < limits.max_connections:
         log.warning(

@@ -32,7 +32,7 @@ FEW: Final = 256  # ids; so many rows, and fewer FEW_BYTES, come faster by a pre
 FEW_BYTES: Final = 64 * 1024
 _CASES: Final = 16  # writers told apart by comparison; beyond that the general form is cheaper
 _VARHDRSZ: Final = 4  # Postgres adds it to the length of a varchar to get the type's modifier
-_HEAD: Final = 4096  # bytes in which the words before the JSON end: two names of 200 characters and a token
+HEAD: Final = 4096  # bytes in which the words before the JSON end: two names of 200 characters and a token
 _BLANKS: Final = str.maketrans(dict.fromkeys([*range(1, 33), 127], "_"))
 
 Range = tuple[int, int]  # (after, upto]: ids above the first, up to the second
@@ -124,7 +124,7 @@ class LineCutter:
         end = data.rfind(b"\n") + 1
         while end:
             start = data.rfind(b"\n", 0, end - 1) + 1
-            if _token(data[start : start + _HEAD]) is not None:
+            if line_token(data[start : start + HEAD]) is not None:
                 self._pieces, self._length, self._unfinished = [data[:end]], end, 0
                 return [*self._left, self._cut()]
             end = start
@@ -143,8 +143,8 @@ class LineCutter:
         self._pieces.clear()
         self._length = self._unfinished = 0
         start = data.rfind(b"\n", 0, len(data) - 1) + 1
-        head = data[start : start + _HEAD]
-        return Chunk(data, head.split(b" ", 3)[2].decode(), _token(head))
+        head = data[start : start + HEAD]
+        return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
 
     def _check(self, data: bytes) -> None:
         start = 0
@@ -157,10 +157,10 @@ class LineCutter:
     def _refuse(self, data: bytes, start: int) -> None:
         """Raise RowTooLong for the line that begins at `start`; the lines before it are kept."""
         self._pieces, self._length, self._unfinished = [data[:start]] if start else [], start, 0
-        raise RowTooLong(f"a line has more than {self._max_row} bytes", row_id=_token(data[start : start + _HEAD]))
+        raise RowTooLong(f"a line has more than {self._max_row} bytes", row_id=line_token(data[start : start + HEAD]))
 
 
-def _token(head: bytes) -> int | None:
+def line_token(head: bytes) -> int | None:
     """The token of a line with this beginning; None for `batch`."""
     token = head.split(b" ", 4)[3]
     return None if token == b"batch" else int(token)
@@ -193,11 +193,11 @@ class RowSource:
     skipped: tuple[int, ...] = ()
     max_row: int = MAX_ROW
 
-    def range_sql(self, after: int, upto: int) -> str:
-        """The query for (after, upto] of all writers, ascending by id: one linear stream."""
-        return self._lines(after, upto, "true")
+    def range_sql(self, after: int, upto: int, limit: int | None = None) -> str:
+        """The query for the first `limit` rows of (after, upto] of all writers, ascending by id: one linear stream."""
+        return self._lines(after, upto, "true", limit)
 
-    def vector_sql(self, ranges: Mapping[str, Range], others: Range | None = None) -> str:
+    def vector_sql(self, ranges: Mapping[str, Range], others: Range | None = None, limit: int | None = None) -> str:
         """The query for a range per writer, ascending by id over all.
 
         Writers that are not named have the range `others`, or send nothing. `ranges` must not be empty, unless there
@@ -208,19 +208,29 @@ class RowSource:
         upto = max(high for _, high in spans)
         if self.instance_column is None:
             after, upto = ranges.get(MASTER, (upto, upto))
-            return self._lines(after, upto, "true")
-        return self._lines(after, upto, self._within(ranges, others))
+            return self._lines(after, upto, "true", limit)
+        return self._lines(after, upto, self._within(ranges, others), limit)
 
-    async def copy_range(self, db: Reads, after: int, upto: int, sink: ChunkSink, timeout: float | None = None) -> int:
-        """Send the lines of `range_sql` to `sink` in chunks; returns how many there were.
+    async def copy_range(
+        self,
+        db: Reads,
+        after: int,
+        upto: int,
+        sink: ChunkSink,
+        timeout: float | None = None,
+        *,
+        limit: int | None = None,
+    ) -> int:
+        """Send the lines of `range_sql` to `sink` in chunks; returns how many there were. With `limit` the last line
+        may be within a batch.
 
         Raises:
             TokenExpired: within the same snapshot as the rows, when rows above `after` were trimmed.
             TableReplaced: the name leads to another table, or ids belong to other rows; nothing was sent.
             RowTooLong, DatabaseError: a row failed; all whole lines that Postgres sent before it went to `sink`.
         """
-        rows = await self._copy_few(db, after, upto, sink)
-        return await self._copy(db, self.range_sql(after, upto), sink, timeout) if rows is None else rows
+        rows = await self._copy_few(db, after, upto, sink, limit)
+        return await self._copy(db, self.range_sql(after, upto, limit), sink, timeout) if rows is None else rows
 
     async def copy_vector(
         self,
@@ -230,6 +240,7 @@ class RowSource:
         timeout: float | None = None,
         *,
         others: Range | None = None,
+        limit: int | None = None,
     ) -> int:
         """Send the lines of `vector_sql` to `sink` in chunks; returns how many there were. Raises as `copy_range`."""
         if not ranges and others is None:
@@ -237,8 +248,8 @@ class RowSource:
         one = ranges.get(MASTER) if self.instance_column is None else others
         rows = None
         if one is not None and (self.instance_column is None or writer_ranges.is_one(ranges, others)):
-            rows = await self._copy_few(db, *one, sink)
-        return await self._copy(db, self.vector_sql(ranges, others), sink, timeout) if rows is None else rows
+            rows = await self._copy_few(db, *one, sink, limit)
+        return await self._copy(db, self.vector_sql(ranges, others, limit), sink, timeout) if rows is None else rows
 
     async def last_tokens(self, db: Reads, after: int, upto: int) -> dict[str, int]:
         """The last id of each writer that has rows in (after, upto]. Reads the range; without instances, its end."""
@@ -279,11 +290,12 @@ class RowSource:
             raise
         return rows
 
-    async def _copy_few(self, db: Reads, after: int, upto: int, sink: ChunkSink) -> int | None:
+    async def _copy_few(self, db: Reads, after: int, upto: int, sink: ChunkSink, limit: int | None) -> int | None:
         """`copy_range` of a few rows by a prepared statement. None, and nothing is sent, if they are not so few."""
-        if not self.unique_ids or not 0 < upto - after <= FEW or self._skip(after, upto):
+        most = FEW if limit is None else min(FEW, limit)
+        if not self.unique_ids or not 0 < upto - after <= most or self._skip(after, upto):
             return None
-        lines = self._lines("$1::bigint", "$2::bigint", "true")
+        lines = self._lines("$1::bigint", "$2::bigint", "true", None)
         [row] = await db.fetch(load_sql("rows_few").format(lines=lines, most=FEW_BYTES), after, upto)
         if row["more"]:
             return None
@@ -299,7 +311,7 @@ class RowSource:
             await sink(chunk)
         return data.count(b"\n")
 
-    def _lines(self, after: int | str, upto: int | str, writers: str) -> str:
+    def _lines(self, after: int | str, upto: int | str, writers: str, limit: int | None) -> str:
         """The query; a bound that is no number is an expression, and no id is left out then."""
         return load_sql("rows_copy").format(
             head=self._head(),
@@ -312,6 +324,7 @@ class RowSource:
             writers=writers,
             skip=self._skip(after, upto) if isinstance(after, int) and isinstance(upto, int) else "",
             same=self._same(),
+            limit="" if limit is None else f" LIMIT {int(limit)}",
             cut=self.max_row + 1 + _VARHDRSZ,  # one more than allowed, so that LineCutter finds it too long
             retained=f"{quote_ident(self.schema)}.stream_retained({self.number}, {after})",
         )

@@ -28,10 +28,19 @@ class Rows(Protocol):
     def names_writers(self) -> bool:
         """Whether rows have the name of their writer."""
 
-    async def copy_range(self, after: int, upto: int, sink: ChunkSink) -> int: ...
+    @property
+    def unique_ids(self) -> bool:
+        """Whether no two rows have the same id."""
+
+    async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int: ...
 
     async def copy_vector(
-        self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None
+        self,
+        ranges: Mapping[str, Range],
+        sink: ChunkSink,
+        *,
+        others: Range | None = None,
+        limit: int | None = None,
     ) -> int: ...
 
     async def last_tokens(self, after: int, upto: int) -> dict[str, int]: ...
@@ -54,7 +63,7 @@ class Store(Protocol):
         """The rows for all readers: queries give up quickly if the table is locked. Raises StreamRefused."""
 
     def catchup_rows(self, stream: Stream) -> Rows:
-        """The rows for one client that catches up, without a time limit. Raises StreamRefused."""
+        """The rows for clients that catch up, on connections of their own. Raises StreamRefused."""
 
     async def load_streams(self) -> dict[str, Stream]: ...
 
@@ -96,13 +105,20 @@ class TableRows:
         """`Rows.names_writers`."""
         return self.source.instance_column is not None
 
-    async def copy_range(self, after: int, upto: int, sink: ChunkSink) -> int:
-        """`RowSource.copy_range`."""
-        return await self.source.copy_range(self.db, after, upto, sink)
+    @property
+    def unique_ids(self) -> bool:
+        """`Rows.unique_ids`."""
+        return self.source.unique_ids
 
-    async def copy_vector(self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None) -> int:
+    async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int:
+        """`RowSource.copy_range`."""
+        return await self.source.copy_range(self.db, after, upto, sink, limit=limit)
+
+    async def copy_vector(
+        self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None, limit: int | None = None
+    ) -> int:
         """`RowSource.copy_vector`."""
-        return await self.source.copy_vector(self.db, ranges, sink, others=others)
+        return await self.source.copy_vector(self.db, ranges, sink, others=others, limit=limit)
 
     async def last_tokens(self, after: int, upto: int) -> dict[str, int]:
         """`RowSource.last_tokens`."""
@@ -128,7 +144,7 @@ class TableRows:
 
 
 class PostgresStore:
-    """`Store` in Postgres. `db`: short statements. `catchup_db`: long copies."""
+    """`Store` in Postgres. `db`: short statements. `catchup_db`: for clients that catch up."""
 
     def __init__(self, db: Database, catchup_db: Database, schema: str) -> None:
         self._db = db

@@ -6,30 +6,27 @@ subscriber. The feed also decides which writers are listed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import trio
 
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
-from replicad.errors import DatabaseError, ReplicadError, RowTooLong, RowUnreadable, StreamRefused, TableReplaced
+from replicad.errors import DatabaseError, ReplicadError, StreamRefused, TableReplaced
 from replicad.postgres.horizon import Reading
 from replicad.protocol.tokens import Vector
 from replicad.streams.lineage import Lineage
 from replicad.streams.queries import is_locked
 from replicad.streams.registry import Stream
-from replicad.streams.rows import Chunk
 from replicad.streams.rows_probe import is_of_a_row
-from replicad.streams.serving.lane import LINEAR, Copier, Lane, below
+from replicad.streams.serving.lane import LINEAR, Copier, Lane
 from replicad.streams.serving.pace import Pace
-from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines
+from replicad.streams.serving.sent_positions import Positions, position_lines
 from replicad.streams.serving.writer_list import ALL, WriterList
-from replicad.streams.store import Store
+from replicad.streams.store import Rows, Store
 from replicad.streams.writer_set import writers_lines
 
 FOLLOW = "follow"  # the cause of a trouble that keeps a feed from taking a new position
-
-Send = Callable[[bytes], Awaitable[None]]
 
 
 class Feed:
@@ -145,7 +142,7 @@ class Feed:
     async def list_writers_between(self, after: int, upto: int) -> None:
         """List the writers of rows in (after, upto], so that a subscriber's token does not skip their rows."""
         if self.stream.instance_column is not None and not self._writers.crowded and after < upto:
-            await self._writers.add((await self._store.catchup_rows(self.stream).last_tokens(after, upto)).keys())
+            await self._writers.add((await self.catchup_rows(self.stream).last_tokens(after, upto)).keys())
 
     async def retained(self) -> int:
         """The oldest token after which nothing was removed.
@@ -166,40 +163,9 @@ class Feed:
             raise StreamRefused(f"stream {self.name} was removed")
         return token
 
-    async def copy(self, after: Positions, upto: Positions, send: Send, *, linear: bool, others_after: int) -> None:
-        """Send the rows of (after, upto] and then the positions, for one client that catches up.
-
-        Writers that are not in `upto` are at `others_after`.
-
-        Raises:
-            TokenExpired: rows of the range were trimmed.
-            RowUnreadable: a row cannot be read; everything before it was sent, and positions just below its id.
-        """
-        copier = Copier(self._store.catchup_rows(self.stream), linear=linear)
-        seen = LastTokens(self.name, after, one=copier.one_writer)
-        stopped: RowUnreadable | None = None
-
-        async def pass_on(chunk: Chunk) -> None:
-            await send(chunk.data)
-            seen.see(chunk)
-
-        try:
-            await copier.copy(after, upto, pass_on, others_after)
-        except (DatabaseError, RowTooLong) as error:
-            done = seen.done
-            reached = after if done is None else {name: max(at, min(done, upto[name])) for name, at in after.items()}
-            others = others_after if done is None else max(others_after, done)
-            stopped = await copier.blame(reached, upto, error, others)
-            if stopped is None and isinstance(error, RowTooLong):
-                raise DatabaseError(f"a row of {self.name} changed while it was read") from error
-            if stopped is None:
-                raise
-            upto = below(reached, upto, stopped)
-            await copier.copy(reached, upto, pass_on, others)
-        if lines := position_lines(self.name, {**after, **seen.tokens}, upto):
-            await send(lines)
-        if stopped is not None:
-            raise stopped
+    def catchup_rows(self, stream: Stream) -> Rows:
+        """The rows of this stream, as it is or was, for clients that catch up."""
+        return self._store.catchup_rows(stream)
 
     async def taken(self) -> int:
         """The highest id that the sequence has given out by now."""

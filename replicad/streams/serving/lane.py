@@ -56,7 +56,7 @@ class Copier:
         if self.linear:
             await self.rows.copy_range(after[LINEAR], upto[LINEAR], send)
             return
-        ranges, others = self._ranges(after, upto, others_after)
+        ranges, others = self.ranges(after, upto, others_after)
         if any(low < high for low, high in (*ranges.values(), *([others] if others else ()))):
             await self.rows.copy_vector(ranges, send, others=others)
 
@@ -73,10 +73,10 @@ class Copier:
             return self.rows.unreadable(error.row_id, error)
         if self.linear:
             return await self.rows.find_unreadable((after[LINEAR], upto[LINEAR]))
-        ranges, others = self._ranges(after, upto, others_after)
+        ranges, others = self.ranges(after, upto, others_after)
         return await self.rows.find_unreadable(ranges, others)
 
-    def _ranges(
+    def ranges(
         self, after: Positions, upto: Positions, others_after: int | None
     ) -> tuple[dict[str, Range], Range | None]:
         """A range for each listed writer, and the range of all others."""

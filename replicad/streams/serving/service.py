@@ -8,6 +8,7 @@ from replicad.daemon.journal import JournalLimits
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Positions
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.serving.ack_service import AckService
+from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.subscriptions import Subscriptions
@@ -20,9 +21,17 @@ class StreamService:
     """The streams of one daemon."""
 
     def __init__(
-        self, publisher: Publisher, acks: AckService, book: TroubleBook, poller: Positions, pace: Pace = Pace()
+        self,
+        publisher: Publisher,
+        acks: AckService,
+        book: TroubleBook,
+        poller: Positions,
+        pace: Pace = Pace(),
+        *,
+        catchups: CatchupLimits = CatchupLimits(),
     ) -> None:
         self.publisher = publisher
+        self.catchups = Catchups(catchups)
         self._acks = acks
         self._book = book
         self._poller = poller
@@ -35,12 +44,13 @@ class StreamService:
         return [
             Job("acks", self._acks.run),
             Job("troubles", self._book.run),
+            Job("catch-ups", self.catchups.run, announces=True),
             Job("publisher", self.publisher.run, announces=True),
         ]
 
     def answers(self, peer: Peer) -> Answers:
         """`Service.answers`."""
-        subscriptions = Subscriptions(peer, self.publisher, self._pace)
+        subscriptions = Subscriptions(peer, self.publisher, self.catchups, self._pace)
 
         async def list_streams(_: Streams) -> None:
             if peer.access.limited:
@@ -87,7 +97,7 @@ def feature(pace: Pace = Pace()) -> Feature:
     def open_service(host: Host) -> StreamService:
         pools, limits, troubles = host.pools, host.settings.limits, host.troubles
         schema = host.settings.database.stream_schema
-        store, notes = PostgresStore(pools.streams, pools.copies, schema), PostgresNotes(pools.short, schema)
+        store, notes = PostgresStore(pools.streams, pools.catchups, schema), PostgresNotes(pools.housekeeping, schema)
         journal = JournalLimits(
             limits.journal_bytes,
             limits.journal_chunks,
@@ -95,11 +105,11 @@ def feature(pace: Pace = Pace()) -> Feature:
             limits.journal_patience,
             limits.journal_pace,
         )
-        windows = PostgresWindows(pools.streams, pace.late_rows)
+        windows = PostgresWindows(pools.housekeeping, pace.late_rows)
         publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace)
         acks = AckService(notes, publisher.feeds, troubles, pace)
         book = TroubleBook(notes, troubles, host.settings.server_name, pace)
-        return StreamService(publisher, acks, book, host.poller, pace)
+        return StreamService(publisher, acks, book, host.poller, pace, catchups=CatchupLimits.of(limits))
 
     return Feature("streams", COMMANDS, open_service)
 

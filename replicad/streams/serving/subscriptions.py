@@ -1,8 +1,8 @@
 """Serves REPLICATE: from a token to the live rows without a gap and without a repeat.
 
 Plain REPLICATE joins every stream's journal at its last boundary and sends the positions there. `REPLICATE stream
-token` first copies the rows between the token and a boundary from Postgres to the socket, at the socket's speed. Then
-it joins the journal at the boundary. If the journal no longer holds that chunk, it copies again from there.
+token` first copies the rows between the token and a boundary, in pieces that clients share (`catchups`, `copying`).
+Then it joins the journal at the boundary. If the journal no longer holds that chunk, it copies again from there.
 
 If a stream stops before an unreadable row, its subscription ends with an ERROR and the connection stays open. Plain
 REPLICATE follows every stream, so it joins the stream again when the stream goes on.
@@ -35,8 +35,10 @@ from replicad.protocol.commands import Ping
 from replicad.protocol.states import CloseReason
 from replicad.protocol.tokens import Vector
 from replicad.streams.commands import Replicate, Taken
+from replicad.streams.serving.catchups import Catchups
+from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.lane import LINEAR, below
+from replicad.streams.serving.lane import LINEAR
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.sent_positions import position_lines, set_lines
@@ -62,10 +64,13 @@ class _Begin:
 class Subscriptions:
     """The streams that one session follows."""
 
-    def __init__(self, session: Peer, publisher: Publisher, pace: Pace = Pace()) -> None:
+    def __init__(self, session: Peer, publisher: Publisher, catchups: Catchups, pace: Pace = Pace()) -> None:
         self._session = session
         self._publisher = publisher
+        self._catchups = catchups
         self._pace = pace
+        self._under_way = trio.Semaphore(catchups.limits.per_client)
+        self._taking = Taking(session, catchups.limits.pace, catchups.limits.pace_seconds)
         self._all = False
         self._readers: dict[str, Reader] = {}
         self._streams: set[str] = set()
@@ -289,6 +294,7 @@ class Subscriptions:
         if command.token in (None, "NOW"):
             return channel.boundary.positions, None
         retained = await feed.retained()  # no row above it was trimmed
+        self._catchups.trimmed(feed, retained)
         if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
             start = {instance: min(retained, position) for instance, position in channel.boundary.positions.items()}
             return start, min([retained, *start.values()])
@@ -300,7 +306,8 @@ class Subscriptions:
         lowest = min(start.values(), default=token.minimum)
         if token.minimum < lowest and not command.linear:
             # Writers that are no longer listed may have rows between the two. Listed again, they have positions there.
-            await feed.list_writers_between(token.minimum, lowest)
+            async with self._catchups.places.place(self._session.number):
+                await feed.list_writers_between(token.minimum, lowest)
             start = {instance: _at(feed, token, instance) for instance in channel.boundary.positions}
         if _ahead(feed, token, channel.boundary.positions):
             raise TokenAhead(
@@ -324,28 +331,36 @@ class Subscriptions:
     ) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
         session = self._session
-        sent, others_after, epoch = begin.positions, begin.others_after, begin.epoch
         await session.flush()
         await session.send(begin.preamble)
+        async with self._under_way:
+            await self._catch_up_in_turn(feed, channel, begin, linear, extended)
+
+    async def _catch_up_in_turn(
+        self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool
+    ) -> None:
+        session, epoch = self._session, begin.epoch
+        copying = Copying(self._catchups, self._taking, feed, begin.positions, begin.others_after, linear=linear)
         began = trio.current_time()
         while True:
+            sent = copying.reached
             while epoch != feed.epoch(channel):  # the POSITION that goes back is no longer in the journal
-                kept, epoch, others_after = _take_back(feed, channel, sent, epoch, others_after)
+                kept, epoch, copying.others_after = _take_back(feed, channel, sent, epoch, copying.others_after)
                 again = position_lines(feed.name, kept, kept, all_of_them=True)
                 named = (feed.writers_of(epoch, () if linear else kept) + again) if extended else b""
                 await session.send(position_lines(feed.name, sent, kept) + named)
                 sent = kept
             boundary = channel.boundary
             if joined := boundary.positions.keys() - sent.keys():  # writers that joined meanwhile
-                sent = {**sent, **dict.fromkeys(joined, others_after)}
-                lines = position_lines(feed.name, sent, dict.fromkeys(joined, others_after), all_of_them=True)
+                sent = {**sent, **dict.fromkeys(joined, copying.others_after)}
+                lines = position_lines(feed.name, sent, dict.fromkeys(joined, copying.others_after), all_of_them=True)
                 await session.send((feed.writers_of(epoch, sent) if extended else b"") + lines)
             await session.flush()
+            copying.reached = sent
             try:
-                await feed.copy(sent, boundary.positions, session.send, linear=linear, others_after=others_after)
+                whole = await copying.copy(boundary.positions, epoch)
             except RowUnreadable as error:
-                reached = below(sent, boundary.positions, error)
-                self._stop(feed, channel, reached, error, linear=linear, epoch=epoch)
+                self._stop(feed, channel, copying.reached, error, linear=linear, epoch=epoch)
                 return
             except TableReplaced as error:
                 if trio.current_time() >= began + self._pace.ahead:
@@ -359,11 +374,15 @@ class Subscriptions:
                 raise HangUp(
                     CloseReason.STREAM_ENDED, f"{error.code}: catching up with {feed.name} broke off; resume later"
                 ) from error
+            if not whole:  # another generation has begun
+                await feed.wait_beyond(channel, epoch)
+                if channel.ended is not None:
+                    raise channel.ended
+                continue
             if extended and not sent.keys() <= boundary.positions.keys():  # some writers are no longer listed
                 await session.send(set_lines(feed.name, feed.writers_of(epoch, boundary.positions), boundary.positions))
             began = trio.current_time()
-            sent = boundary.positions
-            others_after = max(others_after, min(sent.values(), default=others_after))
+            copying.reached = boundary.positions
             with suppress(SlowReader):
                 self._read(feed, channel, boundary.index, linear=linear, extended=extended)
                 return

@@ -405,10 +405,10 @@ def feature(pace: Pace = Pace()) -> Feature:
         pools, schema = host.pools, host.settings.database.tube_schema
         books = Books(
             LeaseBook(pools.short, schema),
-            PodBook(pools.short, pools.acks, pools.copies, schema),
-            BulkBook(pools.copies, schema, pace.blocks),
-            Backfiller(pools.short, schema, host.troubles, pace.backfills),
-            partial(load_untouched, pools.short, schema),
+            PodBook(pools.short, pools.acks, pools.tubes, schema),
+            BulkBook(pools.tubes, schema, pace.blocks),
+            Backfiller(pools.housekeeping, schema, host.troubles, pace.backfills),
+            partial(load_untouched, pools.housekeeping, schema),
         )
         return TubeService(books, host.settings.limits, host.poller, troubles=host.troubles, pace=pace)
 

@@ -84,26 +84,32 @@ class MemoryRows:
     def names_writers(self) -> bool:
         return self._stream.instance_column is not None
 
-    async def copy_range(self, after: int, upto: int, sink: ChunkSink) -> int:
-        return await self._copy(after, lambda id, _: after < id <= upto, sink)
+    @property
+    def unique_ids(self) -> bool:
+        return self._stream.unique_ids
 
-    async def copy_vector(self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None) -> int:
+    async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int:
+        return await self._copy(after, lambda id, _: after < id <= upto, sink, limit)
+
+    async def copy_vector(
+        self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None, limit: int | None = None
+    ) -> int:
         if not self.names_writers:
             after, upto = ranges.get(MASTER, (0, 0))
-            return await self.copy_range(after, upto, sink)
+            return await self.copy_range(after, upto, sink, limit=limit)
         low = min(after for after, _ in [*ranges.values(), *([others] if others else ())])
 
         def wanted(id: int, writer: str) -> bool:
             span = ranges.get(writer, others)
             return span is not None and span[0] < id <= span[1]
 
-        return await self._copy(low, wanted, sink)
+        return await self._copy(low, wanted, sink, limit)
 
-    async def _copy(self, after: int, wanted: Callable[[int, str], bool], sink: ChunkSink) -> int:
+    async def _copy(self, after: int, wanted: Callable[[int, str], bool], sink: ChunkSink, limit: int | None) -> int:
         table = await self._table()
         if table.trimmed_upto is not None and after < table.trimmed_upto:
             raise TokenExpired(f"rows up to {table.trimmed_upto} were removed")
-        chosen = [row for row in sorted(table.rows) if wanted(row[0], self._writer(row[1]))]
+        chosen = [row for row in sorted(table.rows) if wanted(row[0], self._writer(row[1]))][:limit]
         bad = next((at for at, row in enumerate(chosen) if row[0] in table.poison), None)
         lines = [
             (f"RDATA {self._stream.name} {self._writer(writer)} {id} {body}\n".encode(), self._writer(writer), id)

@@ -171,14 +171,14 @@ async def test_one_who_catches_up_while_history_forks_is_taken_back_too(autojump
     async with open_streams("s", limits=limits) as streams:
         await streams.write("s", *range(1, 9))
         rows, entered, go_on = streams.store.rows(streams.store.streams["s"]), trio.Event(), trio.Event()
-        copy = rows.copy_vector
+        copy = rows.copy_range
 
         async def slow(*args: object, **named: object) -> int:
             entered.set()
             await go_on.wait()
             return await copy(*args, **named)  # type: ignore[arg-type]
 
-        rows.copy_vector = slow  # type: ignore[method-assign]
+        rows.copy_range = slow  # type: ignore[method-assign]
         streams.store.catchup_rows = lambda stream: rows  # type: ignore[method-assign, assignment]
         client = streams.connect()
         await client.say("REPLICATE s 5")
@@ -224,7 +224,7 @@ async def test_a_restart_that_a_copy_sees_first_sends_nothing_and_ends_no_reader
     async with open_streams("s") as streams:
         await streams.write("s", *range(1, 6))
         rows, restarted = streams.store.rows(streams.store.streams["s"]), TableReplaced("its sequence was restarted")
-        rows.copy_vector = AsyncMock(side_effect=restarted)  # type: ignore[method-assign]
+        rows.copy_range = AsyncMock(side_effect=restarted)  # type: ignore[method-assign]
         honest = streams.store.catchup_rows
         streams.store.catchup_rows = lambda stream: rows  # type: ignore[method-assign, assignment]
         client = streams.connect()

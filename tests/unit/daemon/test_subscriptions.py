@@ -167,7 +167,7 @@ async def test_a_database_that_fails_while_a_client_catches_up_ends_that_session
         async def fail(*args: object, **named: object) -> int:
             raise DatabaseError("broken", sqlstate="57014")
 
-        rows.copy_vector = fail  # type: ignore[method-assign]
+        rows.copy_range = fail  # type: ignore[method-assign]
         streams.store.catchup_rows = lambda stream: rows  # type: ignore[method-assign, assignment]
         assert "ERROR database: catching up with s broke off; resume later" in await client.say("REPLICATE s 3")
         await streams.write("s", 10)

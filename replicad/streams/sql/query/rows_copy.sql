@@ -5,4 +5,4 @@
 SELECT pg_catalog."varchar"({head} || {token} || ' ' || {row}, {cut}, true)
 FROM {table} AS t
 WHERE t.{id} > {after} AND t.{id} <= {upto} AND {writers}{skip} AND (SELECT {retained}) AND {same}
-ORDER BY t.{id}
+ORDER BY t.{id}{limit}

@@ -1,0 +1,257 @@
+"""Pieces: parts of a stream in memory, bounded in rows and bytes, that begin and end at complete ids.
+
+A piece is read as fast as Postgres gives it. Then its connection and its snapshot are free, however slowly its clients
+take it. A batch (rows that share one id) is never divided between two pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from replicad.errors import DatabaseError, RowTooLong
+from replicad.streams.rows import HEAD, Chunk, Range, line_token
+from replicad.streams.store import Rows
+
+OVERSHOOT = 2  # a COPY is cancelled when it exceeds the wanted size by this factor; usually its limit of rows ends it
+GROWTH = 8  # the next try has so many times the size when not even one complete id had room
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows to be read: those of (after, upto] of all writers; or, with `ranges`, a range for each writer.
+
+    Writers that are not in `ranges` have the range `others`. All ranges lie in (after, upto].
+    """
+
+    after: int
+    upto: int
+    ranges: tuple[tuple[str, Range], ...] | None = None
+    others: Range | None = None
+
+
+def segments(ranges: Mapping[str, Range], others: Range | None) -> list[Segment]:
+    """Divide a range for each writer by ids, so that as much as possible is of all writers: that part can be shared.
+
+    Below it writers have different beginnings, above it different ends.
+    """
+    spans = [*ranges.values(), *([] if others is None else [others])]
+    if not spans:
+        return []
+    lowest, begin = min(low for low, _ in spans), max(low for low, _ in spans)
+    end, highest = min(high for _, high in spans), max(high for _, high in spans)
+    if begin >= end:
+        return [_clipped(ranges, others, lowest, highest)] if lowest < highest else []
+    found = [Segment(begin, end)]
+    if lowest < begin:
+        found.insert(0, _clipped(ranges, others, lowest, begin))
+    if end < highest:
+        found.append(_clipped(ranges, others, end, highest))
+    return found
+
+
+def _clipped(ranges: Mapping[str, Range], others: Range | None, after: int, upto: int) -> Segment:
+    def clip(span: Range) -> Range:
+        low, high = (min(max(at, after), upto) for at in span)
+        return low, max(low, high)
+
+    named = tuple((name, clip(span)) for name, span in sorted(ranges.items()))
+    return Segment(after, upto, named, None if others is None else clip(others))
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """The rows of (after, upto] as lines. Each chunk ends at the end of an id.
+
+    `cut`: the piece ends where its bounds ended it, and not where the wanted range ends.
+    """
+
+    after: int
+    upto: int
+    chunks: Sequence[Chunk]
+    cut: bool
+    read_at: float = 0.0
+    dropped: bool = False  # no longer in memory: its chunks were removed
+    size: int = field(init=False)  # bytes of all lines
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = sum(len(chunk.data) for chunk in self.chunks)
+        self.rows = sum(chunk.rows for chunk in self.chunks)
+
+    def drop(self) -> None:
+        """Remove the chunks from memory, except those that clients are being sent."""
+        self.chunks, self.dropped = (), True
+
+    def lines(self, after: int, upto: int) -> Iterator[Chunk]:
+        """The rows of (after, upto], chunk by chunk. Ends early if the piece is dropped meanwhile."""
+        at, done = 0, self.after
+        while at < len(self.chunks):
+            chunk = self.chunks[at]
+            last = _last(chunk)
+            if last > after:
+                part = between(chunk, after, upto) if done < after or last > upto else chunk
+                if part is not None:
+                    yield part
+            if last >= upto:
+                return
+            at, done = at + 1, last
+
+
+def _last(chunk: Chunk) -> int:
+    assert chunk.token is not None
+    return chunk.token
+
+
+def between(chunk: Chunk, after: int, upto: int) -> Chunk | None:
+    """The rows of (after, upto] of a chunk that ends at the end of an id; the chunk itself if that is all of it."""
+    data = chunk.data
+    begin = _offset_after(data, after)
+    end = len(data) if _last(chunk) <= upto else _offset_after(data, upto)
+    if begin >= end:
+        return None
+    if begin == 0 and end == len(data):
+        return chunk
+    return _chunk(data[begin:end])
+
+
+def _chunk(data: bytes) -> Chunk:
+    """The chunk with these whole lines."""
+    start = data.rfind(b"\n", 0, len(data) - 1) + 1
+    head = data[start : start + HEAD]
+    return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
+
+
+def _offset_after(data: bytes, bound: int) -> int:
+    """Where the rows with ids above `bound` begin. Ids ascend, and the data ends at the end of an id."""
+    low, high = 0, len(data)
+    while low < high:
+        start = data.rfind(b"\n", low, (low + high) // 2) + 1 or low
+        id, end = _batch_at(data, start)
+        if id <= bound:
+            low = end
+        else:
+            high = start
+    return low
+
+
+def _batch_at(data: bytes, start: int) -> tuple[int, int]:
+    """The id of the row at `start`, and where its batch ends."""
+    while True:
+        id = line_token(data[start : start + HEAD])
+        start = data.index(b"\n", start) + 1
+        if id is not None:
+            return id, start
+
+
+def whole_ids(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
+    """The chunks without an incomplete batch at their end, divided at the ends of ids only.
+
+    If rows of several writers may share an id (`unique` is False), the last id is left out too: more of its rows may
+    follow.
+    """
+    found = list(chunks)
+    bound: int | None = None
+    while found:
+        end, bound = _end_of_ids(found[-1].data, bound, unique=unique)
+        if end:
+            found[-1] = found[-1] if end == len(found[-1].data) else _chunk(found[-1].data[:end])
+            return joined(found, unique=unique)
+        found.pop()
+    return []
+
+
+def joined(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
+    """The same lines in chunks that end at the ends of ids; the last one is taken to do so."""
+    ended: list[Chunk] = []
+    parts: list[bytes] = []
+    for chunk in chunks:
+        if unique and chunk.token is not None and not parts:
+            ended.append(chunk)
+            continue
+        data = chunk.data
+        end = _end_of_ids(data, None, unique=unique)[0]
+        if end:
+            ended.append(_chunk(b"".join([*parts, data[:end]])))
+            parts, data = [], data[end:]
+        if data:
+            parts.append(data)
+    return [*ended, _chunk(b"".join(parts))] if parts else ended
+
+
+def _end_of_ids(data: bytes, bound: int | None, *, unique: bool) -> tuple[int, int | None]:
+    """Where the last id ends that is surely complete (0: nowhere), and the lowest id that is perhaps not.
+
+    `bound`: an id that follows the data, if it is known.
+    """
+    end = len(data)
+    while end:
+        start = data.rfind(b"\n", 0, end - 1) + 1
+        id = line_token(data[start : start + HEAD])
+        if id is not None and (unique or (bound is not None and id < bound)):
+            return end, bound
+        bound = id if bound is None else bound
+        end = start
+    return 0, bound
+
+
+class _Enough(Exception):
+    """The piece is larger than it may be: the COPY is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one piece: rows, and about so many bytes."""
+
+    rows: int
+    size: int
+
+
+async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds: Bounds) -> Piece:
+    """Read the rows of a segment in (after, upto] up to the bounds, but those of one id at least.
+
+    If a row fails, the piece ends before it; if it is the first, the error is raised.
+
+    Raises what `RowSource.copy_range` raises.
+    """
+    while True:
+        piece = await _try_to_read(rows, segment, after, upto, bounds)
+        if piece is not None:
+            return piece
+        bounds = Bounds(bounds.rows * GROWTH, bounds.size * GROWTH)  # a batch has more rows, or more bytes
+
+
+async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, bounds: Bounds) -> Piece | None:
+    """A piece; None if the bounds have no room for one complete id."""
+    chunks: list[Chunk] = []
+    received = 0
+
+    async def take(chunk: Chunk) -> None:
+        nonlocal received
+        chunks.append(chunk)
+        received += len(chunk.data)
+        if received > OVERSHOOT * bounds.size:
+            raise _Enough
+
+    failure: Exception | None = None
+    unique = rows.unique_ids or not rows.names_writers  # no two writers share an id
+    whole = False
+    try:
+        if segment.ranges is None:
+            whole = await rows.copy_range(after, upto, take, limit=bounds.rows) < bounds.rows
+        else:
+            part = _clipped(dict(segment.ranges), segment.others, after, upto)
+            named = dict(part.ranges or ())
+            whole = await rows.copy_vector(named, take, others=part.others, limit=bounds.rows) < bounds.rows
+    except _Enough:
+        pass
+    except (DatabaseError, RowTooLong) as error:
+        failure = error
+    if whole:
+        return Piece(after, upto, tuple(joined(chunks, unique=unique)), cut=False)
+    complete = whole_ids(chunks, unique=unique)
+    if complete:
+        return Piece(after, _last(complete[-1]), tuple(complete), cut=True)
+    if failure is not None:
+        raise failure
+    return None

@@ -1,0 +1,179 @@
+"""Sends one client the rows between two positions, piece by piece, and counts how fast the client takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import trio
+
+from replicad.daemon.service import HangUp, Peer
+from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableReplaced
+from replicad.protocol.states import CloseReason
+from replicad.streams.row_pieces import Piece, Segment, segments
+from replicad.streams.serving.catchups import Catchups, Reading
+from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.lane import LINEAR, Copier, below
+from replicad.streams.serving.sent_positions import LastTokens, position_lines
+
+SECONDS = 0.25  # that a client takes for one piece
+GROWTH = 4  # a piece is at most so many times as large as the one before
+
+
+class Taking:
+    """The speed at which one client takes the rows of its catch-ups. Time counts while it has rows to take."""
+
+    def __init__(self, peer: Peer, pace: int, seconds: float) -> None:
+        """`pace`: the fewest bytes a second over `seconds`; 0: no bound."""
+        self.client = peer.number
+        self._peer = peer
+        self._pace = pace
+        self._seconds = seconds
+        self._sending = 0
+        self._since = 0.0
+        self._busy = 0.0
+        self._bytes = 0
+
+    async def send(self, stream: str, data: bytes) -> None:
+        """Send whole lines.
+
+        Raises:
+            HangUp: the client is too slow.
+        """
+        if not self._sending:
+            self._since = trio.current_time()
+        self._sending += 1
+        try:
+            await self._peer.send(data)
+        finally:
+            now = trio.current_time()
+            self._busy += now - self._since
+            self._since = now
+            self._sending -= 1
+        self._bytes += len(data)
+        if self._busy >= self._seconds:
+            if self._bytes < self._pace * self._busy:
+                raise HangUp(
+                    CloseReason.SLOW_READER,
+                    f"slow_reader: rows of {stream} were taken at {self._bytes / self._busy:.0f} bytes/s for "
+                    f"{self._busy:.0f} s, and the server's --catchup-pace is {self._pace}; resume from your token",
+                )
+            self._busy, self._bytes = 0.0, 0
+
+
+class Copying:
+    """One client on its way to a position. `reached`: what it has of each writer, whatever happened to the last copy.
+
+    `others_after`: the same for writers that are not listed.
+    """
+
+    def __init__(
+        self,
+        catchups: Catchups,
+        taking: Taking,
+        feed: Feed,
+        reached: Mapping[str, int],
+        others_after: int,
+        *,
+        linear: bool,
+    ) -> None:
+        self.reached = reached
+        self.others_after = others_after
+        self._catchups = catchups
+        self._client = taking.client
+        self._taking = taking
+        self._feed = feed
+        self._linear = linear
+        self._size = catchups.limits.sizes.first
+        self._at: int | None = None  # all rows up to this id were sent
+
+    async def copy(self, upto: Mapping[str, int], epoch: str) -> bool:
+        """Send the rows up to `upto`, and the positions. False if generation `epoch` has ended: then less was sent.
+
+        Raises:
+            TokenExpired: rows of the range were trimmed.
+            RowUnreadable: a row cannot be read; everything before it was sent, and positions just below its id.
+        """
+        feed, before = self._feed, self.reached
+        copier = Copier(feed.catchup_rows(feed.stream), linear=self._linear)
+        seen = LastTokens(feed.name, before, one=copier.one_writer)
+        stopped: RowUnreadable | None = None
+        try:
+            whole = await self._send_rows(copier, upto, epoch, seen)
+        except TableReplaced:
+            await self._send_positions(before, seen)
+            raise
+        except (DatabaseError, RowTooLong) as error:
+            async with self._catchups.places.place(self._client):
+                stopped = await copier.blame(self.reached, upto, error, self.others_after)
+            if stopped is None and isinstance(error, RowTooLong):
+                raise DatabaseError(f"a row of {feed.name} changed while it was read") from error
+            if stopped is None:
+                raise
+            whole = await self._send_rows(copier, below(self.reached, upto, stopped), epoch, seen)
+        await self._send_positions(before, seen)
+        if stopped is not None and whole:
+            raise stopped
+        return whole
+
+    async def _send_positions(self, before: Mapping[str, int], seen: LastTokens) -> None:
+        if lines := position_lines(self._feed.name, {**before, **seen.tokens}, self.reached):
+            await self._taking.send(self._feed.name, lines)
+
+    async def _send_rows(self, copier: Copier, upto: Mapping[str, int], epoch: str, seen: LastTokens) -> bool:
+        """Send the rows up to `upto` and move `reached`, also when it fails. False if the generation has ended."""
+        before, others_after = self.reached, self.others_after
+        self._at = None
+        try:
+            for segment in _segments(copier, before, upto, others_after):
+                if not await self._send_segment(segment, epoch, seen):
+                    return False
+            self._at = max(upto.values(), default=None)
+        finally:
+            if self._at is not None:
+                at = self._at
+                self.reached = {**before, **{name: max(before[name], min(at, end)) for name, end in upto.items()}}
+                self.others_after = max(others_after, min([at, *upto.values()]))
+        return True
+
+    async def _send_segment(self, segment: Segment, epoch: str, seen: LastTokens) -> bool:
+        feed, catchups = self._feed, self._catchups
+        at = self._at = segment.after
+        ahead: Reading | None = None
+        try:
+            while at < segment.upto:
+                if feed.stream.epoch != epoch:
+                    return False
+                piece = await catchups.piece(self._client, feed, segment, at, self._size)
+                if ahead is not None:
+                    catchups.leave(ahead)
+                    ahead = None
+                if self._size >= catchups.limits.sizes.first and piece.upto < segment.upto:
+                    ahead = catchups.ask(self._client, feed, segment, piece.upto, self._size)
+                at = self._at = await self._send_piece(piece, segment, at, seen)
+        finally:
+            if ahead is not None:
+                catchups.leave(ahead)
+        return True
+
+    async def _send_piece(self, piece: Piece, segment: Segment, after: int, seen: LastTokens) -> int:
+        """Send the rows of a piece that are wanted; returns up to where. Less than all if it is dropped meanwhile."""
+        began = trio.current_time()
+        sent = 0
+        for chunk in piece.lines(after, segment.upto):
+            await self._taking.send(self._feed.name, chunk.data)
+            seen.see(chunk)
+            assert chunk.token is not None
+            after = self._at = chunk.token
+            sent += len(chunk.data)
+            self._catchups.use(piece)
+        if sent:
+            speed = sent / max(trio.current_time() - began, 1e-3)
+            wanted = min(int(speed * SECONDS), self._size * GROWTH, self._catchups.largest)
+            self._size = max(self._catchups.limits.sizes.smallest, wanted)
+        return after if piece.dropped else min(piece.upto, segment.upto)
+
+
+def _segments(copier: Copier, after: Mapping[str, int], upto: Mapping[str, int], others_after: int) -> list[Segment]:
+    if copier.linear:
+        return segments({LINEAR: (after[LINEAR], upto[LINEAR])}, None)
+    return segments(*copier.ranges(after, upto, others_after))

@@ -1,0 +1,194 @@
+"""Pieces of a stream: whatever their bounds, one after another has every row once, and no batch is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicad.errors import DatabaseError, RowUnreadable
+from replicad.streams.row_pieces import Bounds, Piece, Segment, between, read_piece, segments
+from replicad.streams.rows import Chunk, ChunkSink, LineCutter, Range
+
+Row = tuple[int, str]  # id, writer
+
+writers = st.sampled_from(["a", "b"])
+tables = st.lists(st.tuples(st.integers(1, 30), writers), max_size=40).map(sorted)
+
+
+def lines(rows: list[Row]) -> list[bytes]:
+    """As Postgres writes them: `batch` in place of the token where the next row has the same id and writer."""
+    after = [*rows[1:], (0, "")]
+    return [
+        f"RDATA s {writer} {'batch' if (id, writer) == then else id} 1\n".encode()
+        for (id, writer), then in zip(rows, after, strict=False)
+    ]
+
+
+def ids(data: bytes, rows: list[Row]) -> list[Row]:
+    """Which of the rows the lines are; fails where the last batch is not complete."""
+    found: list[Row] = []
+    batch = 0
+    for line in data.splitlines():
+        _, _, writer, token, _ = line.decode().split()
+        batch += 1
+        if token != "batch":
+            found += [(int(token), writer)] * batch
+            batch = 0
+    assert batch == 0
+    return found
+
+
+@dataclass
+class Table:
+    """`Rows` of a list, in chunks of a few bytes. Ids may repeat. The row with id `bad` fails."""
+
+    rows: list[Row]
+    chunk: int = 40
+    bad: int | None = None
+    unique_ids: bool = False
+    names_writers: bool = True
+    reads: int = 0
+
+    async def copy_range(self, after: int, upto: int, sink: ChunkSink, *, limit: int | None = None) -> int:
+        return await self._copy([row for row in self.rows if after < row[0] <= upto], sink, limit)
+
+    async def copy_vector(
+        self, ranges: Mapping[str, Range], sink: ChunkSink, *, others: Range | None = None, limit: int | None = None
+    ) -> int:
+        return await self._copy([row for row in self.rows if wanted(row, ranges, others)], sink, limit)
+
+    async def _copy(self, chosen: list[Row], sink: ChunkSink, limit: int | None) -> int:
+        self.reads += 1
+        found = lines(chosen)[:limit]
+        cutter = LineCutter(self.chunk)
+        for row, line in zip(chosen, found, strict=False):
+            if row[0] == self.bad:
+                for chunk in cutter.rescue():
+                    await sink(chunk)
+                raise DatabaseError("broken", sqlstate="22012")
+            for chunk in cutter.feed(line):
+                await sink(chunk)
+        for chunk in cutter.finish():
+            await sink(chunk)
+        return len(found)
+
+    async def last_tokens(self, after: int, upto: int) -> dict[str, int]:
+        raise NotImplementedError
+
+    async def earliest(self) -> int | None:
+        raise NotImplementedError
+
+    async def find_unreadable(
+        self, wanted: Range | Mapping[str, Range], others: Range | None = None
+    ) -> RowUnreadable | None:
+        raise NotImplementedError
+
+    async def try_row(self, row_id: int) -> RowUnreadable | None:
+        raise NotImplementedError
+
+    def unreadable(self, row_id: int, error: Exception) -> RowUnreadable:
+        raise NotImplementedError
+
+
+def wanted(row: Row, ranges: Mapping[str, Range], others: Range | None) -> bool:
+    span = ranges.get(row[1], others)
+    return span is not None and span[0] < row[0] <= span[1]
+
+
+def data(piece: Piece, after: int, upto: int) -> bytes:
+    return b"".join(chunk.data for chunk in piece.lines(after, upto))
+
+
+@given(tables, st.integers(1, 50), st.integers(1, 200), st.integers(1, 200))
+def test_pieces_one_after_another_have_every_row_once_and_no_batch_is_divided(
+    rows: list[Row], limit: int, size: int, chunk: int
+) -> None:
+    async def read() -> bytes:
+        table, at, found = Table(rows, chunk), 0, b""
+        segment = Segment(0, 31)
+        while at < segment.upto:
+            piece = await read_piece(table, segment, at, segment.upto, Bounds(limit, size))
+            assert piece.upto > at
+            found += data(piece, at, segment.upto)
+            at = piece.upto
+        return found
+
+    assert ids(trio.run(read), rows) == rows
+
+
+@given(tables, st.integers(0, 31), st.integers(0, 31), st.integers(1, 200))
+def test_a_part_of_a_piece_has_exactly_the_rows_between_two_ids(
+    rows: list[Row], after: int, upto: int, chunk: int
+) -> None:
+    async def read() -> Piece:
+        return await read_piece(Table(rows, chunk), Segment(0, 31), 0, 31, Bounds(1000, 1 << 20))
+
+    piece = trio.run(read)
+    assert ids(data(piece, after, upto), rows) == [row for row in rows if after < row[0] <= upto]
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=3),
+    st.none() | st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    st.integers(1, 20),
+)
+def test_segments_have_what_the_ranges_have_and_the_middle_is_of_all_writers(
+    ranges: dict[str, Range], others: Range | None, limit: int
+) -> None:
+    ranges = {name: (min(span), max(span)) for name, span in ranges.items()}
+    others = None if others is None else (min(others), max(others))
+    rows = [(id, writer) for id in range(1, 21) for writer in ("a", "b", "c", "other")]
+    named = [row for row in rows if row[1] in ranges or others is not None]  # else there are no other writers
+
+    async def read() -> list[Row]:
+        found: list[Row] = []
+        last = -1
+        for segment in segments(ranges, others):
+            assert segment.after >= last
+            at, last = segment.after, segment.upto
+            while at < segment.upto:
+                piece = await read_piece(Table(named), segment, at, segment.upto, Bounds(limit, 1000))
+                found += ids(data(piece, at, segment.upto), rows)
+                at = piece.upto
+        return found
+
+    assert trio.run(read) == [row for row in named if wanted(row, ranges, others)]
+    if others is not None and len({*ranges.values(), others}) == 1 and others[0] < others[1]:
+        assert segments(ranges, others) == [Segment(*others)]
+
+
+async def test_a_piece_ends_before_a_row_that_fails_and_the_next_one_raises() -> None:
+    table = Table([(1, "a"), (2, "a"), (3, "a")], bad=3)
+    piece = await read_piece(table, Segment(0, 9), 0, 9, Bounds(100, 1000))
+    assert (piece.upto, piece.cut) == (1, True), "the last id may have more rows: it is read again"
+    try:
+        await read_piece(table, Segment(0, 9), 2, 9, Bounds(100, 1000))
+    except DatabaseError:
+        pass
+    else:
+        raise AssertionError("nothing could be read")
+
+
+async def test_a_row_larger_than_the_bound_is_a_piece_of_its_own() -> None:
+    class Wide(Table):
+        async def _copy(self, chosen: list[Row], sink: ChunkSink, limit: int | None) -> int:
+            for id, _ in chosen[:limit]:
+                await sink(Chunk(b"RDATA s a %d %s\n" % (id, b"x" * 5000), "a", id))
+            return len(chosen[:limit])
+
+    table = Wide([(1, "a"), (2, "a")], unique_ids=True)
+    piece = await read_piece(table, Segment(0, 9), 0, 9, Bounds(100, 1000))
+    assert (piece.upto, piece.rows) == (1, 1)
+
+
+def test_a_chunk_that_is_wanted_whole_is_not_copied() -> None:
+    chunk = Chunk(b"RDATA s a 1 1\nRDATA s a 2 1\n", "a", 2)
+    assert between(chunk, 0, 2) is chunk
+    part = between(chunk, 1, 2)
+    assert part is not None
+    assert part.data == b"RDATA s a 2 1\n"
+    assert between(chunk, 2, 9) is None

@@ -61,7 +61,7 @@ def _clipped(ranges: Mapping[str, Range], others: Range | None, after: int, upto
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """The rows of (after, upto] as lines. Each chunk ends at the end of an id.
+    """The rows of (after, upto] as lines. Each chunk ends at the end of an id. `rows` is how many Postgres has sent.
 
     `cut`: the piece ends where its bounds ended it, and not where the wanted range ends.
     """
@@ -69,15 +69,14 @@ class Piece:
     after: int
     upto: int
     chunks: Sequence[Chunk]
+    rows: int
     cut: bool
     read_at: float = 0.0
     dropped: bool = False  # no longer in memory: its chunks were removed
     size: int = field(init=False)  # bytes of all lines
-    rows: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.size = sum(len(chunk.data) for chunk in self.chunks)
-        self.rows = sum(chunk.rows for chunk in self.chunks)
 
     def drop(self) -> None:
         """Remove the chunks from memory, except those that clients are being sent."""
@@ -235,23 +234,24 @@ async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, boun
 
     failure: Exception | None = None
     unique = rows.unique_ids or not rows.names_writers  # no two writers share an id
-    whole = False
+    count = None
     try:
         if segment.ranges is None:
-            whole = await rows.copy_range(after, upto, take, limit=bounds.rows) < bounds.rows
+            count = await rows.copy_range(after, upto, take, limit=bounds.rows)
         else:
             part = _clipped(dict(segment.ranges), segment.others, after, upto)
             named = dict(part.ranges or ())
-            whole = await rows.copy_vector(named, take, others=part.others, limit=bounds.rows) < bounds.rows
+            count = await rows.copy_vector(named, take, others=part.others, limit=bounds.rows)
     except _Enough:
         pass
     except (DatabaseError, RowTooLong) as error:
         failure = error
-    if whole:
-        return Piece(after, upto, tuple(joined(chunks, unique=unique)), cut=False)
+    if count is not None and count < bounds.rows:
+        return Piece(after, upto, tuple(joined(chunks, unique=unique)), count, cut=False)
     complete = whole_ids(chunks, unique=unique)
     if complete:
-        return Piece(after, _last(complete[-1]), tuple(complete), cut=True)
+        count = sum(chunk.rows for chunk in complete) if count is None else count
+        return Piece(after, _last(complete[-1]), tuple(complete), count, cut=True)
     if failure is not None:
         raise failure
     return None

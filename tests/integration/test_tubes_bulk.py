@@ -137,7 +137,7 @@ async def test_a_term_that_is_lost_on_the_way_is_noticed_by_the_next_statement(
 async def test_a_reader_that_takes_nothing_keeps_neither_a_connection_nor_a_snapshot(
     database: Database, start_daemon: Start
 ) -> None:
-    async with start_daemon(catchup_connections=1) as daemon:
+    async with start_daemon(tube_connections=1) as daemon:
         await fill(database, 10_000)
         with connect(daemon, "idle") as idle, connect(daemon, "busy") as busy:
             answer, term = await trio.to_thread.run_sync(begin, idle, 10_000)

@@ -321,24 +321,15 @@ class Subscriptions:
             )
         return start, min(token.minimum, *start.values())
 
-    async def _catch_up(
-        self,
-        feed: Feed,
-        channel: Channel,
-        begin: _Begin,
-        linear: bool,
-        extended: bool,
-    ) -> None:
+    async def _catch_up(self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
         session = self._session
         await session.flush()
         await session.send(begin.preamble)
         async with self._under_way:
-            await self._catch_up_in_turn(feed, channel, begin, linear, extended)
+            await self._catch_up_now(feed, channel, begin, linear, extended)
 
-    async def _catch_up_in_turn(
-        self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool
-    ) -> None:
+    async def _catch_up_now(self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool) -> None:
         session, epoch = self._session, begin.epoch
         copying = Copying(self._catchups, self._taking, feed, begin.positions, begin.others_after, linear=linear)
         began = trio.current_time()
@@ -383,8 +374,12 @@ class Subscriptions:
                 await session.send(set_lines(feed.name, feed.writers_of(epoch, boundary.positions), boundary.positions))
             began = trio.current_time()
             copying.reached = boundary.positions
-            with suppress(SlowReader):
+            try:
                 self._read(feed, channel, boundary.index, linear=linear, extended=extended)
+            except SlowReader:
+                if channel.boundary is boundary:  # one copy after it has filled the journal and is not complete
+                    await channel.wait_sealed()
+            else:
                 return
 
 

@@ -23,6 +23,7 @@ from replicad.daemon.supervision import keep_running, keep_service
 from replicad.daemon.troubles import Troubles
 from replicad.protocol.states import CloseReason
 from replicad.streams.serving.ack_service import AckService
+from replicad.streams.serving.catchups import CatchupLimits
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import StreamService
@@ -117,7 +118,9 @@ class Desk:
 class Streams:
     """The service of streams over a store in memory."""
 
-    def __init__(self, desk: Desk, store: MemoryStore, pace: Pace, limits: JournalLimits) -> None:
+    def __init__(
+        self, desk: Desk, store: MemoryStore, pace: Pace, limits: JournalLimits, catchups: CatchupLimits
+    ) -> None:
         self.desk = desk
         self.store = store
         self.positions = MemoryPositions()
@@ -125,7 +128,7 @@ class Streams:
         self.publisher = Publisher(store, store, limits, self.positions, self.troubles, pace=pace)
         acks = AckService(store, self.publisher.feeds, self.troubles, pace)
         book = TroubleBook(store, self.troubles, "example.com", pace)
-        self.service = StreamService(self.publisher, acks, book, self.positions, pace)
+        self.service = StreamService(self.publisher, acks, book, self.positions, pace, catchups=catchups)
         self.connect = desk.connect
 
     def why(self, name: str) -> str:
@@ -146,10 +149,12 @@ async def open_streams(
     pace: Pace = Pace(),
     limits: JournalLimits | None = None,
     store: MemoryStore | None = None,
+    catchups: CatchupLimits = CatchupLimits(),
 ) -> AsyncIterator[Streams]:
     """The service with streams that stand at 0."""
     async with trio.open_nursery() as nursery:
-        streams = Streams(Desk(nursery, Troubles()), store or MemoryStore(), pace, limits or JournalLimits())
+        desk = Desk(nursery, Troubles())
+        streams = Streams(desk, store or MemoryStore(), pace, limits or JournalLimits(), catchups)
         for name in names:
             streams.store.add(name, by_writer=by_writer)
         nursery.start_soon(streams.desk.open, streams.service)

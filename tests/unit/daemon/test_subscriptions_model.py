@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from replicad.daemon.journal import JournalLimits
 from replicad.protocol.tokens import Vector
+from replicad.streams.serving.catchups import CatchupLimits, Sizes
 from replicad.streams.serving.pace import Pace
 
 from .conftest import Client, Streams, on_a_jumping_clock, open_streams, settle
@@ -108,7 +109,8 @@ steps = st.lists(
 
 async def _live(plan: list[tuple[str, int]]) -> None:
     limits = JournalLimits(max_bytes=120, max_chunks=4)  # so small that who lags must catch up from Postgres
-    async with open_streams("s", by_writer=True, limits=limits, pace=Pace(ahead=1.0)) as streams:
+    small = CatchupLimits(sizes=Sizes(20, 40, 600))  # some pieces have one row, others have several
+    async with open_streams("s", by_writer=True, limits=limits, pace=Pace(ahead=1.0), catchups=small) as streams:
         database = Database(streams)
         poison = streams.store.tables["s"].poison
         subscribers = [Subscriber(linear=number % 3 == 2) for number in range(6)]

@@ -1,0 +1,236 @@
+"""Catching up without Postgres: reads are shared, wait for no socket, and a client that takes too little is cut."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from replicad.daemon.service import HangUp
+from replicad.errors import TokenExpired
+from replicad.protocol.states import CloseReason
+from replicad.streams.rows import Chunk, ChunkSink
+from replicad.streams.serving.catchups import CatchupLimits, Catchups, Sizes
+from replicad.streams.serving.copying import Copying, Taking
+from replicad.streams.serving.feed import Feed
+
+from .conftest import Streams, open_streams, settle
+from .memory_streams import MemoryRows, MemoryStore
+
+SMALL = CatchupLimits(connections=1, cache_bytes=1 << 20, sizes=Sizes(100, 100, 400))
+
+
+class Counted(MemoryStore):
+    """Counts what catch-ups read, and reads under way. A read takes `seconds`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = self.rows_read = self.now = self.most = 0
+        self.seconds = 0.1
+
+    def catchup_rows(self, stream: Any) -> MemoryRows:  # type: ignore[override]
+        store = self
+
+        class Rows(MemoryRows):
+            async def _copy(self, after: int, wanted: Any, sink: ChunkSink, limit: int | None) -> int:
+                chunks: list[Chunk] = []
+
+                async def keep(chunk: Chunk) -> None:
+                    chunks.append(chunk)
+
+                store.now += 1
+                store.most = max(store.most, store.now)
+                try:
+                    count = await super()._copy(after, wanted, keep, limit)  # the snapshot
+                    await trio.sleep(store.seconds)
+                finally:
+                    store.now -= 1
+                store.reads += 1
+                store.rows_read += count
+                for chunk in chunks:
+                    await sink(chunk)
+                return count
+
+        return Rows(self, stream)
+
+
+class Socket:
+    """A peer that takes `speed` bytes a second."""
+
+    def __init__(self, number: int, speed: float = float("inf")) -> None:
+        self.number = number
+        self.speed = speed
+        self.lines: list[str] = []
+
+    async def send(self, *pieces: bytes) -> None:
+        await trio.sleep(sum(map(len, pieces)) / self.speed)
+        self.lines += b"".join(pieces).decode().splitlines()
+
+    @property
+    def ids(self) -> list[int]:
+        return [int(line.split()[3]) for line in self.lines if line.startswith("RDATA")]
+
+
+@asynccontextmanager
+async def opened(rows: int, limits: CatchupLimits = SMALL) -> AsyncIterator[tuple[Streams, Counted, Catchups, Feed]]:
+    store = Counted()
+    async with open_streams("s", store=store, catchups=limits) as streams:
+        await streams.write("s", *range(1, rows + 1))
+        yield streams, store, streams.service.catchups, streams.publisher.feeds["s"]
+
+
+def copying(catchups: Catchups, feed: Feed, socket: Socket, after: int = 0, **pace: float) -> Copying:
+    limits = catchups.limits
+    taking = Taking(socket, int(pace.get("pace", limits.pace)), pace.get("seconds", limits.pace_seconds))  # type: ignore[arg-type]
+    return Copying(catchups, taking, feed, {"master": after}, after, linear=False)
+
+
+def upto(feed: Feed) -> Mapping[str, int]:
+    return feed.channel.boundary.positions
+
+
+async def test_clients_that_need_the_same_rows_share_one_read_of_each(autojump_clock: MockClock) -> None:
+    async with opened(200) as (_, store, catchups, feed), trio.open_nursery() as nursery:
+        sockets = [Socket(number) for number in range(20)]
+        for number, socket in enumerate(sockets):
+            nursery.start_soon(copying(catchups, feed, socket, number % 5).copy, upto(feed), feed.stream.epoch)
+        await settle(60)
+        for number, socket in enumerate(sockets):
+            assert socket.ids == list(range(number % 5 + 1, 201))
+        assert store.rows_read <= 1.2 * 200
+        assert store.most == 1, "there is one connection"
+
+
+async def test_a_client_that_takes_little_keeps_no_read_waiting(autojump_clock: MockClock) -> None:
+    async with opened(200) as (_, store, catchups, feed), trio.open_nursery() as nursery:
+        slow = [Socket(number, speed=10.0) for number in range(1, 9)]
+        for number, socket in enumerate(slow):
+            nursery.start_soon(copying(catchups, feed, socket, 20 * number, pace=0).copy, upto(feed), feed.stream.epoch)
+        await settle(5)
+        assert store.now == 0, "all of them are sending, and nothing is held for it"
+        quick = Socket(0)
+        with trio.fail_after(60):
+            await copying(catchups, feed, quick).copy(upto(feed), feed.stream.epoch)
+        assert quick.ids == list(range(1, 201))
+        assert all(len(socket.ids) < 60 for socket in slow)
+        nursery.cancel_scope.cancel()
+
+
+async def test_many_reads_of_one_client_do_not_delay_the_one_of_another(autojump_clock: MockClock) -> None:
+    async with opened(400) as (_, store, catchups, feed), trio.open_nursery() as nursery:
+        store.seconds = 1.0
+        for place in range(10):
+            greedy = copying(catchups, feed, Socket(1), 40 * place)
+            nursery.start_soon(greedy.copy, {"master": 40 * place + 2}, feed.stream.epoch)
+        await wait_all_tasks_blocked()
+        polite = Socket(2)
+        began = trio.current_time()
+        await copying(catchups, feed, polite, 399).copy({"master": 400}, feed.stream.epoch)
+        assert polite.ids == [400]
+        assert trio.current_time() - began < 3.5, "the read under way, one more of the other client, and its own"
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_client_below_the_pace_is_cut_and_told_the_setting(autojump_clock: MockClock) -> None:
+    async with opened(200) as (_, _, catchups, feed):
+        with pytest.raises(HangUp, match="--catchup-pace is 100") as cut:
+            await copying(catchups, feed, Socket(1, 50.0), pace=100, seconds=10.0).copy(upto(feed), feed.stream.epoch)
+        assert cut.value.reason is CloseReason.SLOW_READER
+        assert trio.current_time() < 60
+        steady = Socket(2, 150.0)
+        await copying(catchups, feed, steady, pace=100, seconds=10.0).copy(upto(feed), feed.stream.epoch)
+        assert len(steady.ids) == 200
+
+
+async def test_time_in_which_postgres_gives_nothing_does_not_count_against_a_client(autojump_clock: MockClock) -> None:
+    async with opened(50) as (_, store, catchups, feed):
+        store.seconds = 30.0
+        socket = Socket(1, 1000.0)
+        await copying(catchups, feed, socket, pace=500, seconds=1.0).copy(upto(feed), feed.stream.epoch)
+        assert len(socket.ids) == 50
+
+
+async def test_pieces_leave_memory_when_nobody_uses_them_and_never_exceed_the_bound(autojump_clock: MockClock) -> None:
+    limits = CatchupLimits(cache_bytes=20_000, sizes=Sizes(1000, 1000, 3000))
+    async with opened(2000, limits) as (_, store, catchups, feed):
+        socket = Socket(1)
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                while True:
+                    assert catchups.statistics().bytes <= 20_000
+                    await trio.sleep(0.01)
+
+            nursery.start_soon(watch)
+            await copying(catchups, feed, socket).copy(upto(feed), feed.stream.epoch)
+            nursery.cancel_scope.cancel()
+        assert len(socket.ids) == store.rows_read == 2000
+        assert catchups.statistics().pieces > 0
+        await settle(10)
+        assert (catchups.statistics().pieces, catchups.statistics().bytes) == (0, 0)
+
+
+async def test_a_piece_that_is_dropped_while_it_is_sent_is_read_again_from_there(autojump_clock: MockClock) -> None:
+    async with opened(300) as (_, _, catchups, feed), trio.open_nursery() as nursery:
+        socket = Socket(1, 500.0)
+        job = copying(catchups, feed, socket, pace=0)
+
+        async def drop() -> None:
+            while True:
+                await trio.sleep(0.37)
+                catchups.trimmed(feed, 1000)
+
+        nursery.start_soon(drop)
+        assert await job.copy(upto(feed), feed.stream.epoch)
+        assert socket.ids == list(range(1, 301))
+        nursery.cancel_scope.cancel()
+
+
+async def test_rows_that_were_trimmed_and_rows_that_came_late_are_not_taken_from_memory(
+    autojump_clock: MockClock,
+) -> None:
+    async with opened(40) as (streams, store, catchups, feed):
+        await copying(catchups, feed, Socket(1)).copy(upto(feed), feed.stream.epoch)
+        store.tables["s"].rows.remove((7, "master", "1"))
+        before = Socket(2)
+        await copying(catchups, feed, before).copy(upto(feed), feed.stream.epoch)
+        assert 7 in before.ids, "it is in memory"
+        feed.late_rows += 1  # as the alarm does
+        after = Socket(3)
+        await copying(catchups, feed, after).copy(upto(feed), feed.stream.epoch)
+        assert 7 not in after.ids
+        store.tables["s"].trimmed_upto = 20
+        [refused] = await streams.connect().say("REPLICATE s 10")
+        assert refused.startswith("ERROR token_expired")
+        with pytest.raises(TokenExpired):
+            await copying(catchups, feed, Socket(4)).copy(upto(feed), feed.stream.epoch)
+
+
+async def test_a_renewed_row_expression_is_used_from_the_next_piece_on(autojump_clock: MockClock) -> None:
+    async with opened(40) as (streams, store, catchups, feed):
+        await copying(catchups, feed, Socket(1)).copy(upto(feed), feed.stream.epoch)
+        store.tables["s"].rows = [(id, writer, "2") for id, writer, _ in store.tables["s"].rows]
+        store.change("s", row="another")
+        await settle(3)
+        lines = await streams.connect().say("REPLICATE s 0")
+        assert {line.split()[4] for line in lines if "RDATA" in line} == {"2"}
+
+
+async def test_a_client_catches_up_with_a_bounded_number_of_streams_at_a_time(autojump_clock: MockClock) -> None:
+    names = [f"s{number}" for number in range(6)]
+    store = Counted()
+    limits = CatchupLimits(connections=10, per_client=2)
+    async with open_streams(*names, store=store, catchups=limits) as streams:
+        for name in names:
+            await streams.write(name, 1, 2, 3)
+        store.seconds = 1.0
+        client = streams.connect()
+        lines = await client.say(*(f"REPLICATE {name} 0" for name in names))
+        assert sum("POSITION" in line for line in lines) == 6, "each is answered at once"
+        lines += await client.lines(20)
+        assert sum("RDATA" in line for line in lines) == 18
+        assert store.most == 2

@@ -16,6 +16,7 @@ from replicad.postgres.bridge import Database
 from replicad.postgres.statements import call_value
 from replicad.protocol.tokens import Cursor
 from replicad.tubes import columns
+from replicad.tubes.ahead import Pass, read_ahead
 from replicad.tubes.columns import Columns
 from replicad.tubes.commands import Part
 
@@ -80,31 +81,16 @@ class BulkBook:
             await trio.to_thread.run_sync(columns.load)  # takes a few tenths of a second
             self._loaded = True
         pods = 0
-        failure: Exception | None = None
-        ahead, pieces = trio.open_memory_channel[Columns](0)
 
-        async def fetch() -> None:
-            nonlocal failure
-            async with ahead:
-                try:
-                    await self._fetch(want, ahead, renew)
-                except Exception as error:  # noqa: BLE001 - raised again below, not in an exception group
-                    failure = error
+        async def take(piece: Columns) -> None:
+            nonlocal pods
+            await sink(*await self._render(want, piece))
+            pods += piece.pods
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fetch)
-            try:
-                async for piece in pieces:
-                    await sink(*await self._render(want, piece))
-                    pods += piece.pods
-            except Exception as error:  # noqa: BLE001 - the same
-                failure = failure or error
-            nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        await read_ahead(lambda pass_on: self._fetch(want, pass_on, renew), take)
         return pods
 
-    async def _fetch(self, want: Want, ahead: trio.MemorySendChannel[Columns], renew: RenewLease) -> None:
+    async def _fetch(self, want: Want, pass_on: Pass[Columns], renew: RenewLease) -> None:
         for backfill, begin, upto in want.halves():
             query: str = await call_value(
                 self._db,
@@ -129,7 +115,7 @@ class BulkBook:
                 piece = Columns.of(rows)
                 after = piece.last
                 limit = max(1, min(MAX_PODS, limit * _GROWTH, self._sizes.row_bytes * piece.pods // piece.size))
-                await ahead.send(piece)
+                await pass_on(piece)
 
     @staticmethod
     async def _render(want: Want, piece: Columns) -> list[bytes | memoryview]:

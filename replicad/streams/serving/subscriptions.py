@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 import trio
 
-from replicad.daemon.journal import Channel, Reader
+from replicad.daemon.journal import Boundary, Channel, Reader
 from replicad.daemon.service import HangUp, Peer
 from replicad.errors import (
-    BadToken,
     DatabaseError,
     Forbidden,
     RowUnreadable,
@@ -28,37 +26,20 @@ from replicad.errors import (
     TableReplaced,
     TokenAhead,
     TokenExpired,
-    TokenForked,
-    forked_text,
 )
 from replicad.protocol.commands import Ping
 from replicad.protocol.states import CloseReason
-from replicad.protocol.tokens import Vector
 from replicad.streams.commands import Replicate, Taken
+from replicad.streams.serving.beginnings import Begin, at_of, is_ahead, parse_token, preamble_of, take_back, token_of
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.lane import LINEAR
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.sent_positions import position_lines, set_lines
-from replicad.streams.serving.writer_list import ALL
 
-SHOWN = 4096  # characters of a token in an ERROR
 # The text of a PING: readable for people, and every client of the original protocol accepts a PING.
 NO_STREAMS = "no stream is served yet; those that are added are sent from then on: replicad streams add"
-
-
-@dataclass(frozen=True, slots=True)
-class _Begin:
-    """Where a subscription begins. `others_after`: the position of writers that are not listed. `epoch`: the generation
-    of the positions. `preamble`: the lines to send first.
-    """
-
-    positions: Mapping[str, int]
-    others_after: int
-    epoch: str
-    preamble: bytes
 
 
 class Subscriptions:
@@ -200,7 +181,7 @@ class Subscriptions:
         """
         present = feed.epoch(channel)
         epoch = epoch or present
-        preamble = _preamble(feed, channel, start, extended=extended)
+        preamble = preamble_of(feed, channel, start, extended=extended)
         boundary = channel.boundary
         lowest = min(start.values(), default=feed.sent_upto)
         others_after = lowest if others_after is None else others_after
@@ -208,11 +189,11 @@ class Subscriptions:
             with suppress(SlowReader):
                 self._read(feed, channel, boundary.index, linear=linear, extended=extended, preamble=preamble)
                 return
-        begin = _Begin(start, others_after, epoch, preamble)
+        begin = Begin(start, others_after, epoch, preamble)
         self._session.start(self._catch_up_with_right, feed, channel, begin, linear, extended)
 
     async def _catch_up_with_right(
-        self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool
+        self, feed: Feed, channel: Channel, begin: Begin, linear: bool, extended: bool
     ) -> None:
         """`_catch_up`, in turn with the other catch-ups of the client, if their number is bounded."""
         self._catching_up.add(feed.name)
@@ -271,7 +252,7 @@ class Subscriptions:
         """`_start_of` in the generation that was sent to readers of the channel last; repeated if that changes. A token
         of an unknown generation may come from another daemon that found a fork first.
         """
-        token = _token_of(command)
+        token = token_of(command)
         if token is not None and token.epoch not in (None, feed.epoch(channel)):
             if not feed.lineage.knows(token.epoch or ""):
                 await self._publisher.look_at(feed.name)
@@ -298,18 +279,18 @@ class Subscriptions:
         if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
             start = {instance: min(retained, position) for instance, position in channel.boundary.positions.items()}
             return start, min([retained, *start.values()])
-        token = await _parse(feed, command, channel)
+        token = await parse_token(feed, command, channel)
         with trio.move_on_after(self._pace.ahead):
-            while _ahead(feed, token, channel.boundary.positions):
+            while is_ahead(feed, token, channel.boundary.positions):
                 await channel.wait_sealed()
-        start = {instance: _at(feed, token, instance) for instance in channel.boundary.positions}
+        start = {instance: at_of(feed, token, instance) for instance in channel.boundary.positions}
         lowest = min(start.values(), default=token.minimum)
         if token.minimum < lowest and not command.linear:
             # Writers that are no longer listed may have rows between the two. Listed again, they have positions there.
             async with self._catchups.places.place(self._session.number):
                 await feed.list_writers_between(token.minimum, lowest)
-            start = {instance: _at(feed, token, instance) for instance in channel.boundary.positions}
-        if _ahead(feed, token, channel.boundary.positions):
+            start = {instance: at_of(feed, token, instance) for instance in channel.boundary.positions}
+        if is_ahead(feed, token, channel.boundary.positions):
             raise TokenAhead(
                 f"token {token} is ahead of stream {feed.name}, whose position is {feed.sent_upto}; "
                 "check that this is the database that the token came from"
@@ -321,7 +302,7 @@ class Subscriptions:
             )
         return start, min(token.minimum, *start.values())
 
-    async def _catch_up(self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool) -> None:
+    async def _catch_up(self, feed: Feed, channel: Channel, begin: Begin, linear: bool, extended: bool) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
         session = self._session
         await session.flush()
@@ -329,25 +310,14 @@ class Subscriptions:
         async with self._under_way:
             await self._catch_up_now(feed, channel, begin, linear, extended)
 
-    async def _catch_up_now(self, feed: Feed, channel: Channel, begin: _Begin, linear: bool, extended: bool) -> None:
+    async def _catch_up_now(self, feed: Feed, channel: Channel, begin: Begin, linear: bool, extended: bool) -> None:
         session, epoch = self._session, begin.epoch
         copying = Copying(self._catchups, self._taking, feed, begin.positions, begin.others_after, linear=linear)
         began = trio.current_time()
         while True:
+            epoch, boundary = await self._to_present(feed, channel, copying, epoch, linear=linear, extended=extended)
             sent = copying.reached
-            while epoch != feed.epoch(channel):  # the POSITION that goes back is no longer in the journal
-                kept, epoch, copying.others_after = _take_back(feed, channel, sent, epoch, copying.others_after)
-                again = position_lines(feed.name, kept, kept, all_of_them=True)
-                named = (feed.writers_of(epoch, () if linear else kept) + again) if extended else b""
-                await session.send(position_lines(feed.name, sent, kept) + named)
-                sent = kept
-            boundary = channel.boundary
-            if joined := boundary.positions.keys() - sent.keys():  # writers that joined meanwhile
-                sent = {**sent, **dict.fromkeys(joined, copying.others_after)}
-                lines = position_lines(feed.name, sent, dict.fromkeys(joined, copying.others_after), all_of_them=True)
-                await session.send((feed.writers_of(epoch, sent) if extended else b"") + lines)
             await session.flush()
-            copying.reached = sent
             try:
                 whole = await copying.copy(boundary.positions, epoch)
             except RowUnreadable as error:
@@ -382,68 +352,23 @@ class Subscriptions:
             else:
                 return
 
-
-def _preamble(feed: Feed, channel: Channel, start: Mapping[str, int], *, extended: bool) -> bytes:
-    """The first lines of a subscription; cached for those that begin at the present position."""
-    if start is channel.boundary.positions and channel is feed.channel:
-        return feed.preamble(start, extended=extended)
-    # WRITERS in linear order too, because it has the epoch: a token without one is not valid after a restore.
-    writers = feed.writers_of(feed.epoch(channel), feed.channel.boundary.positions) if extended else b""
-    return writers + position_lines(feed.name, start, start, all_of_them=True)
-
-
-def _token_of(command: Replicate) -> Vector | None:
-    """The token of a REPLICATE; None for a word. Raises BadToken."""
-    return None if command.token in (None, "NOW", "EARLIEST") else Vector.parse(command.token or "")
-
-
-async def _parse(feed: Feed, command: Replicate, channel: Channel) -> Vector:
-    """The token of a REPLICATE, checked except for positions.
-
-    A token of an earlier generation is valid up to the position that is shared with the present one.
-
-    Raises:
-        TokenForked: it is beyond that; the message has the token to resume from.
-        BadToken: its generation is not known, or it is no token.
-    """
-    token = _token_of(command)
-    assert token is not None
-    present = feed.epoch(channel)
-    if command.linear and token.ahead:
-        raise BadToken("a linear subscription takes a single integer as its token")
-    if token.epoch is not None and token.epoch != present:
-        shared = feed.lineage.shared_between(token.epoch, present)
-        if shared is None:
-            raise BadToken(
-                f"the token is of generation {token.epoch}, stream {feed.name} is in {present} and its database does "
-                "not know the other one (it was restored to an earlier time, or the stream was added again): your rows "
-                "may differ; begin again from EARLIEST"
-            )
-        kept = Vector(min(token.minimum, shared.minimum)) if command.linear else token.at_most(shared)
-        if (kept.minimum, kept.ahead) != (token.minimum, token.ahead):
-            rewind = Vector(kept.minimum, kept.ahead, present).shortened(SHOWN)  # at or before what is shared
-            raise TokenForked(forked_text(feed.name, str(shared.shortened(SHOWN)), str(rewind)))
-    unknown = await feed.list_writers(token)
-    if unknown:
-        raise BadToken(f"the token names writers {sorted(unknown)[:20]} that stream {feed.name} does not have")
-    return token
-
-
-def _take_back(
-    feed: Feed, channel: Channel, sent: Mapping[str, int], epoch: str, others_after: int
-) -> tuple[dict[str, int], str, int]:
-    """Positions of generation `epoch` lowered to the shared ones, the present epoch, and the position of the others."""
-    present = feed.epoch(channel)
-    shared = feed.lineage.shared_between(epoch, present) or feed.lineage.floor
-    return feed.kept(sent, shared), present, min(others_after, shared.minimum)
-
-
-def _at(feed: Feed, token: Vector, instance: str) -> int:
-    return token.minimum if instance in (LINEAR, ALL) else token.at(feed.number(instance))
-
-
-def _ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> bool:
-    """Whether the token is beyond the positions that were sent to readers."""
-    return token.minimum > feed.sent_upto or any(
-        _at(feed, token, instance) > position for instance, position in positions.items()
-    )
+    async def _to_present(
+        self, feed: Feed, channel: Channel, copying: Copying, epoch: str, *, linear: bool, extended: bool
+    ) -> tuple[str, Boundary]:
+        """Send the client back if another generation has begun, and list writers that joined; returns the present
+        generation and boundary.
+        """
+        session, sent = self._session, copying.reached
+        while epoch != feed.epoch(channel):  # the POSITION that goes back is no longer in the journal
+            kept, epoch, copying.others_after = take_back(feed, channel, sent, epoch, copying.others_after)
+            again = position_lines(feed.name, kept, kept, all_of_them=True)
+            named = (feed.writers_of(epoch, () if linear else kept) + again) if extended else b""
+            await session.send(position_lines(feed.name, sent, kept) + named)
+            sent = kept
+        boundary = channel.boundary
+        if joined := boundary.positions.keys() - sent.keys():
+            sent = {**sent, **dict.fromkeys(joined, copying.others_after)}
+            lines = position_lines(feed.name, sent, dict.fromkeys(joined, copying.others_after), all_of_them=True)
+            await session.send((feed.writers_of(epoch, sent) if extended else b"") + lines)
+        copying.reached = sent
+        return epoch, boundary

@@ -16,7 +16,7 @@ from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
 from replicad.tubes.leases import LeaseView
-from replicad.tubes.pods import TubeInfo
+from replicad.tubes.pods import Span, TubeInfo
 
 
 class Leases(Protocol):
@@ -51,7 +51,7 @@ class PodStore(Protocol):
         backfill: int | None,
     ) -> CursorAt: ...
 
-    async def lines(self, tube: str, part: Part, term: int, *, after: Cursor, upto: Cursor, sink: Sink) -> int: ...
+    async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int: ...
 
     async def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int: ...
 

@@ -41,7 +41,7 @@ from replicad.tubes.commands import (
     Tube,
 )
 from replicad.tubes.leases import LeaseBook
-from replicad.tubes.pods import PodBook, TubeInfo
+from replicad.tubes.pods import PodBook, Span, TubeInfo
 from replicad.tubes.serving.books import Books
 from replicad.tubes.serving.listed import ack_listed, read_list
 from replicad.tubes.serving.pace import Pace
@@ -344,11 +344,11 @@ class TubeService:
         session.post(CursorAt(command.tube, command.part, upto, pods))
 
     async def _send(self, session: Peer, command: Pods, upto: Cursor) -> int:
-        tube, part, term = command.tube, command.part, command.term
+        target = command.tube, command.part, command.term
+        renew = partial(self._renew_if_due, *target)
         if command.encoding == ARROW:
-            want = Want(tube, part, term, command.after, upto, command.payload)
-            return await self._bulk.send(want, session.send, lambda: self._renew_if_due(tube, part, term))
-        return await self._pods.lines(tube, part, term, after=command.after, upto=upto, sink=session.send)
+            return await self._bulk.send(Want(*target, command.after, upto, command.payload), session.send, renew)
+        return await self._pods.lines(*target, Span(command.after, upto), sink=session.send, renew=renew)
 
     async def _plan_or_wait(self, info: TubeInfo, command: Pods) -> CursorAt:
         deadline = trio.current_time() + self._bounded_wait(command.wait)

@@ -18,7 +18,7 @@ from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
 from replicad.tubes.leases import LeaseView
-from replicad.tubes.pods import TubeInfo
+from replicad.tubes.pods import Span, TubeInfo
 from replicad.tubes.serving.books import Books
 from replicad.tubes.serving.pace import Pace
 from replicad.tubes.serving.service import TubeService
@@ -111,10 +111,10 @@ class MemoryBooks:
         found = self._between(tube, part, after.regular, position)[:limit]
         return CursorAt(tube, part, Cursor(found[-1], after.backfill) if found else after, len(found))
 
-    async def lines(self, tube: str, part: Part, term: int, *, after: Cursor, upto: Cursor, sink: Sink) -> int:
+    async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int:
         await self._answer("lines")
         self._fence(tube, term)
-        seqs = self._between(tube, part, after.regular, upto.regular)
+        seqs = self._between(tube, part, span.after.regular, span.upto.regular)
         await sink(b"".join(b"RDATA tube:%s %s %d []\n" % (tube.encode(), str(part).encode(), seq) for seq in seqs))
         return len(seqs)
 

@@ -8,7 +8,7 @@ import pytest
 
 from replicad.errors import DatabaseError
 from replicad.protocol.tokens import Vector
-from replicad.streams.rows import Chunk
+from replicad.streams.chunks import Chunk
 from replicad.streams.store import Store
 
 Insert = Callable[[int, str, str], Awaitable[None]]  # id, writer, JSON; "poison" is JSON that cannot be read

@@ -177,7 +177,7 @@ async def open_daemon(
         services = {feature.name: feature.open(host) for feature in features}
         async with trio.open_nursery() as nursery:
             everything = [Relaying(hub, relay), *services.values()]
-            bell = Bell(pools.short, settings.limits.bell_interval)
+            bell = Bell(pools.positions, settings.limits.bell_interval)
             jobs = [
                 Job("poller", poller.run),
                 Job("bell", partial(poller.attend, bell)),

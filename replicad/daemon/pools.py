@@ -13,7 +13,7 @@ from replicad.config.limits import Limits
 from replicad.daemon.files import FileBudget, plan_files
 from replicad.postgres.bridge import Database, Fence, open_database
 
-POSITION_CONNECTIONS = 1  # held by the poller
+POSITION_CONNECTIONS = 2  # held by the poller and the bell
 STREAM_CONNECTIONS = 4  # of all streams: to read the registry, to copy new rows, to note positions
 STREAM_LOCK_TIMEOUT = 0.7  # seconds; below `deadlock_timeout` (1 s), so that who restores a dump is not the victim
 HOUSEKEEPING_CONNECTIONS = 6  # two for each of two backfills, looks at triggers and for late rows, notes

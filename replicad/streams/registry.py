@@ -17,9 +17,10 @@ from replicad.postgres.horizon import LockSource, ReservationSource, Source, Tab
 from replicad.postgres.statements import Queries, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
 from replicad.sqlstates import NOT_A_NAME, means
+from replicad.streams.chunks import MAX_ROW
 from replicad.streams.lineage import Generation, Lineage, lineage_of
 from replicad.streams.queries import SCHEMA, installed
-from replicad.streams.rows import MAX_ROW, RowSource, wire_instance
+from replicad.streams.rows import RowSource, wire_instance
 
 
 class Method(enum.StrEnum):

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicad.errors import DatabaseError, RowTooLong
-from replicad.streams.rows import HEAD, Chunk, Range, line_token
+from replicad.streams.chunks import HEAD, Chunk, line_token
+from replicad.streams.rows import Range
 from replicad.streams.store import Rows
 
 OVERSHOOT = 2  # a COPY is cancelled when it exceeds the wanted size by this factor; usually its limit of rows ends it

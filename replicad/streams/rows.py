@@ -22,17 +22,15 @@ from typing import Any, Final, Protocol
 from replicad.errors import DatabaseError, RowTooLong
 from replicad.postgres.bridge import Sink, load_sql, quote_ident, quote_literal
 from replicad.streams import writer_ranges
+from replicad.streams.chunks import MAX_ROW, Chunk, LineCutter
 
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse
-CHUNK: Final = 128 * 1024  # bytes; sending more at once gained nothing (measured)
 MAX_INSTANCE: Final = 200  # characters of a writer's name
-MAX_ROW: Final = 64 << 20  # bytes of a line without its newline, the default bound: clients accept no more
 COUNT_LIMIT: Final = 1_000_000  # rows; counting more would take seconds
 FEW: Final = 256  # ids; so many rows, and fewer FEW_BYTES, come faster by a prepared statement than by a COPY
 FEW_BYTES: Final = 64 * 1024
 _CASES: Final = 16  # writers told apart by comparison; beyond that the general form is cheaper
 _VARHDRSZ: Final = 4  # Postgres adds it to the length of a varchar to get the type's modifier
-HEAD: Final = 4096  # bytes in which the words before the JSON end: two names of 200 characters and a token
 _BLANKS: Final = str.maketrans(dict.fromkeys([*range(1, 33), 127], "_"))
 
 Range = tuple[int, int]  # (after, upto]: ids above the first, up to the second
@@ -56,114 +54,6 @@ def wire_instance(name: str | None) -> str:
     is cut at 200 characters. Names that become the same word are the same writer.
     """
     return (name or "").translate(_BLANKS)[:MAX_INSTANCE] or MASTER
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Whole lines of one stream; `instance` and `token` of the last line. `token` is None if it ends within a batch."""
-
-    data: bytes
-    instance: str
-    token: int | None
-
-    @property
-    def rows(self) -> int:
-        """The number of lines."""
-        return self.data.count(b"\n")
-
-
-class LineCutter:
-    """Cuts bytes into chunks of whole lines. Each chunk ends with the first line that makes it `size` bytes long.
-
-    Takes linear time and holds at most one chunk, one unfinished line of at most `max_row` bytes and one piece of data.
-    """
-
-    def __init__(self, size: int = CHUNK, max_row: int = MAX_ROW) -> None:
-        self._size = size
-        self._max_row = max_row
-        self._pieces: list[bytes] = []
-        self._length = 0  # of all pieces
-        self._unfinished = 0  # bytes of the last line, where the pieces do not end it
-        self._left: list[Chunk] = []  # complete chunks before a line that was too long
-
-    def feed(self, data: bytes) -> list[Chunk]:
-        """The chunks that these bytes complete.
-
-        Raises:
-            RowTooLong: a line is longer than `max_row`; `rescue` returns the whole lines before it.
-        """
-        chunks: list[Chunk] = []
-        at = 0
-        try:
-            while at < len(data):
-                enough = max(at, at + self._size - self._length - 1)
-                end = data.find(b"\n", enough) + 1
-                if not end:
-                    break
-                self._add(data[at:end] if at or end < len(data) else data)
-                chunks.append(self._cut())
-                at = end
-            if at < len(data):
-                self._add(data[at:] if at else data)
-                if self._unfinished > self._max_row:
-                    self._refuse(b"".join(self._pieces), self._length - self._unfinished)
-        except RowTooLong:
-            self._left = chunks
-            raise
-        return chunks
-
-    def finish(self) -> list[Chunk]:
-        """The last chunk. Raises DatabaseError if it ends within a line (the COPY failed), and what `feed` raises."""
-        if self._unfinished:
-            raise DatabaseError("Postgres ended a COPY in the middle of a line.")
-        return [self._cut()] if self._pieces else []
-
-    def rescue(self) -> list[Chunk]:
-        """After a failure: the whole lines that were not returned yet, without an incomplete batch."""
-        data = b"".join(self._pieces)
-        end = data.rfind(b"\n") + 1
-        while end:
-            start = data.rfind(b"\n", 0, end - 1) + 1
-            if line_token(data[start : start + HEAD]) is not None:
-                self._pieces, self._length, self._unfinished = [data[:end]], end, 0
-                return [*self._left, self._cut()]
-            end = start
-        return self._left
-
-    def _add(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._length += len(piece)
-        after_end = len(piece) - (piece.rfind(b"\n") + 1)
-        self._unfinished = after_end if after_end < len(piece) else self._unfinished + after_end
-
-    def _cut(self) -> Chunk:
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        if len(data) > self._max_row:  # else no line of it can be too long
-            self._check(data)
-        self._pieces.clear()
-        self._length = self._unfinished = 0
-        start = data.rfind(b"\n", 0, len(data) - 1) + 1
-        head = data[start : start + HEAD]
-        return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
-
-    def _check(self, data: bytes) -> None:
-        start = 0
-        while start < len(data):
-            end = data.index(b"\n", start)
-            if end - start > self._max_row:
-                self._refuse(data, start)
-            start = end + 1
-
-    def _refuse(self, data: bytes, start: int) -> None:
-        """Raise RowTooLong for the line that begins at `start`; the lines before it are kept."""
-        self._pieces, self._length, self._unfinished = [data[:start]] if start else [], start, 0
-        raise RowTooLong(f"a line has more than {self._max_row} bytes", row_id=line_token(data[start : start + HEAD]))
-
-
-def line_token(head: bytes) -> int | None:
-    """The token of a line with this beginning; None for `batch`."""
-    token = head.split(b" ", 4)[3]
-    return None if token == b"batch" else int(token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.protocol.words import Side
 from replicad.streams import registry
+from replicad.streams.chunks import CHUNK, Chunk
 from replicad.streams.commands import Rdata
-from replicad.streams.rows import CHUNK, Chunk, RowSource, wire_instance
+from replicad.streams.rows import RowSource, wire_instance
 from tests.vocabulary import parse
 
 NASTY = [

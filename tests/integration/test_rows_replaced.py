@@ -13,7 +13,8 @@ from replicad.errors import DatabaseError, ReplicadError, TableReplaced
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry
-from replicad.streams.rows import Chunk, RowSource
+from replicad.streams.chunks import Chunk
+from replicad.streams.rows import RowSource
 from replicad.streams.rows_probe import is_of_a_row
 
 SWAPS = 150

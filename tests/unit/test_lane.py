@@ -17,7 +17,7 @@ from replicad.errors import (
     TableReplaced,
     UnknownStream,
 )
-from replicad.streams.rows import Chunk
+from replicad.streams.chunks import Chunk
 from replicad.streams.serving.lane import Lane
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.errors import DatabaseError, RowUnreadable
+from replicad.streams.chunks import Chunk, LineCutter
 from replicad.streams.row_pieces import Bounds, Piece, Segment, between, read_piece, segments
-from replicad.streams.rows import Chunk, ChunkSink, LineCutter, Range
+from replicad.streams.rows import ChunkSink, Range
 
 Row = tuple[int, str]  # id, writer
 

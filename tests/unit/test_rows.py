@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from replicad.errors import DatabaseError
 from replicad.protocol.words import Side
-from replicad.streams.rows import CHUNK, Chunk, LineCutter, RowSource, wire_instance
+from replicad.streams.chunks import CHUNK, Chunk, LineCutter
+from replicad.streams.rows import RowSource, wire_instance
 from tests.vocabulary import parse
 
 rows = st.builds(

@@ -10,8 +10,8 @@ from replicad.client.progress import StreamProgress
 from replicad.protocol.command import Command
 from replicad.protocol.tokens import MAX_TOKEN, Vector
 from replicad.protocol.words import Side
+from replicad.streams.chunks import Chunk
 from replicad.streams.commands import Position, Replicate, Writers
-from replicad.streams.rows import Chunk
 from replicad.streams.serving.sent_positions import LastTokens, position_lines, set_lines
 from replicad.streams.writer_set import WRITERS_ON_LINE, WriterSet, writers_lines
 from tests.vocabulary import parse

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import trio
@@ -89,6 +90,16 @@ class CatchupStatistics:
     rows: int
 
 
+class UnderWay(Protocol):
+    """A catch-up of one client. `position`: it has all rows up to there."""
+
+    @property
+    def feed(self) -> Feed: ...
+
+    @property
+    def position(self) -> int: ...
+
+
 class Catchups:
     """The reads of all streams of one daemon. `run` must be running."""
 
@@ -99,6 +110,7 @@ class Catchups:
         self._cache = PieceCache(limits.cache_bytes)
         self._shelves: WeakKeyDictionary[Feed, Shelf] = WeakKeyDictionary()
         self._readings: dict[Shelf, list[Reading]] = {}
+        self.under_way: set[UnderWay] = set()
         self._nursery: trio.Nursery | None = None
         self._kept = trio.Event()  # set when a piece is kept, so that it is dropped some time
         self._reads = self._rows = 0
@@ -112,11 +124,20 @@ class Catchups:
                 while True:
                     await self._kept.wait()
                     await trio.sleep(SWEEP)
-                    self._cache.sweep(trio.current_time())
+                    self._sweep()
                     if not len(self._cache):
                         self._kept = trio.Event()
         finally:
             self._nursery = None
+
+    def _sweep(self) -> None:
+        """Drop the pieces that no client will need."""
+        now = trio.current_time()
+        for feed, shelf in self._shelves.items():
+            positions = [one.position for one in self.under_way if one.feed is feed]
+            if positions:
+                shelf.need_above(min(positions), now)
+        self._cache.sweep(now)
 
     def statistics(self) -> CatchupStatistics:
         """Counts, as one frozen value."""

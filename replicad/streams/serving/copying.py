@@ -81,10 +81,15 @@ class Copying:
         self._catchups = catchups
         self._client = taking.client
         self._taking = taking
-        self._feed = feed
+        self.feed = feed
         self._linear = linear
         self._size = catchups.limits.sizes.first
         self._at: int | None = None  # all rows up to this id were sent
+
+    @property
+    def position(self) -> int:
+        """`UnderWay.position`."""
+        return min(self.reached.values(), default=self.others_after) if self._at is None else self._at
 
     async def copy(self, upto: Mapping[str, int], epoch: str) -> bool:
         """Send the rows up to `upto`, and the positions. False if generation `epoch` has ended: then less was sent.
@@ -93,7 +98,14 @@ class Copying:
             TokenExpired: rows of the range were trimmed.
             RowUnreadable: a row cannot be read; everything before it was sent, and positions just below its id.
         """
-        feed, before = self._feed, self.reached
+        self._catchups.under_way.add(self)
+        try:
+            return await self._copy(upto, epoch)
+        finally:
+            self._catchups.under_way.discard(self)
+
+    async def _copy(self, upto: Mapping[str, int], epoch: str) -> bool:
+        feed, before = self.feed, self.reached
         copier = Copier(feed.catchup_rows(feed.stream), linear=self._linear)
         seen = LastTokens(feed.name, before, one=copier.one_writer)
         stopped: RowUnreadable | None = None
@@ -116,8 +128,8 @@ class Copying:
         return whole
 
     async def _send_positions(self, before: Mapping[str, int], seen: LastTokens) -> None:
-        if lines := position_lines(self._feed.name, {**before, **seen.tokens}, self.reached):
-            await self._taking.send(self._feed.name, lines)
+        if lines := position_lines(self.feed.name, {**before, **seen.tokens}, self.reached):
+            await self._taking.send(self.feed.name, lines)
 
     async def _send_rows(self, copier: Copier, upto: Mapping[str, int], epoch: str, seen: LastTokens) -> bool:
         """Send the rows up to `upto` and move `reached`, also when it fails. False if the generation has ended."""
@@ -136,7 +148,7 @@ class Copying:
         return True
 
     async def _send_segment(self, segment: Segment, epoch: str, seen: LastTokens) -> bool:
-        feed, catchups = self._feed, self._catchups
+        feed, catchups = self.feed, self._catchups
         at = self._at = segment.after
         ahead: Reading | None = None
         try:
@@ -160,7 +172,7 @@ class Copying:
         began = trio.current_time()
         sent = 0
         for chunk in piece.lines(after, segment.upto):
-            await self._taking.send(self._feed.name, chunk.data)
+            await self._taking.send(self.feed.name, chunk.data)
             seen.see(chunk)
             assert chunk.token is not None
             after = self._at = chunk.token

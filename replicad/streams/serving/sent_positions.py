@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from replicad.streams.rows import Chunk
+from replicad.streams.chunks import Chunk
 
 FEW = 8  # writers that are searched for one by one; for more, one regular expression over the chunk is cheaper
 SORTED = 1000  # lines that are sorted for human readers; with more, sorting would cost as much as making them

@@ -15,7 +15,7 @@ from replicad.streams.registry import Stream
 from replicad.streams.row_pieces import Piece, Segment
 
 OLDEST = 60.0  # seconds after which a piece is read again: rows that came late or were changed are seen then
-UNUSED = 5.0  # seconds without a reader after which a piece is dropped
+UNUSED = 5.0  # seconds after which a piece is dropped that no client uses or is on its way to
 FIRST_ROW = 256.0  # bytes of a row, until the first piece was read
 FIRST_SPAN = 1 << 20  # ids that are looked through for a few writers' rows: some tenths of a second
 LEAST_SPAN = 1 << 16
@@ -57,6 +57,12 @@ class PieceCache:
         if kept is not None:
             kept.used_at = now
             self._pieces.move_to_end(piece)
+
+    def need(self, piece: Piece, now: float) -> None:
+        """A client will need the piece: it does not count as unused, but others are not dropped before it."""
+        kept = self._pieces.get(piece)
+        if kept is not None:
+            kept.used_at = now
 
     def drop(self, piece: Piece) -> None:
         """Remove a piece from memory; safe to repeat."""
@@ -142,6 +148,12 @@ class Shelf:
             self.span = max(LEAST_SPAN, self.span // 4)
         elif seconds < QUICK and not piece.cut:
             self.span = min(1 << 62, self.span * 4)
+
+    def need_above(self, lowest: int, now: float) -> None:
+        """A client that has the rows up to `lowest` will need the pieces above."""
+        for piece in [*self._whole.values(), *self._parts.values()]:
+            if piece.upto > lowest:
+                self._cache.need(piece, now)
 
     def trimmed(self, upto: int) -> None:
         """Drop pieces with rows that were trimmed: those up to `upto`."""

@@ -17,9 +17,10 @@ from replicad.errors import DatabaseError, RowUnreadable, StreamRefused, TokenEx
 from replicad.postgres.horizon import Reading, Source
 from replicad.protocol.tokens import Vector
 from replicad.streams.acks import Ack
+from replicad.streams.chunks import MAX_ROW, Chunk
 from replicad.streams.lineage import Generation, Lineage
 from replicad.streams.registry import Method, Published, Stream
-from replicad.streams.rows import MASTER, MAX_ROW, Chunk, ChunkSink, Range, wire_instance
+from replicad.streams.rows import MASTER, ChunkSink, Range, wire_instance
 from replicad.streams.serving.windows import Attached, Look, Window
 from replicad.streams.stream_writers import StreamWriter
 from replicad.streams.troubles import Row

@@ -13,7 +13,8 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from replicad.daemon.service import HangUp
 from replicad.errors import TokenExpired
 from replicad.protocol.states import CloseReason
-from replicad.streams.rows import Chunk, ChunkSink
+from replicad.streams.chunks import Chunk
+from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.catchups import CatchupLimits, Catchups, Sizes
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.feed import Feed

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from replicad.daemon.journal import JournalLimits
 from replicad.postgres.horizon import Fork, Reading
+from replicad.streams.chunks import Chunk
 from replicad.streams.registry import Published
-from replicad.streams.rows import Chunk, ChunkSink
+from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.catchups import CatchupLimits, Sizes
 from replicad.streams.serving.pace import Pace
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import trio
 
 from replicad.daemon.service import HangUp, Peer
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableReplaced
 from replicad.protocol.states import CloseReason
+from replicad.streams.chunks import Chunk
 from replicad.streams.row_pieces import Piece, Segment, segments
 from replicad.streams.serving.catchups import Catchups, Reading
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.lane import LINEAR, Copier, below
 from replicad.streams.serving.sent_positions import LastTokens, position_lines
 
-SECONDS = 0.25  # that a client takes for one piece
+SECONDS = 2.0  # that a client takes for one piece at most, beside many others
+TOGETHER = 256 << 10  # bytes of chunks that are sent at a time
 GROWTH = 4  # a piece is at most so many times as large as the one before
 
 
@@ -33,7 +35,7 @@ class Taking:
         self._busy = 0.0
         self._bytes = 0
 
-    async def send(self, stream: str, data: bytes) -> None:
+    async def send(self, stream: str, *pieces: bytes) -> None:
         """Send whole lines.
 
         Raises:
@@ -43,13 +45,13 @@ class Taking:
             self._since = trio.current_time()
         self._sending += 1
         try:
-            await self._peer.send(data)
+            await self._peer.send(*pieces)
         finally:
             now = trio.current_time()
             self._busy += now - self._since
             self._since = now
             self._sending -= 1
-        self._bytes += len(data)
+        self._bytes += sum(map(len, pieces))
         if self._busy >= self._seconds:
             if self._bytes < self._pace * self._busy:
                 raise HangUp(
@@ -159,7 +161,7 @@ class Copying:
                 if ahead is not None:
                     catchups.leave(ahead)
                     ahead = None
-                if self._size >= catchups.limits.sizes.first and piece.upto < segment.upto:
+                if self._size > catchups.limits.sizes.smallest and piece.upto < segment.upto:
                     ahead = catchups.ask(self._client, feed, segment, piece.upto, self._size)
                 at = self._at = await self._send_piece(piece, segment, at, seen)
         finally:
@@ -170,19 +172,35 @@ class Copying:
     async def _send_piece(self, piece: Piece, segment: Segment, after: int, seen: LastTokens) -> int:
         """Send the rows of a piece that are wanted; returns up to where. Less than all if it is dropped meanwhile."""
         began = trio.current_time()
-        sent = 0
+        sent, most = 0, min(TOGETHER, self._size)
+        chunks, size = list[Chunk](), 0
         for chunk in piece.lines(after, segment.upto):
-            await self._taking.send(self.feed.name, chunk.data)
-            seen.see(chunk)
-            assert chunk.token is not None
-            after = self._at = chunk.token
-            sent += len(chunk.data)
-            self._catchups.use(piece)
-        if sent:
+            chunks.append(chunk)
+            size += len(chunk.data)
+            if size >= most:
+                after = await self._send_chunks(piece, chunks, seen)
+                sent += size
+                chunks, size = [], 0
+        if chunks:
+            after = await self._send_chunks(piece, chunks, seen)
+            sent += size
+        if piece.dropped:  # memory is short: the rest is read again
+            self._size = max(self._catchups.limits.sizes.smallest, min(sent, self._size // 2))
+        elif sent:
             speed = sent / max(trio.current_time() - began, 1e-3)
             wanted = min(int(speed * SECONDS), self._size * GROWTH, self._catchups.largest)
             self._size = max(self._catchups.limits.sizes.smallest, wanted)
         return after if piece.dropped else min(piece.upto, segment.upto)
+
+    async def _send_chunks(self, piece: Piece, chunks: Sequence[Chunk], seen: LastTokens) -> int:
+        """Send chunks with nothing in between; returns the last id."""
+        await self._taking.send(self.feed.name, *(chunk.data for chunk in chunks))
+        for chunk in chunks:
+            seen.see(chunk)
+        self._catchups.use(piece)
+        self._at = chunks[-1].token
+        assert self._at is not None
+        return self._at
 
 
 def _segments(copier: Copier, after: Mapping[str, int], upto: Mapping[str, int], others_after: int) -> list[Segment]:

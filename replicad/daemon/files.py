@@ -38,7 +38,8 @@ def plan_files(wanted: int, database_connections: int) -> FileBudget:
     if limit <= needed:
         raise EnvironmentRefused(
             f"this process may open {limit} files and needs {needed} before the first client connects: raise the hard "
-            "limit (ulimit -Hn, or LimitNOFILE= of systemd), or lower --database-connections and --catchup-connections"
+            "limit (ulimit -Hn, or LimitNOFILE= of systemd), or lower --database-connections, --catchup-connections "
+            "and --tube-connections"
         )
     return FileBudget(limit, needed, min(wanted, limit - needed))
 

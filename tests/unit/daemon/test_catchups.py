@@ -175,6 +175,19 @@ async def test_pieces_leave_memory_when_nobody_uses_them_and_never_exceed_the_bo
         assert (catchups.statistics().pieces, catchups.statistics().bytes) == (0, 0)
 
 
+async def test_a_piece_is_kept_for_a_client_that_is_on_its_way_to_it(autojump_clock: MockClock) -> None:
+    async with opened(200) as (_, store, catchups, feed), trio.open_nursery() as nursery:
+        quick, slow = Socket(1), Socket(2, 100.0)
+        for socket in (quick, slow):
+            nursery.start_soon(copying(catchups, feed, socket, pace=0).copy, upto(feed), feed.stream.epoch)
+        await settle(10)
+        assert len(quick.ids) == 200
+        assert len(slow.ids) < 100
+        await settle(60)
+        assert slow.ids == quick.ids
+        assert store.rows_read == 200
+
+
 async def test_a_piece_that_is_dropped_while_it_is_sent_is_read_again_from_there(autojump_clock: MockClock) -> None:
     async with opened(300) as (_, _, catchups, feed), trio.open_nursery() as nursery:
         socket = Socket(1, 500.0)

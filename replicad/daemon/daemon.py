@@ -13,6 +13,7 @@ import structlog
 import trio
 
 from replicad.config.settings import Address, ServerSettings
+from replicad.daemon import cuts
 from replicad.daemon.access import AccessControl, names_of, verbs_of
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.files import EXTRA_CLIENTS
@@ -267,7 +268,9 @@ async def _serving(
             full=full,
             refused=hub.refuse,
             secure=None if entrance.handshakes is None else entrance.handshakes.shake,
-            give_way=Turns().next,
+            give_way=Turns(patience=0.001).next,
+            first_line=settings.limits.first_line,
+            too_long=_first_line_too_long(settings, wants_token=not entrance.access.open_to_all),
             pauses=pauses,
         )
         async with trio.open_nursery() as accepting:
@@ -287,6 +290,13 @@ def _log_ready(settings: ServerSettings, addresses: Sequence[Address], summary: 
 def _too_many(settings: ServerSettings, limit: int) -> bytes:
     """The lines for a client above the limit. SERVER comes first, so that a health check sees a running daemon."""
     text = f"too_many_connections: this server takes {limit} connections (--max-connections); try again later"
+    return "".join(f"{command.render()}\n" for command in (Server(settings.server_name), Error(text))).encode()
+
+
+def _first_line_too_long(settings: ServerSettings, *, wants_token: bool) -> bytes:
+    """The lines for a client whose first line is too long, as a session would send them."""
+    text = f"line_too_long: a line may have at most {settings.limits.first_line} bytes"
+    _, text = cuts.too_long(text, known=False, wants_token=wants_token)
     return "".join(f"{command.render()}\n" for command in (Server(settings.server_name), Error(text))).encode()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from replicad.errors import EnvironmentRefused
 from replicad.retry import Backoff
 
 BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
+ACCEPTED = 64  # connections that are accepted before other tasks run: ten microseconds each
 LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
-DEAD = 32  # connections that were reset before they were accepted, and are closed in one turn: ten microseconds each
 PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
@@ -69,8 +70,9 @@ class Acceptor:
     `room` is the maximum of client sockets, including those that are being refused. One more is closed at once; without
     TLS it is sent `full` before. So clients cannot use up the file descriptors that the daemon needs.
 
-    All connections that wait are accepted, LIVE in a turn. One that was reset meanwhile is closed
-    without a session.
+    Connections are accepted as fast as they come; one that was reset meanwhile is closed. If they come faster than
+    sessions can be begun, the newest and the oldest are begun in turns. One whose input cannot become a first command
+    is closed without a session.
     """
 
     def __init__(
@@ -84,13 +86,18 @@ class Acceptor:
         refused: Callable[[], None],
         secure: Secure | None = None,
         give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+        first_line: int = 4096,
+        too_long: bytes = b"",
         pauses: Pauses = Pauses(),
     ) -> None:
         """`refused` is called for each connection that is closed because `room` is used up. `secure` returns the stream
         after the TLS handshake; None if that failed, or there is no room for it. `give_way` waits for the next turn;
-        accepting has a queue of its own, so that it does not wait behind all who send much.
+        accepting has a queue of its own, so that it does not wait behind all who send much. `too_long` are the lines
+        for a client whose first line has more than `first_line` bytes.
         """
         self._give_way = give_way
+        self._first_line = first_line
+        self._too_long = too_long
         self._serve = serve
         self._sessions = sessions
         self._troubles = troubles
@@ -100,6 +107,8 @@ class Acceptor:
         self._secure = secure
         self._pauses = pauses
         self._inside = 0
+        self._waiting: deque[socket.socket] = deque()  # accepted, without a session yet; the newest is the last
+        self._begins = False  # whether a task begins their sessions
         self.dead = 0  # connections that were reset before they were accepted, since the start
 
     async def accept_forever(self, listener: trio.SocketListener) -> None:
@@ -115,8 +124,7 @@ class Acceptor:
                 while True:
                     try:
                         self._enter(await listener.accept())
-                        while self._accept_waiting(waiting):
-                            await self._give_way()
+                        self._accept_waiting(waiting)
                     except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
                         if isinstance(error, OSError) and error.errno in _OF_ONE:
                             self.dead += 1
@@ -130,24 +138,70 @@ class Acceptor:
                 if waiting is not None:
                     waiting.close()
 
-    def _accept_waiting(self, waiting: socket.socket | None) -> bool:
-        """Accept more of the connections that wait, as many as one turn should take. False if there are no more."""
-        if waiting is None:
+    def _accept_waiting(self, listening: socket.socket | None) -> None:
+        """Accept more of the connections that wait. They get their sessions from a task of its own."""
+        if listening is None:
+            return
+        try:
+            for _ in range(ACCEPTED):
+                try:
+                    accepted, _address = listening.accept()
+                except BlockingIOError:
+                    return
+                except OSError as error:
+                    if error.errno not in _OF_ONE:
+                        raise
+                    self.dead += 1
+                    continue
+                accepted.setblocking(False)
+                if _is_connected(accepted):
+                    self._waiting.append(accepted)
+                else:
+                    self.dead += 1
+                    accepted.close()
+        finally:
+            if self._waiting and not self._begins:
+                self._begins = True
+                self._sessions.start_soon(self._begin_waiting)
+            while len(self._waiting) > max(0, self._room - self._inside):
+                self._refuse(self._waiting.popleft())
+
+    def _is_hopeless(self, client: socket.socket) -> bool:
+        """Whether the peer has closed, or has begun with a line that is too long; such a peer is told so."""
+        if self._secure is not None:
             return False
-        live = 0
-        dead = self.dead
-        while live < LIVE and self.dead < dead + DEAD:
-            try:
-                accepted, _ = waiting.accept()
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                if error.errno not in _OF_ONE:
-                    raise
-                self.dead += 1
-                continue
-            live += self._enter(trio.SocketStream(trio.socket.from_stdlib_socket(accepted)))
-        return True
+        try:
+            data = client.recv(self._first_line + 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        if len(data) > self._first_line and b"\n" not in data:
+            with suppress(OSError):
+                os.write(client.fileno(), self._too_long)
+            return True
+        return not data
+
+    async def _begin_waiting(self) -> None:
+        """Begin the sessions of accepted connections, the newest and the oldest in turns, until none waits."""
+        try:
+            while self._waiting:
+                live = looked = 0
+                while self._waiting and live < LIVE and looked < ACCEPTED:
+                    client = self._waiting.pop() if looked % 2 else self._waiting.popleft()
+                    looked += 1
+                    if self._is_hopeless(client):
+                        self.dead += 1
+                        client.close()
+                    else:
+                        live += 1
+                        self._enter(trio.SocketStream(trio.socket.from_stdlib_socket(client)))
+                await self._give_way()
+        finally:
+            self._begins = False
+            for left in self._waiting:
+                left.close()
+            self._waiting.clear()
 
     def _report_failure(self, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -157,23 +211,24 @@ class Acceptor:
         else:
             self._troubles.fail(*PLACE, error)
 
-    def _enter(self, stream: trio.SocketStream) -> bool:
-        """Begin to serve a connection; False if there was nothing to serve."""
+    def _enter(self, stream: trio.SocketStream) -> None:
+        """Begin to serve a connection."""
         peer = _peer_of(stream)
         if peer is None:
             self.dead += 1
             stream.socket.close()
-            return False
-        if self._inside >= self._room:
-            self._refused()
-            if self._secure is None:
-                with suppress(OSError):
-                    os.write(stream.socket.fileno(), self._full)  # fits into the send buffer of a new socket
-            stream.socket.close()
-            return True
-        self._sessions.start_soon(self._serve_one, stream, peer)
-        self._inside += 1
-        return True
+        elif self._inside >= self._room:
+            self._refuse(stream.socket)
+        else:
+            self._sessions.start_soon(self._serve_one, stream, peer)
+            self._inside += 1
+
+    def _refuse(self, client: socket.socket | trio.socket.SocketType) -> None:
+        self._refused()
+        if self._secure is None:
+            with suppress(OSError):
+                os.write(client.fileno(), self._full)  # fits into the send buffer of a new socket
+        client.close()
 
     async def _serve_one(self, stream: trio.SocketStream, peer: str) -> None:
         """Serve one connection. A failure is recorded and ends only this connection."""
@@ -195,6 +250,14 @@ def _plain_copy(listener: trio.SocketListener) -> socket.socket | None:
     copy = socket.socket(fileno=os.dup(listener.socket.fileno()))
     copy.setblocking(False)
     return copy
+
+
+def _is_connected(accepted: socket.socket) -> bool:
+    try:
+        accepted.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def _peer_of(stream: trio.SocketStream) -> str | None:

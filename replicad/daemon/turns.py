@@ -1,9 +1,9 @@
 """How much of one client's input is handled before others get their turn.
 
 Whoever has more to do than the budget of a turn waits in a queue with all others that have. One of them goes on when
-the event loop has nothing else to do, and at the latest after PATIENCE. So work that comes in masses uses the time that
-is left. An answer that takes twenty steps between the event loop and Postgres is delayed by one budget now and then,
-and not by one in each step.
+the event loop has nothing else to do, and at the latest after `patience`. So work that comes in masses uses the time
+that is left. An answer that takes twenty steps between the event loop and Postgres is delayed by one budget now and
+then, and not by one in each step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ PATIENCE = 0.005  # seconds; so the queue moves on even if the event loop is nev
 class Turns:
     """The budget of a turn, and the queue of those that have used theirs up."""
 
-    def __init__(self, lines: int = 1, size: int = 1) -> None:
+    def __init__(self, lines: int = 1, size: int = 1, patience: float = PATIENCE) -> None:
         """`lines` and `size` (bytes) are handled in one turn."""
         self.lines = lines
         self.size = size
         self.waits = 0  # times that somebody had to wait, since the start
+        self._patience = patience
         self._queue = trio.Lock()
 
     async def next(self) -> None:
         """Wait for the next turn."""
         self.waits += 1
         async with self._queue:
-            with trio.move_on_after(PATIENCE):
+            with trio.move_on_after(self._patience):
                 await wait_all_tasks_blocked()

@@ -1,0 +1,193 @@
+"""Attackers on real sockets, bounded so that they take a second or two: resets, crowds, half TLS handshakes, floods."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.config.settings import Address, ServerSettings
+from replicad.daemon.dispatch import Dispatch, Relaying
+from replicad.daemon.handshakes import Handshakes
+from replicad.daemon.hub import Hub
+from replicad.daemon.listener import ACCEPTED, Acceptor, open_listeners
+from replicad.daemon.relay import Relay
+from replicad.daemon.session import Session
+from replicad.daemon.troubles import Troubles
+from replicad.daemon.turns import Turns
+from tests.vocabulary import EVERY
+
+from .test_poller_and_relay import Bus
+
+HANG = 60.0  # seconds after which a wait is a failure
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
+
+
+class Server:
+    """The sessions and the acceptor of a daemon, without services but the relay."""
+
+    def __init__(
+        self, nursery: trio.Nursery, listener: trio.SocketListener, room: int, tls: ssl.SSLContext | None, limits: Any
+    ) -> None:
+        settings = ServerSettings(server_name="example.com")
+        self.settings = replace(settings, limits=replace(settings.limits, **limits))
+        self.hub = Hub(room, Troubles(), self.settings.limits)
+        self.nursery = nursery
+        self.listener = listener
+        self.address = listener.socket.getsockname()
+        self.began: list[str] = []  # peers, in the order in which their sessions began
+        self.dispatch = Dispatch([Relaying(self.hub, Relay(Bus(), "replicad", EVERY, self.hub.troubles))], 10)
+        self.acceptor = Acceptor(
+            self.serve,
+            nursery,
+            self.hub.troubles,
+            room=room + 32,
+            full=b"ERROR full\n",
+            refused=self.hub.refuse,
+            secure=None if tls is None else Handshakes(tls, self.hub, self.settings.limits.tls_timeout).shake,
+            give_way=Turns(patience=0.001).next,
+        )
+        nursery.start_soon(self.hub.run)
+
+    def accept(self) -> None:
+        """Begin to accept; connections may wait already."""
+        self.nursery.start_soon(self.acceptor.accept_forever, self.listener)
+
+    async def serve(self, stream: trio.abc.Stream, peer: str) -> None:
+        self.began.append(peer)
+        session = Session(stream, peer, self.settings, self.hub, EVERY)
+        if self.hub.admit(session):
+            await session.run(self.dispatch.conversation(session))
+        else:
+            await trio.aclose_forcefully(stream)
+
+    def connect(self, data: bytes = b"") -> socket.socket:
+        """A client that only sends."""
+        link = socket.create_connection(self.address)
+        link.sendall(data)
+        return link
+
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+async def server(nursery: trio.Nursery) -> AsyncIterator[Open]:
+    async with AsyncExitStack() as stack:
+
+        async def start(*, room: int = 5000, tls: ssl.SSLContext | None = None, **limits: Any) -> Server:
+            (listener,) = await open_listeners(Address("127.0.0.1", 0))
+            stack.push_async_callback(listener.aclose)
+            return Server(nursery, listener, room, tls, limits)
+
+        yield start
+
+
+@asynccontextmanager
+async def greeted(server: Server, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """A polite client that has got its first line; yields its address."""
+    with trio.fail_after(HANG):
+        stream: trio.abc.Stream = await trio.open_tcp_stream(*server.address)
+        assert isinstance(stream, trio.SocketStream)
+        host, port = stream.socket.getsockname()
+        if tls is not None:
+            stream = trio.SSLStream(stream, tls, server_hostname="localhost", https_compatible=True)
+        await stream.send_all(b"NAME polite\n")
+        heard = b""
+        while b"\n" not in heard:
+            data = await stream.receive_some(1000)
+            assert data, "closed"
+            heard += data
+        assert heard.startswith(b"SERVER example.com")
+        yield f"{host}:{port}"
+        await trio.aclose_forcefully(stream)
+
+
+async def test_connections_that_were_reset_while_they_waited_get_no_session(server: Open) -> None:
+    attacked = await server()
+    for _ in range(1000):
+        link = attacked.connect()
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        link.close()
+    attacked.accept()
+    async with greeted(attacked) as polite:
+        assert attacked.began == [polite]
+    assert attacked.acceptor.dead == 1000
+
+
+async def test_a_new_client_does_not_wait_behind_a_crowd(server: Open) -> None:
+    attacked = await server()
+    crowd = [attacked.connect() for _ in range(5 * ACCEPTED)]
+    attacked.accept()
+    async with greeted(attacked) as polite:
+        assert attacked.began.index(polite) < 3 * ACCEPTED
+    for link in crowd:
+        link.close()
+
+
+async def test_those_that_begin_with_too_long_a_line_get_no_session(server: Open) -> None:
+    attacked = await server()
+    crowd = [attacked.connect(b"x" * 5000) for _ in range(100)]
+    attacked.accept()
+    async with greeted(attacked):
+        pass
+    with trio.fail_after(HANG):
+        while attacked.acceptor.dead + len(attacked.began) < len(crowd) + 1:
+            await trio.sleep(0.01)
+    assert len(attacked.began) < 5  # one in each turn has its session from the call that waited
+    for link in crowd:
+        link.close()
+
+
+async def test_half_handshakes_neither_fill_the_server_nor_stay(server: Open, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+        "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
+    await trio.run_process(command, capture_stdout=True, capture_stderr=True)
+    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ours.load_cert_chain(certificate, key)
+    theirs = ssl.create_default_context(cafile=str(certificate))
+    attacked = await server(room=20, tls=ours, tls_handshakes=10, tls_timeout=1.0)
+    attacked.accept()
+    crowd = []
+    for _ in range(200):
+        crowd.append(attacked.connect(b"\x16\x03\x01\x02\x00\x01"))
+        await trio.sleep(0.001)
+    async with greeted(attacked, theirs):
+        assert len(attacked.hub.handshakes) <= 10
+        assert attacked.hub.statistics().handshakes_cut > 0
+        with trio.fail_after(HANG):
+            while len(attacked.hub.handshakes):
+                await trio.sleep(0.05)
+    for link in crowd:
+        link.close()
+
+
+async def test_a_polite_client_is_answered_while_relays_flood_a_crowd(server: Open) -> None:
+    attacked = await server()
+    attacked.accept()
+    crowd = [attacked.connect(b"NAME idle\n") for _ in range(300)]
+    with trio.fail_after(HANG):
+        while len(attacked.hub) < len(crowd):
+            await trio.sleep(0.01)
+        async with await trio.open_tcp_stream(*attacked.address) as flood, trio.open_nursery() as nursery:
+            nursery.start_soon(flood.send_all, b"REMOTE_SERVER_UP x\n" * 20_000)
+            for _ in range(20):
+                async with greeted(attacked):
+                    pass
+            announced = attacked.hub.statistics().announced
+            nursery.cancel_scope.cancel()
+    assert announced < 20_000
+    for link in crowd:
+        link.close()

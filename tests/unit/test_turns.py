@@ -16,7 +16,9 @@ __all__ = ["door"]
 
 
 class Ear:
-    """Notes what it gets, and in which turn."""
+    """Notes what it gets."""
+
+    hears = True
 
     def __init__(self) -> None:
         self.heard = b""

@@ -10,6 +10,8 @@ import trio
 class Inlet:
     """Receives from one peer."""
 
+    __slots__ = ("_socket", "_stream")
+
     def __init__(self, stream: trio.abc.ReceiveStream) -> None:
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None

@@ -9,22 +9,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import trio
 
 from replicad.daemon import cuts
 from replicad.daemon.access import ClientAccess, access_by_token
-from replicad.daemon.closing import DRAIN_BYTES, LOST, RECEIVE_BYTES, error_line, reason_of, send_last_error, text_of
+from replicad.daemon.answering import Answering
+from replicad.daemon.closing import DRAIN_BYTES, LOST, RECEIVE_BYTES, reason_of, send_last_error, text_of
 from replicad.daemon.deadlines import EARLY
 from replicad.daemon.hub import Hub
 from replicad.daemon.inlet import Inlet
-from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outbox import Outbox
-from replicad.daemon.outlet import Piece
 from replicad.daemon.service import HangUp
-from replicad.errors import ProtocolError, ReplicadError, RowUnreadable
+from replicad.errors import ProtocolError
 from replicad.groups import reporting
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.commands import CORE, Auth, Error, Name, Ping, Server
@@ -36,7 +35,6 @@ from replicad.protocol.words import Side
 if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
 
-RELAY = "relay"  # the verb of what is sent to all clients
 ERROR_GRACE = 1.0  # seconds for sending the last ERROR, best effort
 PAUSE = 0.001  # seconds without input, after which a peer that sent much is as good as any other
 _numbers = count(1)
@@ -46,28 +44,21 @@ log = structlog.get_logger()
 Handler = Callable[[Command], Awaitable[None]]
 
 
-class Session:
+class Session(Answering):
     """One client. It is a *newcomer* until its first valid command, or until AUTH where it has to send one."""
 
     __slots__ = (
         "__weakref__",
         "_before_end",
         "_closed_by",
-        "_connection",
         "_end",
         "_held",
-        "_hub",
         "_known_by",
         "_limits",
         "_nursery",
         "_reading",
         "_stream",
         "_wants_auth",
-        "access",
-        "name",
-        "number",
-        "outbox",
-        "peer",
     )
 
     def __init__(
@@ -111,84 +102,7 @@ class Session:
         self.post(Server(settings.server_name))
         self.post_line(hub.deadlines.ping(now))
 
-    # --- what services call ---
-
-    @property
-    def identity(self) -> str:
-        """The client's name (its address if it has none) and number, as shown in lists and leases."""
-        return f"{(self.name or self.peer).replace(' ', '_')}#{self.number}"
-
-    @property
-    def line_bytes(self) -> int:
-        """Length of the line of the command that is handled."""
-        return self._connection.line_bytes
-
-    @property
-    def log(self) -> Any:
-        """A logger bound to the client's fields; made when it is needed, since most sessions are idle."""
-        bound = log.bind(session=self.number, peer=self.peer)
-        if self.access.name:
-            bound = bound.bind(client=self.access.name)
-        return bound if self.name is None else bound.bind(name=self.name)
-
-    def post(self, command: Command) -> None:
-        """Queue a command without waiting; never raises. A peer whose queue is full is disconnected.
-
-        The command is rendered now. If that fails, it is a defect of replicad, and only this session ends.
-        """
-        try:
-            line = self._connection.render(command)
-        except Exception as error:  # noqa: BLE001 - logged with its traceback
-            self._fail(error)
-        else:
-            self.outbox.post_line(line)
-
-    def post_line(self, line: bytes) -> None:
-        """`post` for a rendered line with its newline."""
-        self.outbox.post_line(line)
-
-    def deliver(self, lines: bytes) -> None:
-        """Send whole lines now, if the socket is free, or queue them. Never raises."""
-        if not self.outbox.offer(lines):
-            self.outbox.post_line(lines)
-
-    @property
-    def hears(self) -> bool:
-        """Whether the client may get what is sent to all clients."""
-        return self.access.may(RELAY)
-
-    def refuse(self, error: ReplicadError) -> None:
-        """Answer a request with ERROR; the connection stays open."""
-        self.log.info("request_refused", code=error.code, error=str(error))
-        self.post(error_line(text_of(error)))
-
-    async def give_way(self) -> None:
-        """Wait for the next turn: for work in masses, such as reading a long list."""
-        await self._hub.turns.next()
-
-    async def send(self, *pieces: Piece) -> None:
-        """Send whole lines with nothing in between; waits until the socket has accepted them."""
-        await self.outbox.send(*pieces)
-
-    async def flush(self) -> None:
-        """Send the commands that are queued already, so that the next `send` comes after them."""
-        await self.outbox.flush()
-
-    def read(
-        self,
-        channel: Channel,
-        cursor: int,
-        *,
-        extended: bool,
-        preamble: bytes = b"",
-        on_stop: Callable[[RowUnreadable], None] | None = None,
-    ) -> Reader:
-        """`Outbox.read`."""
-        return self.outbox.read(channel, cursor, extended=extended, preamble=preamble, on_stop=on_stop)
-
-    def stop_reading(self, reader: Reader) -> None:
-        """`Outbox.stop_reading`."""
-        self.outbox.stop_reading(reader)
+    # --- what services call, beside what `Answering` has ---
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the first reason counts."""

@@ -28,6 +28,8 @@ class LineBuffer:
     limit plus one piece of data.
     """
 
+    __slots__ = ("__weakref__", "_head", "_max_line", "_partial", "_too_long")
+
     def __init__(self, max_line: int = MAX_LINE) -> None:
         self._max_line = max_line
         self._partial = bytearray()
@@ -111,6 +113,8 @@ class MixedBuffer(LineBuffer):
     is then the raw bytes and the newline behind them. With `stop` None there are only lines. Memory stays below the raw
     bytes, or the limit of a line, plus one piece of data.
     """
+
+    __slots__ = ("_held", "_raw", "_raw_left", "stop")
 
     def __init__(self, max_line: int = MAX_LINE) -> None:
         super().__init__(max_line)

@@ -28,6 +28,7 @@ WHOLE = Part(0, 1)
 BEATS = 3  # renewals in one time to live: two may fail
 CLAIM_SLICE = 10.0  # seconds of waiting in one CLAIM; daemons limit it
 POSITION_PATIENCE = 5.0  # seconds in which a daemon that has just started learns the tube's position
+SHARED = "shared"  # the key of a holder that was given without one: several processes of a query may claim as it
 _SIDE_TIMEOUT = 5.0  # seconds for an answer to a renewal, and to the release at the end
 
 log = logging.getLogger("replicad.spark")
@@ -42,7 +43,8 @@ def holder_name(consumer: str | None, kind: str, number: int | str) -> str:
 class TubeHold:
     """A tube and its lease, for one query. Requests are for one thread at a time; renewals have their own thread.
 
-    `holder` None: a name that is unique to this process, so that no other process gets the same term.
+    `holder` None: a name that is unique to this process, so that no other process gets the same term. All connections
+    of one holder share the lease by the key behind the `!` (docs/leases.md).
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class TubeHold:
     ) -> None:
         assert options.tube is not None
         self.tube: str = options.tube
-        self.holder = holder or holder_name(options.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
+        given = holder or holder_name(options.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
+        self.holder, _, key = given.partition("!")  # without the key, which is nobody else's business
+        self._claims_as = f"{self.holder}!{key or (SHARED if holder else secrets.token_hex(16))}"
         self._options = options
         self._ttl = options.lease_ttl if ttl is None else ttl
         self._client = endpoint_of(options).connect(self.holder)
@@ -145,7 +149,7 @@ class TubeHold:
             try:
                 lease = self._with_retries(
                     lambda client, wait=wait: client.claim(  # type: ignore[misc]
-                        self.tube, WHOLE, ttl=self._ttl, wait=wait, holder=self.holder
+                        self.tube, WHOLE, ttl=self._ttl, wait=wait, holder=self._claims_as
                     )
                 )
                 break

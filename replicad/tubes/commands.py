@@ -87,8 +87,8 @@ class Claim(Command):
     """CLAIM: asks for the lease of a partition; `0/1` is the whole tube, whatever its number of partitions.
 
     `ttl` is how long the lease lasts when its holder sends nothing. `wait` is how long to wait while another holder has
-    it; after that the answer is ERROR lease_held. `holder` is an identity that survives a reconnect (default: the
-    connection's name and number).
+    it; after that the answer is ERROR lease_held. `holder` is a name that survives a reconnect (default: the
+    connection's name and number). With `NAME!KEY` several connections that know the key share the lease.
     """
 
     tube: str = word("tube")

@@ -7,7 +7,7 @@ the one that was seen. The SQL functions refuse an old term.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +18,7 @@ from replicad.errors import LeaseHeld, LeaseLost
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.commands import Lease, Part
+from replicad.tubes.holders import Holder
 
 RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
 LONGEST_GAP = 1.5  # seconds; a longer gap between two looks counts as this. A daemon looks every second
@@ -46,6 +47,7 @@ class LeaseBook:
         self._db = db
         self._schema = schema
         self._table = f"{quote_ident(schema)}.tube_lease"
+        self._sequence = f"{quote_ident(schema)}.tube_term_seq".replace("'", "''")
         self._now = now
         self._watch = BeatWatch[int](LONGEST_GAP)
 
@@ -57,10 +59,10 @@ class LeaseBook:
         silent = self._watch.observe((row["beat"] for row in rows), self._now())
         return [LeaseView(**dict(row), silent=silent[row["beat"]]) for row in rows]
 
-    async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease:
+    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, wait: float = 0.0) -> Lease:
         """Get the lease of a partition. Wait up to `wait` seconds while another holder has it or a lease overlaps it.
 
-        The holder of exactly this lease keeps its term.
+        The holder of exactly this lease keeps its term. A lease of its name whose connection has ended gets a new term.
 
         Raises:
             LeaseHeld: another holder still had it, or a lease that overlaps it, at the end of the wait.
@@ -71,8 +73,15 @@ class LeaseBook:
             expired = [lease.beat for lease in await self.look() if lease.tube == tube and lease.expired]
             try:
                 where = (tube, part.partitions, part.partition)
+                await self._db.execute(
+                    f"UPDATE {self._table} SET holder = $4, term = nextval('{self._sequence}') "
+                    "WHERE tube = $1 AND partitions = $2 AND partition = $3 AND holder = $5",
+                    *where,
+                    holder.stored,
+                    holder.name,
+                )
                 row = await call_row(
-                    self._db, self._schema, "tube_lease_claim", *where, holder, timedelta(seconds=ttl), expired
+                    self._db, self._schema, "tube_lease_claim", *where, holder.stored, timedelta(seconds=ttl), expired
                 )
                 return Lease(tube, part, row["term"], ttl)
             except LeaseHeld:
@@ -80,6 +89,20 @@ class LeaseBook:
                 if remaining <= 0:
                     raise
                 await trio.sleep(min(remaining, RETRY_INTERVAL))
+
+    async def let_go(self, holders: Sequence[Holder]) -> None:
+        """The connections that these holders are bound to have ended: another one under the name may have the lease."""
+        await self._db.execute(
+            f"UPDATE {self._table} SET holder = split_part(holder, ' ', 1) WHERE holder = ANY ($1::text[])",
+            [holder.stored for holder in holders],
+        )
+
+    async def holder_of(self, tube: str, term: int) -> str | None:
+        """The stored holder of the lease with this term; None if there is none."""
+        found: str | None = await self._db.fetch_value(
+            f"SELECT holder FROM {self._table} WHERE tube = $1 AND term = $2", tube, term
+        )
+        return found
 
     async def renew(self, tube: str, part: Part, term: int) -> Lease:
         """Renew a lease. `part` is the claimed partition, or a part of it.

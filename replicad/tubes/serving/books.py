@@ -15,6 +15,7 @@ from replicad.postgres.bridge import Sink
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
+from replicad.tubes.holders import Holder
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import Span, TubeInfo
 
@@ -24,7 +25,11 @@ class Leases(Protocol):
 
     async def look(self) -> list[LeaseView]: ...
 
-    async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease: ...
+    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, wait: float = 0.0) -> Lease: ...
+
+    async def let_go(self, holders: Sequence[Holder]) -> None: ...
+
+    async def holder_of(self, tube: str, term: int) -> str | None: ...
 
     async def renew(self, tube: str, part: Part, term: int) -> Lease: ...
 

@@ -17,7 +17,16 @@ from replicad.config.limits import Limits
 from replicad.daemon.service import Answer, Answers, Feature, Host, Job, Peer, Positions
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
-from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, DataLoss, TubeRefused, UnknownTube
+from replicad.errors import (
+    CursorAhead,
+    DatabaseError,
+    DatabaseUnavailable,
+    DataLoss,
+    LeaseHeld,
+    LeaseLost,
+    TubeRefused,
+    UnknownTube,
+)
 from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.command import Command
 from replicad.protocol.tokens import Cursor
@@ -40,10 +49,12 @@ from replicad.tubes.commands import (
     Report,
     Tube,
 )
+from replicad.tubes.holders import without_tags
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook, Span, TubeInfo
 from replicad.tubes.serving.books import Books
 from replicad.tubes.serving.listed import ack_listed, read_list
+from replicad.tubes.serving.ownership import Ownership
 from replicad.tubes.serving.pace import Pace
 from replicad.tubes.serving.waiters import Waiters
 from replicad.tubes.untouched import load_untouched
@@ -83,6 +94,7 @@ class TubeService:
         self._backfiller = books.backfiller
         self._poller = poller
         self._troubles = troubles
+        self._ownership = Ownership(books.leases, troubles, pace.look)
         self._waiters = Waiters(self._pods, troubles, pace)
         self._watched: dict[str, LockSource] = {}
         self._refused: dict[str, str] = {}  # tube: why it has no position
@@ -115,6 +127,8 @@ class TubeService:
             async def answer_known(command: Any) -> None:
                 if peer.access.limited:  # a tube that it may not know and one that is not there get the same answer
                     await self._info(command.tube, peer.access.lists)
+                    if isinstance(command, (Renew, Release, Pods, Ack, Park)):
+                        await self._ownership.check(peer, command.tube, command.term)
                 await each(peer, command)
 
             return partial(self._answer, answer_known)
@@ -134,6 +148,9 @@ class TubeService:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(
                 keep_running, self._waiters.run, "service", "tube waiters", self._troubles, self._pace.restarts
+            )
+            nursery.start_soon(
+                keep_running, self._ownership.run, "service", "leases", self._troubles, self._pace.restarts
             )
             nursery.start_soon(self._repeat, "tubes", self._look_at_tubes)
             nursery.start_soon(self._repeat, "triggers", self._look_at_triggers)
@@ -200,6 +217,7 @@ class TubeService:
     async def _look_at_leases(self) -> None:
         alive = {(lease.tube, lease.term) for lease in await self.leases.look()}
         self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
+        self._ownership.keep_only(alive)
 
     async def _look_for_backfills(self, nursery: trio.Nursery) -> None:
         await self._backfiller.run([info for info in self.tubes.values() if info.fault is None], nursery)
@@ -228,6 +246,8 @@ class TubeService:
         """
         try:
             await work(command)
+        except (LeaseHeld, LeaseLost) as error:
+            raise type(error)(without_tags(str(error))) from error
         except DatabaseUnavailable:
             raise
         except DatabaseError as error:  # if the tube's table is the reason, say so
@@ -279,7 +299,7 @@ class TubeService:
                 f"ttl={ttl:g} is out of range; this server gives leases of up to {limits.lease_ttl_max:g} s"
             )
         wait = self._bounded_wait(command.wait)
-        lease = await self.leases.claim(command.tube, command.part, command.holder or session.identity, ttl, wait)
+        lease = await self._ownership.claim(session, command, ttl, wait)
         self._renewed[lease.tube, lease.term] = (trio.current_time(), ttl)
         session.log.info("lease_claimed", tube=lease.tube, part=str(lease.part), term=lease.term, ttl=ttl)
         session.post(lease)

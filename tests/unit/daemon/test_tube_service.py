@@ -17,6 +17,7 @@ from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
+from replicad.tubes.holders import Holder
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import Span, TubeInfo
 from replicad.tubes.serving.books import Books
@@ -64,7 +65,7 @@ class MemoryBooks:
         await self._answer("look")
         return [LeaseView(lease.tube, term, 1, lease.ttl, 0.0) for term, lease in self.held.items()]
 
-    async def claim(self, tube: str, part: Part, holder: str, ttl: float, wait: float = 0.0) -> Lease:
+    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, wait: float = 0.0) -> Lease:
         await self._answer("claim")
         if any((lease.tube, lease.part) == (tube, part) for lease in self.held.values()):
             await trio.sleep(wait)
@@ -72,6 +73,12 @@ class MemoryBooks:
         term = len(self.held) + 1
         self.held[term] = Lease(tube, part, term, ttl)
         return self.held[term]
+
+    async def let_go(self, holders: Sequence[Holder]) -> None:
+        await self._answer("let_go")
+
+    async def holder_of(self, tube: str, term: int) -> str | None:
+        return None
 
     async def renew(self, tube: str, part: Part, term: int) -> Lease:
         await self._answer("renew")

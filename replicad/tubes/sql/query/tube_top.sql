@@ -5,7 +5,7 @@
 SELECT s.tube, s.partition, s.inc_count AS pods, s.inc_ids AS ids, s.backfill_count AS backfill_pods, s.estimated,
     greatest(extract(epoch FROM clock_timestamp() - s.inc_min_ts), 0)::float8 AS lag_s,
     greatest(extract(epoch FROM clock_timestamp() - s.backfill_min_ts), 0)::float8 AS backfill_lag_s,
-    (SELECT l.holder FROM {schema}.tube_lease l WHERE l.tube = s.tube AND s.partition % l.partitions = l.partition
+    (SELECT split_part(l.holder, ' ', 1) FROM {schema}.tube_lease l WHERE l.tube = s.tube AND s.partition % l.partitions = l.partition
         AND r.partitions % l.partitions = 0 ORDER BY l.term DESC LIMIT 1) AS holder,
     (SELECT sum(b.ids) FROM {schema}.tube_backfill b
         WHERE b.tube = s.tube AND NOT b.finished AND b.shard % r.partitions = s.partition)::bigint AS backfill_done,

@@ -312,21 +312,22 @@ async def test_guesses_are_slowed_down_and_other_addresses_and_clients_are_not(
 
     async def guess(peer: str) -> None:
         nonlocal guesses
-        while trio.current_time() < began + 120:
+        while trio.current_time() < began + 40:
             client = desk.connect(peer)
             guesses += WRONG in [*await client.say(f"AUTH a.{guesses}x"), *await client.lines(9)]
             await client.leave()
+            await trio.sleep(0.2)  # tries that are refused at once take no time
 
     async with trio.open_nursery() as guessers:
-        for number in range(4):
+        for number in range(2):
             guessers.start_soon(guess, f"10.0.0.9:{number}")
-        await trio.sleep(100)
+        await trio.sleep(30)
         before = trio.current_time()
         client = desk.connect("10.0.0.8:1")
         await client.say(f"AUTH a.{SECRET}")
         assert client.session.access.name == "a"
         assert trio.current_time() - before < 0.5, "another address"
-    assert 10 <= guesses <= 25, "one in eight seconds, after the first ones"
+    assert 6 <= guesses <= 11, "five in the first eight seconds, then one in eight"
 
 
 def test_the_table_of_addresses_is_bounded_and_forgets_the_oldest_first() -> None:

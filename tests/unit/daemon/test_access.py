@@ -298,6 +298,33 @@ async def test_a_broken_file_changes_nothing_and_is_a_trouble_until_it_is_mended
     assert client.reason is None
 
 
+async def test_the_catch_ups_of_a_client_are_bounded_over_all_its_connections(
+    tmp_path: Path, nursery: trio.Nursery, autojump_clock: MockClock
+) -> None:
+    access = control(tmp_path, "[client.a]\nSECRET\ncatchups = 2\n[client.b]\ncertificate = 'b'")
+    desk = Desk(nursery, Troubles())
+    desk.access = access
+    await desk.open()
+    clients = [await enter(desk, "a") for _ in range(5)]
+    running = most = 0
+
+    async def catch_up(client: Client) -> None:
+        nonlocal running, most
+        async with client.session.access.catching_up():
+            running += 1
+            most = max(most, running)
+            await trio.sleep(1)
+            running -= 1
+
+    began = trio.current_time()
+    async with trio.open_nursery() as catching_up:
+        for client in clients:
+            catching_up.start_soon(catch_up, client)
+        catching_up.start_soon(catch_up, desk.connect("h:1", ["b"]))
+    assert most == 3, "two of a, and one of b"
+    assert trio.current_time() - began == pytest.approx(3)
+
+
 # --- guesses ---
 
 

@@ -137,8 +137,8 @@ class ScriptedTransport:
         self.in_flight: set[str] = set()
         self.attempts: defaultdict[str, list[float]] = defaultdict(list)
 
-    def accepts(self, destination: str) -> bool:
-        return True
+    def objection(self, destination: str) -> str | None:
+        return None
 
     async def send(self, destination: str, transaction: Transaction) -> SendResult:
         assert destination not in self.in_flight, "two requests at the same time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import struct
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -92,11 +93,14 @@ class Receiver:
         return len(self._in_flight[destination])
 
     @asynccontextmanager
-    async def listening(self, port: int = 0) -> AsyncIterator[Receiver]:
+    async def listening(
+        self, port: int = 0, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    ) -> AsyncIterator[Receiver]:
         async with trio.open_nursery() as nursery:
-            listeners = await trio.open_tcp_listeners(port, host="127.0.0.1", backlog=512)
+            listeners = await trio.open_tcp_listeners(port, host=host, backlog=512)
             self.port = listeners[0].socket.getsockname()[1]
-            nursery.start_soon(trio.serve_listeners, self._serve, listeners)
+            served = [trio.SSLListener(one, tls, https_compatible=True) for one in listeners] if tls else listeners
+            nursery.start_soon(trio.serve_listeners, self._serve, served)
             yield self
             nursery.cancel_scope.cancel()
 

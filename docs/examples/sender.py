@@ -62,7 +62,8 @@ def main() -> None:
 
         start(
             stack, "sender", "--facts", "orders", "--start", "earliest", "--form", "webhook", "--retry-first", "200ms",
-            "--destinations", f"http://127.0.0.1:{shop.server_port}/orders", "--server", server, "--database", url,
+            "--destinations", f"http://127.0.0.1:{shop.server_port}/orders", "--allow-private", "127.0.0.1",
+            "--server", server, "--database", url,
         )  # fmt: skip
         for number in range(ORDERS):
             psql(url, f"INSERT INTO orders (item) VALUES ('item {number}')")

@@ -1,4 +1,4 @@
-"""`replicad sender`: turns options into settings and runs the sender until a signal ends it."""
+"""`replicad sender`: turns options into settings and runs the sender until a signal ends it. Prints secrets."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from replicad.config.declaring import load, read_file
 from replicad.config.settings import ClientSettings, DatabaseSettings, read_settings
 from replicad.errors import EnvironmentRefused, UsageError
-from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
-from replicad.terminal.command import ReplicadCommand, option, settings_options
+from replicad.sender.settings import Bounds, Delivery, Routing, Secrets, SenderSettings
+from replicad.sender.signing import derive
+from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option, settings_options
 from replicad.terminal.database import database_url
+from replicad.terminal.output import echo
 
 if TYPE_CHECKING:
     from replicad.sender.sender import Sender
@@ -31,23 +34,38 @@ class Program:
     sender: SenderSettings = SenderSettings(facts="-")  # noqa: RUF009 - never used: reading settings makes its own
 
 
-@click.command(
+class SenderGroup(ReplicadCommand, ReplicadGroup):
+    """A command that runs by itself, and has other commands."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options section by section, then the commands."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+_config_option = option(
+    "--config",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="TOML file of settings: retry_first = '10s' for --retry-first 10s.",
+)
+
+
+@click.group(
     "sender",
-    cls=ReplicadCommand,
+    cls=SenderGroup,
+    invoke_without_command=True,
+    subcommand_metavar="[secret NAME]",
     log_level="info",
     short_help="Deliver the facts of a stream to many HTTP destinations.",
     epilog="""\b
 Examples:
   replicad sender --facts orders --form webhook --destinations https://shop.example/hook
   replicad sender --facts events --origin us.example --route app.federation:route
-  replicad sender --config sender.toml --sender-name s2 --senders s1,s2""",
+  replicad sender --config sender.toml --sender-name s2 --senders s1,s2
+  replicad sender secret --config sender.toml https://shop.example/hook""",
 )
-@option(
-    "--config",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="TOML file of settings: retry_first = '10s' for --retry-first 10s.",
-)
+@_config_option
 @option(
     "--from",
     "moves",
@@ -61,7 +79,8 @@ Examples:
 @settings_options(Bounds, "Bounds")
 @settings_options(ClientSettings, "Daemon")
 @settings_options(DatabaseSettings, "Database")
-def command(config: Path | None, moves: tuple[str, ...], **options: Any) -> None:
+@click.pass_context
+def command(ctx: click.Context, /, config: Path | None, moves: tuple[str, ...], **options: Any) -> None:
     """Deliver the facts of a stream, and updates, to many HTTP destinations, until SIGTERM or SIGINT.
 
     Each destination gets every fact that concerns it, in order, however long it or others are down. What is still to be
@@ -71,6 +90,8 @@ def command(config: Path | None, moves: tuple[str, ...], **options: Any) -> None
     It needs a daemon (--server) for the stream, and the same database. Several senders divide the destinations by name:
     give each its own --sender-name, and all of them the same --senders.
     """
+    if ctx.invoked_subcommand is not None:
+        return
     program = read_settings(Program, options, file=config)
     try:
         from replicad.sender.sender import Sender
@@ -98,6 +119,35 @@ def command(config: Path | None, moves: tuple[str, ...], **options: Any) -> None
             moves=dict(_move(text, program.sender.facts) for text in moves),
         )
         _run(sender)
+
+
+@command.command(
+    "secret",
+    short_help="Print the secret of a destination.",
+    epilog="""\b
+Examples:
+  replicad sender secret --config sender.toml https://shop.example/hook
+  REPLICAD_FEDERATION_SECRET=$(cat new) replicad sender secret a.example""",
+)
+@click.argument("name")
+@_config_option
+@click.pass_context
+def secret(ctx: click.Context, /, name: str, config: Path | None) -> None:
+    """Print the secret that the receiver of destination NAME needs, made from the sender's secret.
+
+    NAME is written as in rows and in --destinations, letter by letter. The sender's secret is that of the file or of
+    REPLICAD_FEDERATION_SECRET, and never leaves the machine. With federation_secret_previous a second line has the
+    secret that was made from it, which the receiver still accepts.
+    """
+    config = config or (ctx.parent.params["config"] if ctx.parent is not None else None)
+    secrets = load(Secrets, {}, os.environ, read_file(config, Program) if config else {})
+    if secrets.federation_secret is None:
+        raise UsageError("there is no secret: federation_secret in the file, or REPLICAD_FEDERATION_SECRET")
+    try:
+        for master in filter(None, (secrets.federation_secret, secrets.federation_secret_previous)):
+            echo(derive(master, name))
+    except UnicodeEncodeError:
+        raise UsageError(f"{name!r} is not UTF-8, so it is not the name of a destination") from None
 
 
 def _move(text: str, facts: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ down, and their time-outs, do not delay the others.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -291,7 +292,8 @@ class Engine:
         self._counts["failures"] += 1
         was_catching_up = destination.catching_up
         now = self._now()
-        given_up = destination.failed(now, self._chance(), at_least=outcome.retry_after, refused=outcome.refused)
+        at_least = math.inf if outcome.forbidden else outcome.retry_after  # the longest pause: it needs the operator
+        given_up = destination.failed(now, self._chance(), at_least=at_least, refused=outcome.refused)
         kept = None if given_up else transaction
         self.states.post(self._entry(destination, done=given_up, kept=kept, error=outcome.reason))
         assert destination.retry_at is not None
@@ -304,6 +306,8 @@ class Engine:
         }
         if given_up:
             log.error("transaction_given_up", facts=len(transaction.pdus), updates=len(transaction.edus), **fields)
+        elif outcome.forbidden:
+            log.warning("destination_forbidden", **fields)
         elif destination.catching_up and not was_catching_up:
             log.warning("catch_up_begins", **fields)
         elif destination.failures == 1:

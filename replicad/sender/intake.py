@@ -62,7 +62,7 @@ class IntakeStatistics:
 
 
 class Intake:
-    """See the module. `mine`: whether this sender serves a destination. `accepts`: whether a name is valid."""
+    """See the module. `mine`: whether this sender serves a destination. `objection`: why a name is refused, or None."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Intake:
         facts: str,
         sender: str,
         mine: Callable[[str], bool],
-        accepts: Callable[[str], bool],
+        objection: Callable[[str], str | None],
         skip_bad_rows: bool = False,
         connected: Callable[[], None] = lambda: None,
     ) -> None:
@@ -84,7 +84,7 @@ class Intake:
         self._facts = facts
         self._sender = sender
         self._mine = mine
-        self._accepts = accepts
+        self._objection = objection
         self._skip_bad_rows = skip_bad_rows
         self._connected = connected
         self._recorded: dict[str, int | None] = {}
@@ -346,10 +346,11 @@ class Intake:
         return [name for name in destinations if name in self._engine or (self._mine(name) and self._can_be(name))]
 
     def _can_be(self, name: str) -> bool:
-        if self._accepts(name):
+        reason = self._objection(name)
+        if reason is None:
             return True
         self._refused_names += 1
         if name not in self._strange and len(self._strange) < STRANGE_NAMES:
             self._strange.add(name)
-            log.warning("destination_refused", destination=name[:200])
+            log.warning("destination_refused", destination=name[:200], reason=reason)
         return False

@@ -171,7 +171,7 @@ class Sender:
                     facts=settings.facts,
                     sender=settings.sender_name,
                     mine=self._mine,
-                    accepts=transport.accepts,
+                    objection=transport.objection,
                     skip_bad_rows=settings.routing.bad_row == "skip",
                     connected=self._connected,
                 )

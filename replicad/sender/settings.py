@@ -13,6 +13,7 @@ from replicad.errors import UsageError
 from replicad.retry import Backoff
 from replicad.sender.destination import JITTER, Terms
 from replicad.sender.items import MAX_EDUS, MAX_PDUS
+from replicad.sender.reach import Places
 
 MATRIX = "matrix"
 WEBHOOK = "webhook"
@@ -27,6 +28,12 @@ def _names(text: str) -> tuple[str, ...]:
     names = tuple(re.split(r"[,\s]+", text.strip(", \t\r\n")))
     if not all(re.fullmatch(r"[!-+\--~]{1,1024}", name) for name in names):
         raise ValueError("give names separated by commas or blanks")
+    return names
+
+
+def _places(text: str) -> tuple[str, ...]:
+    names = _names(text)
+    Places(names)
     return names
 
 
@@ -90,6 +97,21 @@ class Routing:
             raise UsageError(f"{' and '.join(said)} are given; give one of them")
 
 
+_SECRET = text_of(r"[!-~]{32,1024}", "give 32 to 1024 printable characters without blanks: openssl rand -hex 32")
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """The secrets from which those of destinations are made. A destination could guess a short one."""
+
+    federation_secret: str | None = setting(
+        None, "Secret from which the secret of each destination is made.", "SECRET", _SECRET, secret=True
+    )
+    federation_secret_previous: str | None = setting(
+        None, "The secret before it: `sender secret` prints what was made from it too.", "SECRET", _SECRET, secret=True
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """The form of requests, their limits, and the certificates of destinations."""
@@ -110,14 +132,30 @@ class Delivery:
         "", "Name of this server in the matrix form; it is never sent anything.", "NAME", text_of(_NAME, "give a name")
     )
     sign: str = choice(
-        "none", "hmac signs every request with the secret, bearer sends it as a bearer token.", "none", "hmac", "bearer"
+        "none",
+        "hmac signs every request with the secret of its destination, bearer sends that as a bearer token.",
+        "none",
+        "hmac",
+        "bearer",
     )
-    federation_secret: str | None = setting(
-        None,
-        "Secret to sign with.",
-        "SECRET",
-        text_of(r"[!-~]{8,1024}", "give 8 to 1024 printable characters without blanks"),
-        secret=True,
+    allow_destinations: tuple[str, ...] = setting(
+        (),
+        "Send only to hosts that one of these globs matches, or to such names where the host is fixed. Default: all.",
+        "GLOBS",
+        _names,
+    )
+    allow_private: tuple[str, ...] = setting(
+        (),
+        "Networks, addresses and names (globs) of hosts that may be private, loopback or link-local. Default: none.",
+        "PLACES",
+        _places,
+    )
+    allow_http: tuple[str, ...] = setting(
+        (),
+        "Networks, addresses and names (globs) of hosts that get what is made with a secret over http too. "
+        "Default: none.",
+        "PLACES",
+        _places,
     )
     destination_ca: Path | None = setting(
         None, "Certificate authorities (PEM) to trust in destinations. Default: the system's.", "FILE", path
@@ -134,6 +172,7 @@ class Delivery:
     probes: int = count(  # each destination that is down costs a time-out; the others must not wait for it
         64, "Requests at the same time, besides, to destinations that did not, or are new.", 1, 10_000
     )
+    secrets: Secrets = Secrets()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -150,7 +189,7 @@ class Delivery:
             raise UsageError(
                 "--form matrix needs --origin, the name of this server; for plain webhooks: --form webhook"
             )
-        if (self.sign == "none") != (self.federation_secret is None):
+        if (self.sign == "none") != (self.secrets.federation_secret is None):
             raise UsageError(
                 "--sign hmac and bearer need a secret, and a secret needs one of them: federation_secret in the "
                 "file, or REPLICAD_FEDERATION_SECRET"

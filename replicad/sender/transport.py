@@ -1,7 +1,8 @@
 """Sends one transaction as one HTTP request and returns the outcome. `engine` has the queues and retries.
 
-A transaction always becomes the same request, byte for byte. Only the status of the answer decides whether it was
-accepted. A little of the body is read, for a short time, so that the connection can be used again.
+A transaction always becomes the same request, but for the signature: it has the time of the try in it. Only the status
+of the answer decides whether it was accepted. A little of the body is read, for a short time, so that the connection
+can be used again. Redirects are not followed, and cookies are not kept.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from importlib.metadata import version
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 from zlib import crc32
 
+import httpcore
 import httpx
 import trio
 
 from replicad.sender import signing
+from replicad.sender.connecting import FAILURES, AddressRefused, CheckedBackend, CheckedTransport
 from replicad.sender.items import Transaction
+from replicad.sender.reach import Address, Places, glob, is_public
 from replicad.sender.settings import MATRIX, Delivery
 
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
@@ -38,21 +44,22 @@ _REASON = 200  # characters of a reason that are kept
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """How a request ended. `refused`: the destination will never accept it. `retry_after`: the pause it asks for,
-    in seconds.
+    """How a request ended. `refused`: the destination will never accept it. `forbidden`: the settings forbid to send
+    it, and nothing was sent. `retry_after`: the pause that the destination asks for, in seconds.
     """
 
     delivered: bool
     reason: str
     refused: bool = False
     retry_after: float = 0.0
+    forbidden: bool = False
 
 
 class Transport(Protocol):
     """Delivers transactions; any number at the same time."""
 
-    def accepts(self, destination: str) -> bool:
-        """Whether a name is valid for a destination."""
+    def objection(self, destination: str) -> str | None:
+        """Why nothing is ever kept for a destination of that name, or None."""
 
     async def send(self, destination: str, transaction: Transaction) -> SendResult:
         """Deliver a transaction. A failure is an outcome, not an exception."""
@@ -61,13 +68,28 @@ class Transport(Protocol):
 class HttpTransport:
     """See the module. Made by `open_transport`."""
 
-    def __init__(self, clients: Sequence[httpx.AsyncClient], settings: Delivery) -> None:
+    def __init__(
+        self,
+        clients: Sequence[httpx.AsyncClient],
+        settings: Delivery,
+        *,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
         self._clients = clients
         self._settings = settings
+        self._now_ms = now_ms
         self._method = "PUT" if settings.form == MATRIX else "POST"
+        self._names_host = settings.url.startswith("{destination}") or "://{destination}" in settings.url
+        self._allowed = [glob(pattern) for pattern in settings.allow_destinations]
+        self._http = Places(settings.allow_http)
 
-    def accepts(self, destination: str) -> bool:
-        """Whether a name is valid at its place in the URL, and is not our own name."""
+    def objection(self, destination: str) -> str | None:
+        """See Transport. A name must be valid at its place in the URL, not our own, and allowed."""
+        if not self._is_name(destination):
+            return "it is not the name of a destination"
+        return self._outside(destination)
+
+    def _is_name(self, destination: str) -> bool:
         if destination == self._settings.origin or len(destination.encode()) > MAX_NAME:
             return False
         if self._settings.url.startswith("{destination}"):
@@ -79,8 +101,7 @@ class HttpTransport:
     def url(self, destination: str, transaction: str) -> str:
         """The URL for a transaction of a destination. A name in the path is quoted."""
         template = self._settings.url
-        plain = template.startswith("{destination}") or "://{destination}" in template
-        name = destination if plain else quote(destination, safe="")
+        name = destination if self._names_host else quote(destination, safe="")
         return template.replace("{transaction}", transaction).replace("{destination}", name)
 
     def request(self, destination: str, transaction: Transaction) -> httpx.Request:
@@ -96,16 +117,21 @@ class HttpTransport:
         request = self._client(destination).build_request(
             self._method, self.url(destination, transaction.id), content=body, headers=headers
         )
-        secret = self._settings.federation_secret
-        if secret is not None and self._settings.sign == "bearer":
+        master = self._settings.secrets.federation_secret
+        if master is None:
+            return request
+        secret = signing.derive(master, destination)
+        if self._settings.sign == "bearer":
             request.headers["authorization"] = f"Bearer {secret}"
-        elif secret is not None:
+        else:
             request.headers[signing.SIGNATURE_HEADER] = signing.sign(
                 secret,
+                destination=destination,
                 method=self._method,
                 target=request.url.raw_path.decode("ascii"),
                 transaction=transaction.id,
                 ts=transaction.ts,
+                sent=self._now_ms(),
                 body=body,
             )
         return request
@@ -116,15 +142,42 @@ class HttpTransport:
             request = self.request(destination, transaction)
         except (httpx.InvalidURL, UnicodeError) as error:
             return SendResult(False, _reason("url", error), refused=True)
+        forbidden = self._outside(destination) or self._unprotected(request.url)
+        if forbidden is not None:
+            return SendResult(False, forbidden, forbidden=True)
         outcome: SendResult | None = None
         with trio.move_on_after(self._settings.request_timeout):
             try:
                 response = await self._client(destination).send(request, stream=True)
                 outcome = _judge(response)
                 await _drain(response)
-            except (httpx.HTTPError, httpx.StreamError, OSError) as error:
+            except AddressRefused as error:
+                return SendResult(False, f"{error}; --allow-private can name it"[:_REASON], forbidden=True)
+            except FAILURES as error:
                 outcome = outcome or SendResult(False, _reason("request", error))
         return outcome or SendResult(False, f"no answer within {self._settings.request_timeout:g} s")
+
+    def _outside(self, destination: str) -> str | None:
+        """Why the list of allowed destinations does not hold this one, or None."""
+        if not self._allowed:
+            return None
+        name = destination
+        if self._names_host:
+            try:
+                name = _host(httpx.URL(self.url(destination, "0")))
+            except (httpx.InvalidURL, UnicodeError):
+                return "it has no host that can be allowed"
+        if any(pattern.fullmatch(name) for pattern in self._allowed):
+            return None
+        return "--allow-destinations does not name it"
+
+    def _unprotected(self, url: httpx.URL) -> str | None:
+        """Why nothing that is made with the secret may be sent there, or None."""
+        if self._settings.secrets.federation_secret is None or url.scheme == "https" or self._http.name(_host(url)):
+            return None
+        return (
+            f"http:// does not protect what is made with the secret; use https://, or name {_host(url)} in --allow-http"
+        )
 
     def _client(self, destination: str) -> httpx.AsyncClient:
         return self._clients[crc32(destination.encode()) % len(self._clients)]
@@ -148,17 +201,28 @@ async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
     most = settings.concurrency + settings.probes  # requests at a time; there are as many workers
     idle = math.ceil(most / POOLS)
     trusted = settings.ssl_context()
+    private = Places(settings.allow_private)
+
+    def permits(host: str, address: Address) -> bool:
+        return is_public(address) or private.name(host.lower().rstrip(".")) or private.hold(address)
+
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
                 httpx.AsyncClient(
-                    verify=trusted,
+                    transport=CheckedTransport(
+                        httpcore.AsyncConnectionPool(
+                            ssl_context=trusted,
+                            max_connections=most,
+                            max_keepalive_connections=idle,
+                            keepalive_expiry=KEEP_IDLE,
+                            network_backend=CheckedBackend(permits),
+                        )
+                    ),
                     trust_env=False,
                     follow_redirects=False,
                     timeout=httpx.Timeout(settings.request_timeout, connect=settings.destination_timeout),
-                    limits=httpx.Limits(
-                        max_connections=most, max_keepalive_connections=idle, keepalive_expiry=KEEP_IDLE
-                    ),
+                    cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
                     headers={"user-agent": f"replicad/{version('replicad')}", "accept-encoding": "identity"},
                 )
             )
@@ -174,6 +238,11 @@ def _is_url(text: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and bool(_PLAIN.fullmatch(text))
+
+
+def _host(url: httpx.URL) -> str:
+    """The host as patterns name it: ASCII, without brackets and the dot at its end."""
+    return url.raw_host.decode("ascii").lower().rstrip(".")
 
 
 def _judge(response: httpx.Response) -> SendResult:

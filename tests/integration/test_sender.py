@@ -65,13 +65,14 @@ def start_sender(daemon: Daemon, receiver: Receiver, database_url: str) -> Start
         routing: Routing | None = None,
         bounds: Bounds = QUICK,
         probes: int = 64,
+        allow_private: tuple[str, ...] = ("127.0.0.1",),
         **changes: Any,
     ) -> AsyncIterator[Sender]:
         url = f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}"
         settings = SenderSettings(
             **{"facts": "facts", "updates": ("typing",)} | changes,
             routing=routing or Routing(),
-            delivery=Delivery(form="webhook", url=url, request_timeout=10, probes=probes),
+            delivery=Delivery(form="webhook", url=url, allow_private=allow_private, request_timeout=10, probes=probes),
             bounds=bounds,
         )
         address = daemon.addresses[0]
@@ -325,6 +326,25 @@ async def test_remote_server_up_from_anybody_ends_a_back_off(
         await write(facts, "facts", fact(1, "a"))
         await receiver.expect(lambda: sender.statistics().engine.backing_off == 1)
         receiver.behave = lambda _: Reply()
+        await person.send("REMOTE_SERVER_UP a")
+        await receiver.expect(lambda: numbers(receiver, "a") == [1])
+
+
+async def test_facts_for_a_forbidden_address_are_kept_and_shown_and_delivered_once_it_is_named(
+    facts: Database, receiver: Receiver, start_sender: StartSender, netcat: Any
+) -> None:
+    with capture_logs() as events:
+        async with start_sender(allow_private=(), bounds=Bounds()) as sender:
+            await write(facts, "facts", fact(1, "a"))
+            await receiver.expect(lambda: sender.statistics().engine.backing_off == 1)
+    (said,) = [event for event in events if event["event"] == "destination_forbidden"]
+    assert (said["destination"], said["retry_in"]) == ("a", Bounds().retry_max)
+    assert said["reason"] == "127.0.0.1 is at 127.0.0.1, which is no public address; --allow-private can name it"
+    shown = "SELECT last_error FROM replicad.federation_destination WHERE name = 'a'"
+    assert await facts.fetch_value(shown) == said["reason"]
+    assert receiver.connections == 0
+    async with start_sender(bounds=Bounds()) as sender, netcat() as person:
+        await receiver.expect(lambda: sender.statistics().engine.backing_off == 1)
         await person.send("REMOTE_SERVER_UP a")
         await receiver.expect(lambda: numbers(receiver, "a") == [1])
 

@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from replicad.postgres.bridge import Database
+from replicad.sender.signing import derive
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
@@ -23,6 +24,7 @@ from tests.daemons import Daemon
 from ..federation_receiver import Receiver, Reply, Request
 
 KILLS = 4
+MASTER = "sesame-" * 5
 
 Arguments = Callable[..., list[str]]
 
@@ -50,6 +52,8 @@ def arguments(daemon: Daemon, receiver: Receiver, database_url: str) -> Argument
             "url": f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}",
             "server": str(daemon.addresses[0]),
             "database": database_url,
+            "allow-private": "127.0.0.1",
+            "allow-http": "127.0.0.1",
             "start": "earliest",
             "retry-first": "50ms",
             "retry-max": "200ms",
@@ -132,7 +136,7 @@ async def test_sigterm_lets_what_is_under_way_end_and_the_secret_of_the_file_is_
     facts: Database, receiver: Receiver, arguments: Arguments, tmp_path: Path
 ) -> None:
     file, log = tmp_path / "sender.toml", tmp_path / "log"
-    file.write_text('sign = "bearer"\nfederation_secret = "sesame-sesame"\nconcurrency = 3\n')
+    file.write_text(f'sign = "bearer"\nfederation_secret = "{MASTER}"\nconcurrency = 3\n')
     receiver.behave = lambda _: Reply(delay=0.5)
     with log.open("wb") as out:
         async with process(arguments("--config", str(file), "--log-level", "debug"), stderr=out) as sender:
@@ -143,8 +147,9 @@ async def test_sigterm_lets_what_is_under_way_end_and_the_secret_of_the_file_is_
                 assert await sender.wait() == 0
     done = "SELECT last_successful_stream_ordering, txn_id FROM replicad.federation_destination"
     assert tuple(await facts.fetch_row(done)) == (1, None)
-    assert receiver.requests[0].headers["authorization"] == "Bearer sesame-sesame"
+    assert receiver.requests[0].headers["authorization"] == f"Bearer {derive(MASTER, 'a')}"
     assert "sesame" not in log.read_text()
+    assert derive(MASTER, "a") not in log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 import trio
+from structlog.testing import capture_logs
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from replicad.retry import Backoff
@@ -248,6 +249,34 @@ async def test_what_a_destination_refuses_for_good_does_not_stop_it_for_ever(jum
         await trio.sleep(DAY)
     assert world.transport.bodies("a.example") == bodies
     assert len(world.transport.attempts["a.example"]) > 5, "it was not tried again"
+
+
+async def test_what_the_settings_forbid_is_kept_and_tried_after_the_longest_pause_or_when_it_is_reported_up(
+    jumping: MockClock,
+) -> None:
+    forbidden = True
+
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
+        return SendResult(False, "10.0.0.1", forbidden=True) if forbidden else TAKEN
+
+    world = World(answer)
+    cap = world.terms.backoff.cap
+    with capture_logs() as events:
+        async with world.running() as engine:
+            bodies = [await world.fact("a.example")]
+            await trio.sleep(2.5 * cap)
+            attempts = world.transport.attempts["a.example"]
+            assert [round(later - earlier) for earlier, later in pairwise(attempts)] == [cap, cap]
+            assert engine.statistics().failures == 3
+            forbidden = False
+            engine.wake("a.example")
+            await trio.sleep(1)
+    assert world.transport.bodies("a.example") == bodies
+    said = [event for event in events if event["event"] == "destination_forbidden"]
+    assert [event["failures"] for event in said] == [1, 2, 3]
+    assert {(event["destination"], event["reason"], event["retry_in"]) for event in said} == {
+        ("a.example", "10.0.0.1", cap)
+    }
 
 
 async def test_updates_that_must_not_be_lost_survive_kills_and_an_outage(jumping: MockClock) -> None:

@@ -81,7 +81,7 @@ async def run(
         facts="facts",
         sender="s1",
         mine=lambda _: True,
-        accepts=lambda _: True,
+        objection=lambda _: None,
     )
     with pytest.raises(BaseExceptionGroup) as caught:
         await intake.run(cast("Upstream", Events(*events)), {"facts": Recorded(recorded, "g0")})

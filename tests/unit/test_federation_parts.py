@@ -254,6 +254,11 @@ async def test_of_a_rooms_many_latest_facts_the_last_that_fit_stand_in() -> None
         ("--origin us.example", "--facts names no stream"),
         ("--facts f", "--form matrix needs --origin"),
         ("--facts f --form webhook --sign hmac", "REPLICAD_FEDERATION_SECRET"),
+        (
+            "--facts f --form webhook --allow-private 10.0.0.1/8",
+            "--allow-private: '10.0.0.1/8' is not valid; give networks",
+        ),
+        ("--facts f --form webhook --allow-http http://a", "--allow-http: 'http://a' is not valid; give networks"),
         ("--facts f --form webhook --url http://x/{nonsense}{destination}", "nothing else in braces"),
         ("--facts f --form webhook --url http://x/", "needs {destination}"),
         ("--facts f --form webhook --url x/{destination}", "neither http:// nor https://"),

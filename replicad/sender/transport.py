@@ -144,7 +144,7 @@ class HttpTransport:
             return SendResult(False, _reason("url", error), refused=True)
         forbidden = self._outside(destination) or self._unprotected(request.url)
         if forbidden is not None:
-            return SendResult(False, forbidden, forbidden=True)
+            return SendResult(False, forbidden[:_REASON], forbidden=True)
         outcome: SendResult | None = None
         with trio.move_on_after(self._settings.request_timeout):
             try:

@@ -76,6 +76,8 @@ async def test_secrets_certificates_and_rights_are_changed_without_a_restart(dat
     first, second = Authority(tmp_path, "first"), Authority(tmp_path, "second")
     certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
 
+    key.touch(0o600)
+
     def install(authority: Authority, name: str) -> None:
         made, its_key = authority.certify(name, "IP:127.0.0.1")
         certificate.write_bytes(made.read_bytes())

@@ -22,6 +22,7 @@ EVENTS = "--table public.events --id id"
 
 # Every command, with arguments that are right. Those that need no database say nothing about one.
 NO_DATABASE = {
+    "sender secret": "https://shop.example/hook",
     "version": "",
     "ping": "127.0.0.1:1",
     "tail": "events --server 127.0.0.1:1 --once",
@@ -91,8 +92,10 @@ Run = Callable[..., tuple[int, str]]
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[str]:
-    """The words of every command of the tree that is not a group."""
+    """The words of every command of the tree that is not a group, or runs without a command of its group too."""
     if isinstance(command, click.Group):
+        if words and command.invoke_without_command:
+            yield " ".join(words)
         context = click.Context(command)
         for name in command.list_commands(context):
             found = command.get_command(context, name)

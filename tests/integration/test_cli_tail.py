@@ -123,7 +123,8 @@ def test_the_daemon_ends_cleanly_on_a_signal_and_frees_its_port(start: Start, tm
     [
         (["serve", "--listen", "{taken}"], 1, "{taken}"),
         (["serve", "--database", "postgresql://nobody:hunter2@127.0.0.1:1/x"], 1, "127.0.0.1:1"),
-        (["serve", "--listen", "192.0.2.1:9009"], 1, "192.0.2.1:9009"),
+        (["serve", "--listen", "192.0.2.1:9009", "--insecure"], 1, "192.0.2.1:9009"),
+        (["serve", "--listen", "192.0.2.1:9009"], 2, "--insecure"),
         (["serve", "--tls-cert", "/does/not/exist"], 2, "--tls-cert"),
         (["tail", "--server", "127.0.0.1:1", "--token-file", "/does/not/exist"], 2, "--token-file"),
         (["tail", "events", "more", "--from", "58"], 2, "--from 58"),

@@ -20,6 +20,7 @@ from replicad.daemon.service import HangUp, Peer
 from replicad.errors import (
     DatabaseError,
     Forbidden,
+    ReplicadError,
     RowUnreadable,
     SlowReader,
     StreamRefused,
@@ -85,8 +86,11 @@ class Subscriptions:
         """
         if command.stream is None:
             await self._replicate_all()
-        else:
+            return
+        try:
             await self._replicate_one(command, command.stream)
+        except TableReplaced as error:
+            raise StreamRefused(f"stream {command.stream} cannot be served now: {error}") from error
 
     # --- every stream, from now on (as in Synapse) ---
 
@@ -163,7 +167,11 @@ class Subscriptions:
         if channel.held is not None and start[0] == channel.boundary.positions:
             raise channel.held.copy()
         self._streams.add(name)
-        self._join(feed, channel, *start, linear=command.linear, extended=True)
+        try:
+            self._join(feed, channel, *start, linear=command.linear, extended=True)
+        except ReplicadError:  # the stream has ended meanwhile
+            self._streams.discard(name)
+            raise
 
     def _join(
         self,

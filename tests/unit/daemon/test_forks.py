@@ -239,9 +239,9 @@ async def test_a_restart_that_a_copy_sees_first_sends_nothing_and_ends_no_reader
         assert lines[-1] == "RDATA s master 1 1"
 
 
-async def test_who_comes_when_a_stream_ends_is_refused_and_does_not_wait_for_ever(autojump_clock: MockClock) -> None:
+async def test_who_comes_when_a_stream_ends_is_refused_and_may_come_again(autojump_clock: MockClock) -> None:
     async with open_streams("s", "t") as streams:
-        feed = streams.publisher.feeds["s"]
+        feed, entry = streams.publisher.feeds["s"], streams.store.streams["s"]
         await streams.write("s", 1, 2, 3)
         client = streams.connect()
         find = streams.publisher.find
@@ -257,6 +257,26 @@ async def test_who_comes_when_a_stream_ends_is_refused_and_does_not_wait_for_eve
         await client.say("REPLICATE s NOW")
         assert "stream_refused: stream s is no longer served" in (await client.lines(3))[-1]
         assert feed.channel.ended is not None
+        streams.publisher.find = find  # type: ignore[method-assign]
+        streams.store.streams["s"] = entry
+        await settle(1.5)
+        streams.positions.tell("s", 3)
+        await settle()
+        assert (await client.say("REPLICATE s NOW"))[-1] == "POSITION s master 3 3"
+
+
+async def test_a_table_that_is_replaced_while_a_client_comes_is_a_refusal_after_which_it_may_come_again(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3)
+        client, feed = streams.connect(), streams.publisher.feeds["s"]
+        honest = feed.retained
+        feed.retained = AsyncMock(side_effect=TableReplaced("another table has its name"))  # type: ignore[method-assign]
+        [refused] = await client.say("REPLICATE s EARLIEST")
+        assert refused.startswith("ERROR stream_refused: stream s cannot be served now: another table")
+        feed.retained = honest  # type: ignore[method-assign]
+        assert (await client.say("REPLICATE s EARLIEST"))[-1] == "RDATA s master 3 1"
 
 
 async def test_a_look_that_is_older_than_what_was_taken_over_begins_no_generation(autojump_clock: MockClock) -> None:

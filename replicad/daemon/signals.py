@@ -31,7 +31,7 @@ def interruptible() -> Iterator[None]:
     handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]] = {
         signal.SIGTERM: signal.default_int_handler
     }
-    for number in _not_ignored():
+    for number in _handled():
         handlers[number] = signal.default_int_handler if _stops(number) else _do_nothing
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -62,7 +62,7 @@ async def stop_on_signal(
     `reload` is called for SIGHUP; it returns whether there was anything to read.
     """
     stopping = {number for number in (*STOPPING, *HARMLESS) if _stops(number)}  # now: isatty() fails once it is closed
-    with trio.open_signal_receiver(*STOPPING, *_not_ignored()) as signals:
+    with trio.open_signal_receiver(*STOPPING, *_handled()) as signals:
         task_status.started()
         async for number in signals:  # signals during the stop are received too, so that they do not end the process
             name = signal.Signals(number).name
@@ -73,9 +73,15 @@ async def stop_on_signal(
                 log.warning("signal_ignored", signal=name, remedy="SIGTERM and SIGINT stop the daemon")
 
 
-def _not_ignored() -> list[signal.Signals]:
-    """Those of HARMLESS that the parent process has not set to be ignored, as nohup does with SIGHUP."""
-    return [number for number in HARMLESS if signal.getsignal(number) is not signal.SIG_IGN]
+def _handled() -> list[signal.Signals]:
+    """Those of HARMLESS that the parent process has not set to be ignored. nohup does that with SIGHUP, which is handled
+    all the same if it only has files read again.
+    """
+    return [
+        number
+        for number in HARMLESS
+        if signal.getsignal(number) is not signal.SIG_IGN or (number is signal.SIGHUP and not _stops(number))
+    ]
 
 
 def _stops(number: signal.Signals) -> bool:

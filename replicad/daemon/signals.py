@@ -74,8 +74,9 @@ async def stop_on_signal(
 
 
 def _handled() -> list[signal.Signals]:
-    """Those of HARMLESS that the parent process has not set to be ignored. nohup does that with SIGHUP, which is handled
-    all the same if it only has files read again.
+    """Those of HARMLESS that the parent process has not set to be ignored.
+
+    nohup does that with SIGHUP. It is handled all the same if it only has files read again.
     """
     return [
         number

@@ -36,9 +36,12 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSeri
 # A crash of the machine may eat the test data, a crash of Postgres may not: the pages are in the system's cache.
 FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and the programs that they start would too.
+# A shell that starts the tests in the background has them ignore Ctrl-C, and nohup SIGHUP: the programs that they start
+# would ignore them too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _numbers = itertools.count(1)
 

@@ -245,7 +245,7 @@ async def test_after_a_backfill_what_the_downstream_holds_of_deleted_rows_goes_t
             collecting.set()
         return found
 
-    settings = replace(QUICK, max_pods=1000, garbage_ids=20, garbage_settle=0.1)
+    settings = replace(QUICK, lease_ttl=30.0, max_pods=1000, garbage_ids=20, garbage_settle=0.1)
     worker = Worker(
         open_worker_client, "items", downstream.handle, control=control, stale_ids=stale_ids, settings=settings
     )
@@ -288,7 +288,11 @@ async def test_garbage_that_cannot_be_collected_is_parked_with_the_reason(
 
     tries: list[int] = []
     worker = Worker(
-        open_worker_client, "items", handle, stale_ids=stale_ids, settings=replace(QUICK, garbage_settle=0.01)
+        open_worker_client,
+        "items",
+        handle,
+        stale_ids=stale_ids,
+        settings=replace(QUICK, lease_ttl=30.0, garbage_settle=0.01),
     )
     end = '{"type": "backfill_end", "start_seq": "5"}'
     for shard in (0, 1):

@@ -18,12 +18,14 @@ from typing import Protocol
 import structlog
 import trio
 
+from replicad import sqlstates
 from replicad.config.limits import Limits
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.postgres.bell import LastValues, Wait
 from replicad.postgres.horizon import Reading, Source
 from replicad.retry import Backoff
+from replicad.sqlstates import means
 
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing changes
 QUICK = 4  # the first pause after a calm is poll_min / 4: the transaction that ended the calm is about to commit
@@ -195,7 +197,7 @@ class Poller:
             self._pause = min(max(self._pause, limits.poll_min) * CALM_GROWTH, limits.poll_max)
 
     async def attend(self, bell: Ringer) -> None:
-        """Poll when the bell rings, until cancelled. While it does not work, the poller does without."""
+        """Poll when the bell rings, until cancelled. While it does not work, the poller does without, more slowly."""
         while True:
             try:
                 async with bell.waiting() as wait:
@@ -205,10 +207,12 @@ class Poller:
                         self._rests = trio.Event()
                         if self._at_rest is not None:
                             await wait(self._at_rest)
+                            self._troubles.end("service", "bell", "wait")
                             self._rests = trio.Event()  # set again by the next poll
                             self.ring()
             except DatabaseError as error:
-                log.debug("bell_failed", error=str(error))
+                if not means(error.sqlstate, sqlstates.LOCKED):  # who locks a sequence lets it go soon
+                    self._troubles.fail("service", "bell", "wait", error)
             finally:
                 self._has_bell = False
             self.ring()

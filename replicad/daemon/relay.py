@@ -56,8 +56,8 @@ class Pace:
     restarts: Restarts = Restarts()
 
 
-FindChannel = Callable[[], Awaitable[str]]
-"""The present name of the channel. Raises DatabaseError."""
+FindChannel = Callable[[], Awaitable[str | None]]
+"""The present name of the channel; None if it has no key. Raises DatabaseError."""
 
 
 class Notifies(Protocol):
@@ -179,7 +179,7 @@ class Relay:
         backoff = Backoff(self._pace.retry, self._pace.longest_retry, jitter=0.0)
         while messages:
             try:
-                channel = self._channel or await self._find_channel()
+                channel = self._channel or await self._present_channel()
                 await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", channel, messages)
             except DatabaseUnavailable as error:
                 self._troubles.fail("service", SERVICE, "send", error)
@@ -200,7 +200,7 @@ class Relay:
         lost_at: float | None = None
         while True:
             try:
-                channel = self._channel = await self._find_channel()
+                channel = self._channel = await self._present_channel()
                 async with self._db.listen(channel) as notices, open_plain_nursery() as nursery:
                     nursery.start_soon(self._watch_channel, channel, nursery.cancel_scope)
                     if lost_at is not None:
@@ -220,9 +220,17 @@ class Relay:
                 self._troubles.fail("service", SERVICE, "listen", error)
                 await trio.sleep(backoff.next_delay())
 
+    async def _present_channel(self) -> str:
+        channel = await self._find_channel()
+        if channel is None:
+            raise DatabaseError(
+                "the daemons' channel has no key: INSERT INTO stream_relay_key DEFAULT VALUES in replicad's schema"
+            )
+        return channel
+
     async def _watch_channel(self, channel: str, scope: trio.CancelScope) -> None:
         """End the listening when the channel has another name."""
-        while await self._find_channel() == channel:
+        while await self._present_channel() == channel:
             await trio.sleep(self._pace.channel)
         log.info("relay_channel_changed")
         scope.cancel()

@@ -192,12 +192,15 @@ async def test_daemons_hear_each_other_again_after_the_key_was_changed(database:
     await schema.install(database, "stream", "replicad")
     heard: list[Command] = []
 
-    async def channel() -> str:
-        return str(await database.fetch_value("SELECT replicad.stream_relay_channel()"))
+    async def channel() -> str | None:
+        found: str | None = await database.fetch_value("SELECT replicad.stream_relay_channel()")
+        return found
+
+    troubles = Troubles()
 
     before = await channel()
     one = Relay(database, channel, EVERY, Troubles(), Pace(channel=0.05))
-    two = Relay(database, channel, EVERY, Troubles(), Pace(channel=0.05))
+    two = Relay(database, channel, EVERY, troubles, Pace(channel=0.05))
     two.on(RemoteServerUp, heard.append)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one.run)
@@ -209,6 +212,10 @@ async def test_daemons_hear_each_other_again_after_the_key_was_changed(database:
                     await trio.sleep(0.05)
             if turn == 0:
                 await database.execute("DELETE FROM replicad.stream_relay_key")
+                with trio.fail_after(PATIENCE):
+                    while (why := troubles.why("service", "relay")) is None:
+                        await trio.sleep(0.01)
+                assert "has no key: INSERT INTO stream_relay_key" in why
                 await database.execute("INSERT INTO replicad.stream_relay_key DEFAULT VALUES")
                 assert await channel() != before
         nursery.cancel_scope.cancel()

@@ -225,17 +225,19 @@ async def test_after_the_bell_it_polls_soon_again_if_the_position_is_held_back(a
 
 
 async def test_a_bell_that_fails_is_done_without_and_tried_again(autojump_clock: MockClock) -> None:
-    async with attended() as (_, horizon, bell):
+    async with attended() as (poller, horizon, bell):
         bell.fails = True
         await trio.sleep(4)
         since = len(horizon.polls)
         await trio.sleep(20)
         assert max(pauses(horizon, since)) == 1.0, "poll_max"
+        assert poller._troubles.why("service", "bell") == "away"
         bell.fails = False
         await trio.sleep(10)
         since = len(horizon.polls)
         await trio.sleep(3)
         assert pauses(horizon, since) == [0.5] * 5
+        assert poller._troubles.current() == []
 
 
 async def test_where_many_readers_follow_a_poll_is_not_made_sooner_than_wanted(autojump_clock: MockClock) -> None:

@@ -130,15 +130,16 @@ class PodBook:
         return pods
 
     async def _piece(self, query: str) -> _Lines:
-        """The first pods of a query, within the bounds of a piece."""
+        """The first pods of a query, within the bounds of a piece; one pod at least, however large it is."""
         parts: list[bytes] = []
-        size = 0
+        size = pods = 0
 
         async def keep(data: bytes) -> None:
-            nonlocal size
+            nonlocal size, pods
             parts.append(data)
             size += len(data)
-            if size > PIECE_BYTES:
+            pods += data.count(b"\n")
+            if size > PIECE_BYTES and pods:
                 raise _Enough
 
         limited = f"SELECT line FROM ({query}) AS pods LIMIT {PIECE_PODS}"
@@ -149,7 +150,7 @@ class PodBook:
         data = b"".join(parts)
         data = data[: data.rfind(b"\n") + 1]
         last = data[data.rfind(b"\n", 0, len(data) - 1) + 1 :]
-        return _Lines(data, data.count(b"\n"), None if whole else int(last.split(b" ", 4)[3]))
+        return _Lines(data, pods, None if whole else int(last.split(b" ", 4)[3]))
 
     async def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int:
         """Remove these pods; returns how many there were.

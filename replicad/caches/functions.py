@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
 from replicad.caches.cache import Cache
-from replicad.caches.keys import Key, freeze
+from replicad.caches.keys import Entry, Key, freeze
 from replicad.caches.storage import MISSING
 
 P = ParamSpec("P")
@@ -17,8 +17,13 @@ R = TypeVar("R")
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def cached_function(cache: Cache, function: Callable[P, R], key: Callable[..., Iterable[Any]] | None) -> Callable[P, R]:
-    """The function with the cache in front. Raises TypeError if its signature does not determine the keys."""
+def cached_function(cache: Cache, function: Callable[P, R], key: Callable[..., Entry] | None) -> Callable[P, R]:
+    """The function with the cache in front.
+
+    Raises TypeError if its signature does not determine the keys, or if it makes generators.
+    """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"{function.__qualname__} makes generators, which can be used once: return a list instead")
     key_of = key_maker(function) if key is None else lambda args, kwargs: freeze(key(*args, **kwargs))
     if inspect.iscoroutinefunction(function):
         return cast("Callable[P, R]", _async(cache, function, key_of))
@@ -31,7 +36,7 @@ def cached_function(cache: Cache, function: Callable[P, R], key: Callable[..., I
             return cast("R", value)
         ticket = cache.begin(entry)
         try:
-            value = function(*args, **kwargs)
+            value = _lasting(function, function(*args, **kwargs))
         except BaseException:
             cache.abandon(ticket)
             raise
@@ -52,7 +57,7 @@ def _async(
             return value
         ticket = cache.begin(entry)
         try:
-            value = await function(*args, **kwargs)
+            value = _lasting(function, await function(*args, **kwargs))
         except BaseException:
             cache.abandon(ticket)
             raise
@@ -60,6 +65,17 @@ def _async(
         return value
 
     return call
+
+
+def _lasting(function: Callable[..., Any], value: R) -> R:
+    """The value, if it can be used more than once. Raises TypeError."""
+    if not isinstance(value, Awaitable | Iterator | AsyncIterator):
+        return value
+    if isinstance(value, Coroutine):
+        value.close()
+    name = getattr(function, "__qualname__", None) or repr(function)
+    remedy = "decorate an async function" if isinstance(value, Awaitable) else "return a list or a tuple"
+    raise TypeError(f"{name} returned a {type(value).__name__}, which can be used once and not be kept: {remedy}")
 
 
 def key_maker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], Key]:
@@ -82,6 +98,6 @@ def key_maker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[s
             return freeze(args)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return freeze(bound.arguments.values())
+        return freeze(tuple(bound.arguments.values()))
 
     return key_of

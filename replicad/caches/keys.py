@@ -7,14 +7,19 @@ object's members does not matter.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable
+import reprlib
+from collections.abc import Hashable, Iterable, Mapping, Set
+from decimal import Decimal
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+Entry = list[Any] | tuple[Any, ...]  # the keys of an entry. Any other iterable but a text is taken as well
 Key = tuple[Hashable, ...]  # of an entry: all its keys, frozen
 
 _decode = json.JSONDecoder().decode  # a third faster than json.loads
 _PLAIN = frozenset({str, int, type(None)})
+_ORDERED = frozenset({tuple, list})  # known at a glance
+_EXACT = 1 << 53  # up to here a float that is a whole number equals the one that is written in its digits
 
 
 class Invalidation(NamedTuple):
@@ -24,16 +29,34 @@ class Invalidation(NamedTuple):
     keys: list[object] | None
 
 
+def listed(keys: Iterable[object]) -> tuple[object, ...]:
+    """The keys of one entry in their order.
+
+    Raises:
+        TypeError: they are one text, whose letters would be taken for keys, or something without an order of its own.
+    """
+    if type(keys) not in _ORDERED:
+        if isinstance(keys, str | bytes | bytearray | memoryview) or not isinstance(keys, Iterable):
+            shown = reprlib.repr(keys)
+            raise TypeError(f"the keys of an entry are a list, also if there is one key: [{shown}], not {shown}")
+        if isinstance(keys, Set | Mapping):
+            raise TypeError(f"the keys of an entry are a list, since their order counts, and no {type(keys).__name__}")
+    return tuple(keys)
+
+
 def freeze(keys: Iterable[object]) -> Key:
     """The keys of one entry, each a JSON value: str, int, float, bool, None, or lists, tuples and dicts of them.
 
     Raises:
-        TypeError: a value has no form in JSON.
+        TypeError: a value has no form in JSON, or `keys` is no list of values (see `listed`).
     """
-    found = tuple(keys)
+    found = listed(keys)
     for value in found:
         if type(value) not in _PLAIN:
-            return tuple(_frozen(value) for value in found)
+            try:
+                return tuple(_frozen(value) for value in found)
+            except RecursionError:
+                raise TypeError("a key of an entry is nested too deeply") from None
     return found
 
 
@@ -66,6 +89,8 @@ def _frozen(value: object) -> Hashable:  # noqa: PLR0911 - one return per type
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float) and isfinite(value):
+        if abs(value) > _EXACT:  # jsonb writes 1e23 in digits, which are read as 10**23; the float 1e23 is less
+            return int(Decimal(repr(float(value))))
         return float(value)
     if isinstance(value, list | tuple):
         return (list, *map(_frozen, value))

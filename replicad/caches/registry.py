@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from replicad.caches.adopted import Adopted
 from replicad.caches.cache import Cache, CacheStatistics, Member
 from replicad.caches.functions import cached_function
-from replicad.caches.keys import Invalidation, freeze, parse_row
+from replicad.caches.keys import Entry, Invalidation, freeze, listed, parse_row
 from replicad.caches.storage import LruStorage, Storage
 from replicad.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Rekey = Callable[[Sequence[Any]], Iterable[Any] | None]
+Rekey = Callable[[Sequence[Any]], Entry | None]
 
 MAX_STALENESS = 60.0  # seconds; well above the 5 s that may lie between two PINGs of a server
 MAX_ENTRIES = 10_000  # default for one cache
@@ -96,13 +96,14 @@ class Caches:
         *,
         name: str | None = None,
         max_entries: int = MAX_ENTRIES,
-        key: Callable[..., Iterable[Any]] | None = None,
+        key: Callable[..., Entry] | None = None,
         storage: Storage | None = None,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function, plain or async: its values are kept until they are invalidated under its name.
 
         The keys of an entry are the arguments in the order of the signature, with defaults filled in. They must be JSON
-        values. If they are not (a method's `self`), give `key`: it is called with the arguments and returns the keys.
+        values. If they are not (a method's `self`), give `key`: it is called with the arguments and returns the list of
+        the keys.
         `storage` keeps the values, in place of a store of the `max_entries` last used ones: for example a cache of
         cachetools. Nothing else may use that storage.
 
@@ -110,7 +111,8 @@ class Caches:
         it must raise, because everything that it returns is stored.
 
         Raises:
-            UsageError: the name is in use. TypeError: the signature does not determine the keys.
+            UsageError: the name is in use. TypeError: the signature does not determine the keys, or the function makes
+            generators. A call raises TypeError if a key is no JSON value, or if the value can be used only once.
         """
 
         def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -143,8 +145,13 @@ class Caches:
 
         A member with other keys comes with a function from the keys to its own keys, or to None: all entries. Calling
         it again adds members. Members are names of caches, also of caches that are declared later, but not of groups.
+
+        Raises:
+            TypeError: a member is neither of both, or `members` is one name alone.
         """
-        shares = [_Share(m, None) if isinstance(m, str) else _Share(*m) for m in members]
+        if isinstance(members, str):
+            raise TypeError(f"the members of a group are a list, also if there is one: [{members!r}], not {members!r}")
+        shares = [_share(member) for member in members]
         with self.lock:
             self._groups.setdefault(name, []).extend(shares)
 
@@ -156,14 +163,14 @@ class Caches:
 
     # --- invalidating ---
 
-    def invalidate(self, func: str, keys: Sequence[Any] | None = None) -> None:
+    def invalidate(self, func: str, keys: Entry | None = None) -> None:
         """Invalidate an entry, or all, of a cache or group in this process. Call it after you have committed a change.
 
         The stream does the same at all workers, some milliseconds later. Raises TypeError as `keys.freeze`.
         """
-        if keys is not None:
-            freeze(keys)
-        self._carry_out(self._effects(Invalidation(func, None if keys is None else list(keys))))
+        found = None if keys is None else list(listed(keys))
+        freeze(found or ())
+        self._carry_out(self._effects(Invalidation(func, found)))
 
     def empty(self) -> None:
         """Empty all caches of this process."""
@@ -179,17 +186,16 @@ class Caches:
             for row in rows:
                 try:
                     told = parse_row(row)
-                except ValueError:
+                    if told.func in self._groups:
+                        of_groups.append(told)
+                    elif (member := self._members.get(told.func)) is not None:
+                        if told.keys is None:
+                            member.empty()
+                        else:
+                            member.forget(told.keys)
+                except (ValueError, TypeError):  # no row, or a key that none of our values can have
                     self._malformed += 1
                     self.empty()
-                    continue
-                if told.func in self._groups:
-                    of_groups.append(told)
-                elif (member := self._members.get(told.func)) is not None:
-                    if told.keys is None:
-                        member.empty()
-                    else:
-                        member.forget(told.keys)
         for told in of_groups:
             self._carry_out(self._effects(told))
 
@@ -201,7 +207,7 @@ class Caches:
             if keys is not None and rekey is not None:
                 try:
                     own = rekey(tuple(keys))
-                    keys = None if own is None else tuple(own)
+                    keys = None if own is None else listed(own)
                     freeze(keys or ())
                 except Exception:  # noqa: BLE001 - of the user: then all entries are removed
                     self._malformed += 1
@@ -275,6 +281,17 @@ class Caches:
         self._lost_at = None
         for member in self._members.values():
             member.forked()
+
+
+def _share(member: object) -> _Share:
+    if isinstance(member, str):
+        return _Share(member, None)
+    if isinstance(member, tuple | list) and len(member) == 2 and isinstance(member[0], str) and callable(member[1]):
+        return _Share(member[0], member[1])
+    raise TypeError(
+        'a member of a group is the name of a cache, or a pair of it and a function of the keys: ["get_user", '
+        f'("get_room", lambda keys: [keys[0]])], not {member!r}'
+    )
 
 
 _every: weakref.WeakSet[Caches] = weakref.WeakSet()

@@ -8,9 +8,10 @@ These functions call the SQL functions `invalidate_cache` and `invalidate_cache_
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Final
 
+from replicad.caches.keys import Entry, listed
 from replicad.errors import UsageError
 from replicad.postgres.dbapi import DbApi, commits_by_itself, fetch_in_transaction, run
 from replicad.postgres.literals import quote_ident
@@ -18,35 +19,31 @@ from replicad.postgres.literals import quote_ident
 SCHEMA: Final = "replicad"
 
 
-async def invalidate(connection: Any, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
+async def invalidate(connection: Any, func: str, keys: Entry | None, *, schema: str = SCHEMA) -> None:
     """Invalidate the entry `keys` of cache `func` at all workers, when the caller's transaction commits.
 
     `keys`: the JSON values of the entry's key; None: the whole cache. `connection`: of asyncpg, or replicad's own.
 
     Raises:
         UsageError: the connection is not in a transaction, so one of change and invalidation could be lost.
-        TypeError: the keys are not JSON values.
+        TypeError: the keys are not JSON values, or no list.
     """
-    await _ask(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(list(keys)))
+    await _ask(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(listed(keys)))
 
 
-async def invalidate_many(
-    connection: Any, func: str, entries: Iterable[Sequence[Any]], *, schema: str = SCHEMA
-) -> None:
+async def invalidate_many(connection: Any, func: str, entries: Iterable[Entry], *, schema: str = SCHEMA) -> None:
     """As `invalidate`, for many entries in one statement; more than 10,000 of them empty the whole cache."""
-    await _ask(connection, _statement("invalidate_cache_many", schema), func, _json([list(keys) for keys in entries]))
+    await _ask(connection, _statement("invalidate_cache_many", schema), func, _json([listed(keys) for keys in entries]))
 
 
-def blocking_invalidate(connection: DbApi, func: str, keys: Sequence[Any] | None, *, schema: str = SCHEMA) -> None:
+def blocking_invalidate(connection: DbApi, func: str, keys: Entry | None, *, schema: str = SCHEMA) -> None:
     """As `invalidate`, on a DB-API connection (psycopg, pg8000, ADBC, ...)."""
-    _run(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(list(keys)))
+    _run(connection, _statement("invalidate_cache", schema), func, None if keys is None else _json(listed(keys)))
 
 
-def blocking_invalidate_many(
-    connection: DbApi, func: str, entries: Iterable[Sequence[Any]], *, schema: str = SCHEMA
-) -> None:
+def blocking_invalidate_many(connection: DbApi, func: str, entries: Iterable[Entry], *, schema: str = SCHEMA) -> None:
     """As `invalidate_many`, on a DB-API connection."""
-    _run(connection, _statement("invalidate_cache_many", schema), func, _json([list(keys) for keys in entries]))
+    _run(connection, _statement("invalidate_cache_many", schema), func, _json([listed(keys) for keys in entries]))
 
 
 def _statement(function: str, schema: str) -> str:

@@ -389,6 +389,21 @@ async def test_an_open_transaction_of_a_writer_of_its_own_holds_back_nobody_else
             await slow.execute("RESET application_name")
 
 
+async def test_a_writer_that_gives_a_text_in_the_place_of_keys_is_refused_and_writes_nothing(things: Database) -> None:
+    async with things.connection() as connection:
+        await connection.execute("BEGIN")
+        for ask in (
+            lambda: invalidate(connection, "thing", "abc"),  # type: ignore[arg-type]
+            lambda: invalidate_many(connection, "thing", "abc"),  # type: ignore[arg-type]
+            lambda: invalidate_many(connection, "thing", ["abc", "def"]),  # type: ignore[list-item]
+            lambda: invalidate_many(connection, "thing", [[1], b"abc"]),  # type: ignore[list-item]
+        ):
+            with pytest.raises(TypeError, match="the keys of an entry are a list, also if there is one key"):
+                await ask()
+        await connection.execute("COMMIT")
+    assert await things.fetch_value("SELECT count(*) FROM replicad.cache_invalidation") == 0
+
+
 async def test_streams_say_up_to_where_ids_have_been_given_out(things: Database, netcat: Connect) -> None:
     """More than a position says: also of ids in open transactions."""
     async with netcat() as nc, things.connection() as connection:

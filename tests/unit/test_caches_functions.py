@@ -8,6 +8,9 @@ import json
 import math
 import os
 import threading
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -59,7 +62,7 @@ def test_keys_are_one_entry_exactly_where_they_are_the_same_json(one: list[Any],
             return ("list", [written(item) for item in value])
         if isinstance(value, dict):
             return ("dict", {name: written(item) for name, item in value.items()})
-        return ("number", value)
+        return ("number", Fraction(repr(value)))
 
     assert freeze(one) == freeze(json.loads(json.dumps(one)))
     assert hash(freeze(one)) == hash(freeze(json.loads(json.dumps(one))))
@@ -75,6 +78,60 @@ def test_a_row_says_what_was_written(func: str, keys: list[Any] | None) -> None:
 def test_no_text_gets_through_as_a_row_by_chance(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - whatever json has to say
         parse_row(text)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda caches: caches.cached(name="f", key=lambda user: user)(lambda user: user)("@bob:example.com"),
+        lambda caches: caches.cached(name="f", key=lambda user: {user})(lambda user: user)("@bob:example.com"),
+        lambda caches: caches.cached(name="f", key=lambda user: {"user": user})(lambda user: user)("@bob:example.com"),
+        lambda caches: caches.cached(name="f", key=lambda user: user)(lambda user: user)(b"@bob:example.com"),
+        lambda caches: caches.cached(name="f", key=lambda user: user)(lambda user: user)(7),
+        lambda caches: caches.invalidate("f", "abc"),
+        lambda caches: caches.register_group("g", "abc"),
+        lambda caches: caches.register_group("g", [b"abc"]),
+        lambda caches: caches.register_group("g", ["f", ("f",)]),
+    ],
+)
+def test_a_text_in_the_place_of_a_list_of_keys_is_refused(caches: Caches, make: Callable[[Caches], object]) -> None:
+    with pytest.raises(TypeError, match=r"\ba? ?list\b|name of a cache, or a pair"):
+        make(caches)
+
+
+@pytest.mark.parametrize("rekeyed", ["ab", b"ab", {"a", "b"}, {"a": "b"}, 7, [object()]])
+def test_keys_of_a_group_that_are_no_list_empty_its_member(caches: Caches, rekeyed: Any) -> None:
+    cache = caches.cache("f")
+    caches.register_group("g", [("f", lambda _keys: rekeyed)])
+    cache.store(cache.begin(("a", "b")), "kept")
+    caches.apply(['["g", ["x"], 0]'])
+    assert (cache.statistics().entries, caches.statistics().malformed) == (0, 1)
+
+
+def test_a_large_number_names_one_entry_as_a_float_and_in_the_digits_of_jsonb(caches: Caches) -> None:
+    cache = caches.cache("f")
+    for value in (1e23, 1.5e300, -1e23):
+        cache.store(cache.begin(freeze([value])), "old")
+        caches.apply([f'["f", [{int(Decimal(repr(value)))}], 0]'])
+    assert cache.statistics().entries == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        f'["f", [1{"0" * 400}.5], 0]',
+        '["f", [1e999], 0]',
+        f'["f", [{"[" * 5000}{"]" * 5000}], 0]',
+        '["f", [NaN], 0]',
+        f'["f", [{"9" * 5000}], 0]',
+    ],
+    ids=["beyond a double", "an exponent", "nested", "no number", "many digits"],
+)
+def test_a_key_that_no_value_can_have_empties_everything_and_ends_nothing(caches: Caches, row: str) -> None:
+    cache = caches.cache("f")
+    cache.store(cache.begin((1,)), "kept")
+    caches.apply([row, '["f", [2], 0]'])
+    assert (cache.statistics().entries, cache.statistics().invalidated, caches.statistics().malformed) == (0, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +220,38 @@ async def test_async_functions_are_cached_and_a_cancelled_load_leaves_nothing_be
     assert [await f(1), await f(1)] == [2, 2]
     caches.invalidate("f", [1])
     assert await f(1) == 3
+
+
+async def test_a_value_that_can_be_used_once_only_is_refused_and_not_kept(caches: Caches) -> None:
+    async def load(user: str) -> str:
+        return user
+
+    def letters(user: str) -> Iterator[str]:
+        yield from user
+
+    async def lazily(user: str) -> object:
+        return letters(user)
+
+    class Hidden:
+        """What it returns cannot be seen before it is called."""
+
+        def __init__(self, function: Callable[[str], object]) -> None:
+            self.function = function
+
+        def __call__(self, user: str) -> object:
+            return self.function(user)
+
+    for name, function in {"coroutine": Hidden(load), "generator": Hidden(letters)}.items():
+        cached = caches.cached(name=name)(function)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=f"a {name}, which can be used once"):
+                cached("a")
+        assert caches.statistics().caches[name].entries == 0
+    with pytest.raises(TypeError, match="a generator, which can be used once"):
+        await caches.cached()(lazily)("a")
+    with pytest.raises(TypeError, match="letters makes generators"):
+        caches.cached()(letters)
+    assert await caches.cached(name="part")(functools.partial(load, "b"))() == "b"
 
 
 def test_a_cache_is_bounded_and_counts(caches: Caches) -> None:

@@ -217,6 +217,24 @@ async def test_truncating_touches_every_id_that_goes_as_deleted(db: Database, ta
     assert await take("a") == []
 
 
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+async def test_truncating_with_an_old_snapshot_is_refused_because_newer_rows_would_be_missed(
+    db: Database, take: Take, level: str
+) -> None:
+    await db.execute(ATTACHED + "INSERT INTO sh1.t VALUES (1, 0)")
+    await take("a")
+    async with db.connection() as old:
+        await old.execute(f"BEGIN ISOLATION LEVEL {level}")
+        await old.execute("SELECT count(*) FROM sh1.t")
+        await db.execute("INSERT INTO sh1.t VALUES (2, 0)")
+        with pytest.raises(TubeRefused, match=f"sh1.t is attached to tube 'a'.*READ COMMITTED.*{level}"):
+            await old.execute("TRUNCATE sh1.t")
+        await old.execute("ROLLBACK")
+    assert await take("a") == [("I", 1, [2])]
+    await db.execute("TRUNCATE sh1.t")
+    assert await take("a") == [("D", 1, [1, 2])]
+
+
 async def test_partitioned_tables_are_seen_through_the_table_and_through_each_partition_once(
     db: Database, take: Take
 ) -> None:

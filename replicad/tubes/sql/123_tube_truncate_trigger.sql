@@ -3,6 +3,10 @@
 -- rows, and those of partitions or heirs that were created after the attachment and have no trigger yet.
 --
 -- It reads the table with its owner's rights. If row security would hide rows, it fails instead of missing them.
+--
+-- TRUNCATE removes all rows, but a transaction above READ COMMITTED reads with its snapshot, in which rows that were
+-- committed later are missing. Their ids would not be touched, so there TRUNCATE is refused (RT005). Nothing in SQL shows
+-- whether the snapshot is as new as the lock.
 CREATE OR REPLACE FUNCTION tube_truncate_trigger() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 DECLARE
@@ -14,6 +18,12 @@ BEGIN
     SELECT * INTO a FROM tube_attachment x WHERE x.tube = TG_ARGV[0] AND x.tbl = TG_RELID;
     IF NOT FOUND THEN
         RETURN NULL;
+    ELSIF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        PERFORM tube_refuse('RT005',
+            format('table %s is attached to tube %L, so TRUNCATE needs the isolation level READ COMMITTED, and this '
+                'transaction is %s: rows that were committed after it began would be removed and not recorded',
+                TG_RELID::regclass, a.tube, upper(current_setting('transaction_isolation'))),
+            'run TRUNCATE in a transaction of its own at READ COMMITTED, or use DELETE');
     END IF;
     t := tube_find(a.tube);
     SELECT format('(SELECT * FROM %s WHERE tableoid = ANY (%L::oid[]))', tube_qualified(TG_RELID), array_agg(m::oid))

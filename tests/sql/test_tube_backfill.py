@@ -148,6 +148,42 @@ async def test_with_routing_each_shard_that_occurs_has_control_pods_of_its_own(f
     assert {shard for _, shard, _, _ in found} == {0, 1, 2, 9}
 
 
+@pytest.mark.parametrize("pieces", [False, True])
+async def test_with_routing_a_shard_that_became_empty_has_control_pods_so_that_its_garbage_is_collected(
+    filled: Database, pieces: bool
+) -> None:
+    attach = "SELECT tube.tube_table_ensure_attached('a', 'sh1.t', 0, NULL, 'v % 4')"
+    await filled.execute(
+        "CREATE TABLE sh1.other (id bigint, v integer); SELECT tube.tube_table_ensure_attached('a', 'sh1.other', 77);"
+        + attach
+    )
+    await filled.execute("UPDATE sh1.t SET v = v; INSERT INTO sh1.other VALUES (1, 1)")
+    await filled.execute("SELECT tube.tube_lease_claim('a', 1, 0, 'w', '1 hour', '{}')")
+    term = await filled.fetch_value("SELECT term FROM tube.tube_lease")
+    seqs = "(SELECT array_agg(seq) FROM tube.a WHERE shard IN (0, 1))"
+    assert await filled.fetch_value(f"SELECT tube.tube_ack('a', 1, 0, $1, {seqs})", term) == 2
+    parked = await filled.fetch_row("SELECT seq, ids FROM tube.a WHERE shard = 3 LIMIT 1")
+    await filled.execute("SELECT tube.tube_park('a', 1, 0, $1, $2, $3, 1, 'x')", term, *parked)  # type: ignore[misc]
+    removed = await filled.fetch_value("SELECT count(*) FROM tube.a")
+    last = await filled.fetch_value("SELECT max(seq) FROM tube.a")
+    assert await filled.fetch_value("SELECT tube.tube_ack_upto('a', 1, 0, $1, 0, 0, $2, 0)", term, last) == removed
+    await filled.execute("SELECT tube.tube_table_ensure_detached('a', 'sh1.t'); DELETE FROM sh1.t WHERE v % 4 > 0")
+    await filled.execute(attach)
+    for _ in range(2):  # the second one knows the shards of the first, although it was never acked
+        begun = await start(filled)
+        if pieces:
+            while not (await filled.fetch_row(CHUNK, begun, "sh1.t", "id", 80, 50))["finished"]:  # type: ignore[index]
+                pass
+        else:
+            assert await filled.fetch_value(STEP3, begun, "sh1.t", "id") == 250
+        found = await pods(filled)
+        for shard in (0, 1, 2, 3):
+            mine = [payload["type"] for _, s, _, payload in found if s == shard and isinstance(payload, dict)]
+            assert mine == ["backfill_start", "backfill_end"]
+        assert {shard for _, shard, _, _ in found} == {0, 1, 2, 3}  # 77 belongs to another table
+        await filled.execute("TRUNCATE tube.a; TRUNCATE tube.tube_shard")
+
+
 async def test_partitioned_tables_are_backfilled_as_a_whole(db: Database) -> None:
     await db.execute(
         "CREATE TABLE p (id integer, at date) PARTITION BY RANGE (id);"

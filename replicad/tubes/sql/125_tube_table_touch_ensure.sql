@@ -64,7 +64,8 @@ $outer$;
 COMMENT ON FUNCTION tube_table_touch_ensure(regclass) IS 'Makes the function that touches ids of a table by hand';
 
 -- tube_table_touch_sweep(): deletes the attachments of dropped tables, and drops replicad's {table}_touch functions of
--- tables that are no longer attached, were renamed or dropped. Writes tube_attachment, tube_backfill.
+-- tables that are no longer attached, were renamed or dropped. Writes tube_attachment, tube_backfill,
+-- tube_shard.
 CREATE OR REPLACE FUNCTION tube_table_touch_sweep() RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -72,6 +73,8 @@ DECLARE
     stale regprocedure;
 BEGIN
     DELETE FROM tube_attachment a WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = a.tbl);
+    PERFORM tube_shards_note(b.tube, b.shards)
+        FROM tube_backfill b WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = b.tbl);
     DELETE FROM tube_backfill b WHERE NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = b.tbl);
     FOR stale IN SELECT p.oid FROM pg_proc p
         WHERE strpos(p.prosrc, E'\n' || marker || E'\n') = 1 AND NOT EXISTS (

@@ -20,7 +20,7 @@ BEGIN
     SELECT * INTO b FROM tube_backfill x WHERE x.tube = a.tube AND x.tbl = a.tbl AND NOT x.finished;
     IF NOT FOUND THEN
         IF NOT tube_backfill_begin(a, step1, order_col, home,
-                CASE WHEN a.routing IS NULL THEN ARRAY[home] ELSE '{}' END) THEN
+                CASE WHEN a.routing IS NULL THEN ARRAY[home] ELSE tube_shards_past(a) END) THEN
             finished := true;
             RETURN;
         END IF;

@@ -31,19 +31,20 @@ COMMENT ON FUNCTION tube_ack_upto(text, integer, integer, bigint, bigint, bigint
     IS 'Removes a range of pods that the downstream has';
 
 -- tube_remove_range(tube, partitions, partition, backfill, after, upto): deletes a partition's pods of one priority
--- with after < seq <= upto, without any check; returns how many. Writes the tube.
+-- with after < seq <= upto, without any check; returns how many. Writes the tube and tube_shard.
 CREATE OR REPLACE FUNCTION tube_remove_range(
     tube text, partitions integer, partition integer, backfill boolean, after bigint, upto bigint
 ) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     removed bigint := 0;
+    shards integer[];
 BEGIN
     IF after < upto THEN
-        EXECUTE format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
+        EXECUTE tube_removal_sql(format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
             ' AND seq > %s AND seq <= %s AND %s',
-            tube, partitions, partition, backfill::integer, after, upto, tube_served_sql());
-        GET DIAGNOSTICS removed = ROW_COUNT;
+            tube, partitions, partition, backfill::integer, after, upto, tube_served_sql())) INTO removed, shards;
+        PERFORM tube_shards_note(tube, shards);
     END IF;
     RETURN removed;
 END

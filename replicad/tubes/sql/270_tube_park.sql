@@ -3,7 +3,7 @@
 -- pod without remaining ids is deleted. Ids given for a control pod are garbage that a reader collects because of it:
 -- they are parked as touches of its shard, and the control pod stays. Returns how many ids (1 for a control pod); 0 if
 -- there is no such pod. Raises RT002, RT005. Locks the tube's row in tube_registry, to which tube_parked refers, and
--- the lease's row; writes the tube and tube_parked.
+-- the lease's row; writes the tube, tube_parked and tube_shard.
 CREATE OR REPLACE FUNCTION tube_park(
     tube text, partitions integer, partition integer, term bigint, seq bigint, ids bigint[], tries integer, error text
 ) RETURNS bigint
@@ -32,6 +32,7 @@ BEGIN
     IF pod.seq IS NULL OR (bad = '{}' AND good <> '{}') THEN
         RETURN 0;
     END IF;
+    PERFORM tube_shards_note(tube, ARRAY[pod.shard]);
     INSERT INTO tube_parked (tube, seq, op, shard, ids, payload, ts, tries, error)
         VALUES (tube, pod.seq, pod.op, pod.shard, bad, pod.payload, pod.ts,
             coalesce(tries, 1), coalesce(error, 'no error was given'));

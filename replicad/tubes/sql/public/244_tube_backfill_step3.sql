@@ -1,6 +1,7 @@
 -- tube_backfill_step3(step1, tube, tbl, order_col, shard, fetch_chunk_size, insert_chunk_size): puts all ids of the
 -- table that pass the predicates into the tube, in the order of order_col, between control pods backfill_start and
 -- backfill_end; returns how many. A shard that is already being backfilled is skipped: NULL.
+-- With a routing, shards that the table once had rows in get control pods too: there may be garbage of them downstream.
 --   step1              the result of step 1; step 2 must have been called after it
 --   shard              if there is no routing; by default the attachment's
 --   fetch_chunk_size   ids between two NOTICEs of progress
@@ -22,7 +23,8 @@ DECLARE
 BEGIN
     PERFORM tube_check_touch(home, 'B', insert_chunk_size);
     IF a.routing IS NOT NULL THEN
-        shards := tube_backfill_shards(source, path);
+        shards := ARRAY(
+            SELECT unnest(tube_backfill_shards(source, path)) UNION SELECT unnest(tube_shards_past(a)) ORDER BY 1);
     END IF;
     IF NOT tube_backfill_begin(a, step1, order_col, home, shards) THEN
         RETURN NULL;

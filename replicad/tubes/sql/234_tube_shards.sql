@@ -1,12 +1,10 @@
--- tube_shards_note(tube, shards): remembers shards of which pods leave the tube (NULL: none). Writes tube_shard, in the
--- order of the shards, so that two who note the same ones do not deadlock.
+-- tube_shards_note(tube, shards): remembers shards of which pods leave the tube (NULL: none). Waits for no other
+-- transaction. Writes tube_shard.
 CREATE OR REPLACE FUNCTION tube_shards_note(tube text, shards integer[]) RETURNS void
 LANGUAGE sql SET search_path FROM CURRENT AS $$
     INSERT INTO tube_shard (tube, shard)
         SELECT $1, s FROM unnest($2) AS s
         WHERE NOT EXISTS (SELECT FROM tube_shard k WHERE k.tube = $1 AND k.shard = s)
-        ORDER BY s
-        ON CONFLICT DO NOTHING
 $$;
 COMMENT ON FUNCTION tube_shards_note(text, integer[]) IS 'Remembers shards of which a downstream may hold rows';
 

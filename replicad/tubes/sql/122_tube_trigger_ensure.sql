@@ -16,7 +16,8 @@ DECLARE
 BEGIN
     IF NOT EXISTS (SELECT FROM pg_proc p
             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = name
-            AND p.prosrc = body AND p.proconfig = ARRAY['search_path=' || setting]) THEN
+            AND p.prosrc = body AND p.proconfig = ARRAY['search_path=' || setting]
+            AND obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube) THEN
         EXECUTE format('CREATE OR REPLACE FUNCTION %I() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
             ' SET search_path = %s AS %L', name, setting, body);
         EXECUTE format('REVOKE EXECUTE ON FUNCTION %I() FROM PUBLIC', name);

@@ -50,30 +50,70 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_trigger_name(regclass, text, text) IS 'The name of a tube''s trigger on a table';
 
--- tube_triggers_ensure(tube, tbl, function, shard): creates those of the tube's four triggers on one table that are
--- missing or different. Writes triggers.
+-- tube_triggers_of(tube, tbl): the tube's triggers on one table: name, event (4 INSERT, 16 UPDATE, 8 DELETE, 32 TRUNCATE),
+-- the function, its argument, and whether it fires. They are found by the functions that they call, because a table
+-- and its triggers can be renamed. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_triggers_of(tube text, tbl regclass)
+RETURNS TABLE (name name, event integer, function regprocedure, argument text, fires boolean)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT g.tgname, g.tgtype & 60, p.oid::regprocedure,
+        CASE WHEN g.tgnargs = 1 THEN
+            convert_from(substring(g.tgargs FROM 1 FOR length(g.tgargs) - 1), getdatabaseencoding()) END,
+        g.tgenabled IN ('O', 'A') AND g.tgqual IS NULL AND g.tgtype & 1 = 0
+    FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
+    WHERE g.tgrelid = $2 AND p.pronamespace = quote_ident(current_schema())::regnamespace
+        AND (obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || $1
+            OR p.proname = 'tube_truncate_trigger'
+                AND g.tgargs = convert_to($1, getdatabaseencoding()) || decode('00', 'hex'))
+$$;
+COMMENT ON FUNCTION tube_triggers_of(text, regclass) IS 'A tube''s triggers on one table, whatever their names';
+
+-- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table:
+-- it keeps one that is as wanted, whatever its name, or replaces one, drops others, and creates what is missing. Raises
+-- RT005 if a trigger that is not the tube's has the name of one that is to be created. Writes triggers.
 CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     wanted record;
-    present text[];
+    present record;
+    replaced name;
+    kept boolean;
 BEGIN
-    SELECT array_agg(format('%s|%s|%s', g.tgname, g.tgfoid, encode(g.tgargs, 'hex'))) INTO present
-        FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgenabled IN ('O', 'A');  -- replacing a trigger enables it
     FOR wanted IN
-        SELECT tube_trigger_name(tbl, tube, w.moment) AS name, w.*
+        SELECT tube_trigger_name(tbl, tube, w.moment) AS name, w.*, to_regprocedure(w.function || '()') AS called
         FROM (VALUES
-            ('after_insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS tube_new_rows', function, shard::text),
-            ('after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows',
+            (4, 'after_insert', 'AFTER INSERT', 'REFERENCING NEW TABLE AS tube_new_rows', function, shard::text),
+            (16, 'after_update', 'AFTER UPDATE', 'REFERENCING NEW TABLE AS tube_new_rows OLD TABLE AS tube_old_rows',
                 function, shard::text),
-            ('after_delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS tube_old_rows', function, shard::text),
-            ('before_truncate', 'BEFORE TRUNCATE', '', format('%I.tube_truncate_trigger', current_schema()), tube)
-        ) AS w (moment, event, transitions, function, argument)
+            (8, 'after_delete', 'AFTER DELETE', 'REFERENCING OLD TABLE AS tube_old_rows', function, shard::text),
+            (32, 'before_truncate', 'BEFORE TRUNCATE', '', format('%I.tube_truncate_trigger', current_schema()), tube)
+        ) AS w (bit, moment, event, transitions, function, argument)
     LOOP
-        CONTINUE WHEN format('%s|%s|%s', wanted.name, to_regprocedure(wanted.function || '()')::oid,
-            encode(convert_to(wanted.argument, getdatabaseencoding()) || decode('00', 'hex'), 'hex')) = ANY (present);
+        replaced := NULL;
+        kept := false;
+        FOR present IN SELECT * FROM (
+            SELECT x.*, x.fires AND (x.function, x.argument) = (wanted.called, wanted.argument) AS fits
+            FROM tube_triggers_of(tube, tbl) x WHERE x.event = wanted.bit
+        ) AS judged ORDER BY judged.fits DESC NULLS LAST, judged.name
+        LOOP
+            IF kept OR replaced IS NOT NULL THEN
+                EXECUTE format('DROP TRIGGER %I ON %s', present.name, tube_qualified(tbl));
+            ELSIF present.fits THEN
+                kept := true;
+            ELSE
+                replaced := present.name;
+            END IF;
+        END LOOP;
+        CONTINUE WHEN kept;
+        IF replaced IS NULL AND EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgname = wanted.name) THEN
+            PERFORM tube_refuse('RT005',
+                format('table %s has a trigger %I that is not of tube %L, which needs the name', tbl, wanted.name, tube),
+                'rename that trigger: ALTER TRIGGER ... RENAME TO ...');
+        END IF;
+        -- Replacing a trigger enables it, and does not make readers of the table wait as DROP TRIGGER does.
         EXECUTE format('CREATE OR REPLACE TRIGGER %I %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION %s(%L)',
-            wanted.name, wanted.event, tube_qualified(tbl), wanted.transitions, wanted.function, wanted.argument);
+            coalesce(replaced, wanted.name), wanted.event, tube_qualified(tbl), wanted.transitions, wanted.function,
+            wanted.argument);
     END LOOP;
 END
 $$;

@@ -7,19 +7,13 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_lock_table(regclass) IS 'Serialises attaching and detaching of a table';
 
--- tube_member_detach(tube, tbl): drops the tube's triggers on one table or partition. They are found by the functions
--- that they call, because the table may have been renamed. Writes tube_attachment, triggers.
+-- tube_member_detach(tube, tbl): drops the tube's triggers on one table or partition. Writes tube_attachment, triggers.
 CREATE OR REPLACE FUNCTION tube_member_detach(tube text, tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     trigger_name name;
 BEGIN
-    FOR trigger_name IN SELECT g.tgname FROM pg_trigger g JOIN pg_proc p ON p.oid = g.tgfoid
-        WHERE g.tgrelid = tbl AND p.pronamespace = quote_ident(current_schema())::regnamespace
-            AND (obj_description(p.oid, 'pg_proc') = 'replicad: touches tube ' || tube
-                OR p.proname = 'tube_truncate_trigger'
-                    AND g.tgargs = convert_to(tube, getdatabaseencoding()) || decode('00', 'hex'))
-    LOOP
+    FOR trigger_name IN SELECT x.name FROM tube_triggers_of(tube, tbl) x LOOP
         EXECUTE format('DROP TRIGGER %I ON %s', trigger_name, tube_qualified(tbl));
     END LOOP;
     DELETE FROM tube_attachment a WHERE a.tube = tube_member_detach.tube AND a.tbl = tube_member_detach.tbl;

@@ -1,4 +1,4 @@
-"""`replicad caches`: enable and disable the stream of invalidations, list it, and invalidate entries by hand."""
+"""`replicad caches`: enable and disable the stream of invalidations, list it, invalidate by hand, and who else may."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_roles = click.argument("roles", nargs=-1, required=True, metavar="ROLE...")
+
 
 @click.group("caches", cls=ReplicadGroup, short_help="Invalidate cache entries of all workers.")
 def command() -> None:
-    """Invalidate entries in the caches of all workers, by a stream that any writer can add to.
+    """Invalidate entries in the caches of all workers, by a stream that writers add to.
 
     \b
       replicad caches enable
+      replicad caches grant app
       SELECT replicad.invalidate_cache('get_user', '["@bob:example.com"]')
       replicad tail caches
     """
@@ -96,6 +99,28 @@ def invalidate(name: str, keys: tuple[str, ...], **options: Any) -> None:
     echo(f"{name}: one entry is invalidated" if keys else f"{name}: all entries are invalidated")
 
 
+@command.command("grant")
+@_roles
+@database_options
+def grant(roles: tuple[str, ...], **options: Any) -> None:
+    """Let these ROLEs invalidate caches. PUBLIC means every role.
+
+    Without it only the owner of the functions and superusers may. In a function of another owner (SECURITY DEFINER) the
+    right of that owner counts.
+    """
+    _set_right(options, "GRANT EXECUTE ON FUNCTION {} TO {}", roles)
+    echo(f"may invalidate caches: {', '.join(roles)}")
+
+
+@command.command("revoke")
+@_roles
+@database_options
+def revoke(roles: tuple[str, ...], **options: Any) -> None:
+    """Take the right to invalidate caches from these ROLEs. PUBLIC means the right that every role has."""
+    _set_right(options, "REVOKE EXECUTE ON FUNCTION {} FROM {}", roles)
+    echo(f"may not invalidate caches by a right of their own: {', '.join(roles)}")
+
+
 @command.command("names")
 @json_option
 @database_options
@@ -108,6 +133,17 @@ def names(as_json: bool, **options: Any) -> None:
     rows = [dict(row) for row in _on_caches(options, work)]
     columns = ["cache_func", "invalidations", "whole", "last"]
     print_rows(columns, rows, as_json=as_json, nothing="there are no invalidations, or they were trimmed")
+
+
+def _set_right(options: dict[str, Any], statement: str, roles: tuple[str, ...]) -> None:
+    from replicad.postgres.bridge import quote_ident
+
+    named = ", ".join("PUBLIC" if role == "PUBLIC" else quote_ident(role) for role in roles)
+
+    async def work(db: Database, schema: str) -> None:
+        await db.execute(statement.format(f"{schema}.cache_write(text, jsonb)", named))
+
+    _on_caches(options, work)
 
 
 def _on_caches(options: dict[str, Any], work: Callable[[Database, str], Awaitable[T]], *, install: bool = False) -> T:

@@ -334,6 +334,57 @@ async def test_a_role_of_no_rights_may_write_and_not_change_who_shares(db: Datab
         await db.execute("DROP OWNED BY ownership_app; DROP ROLE ownership_app")
 
 
+async def test_who_may_not_write_the_stream_can_neither_join_nor_expel_its_writers(db: Database) -> None:
+    """Each function that changes members or slots asks for a right on this stream; another stream's is not enough."""
+    term = await db.fetch_value("SELECT term FROM replicad.writer_join('events', 'a', '1 h')")
+    beats = [row["beat"] for row in await db.fetch("SELECT beat FROM replicad.writer_member")]
+    await db.execute(
+        "DROP ROLE IF EXISTS ownership_other; CREATE ROLE ownership_other;"
+        "CREATE TABLE others (id bigserial PRIMARY KEY);"
+        "GRANT INSERT, SELECT ON others TO ownership_other; GRANT USAGE ON SEQUENCE others_id_seq TO ownership_other;"
+        "GRANT SELECT ON events TO ownership_other"
+    )
+    await registry.add(db, "others", "others", "id")
+    await admin.enable(db, "others", SLOTS)
+    calls = [
+        "writer_join('events', 'b', '1 s')",
+        f"writer_beat('events', 'a', {term})",
+        f"writer_take('events', 'a', {term}, '{{1}}', '{{1}}', '1 h')",
+        "writer_give('events', 'a', '{1}', '{1}', '{b}', '1 h')",
+        f"writer_expel('events', '{{{beats[0]}}}')",
+        f"writer_retire('events', 'a', {term})",
+        f"writer_leave('events', 'a', {term})",
+    ]
+    definers = await db.fetch("SELECT proname FROM pg_proc WHERE prosecdef AND proname ~ '^writer_'")
+    assert {row["proname"] for row in definers} == {call.partition("(")[0] for call in calls} | {"writer_owns"}
+    try:
+        async with db.connection() as connection:
+            await connection.execute("SET ROLE ownership_other")
+            await connection.execute("SELECT replicad.writer_join('others', 'mine', '5 s')")
+            for call in calls:
+                with pytest.raises(
+                    DatabaseError, match=r"GRANT INSERT ON public\.events TO ownership_other"
+                ) as refused:
+                    await connection.execute(f"SELECT replicad.{call}")
+                assert refused.value.sqlstate == "42501"
+            await connection.execute("RESET ROLE")
+            await connection.execute(
+                "GRANT USAGE ON SEQUENCE events_id_seq TO ownership_other; SET ROLE ownership_other"
+            )
+            await connection.execute(
+                f"SELECT replicad.writer_beat('events', 'a', {term})"
+            )  # writes by others' functions
+            await connection.execute("RESET ROLE")
+        assert [
+            row["instance"] for row in await db.fetch("SELECT instance FROM replicad.writer_member ORDER BY 1")
+        ] == [
+            "a",
+            "mine",
+        ]
+    finally:
+        await db.execute("DROP OWNED BY ownership_other; DROP ROLE ownership_other")
+
+
 async def test_sql_and_python_agree_on_slots(db: Database) -> None:
     @given(
         st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), min_size=10, max_size=50)

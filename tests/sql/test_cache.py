@@ -169,23 +169,77 @@ async def test_without_the_stream_writers_go_on_and_nothing_is_written(db: Datab
     assert await db.fetch_value("SELECT replicad.invalidate_cache('f', '[1]')") == 1
 
 
-async def test_anybody_may_invalidate_and_nobody_else_may_forge_rows(db: Database) -> None:
+async def test_a_role_invalidates_by_a_grant_alone_and_the_refusal_names_it(db: Database, rows: Rows) -> None:
     async with db.connection() as connection:
         await connection.execute("BEGIN")
         await connection.execute(
             "CREATE ROLE somebody_of_caches; SET LOCAL ROLE somebody_of_caches; SET search_path = ''"
         )
+
+        async def refuse(statement: str) -> DatabaseError:
+            await connection.execute("SAVEPOINT s")
+            with pytest.raises(DatabaseError) as caught:
+                await connection.execute(statement)
+            assert caught.value.sqlstate == "42501"
+            await connection.execute("ROLLBACK TO s")
+            return caught.value
+
+        for call in ("invalidate_cache('f')", "invalidate_cache_many('f', '[[1]]')"):
+            refused = await refuse(f"SELECT replicad.{call}")
+            grant = "GRANT EXECUTE ON FUNCTION replicad.cache_write(text, jsonb) TO somebody_of_caches"
+            assert grant in str(refused)
+        await refuse("SELECT replicad.cache_write('f', NULL)")
+        await connection.execute(f"SAVEPOINT granted; RESET ROLE; {grant}; SET LOCAL ROLE somebody_of_caches")
         assert await connection.fetch_value("SELECT replicad.invalidate_cache('f')") == 1
-        for refused in (
+        assert await connection.fetch_value("SELECT replicad.invalidate_cache_many('f', '[[1], [2]]')") == 2
+        for forbidden in (
             "INSERT INTO replicad.cache_invalidation (instance, cache_func) VALUES ('w1', 'f')",
             "SELECT replicad.cache_enable()",
             "SELECT replicad.cache_disable()",
+            "SELECT replicad.cache_names()",
         ):
-            await connection.execute("SAVEPOINT s")
-            with pytest.raises(DatabaseError, match="permission denied"):
-                await connection.execute(refused)
-            await connection.execute("ROLLBACK TO s")
+            await refuse(forbidden)
+        await connection.execute("ROLLBACK TO granted")
+        await connection.execute(
+            "RESET ROLE; CREATE FUNCTION public.rename() RETURNS integer SECURITY DEFINER LANGUAGE sql"
+            " AS $$ SELECT replicad.invalidate_cache('f') $$; SET LOCAL ROLE somebody_of_caches"
+        )
+        assert await connection.fetch_value("SELECT public.rename()") == 1  # its owner's right counts
         await connection.execute("ROLLBACK")
+
+
+async def test_an_upgrade_keeps_the_right_of_every_role_that_may_write_a_table(database: Database) -> None:
+    """Before, every role might invalidate. Those that can have had a reason may go on, and no others."""
+    await schema.install(database, "stream")
+    await schema.install(database, "cache")
+    names = ["writer", "column", "owner", "reader", "stranger"]
+    own = "caches_" + str(await database.fetch_value("SELECT oid FROM pg_database WHERE datname = current_database()"))
+    roles = {name: f"{own}_{name}" for name in names}
+    may = "SELECT has_function_privilege($1, 'replicad.cache_write(text, jsonb)', 'EXECUTE')"
+    try:
+        for role in roles.values():
+            await database.execute(f"CREATE ROLE {role}")
+        await database.execute(
+            "CREATE TABLE a (id integer); CREATE TABLE b (id integer);"
+            f"GRANT DELETE ON a TO {roles['writer']}; GRANT UPDATE (id) ON a TO {roles['column']};"
+            f"GRANT SELECT ON a TO {roles['reader']}; ALTER TABLE b OWNER TO {roles['owner']};"
+        )
+        assert not any([await database.fetch_value(may, role) for role in roles.values()])
+        await database.execute(
+            "DROP FUNCTION replicad.cache_write(text, jsonb); UPDATE replicad.cache_version SET digest = 'older'"
+        )
+        await schema.install(database, "cache")
+        found = {name for name, role in roles.items() if await database.fetch_value(may, role)}
+        assert found == {"writer", "column", "owner"}
+        await database.execute(
+            f"REVOKE EXECUTE ON FUNCTION replicad.cache_write(text, jsonb) FROM {roles['writer']};"
+            "UPDATE replicad.cache_version SET digest = 'older'"
+        )
+        await schema.install(database, "cache")  # what the operator has taken away since stays away
+        assert not await database.fetch_value(may, roles["writer"])
+    finally:
+        for role in roles.values():
+            await database.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 class Cursor:

@@ -318,6 +318,11 @@ async def test_writers_need_no_right_on_the_tubes_and_get_none(db: Database, tak
             with pytest.raises(DatabaseError, match="permission denied"):
                 await connection.execute(forbidden)
         await connection.execute("RESET ROLE")
+        await connection.execute(f"REVOKE INSERT, UPDATE, DELETE ON sh1.t FROM {role}; SET ROLE {role}")
+        with pytest.raises(DatabaseError, match=rf"GRANT UPDATE ON sh1\.t TO {role}") as refused:
+            await connection.execute("SELECT sh1.t_touch('{5}')")
+        assert refused.value.sqlstate == "42501"
+        await connection.execute("RESET ROLE")
     assert await take("a") == [("I", 1, [1, 2]), ("U", 1, [2]), ("D", 1, [2]), ("T", 1, [5]), ("D", 1, [1])]
     await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 

@@ -1,18 +1,41 @@
--- Anybody may say that a cache is old; the table itself, and whether there is a stream, are its owner's. Every function
--- looks its neighbours up in this schema alone, whatever the caller's search_path.
+-- Who may say that a cache is old: roles with EXECUTE on cache_write. PUBLIC may call the functions in front of it, which
+-- run with the caller's rights and name the GRANT that is missing. The table itself, and whether there is a stream, are its
+-- owner's. Every function looks its neighbours up in this schema alone, whatever the caller's search_path.
 DO $rights$
 DECLARE
     f record;
+    role text;
 BEGIN
-    FOR f IN SELECT p.oid::regprocedure AS name, p.proname
+    FOR f IN SELECT p.oid::regprocedure AS name, p.proname, p.proacl
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
         WHERE n.nspname = current_schema()
-            AND p.proname IN ('cache_writer', 'invalidate_cache', 'invalidate_cache_many', 'cache_enable',
-                'cache_disable', 'cache_names')
+            AND p.proname IN ('cache_writer', 'cache_write', 'cache_check_right', 'invalidate_cache',
+                'invalidate_cache_many', 'cache_enable', 'cache_disable', 'cache_names')
     LOOP
         EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         IF f.proname IN ('cache_enable', 'cache_disable', 'cache_names') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
+        ELSIF f.proname = 'cache_write' AND f.proacl IS NULL THEN  -- made just now: later grants are the operator's
+            EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
+            -- Before, every role might invalidate. In an installation of then, those may go on that can have had a reason:
+            -- roles that may write some table.
+            FOR role IN
+                SELECT DISTINCT writer.rolname FROM pg_class c
+                JOIN pg_namespace n ON n.oid = c.relnamespace
+                    AND n.nspname !~ '^pg_' AND n.nspname <> 'information_schema'
+                CROSS JOIN LATERAL (
+                    SELECT c.relowner AS oid
+                    UNION SELECT a.grantee FROM aclexplode(c.relacl) a
+                        WHERE a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE', 'TRUNCATE')
+                    UNION SELECT a.grantee FROM pg_attribute t, aclexplode(t.attacl) a
+                        WHERE t.attrelid = c.oid AND a.privilege_type IN ('INSERT', 'UPDATE')
+                    UNION SELECT m.roleid FROM pg_auth_members m WHERE m.roleid = 'pg_write_all_data'::regrole
+                ) AS may
+                JOIN pg_roles writer ON writer.oid = may.oid
+                WHERE c.relkind IN ('r', 'p', 'v', 'f') AND (SELECT v.version FROM cache_version v) > 0
+            LOOP
+                EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', f.name, role);
+            END LOOP;
         END IF;
     END LOOP;
 END

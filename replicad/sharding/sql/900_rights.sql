@@ -1,4 +1,5 @@
--- Who may do what: writers of any role join, share and leave; whether a stream is shared at all is its owner's to say.
+-- Who may do what: who may write a stream may join its writers, share and leave (writer_find_own looks); whether a stream is
+-- shared at all is its owner's to say. writer_owns changes nothing and so asks for no right.
 -- Rows are changed through the functions alone, which run with their owner's rights. Every function looks its neighbours
 -- up in this schema alone, whatever the caller's search_path; those that are inlined need none, or name them in full.
 DO $rights$
@@ -17,7 +18,8 @@ BEGIN
         IF f.proname IN ('writer_join', 'writer_beat', 'writer_expel', 'writer_retire', 'writer_leave', 'writer_take',
                 'writer_give', 'writer_owns') THEN
             EXECUTE format('ALTER FUNCTION %s SECURITY DEFINER', f.name);
-        ELSIF f.proname IN ('writer_enable', 'writer_disable', 'writer_changed', 'writer_lock') THEN
+        ELSIF f.proname IN ('writer_enable', 'writer_disable', 'writer_changed', 'writer_lock',
+                'writer_lock_slots') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;

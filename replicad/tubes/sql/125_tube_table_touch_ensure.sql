@@ -21,12 +21,29 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 COMMENT ON FUNCTION tube_table_touch_call(tube_attachment) IS 'The part of {table}_touch that serves one tube';
 
+-- tube_check_writer(tbl): raises 42501 unless this session's role may INSERT, UPDATE or DELETE rows of the table, some
+-- column at least. Its caller runs with its owner's rights, so `current_user` says nothing; what no function can change is
+-- the session's user, and the role that the session chose by SET ROLE. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_check_writer(tbl oid) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+DECLARE
+    me name := CASE current_setting('role') WHEN 'none' THEN session_user ELSE current_setting('role') END;
+BEGIN
+    IF (has_any_column_privilege(me, tbl, 'INSERT, UPDATE') OR has_table_privilege(me, tbl, 'DELETE')) IS NOT TRUE THEN
+        RAISE EXCEPTION USING ERRCODE = '42501',
+            MESSAGE = format('role %I may not write table %s, so it may not touch its ids', me, tube_qualified(tbl)),
+            HINT = format('run: GRANT UPDATE ON %s TO %I', tube_qualified(tbl), me);
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION tube_check_writer(oid) IS 'Raises 42501 unless the session may write the table';
+
 -- tube_table_touch_ensure(tbl): creates {table}_touch(ids, op, payload, chunk_size) in the table's schema for the
 -- present attachments of the table. Raises RT005 if another function has that name. Writes that function.
 --
 -- {table}_touch touches every tube that the table is attached to and returns the number of pods. It ignores predicates.
 -- An id goes to the shard of its row. An id without a row (deleted) and a control pod go to the shard of the
--- attachment. It runs with its owner's rights, so that users who write to the table may call it.
+-- attachment. It runs with its owner's rights, so that users who write to the table may call it; others get 42501.
 CREATE OR REPLACE FUNCTION tube_table_touch_ensure(tbl regclass) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $outer$
 DECLARE
@@ -45,8 +62,9 @@ BEGIN
         FROM tube_attachment a, unnest(a.path) s
         WHERE a.tbl = tube_table_touch_ensure.tbl AND a.tbl = a.root AND a.routing IS NOT NULL;
     body := format(
-        E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\nBEGIN%s\n    RETURN pods;\nEND\n',
-        marker, calls);
+        E'\n%s\n#variable_conflict use_column\nDECLARE\n    pods bigint := 0;\nBEGIN\n'
+        '    PERFORM %I.tube_check_writer(%s);%s\n    RETURN pods;\nEND\n',
+        marker, current_schema(), tbl::oid, calls);
     SELECT p.prosrc INTO present FROM pg_proc p
         WHERE p.oid = to_regprocedure(full_name || '(bigint[], character, jsonb, integer)');
     IF strpos(present, marker) = 0 THEN

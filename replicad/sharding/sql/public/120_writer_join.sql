@@ -3,7 +3,7 @@
 --   address  where the application reaches this writer, told to the others; may be NULL
 --   expired  beats that the caller has watched unchanged for longer than their ttl: a namesake with such a beat is
 --            replaced. It may be alive: what it had is its successor's or others' only once its writes have ended.
--- Raises RS001, RS002, and RS012 where a writer of that name is alive. Writes writer_member.
+-- Raises 42501, RS001, RS002, and RS012 where a writer of that name is alive. Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_join(
     stream text, instance text, ttl interval, address text = NULL, expired bigint[] = '{}',
     OUT term bigint, OUT beat bigint

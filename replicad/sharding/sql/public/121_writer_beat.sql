@@ -1,9 +1,9 @@
--- writer_beat(stream, instance, term): a sign of life: the new beat. Raises RS001, RS002, and RS011 where this membership
+-- writer_beat(stream, instance, term): a sign of life: the new beat. Raises 42501, RS001, RS002, and RS011 where this membership
 -- has ended. Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_beat(stream text, instance text, term bigint) RETURNS bigint
 LANGUAGE plpgsql AS $$
 DECLARE
-    w writer_sharding := writer_find(stream);
+    w writer_sharding := writer_find_own(stream);
     new_beat bigint;
 BEGIN
     UPDATE writer_member m SET beat = nextval('writer_term_seq'), beat_at = clock_timestamp()

@@ -1,5 +1,5 @@
 -- writer_expel(stream, expired): ends the memberships with these beats, which the caller has watched unchanged for longer
--- than their ttl; returns their names. Their slots are nobody's then, until others take them. Raises RS001, RS002.
+-- than their ttl; returns their names. Their slots are nobody's then, until others take them. Raises 42501, RS001, RS002.
 -- Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_expel(stream text, expired bigint[]) RETURNS text[]
 LANGUAGE plpgsql AS $$

@@ -1,5 +1,5 @@
 -- writer_retire(stream, instance, term): this writer wants to leave: nobody gives it anything more, and it gives away what
--- it has. Raises RS001, RS002, RS011. Writes writer_member.
+-- it has. Raises 42501, RS001, RS002, RS011. Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_retire(stream text, instance text, term bigint) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -16,7 +16,7 @@ $$;
 COMMENT ON FUNCTION writer_retire(text, text, bigint) IS 'Announces that a writer is about to leave';
 
 -- writer_leave(stream, instance, term): ends this membership; what it still has is nobody's, until others take it. False
--- where it had ended already. Raises RS001, RS002. Writes writer_member.
+-- where it had ended already. Raises 42501, RS001, RS002. Writes writer_member.
 CREATE OR REPLACE FUNCTION writer_leave(stream text, instance text, term bigint) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE

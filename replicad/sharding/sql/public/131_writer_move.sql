@@ -2,14 +2,14 @@
 --   member    the term of this writer's membership
 --   wanted    slots, and `seen` the terms under which they were seen: one that has changed since is left alone
 --   patience  see writer_lock_slots; a slot into which somebody who lost it is still writing is left alone as well
--- Returns the slots that are this writer's from now on, each with its new term. Raises RS001, RS002, RS011.
+-- Returns the slots that are this writer's from now on, each with its new term. Raises 42501, RS001, RS002, RS011.
 -- Locks writer_sharding and the slots, writes writer_slot.
 CREATE OR REPLACE FUNCTION writer_take(
     stream text, instance text, member bigint, wanted integer[], seen bigint[], patience interval = '0'
 ) RETURNS TABLE (slot integer, term bigint)
 LANGUAGE plpgsql AS $$
 DECLARE
-    w writer_sharding := writer_find(stream);
+    w writer_sharding := writer_find_own(stream);
     free integer[] := writer_lock_slots(w.stream, wanted, patience);
 BEGIN
     w := writer_lock(stream);
@@ -34,13 +34,13 @@ COMMENT ON FUNCTION writer_take(text, text, bigint, integer[], bigint[], interva
 -- writer_give(stream, instance, given, terms, receivers, patience): gives slots away, each to the writer of the same
 -- place in `receivers`. A slot that is not this writer's under that term, whose receiver is not there or about to leave,
 -- or into which a write is in flight stays as it is. Returns the slots that are the others' from now on, with their new
--- terms. Raises RS001, RS002. Locks writer_sharding and the slots, writes writer_slot.
+-- terms. Raises 42501, RS001, RS002. Locks writer_sharding and the slots, writes writer_slot.
 CREATE OR REPLACE FUNCTION writer_give(
     stream text, instance text, given integer[], terms bigint[], receivers text[], patience interval = '0'
 ) RETURNS TABLE (slot integer, term bigint)
 LANGUAGE plpgsql AS $$
 DECLARE
-    w writer_sharding := writer_find(stream);
+    w writer_sharding := writer_find_own(stream);
     free integer[] := writer_lock_slots(w.stream, given, patience);
 BEGIN
     w := writer_lock(stream);

@@ -76,13 +76,18 @@ class IslandsStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow): 
         return _joined(known) if len(known) == len(found) else None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """One task for every partition of every island that has pods in the batch."""
+        """One task for every partition of every island that has pods in the batch.
+
+        Downstreams know a task of a repeated batch by its number. So the order is that of the islands' names, and not
+        that of the option, which may be another one when the batch comes again.
+        """
         begin, finish = self._split(start), self._split(end)
 
         def plan(name: str, reader: TubeStreamReader) -> list[InputPartition]:
             return reader.partitions(self._begin(begin, name, reader), finish[name]) if name in finish else []
 
-        return [one for planned in self._each(plan).values() for one in planned]
+        planned = self._each(plan)
+        return [one for name in sorted(planned) for one in planned[name]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: the pods of its range, from its island."""

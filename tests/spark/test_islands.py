@@ -81,6 +81,21 @@ def test_a_killed_driver_replays_the_batch_of_each_island_exactly(daemon: FakeDa
     assert again.ids == [1, 1, 2, 2]
 
 
+def test_a_replay_has_the_same_tasks_whatever_the_order_in_which_the_islands_are_named(
+    daemon: FakeDaemon, other: FakeDaemon
+) -> None:
+    """Downstreams know a task that was done already by its number."""
+    for number, one in enumerate((daemon, other)):
+        one.make_tube("t", 2)
+        for shard in (0, 1):
+            one.touch("t", shard, [10 * number + shard])
+    before = Query(options(islands(west=daemon, east=other)))
+    assert before.trigger()
+    before.die()
+    after = Query(options(islands(east=other, west=daemon), leaseWait="5s"), before.offsets, commits=0)
+    assert after.ids == before.ids
+
+
 def test_a_trigger_waits_for_the_first_pod_of_any_island(daemon: FakeDaemon, other: FakeDaemon) -> None:
     for one in (daemon, other):
         one.make_tube("t", 2)

@@ -58,6 +58,8 @@ def _connect(url: str, transactional: bool) -> Any:
             cursor.execute("SET client_min_messages = warning")  # libpq prints notices to stderr
             cursor.execute("SET application_name = 'replicad spark'")
             cursor.execute("SET timezone = 'UTC'")
+            cursor.execute("SET datestyle = 'ISO, YMD'")  # what becomes text must be read again as it was
+            cursor.execute("SET intervalstyle = 'postgres'")
         if transactional:
             made.commit()
     except dbapi.Error as error:
@@ -133,6 +135,12 @@ def _ours(error: Exception) -> DatabaseError:
         kind = DatabaseRefused if refused else DatabaseUnavailable
         return kind(f"Postgres cannot be used: {text}", sqlstate=state)
     return DatabaseError(f"Postgres reports: {text}", sqlstate=state)
+
+
+def literal(text: str) -> str:
+    """A text as an SQL literal."""
+    escaped = text.replace("\\", "\\\\").replace("'", "''")
+    return f"E'{escaped}'" if "\\" in text else f"'{escaped}'"
 
 
 def quote(name: str) -> str:

@@ -219,7 +219,7 @@ def _start(
     from replicad.spark.batches import BatchRunner  # noqa: PLC0415
 
     register(spark)
-    shape = Shape(enricher.schema, config.id_column)
+    shape = Shape(enricher.schema, config.id_column, enricher.layout.types)
     if config.transform is not None:
         shape = _shape_after(config, spark, enricher)
     config.sink.prepare(shape)
@@ -283,7 +283,9 @@ def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher
             raise UsageError(f"transform: it must keep the column {name} ({kind}), which {state} in its result")
     ours = {config.id_column: pa.int64()}
     ours.update({name: kind for name, kind in found.items() if name not in KEYS.names})
-    return Shape(pa.schema([*ours.items(), *KEYS]), config.id_column)
+    before = dict(zip(enricher.schema.names, enricher.schema.types, strict=True))
+    types = {name: type for name, type in enricher.layout.types.items() if ours.get(name) == before[name]}
+    return Shape(pa.schema([*ours.items(), *KEYS]), config.id_column, types)
 
 
 def _make_checkpoint(config: PipelineConfig) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from replicad.errors import UsageError
-from replicad.spark.database import patiently, quote
+from replicad.spark.column_types import COLUMNS
+from replicad.spark.database import literal, patiently, quote
 from replicad.tubes.shards import ALL_SHARDS, ShardSet
 
 NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or a number that may be rounded
@@ -65,6 +66,18 @@ _EXAMPLE = "`shard_{shard:04d}.cities`, where {shard} is the number of the shard
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: the SQL expression that reads it, the Arrow type of that, and the type in Postgres.
+
+    `type` None: the expression changes the values.
+    """
+
+    expression: str
+    kind: pa.DataType
+    type: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """How to select the rows of one rule's shards: SQL expressions by column. A column without expression is NULL."""
 
@@ -74,11 +87,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sources of rows and their schema: the id column first, then the others."""
+    """The sources of rows and their schema: the id column first, then the others.
+
+    `types`: the types that the columns have in Postgres, as format_type() writes them, where the values come unchanged
+    or as their text, and where all tables have the same.
+    """
 
     id: str
     schema: pa.Schema
     sources: tuple[Source, ...]
+    types: Mapping[str, str] = field(default_factory=dict)
 
     def query(self, shard: int) -> tuple[str | None, str] | None:
         """The database of a shard (see `TableRule.database`), and SQL that selects the rows with the ids in `$1`.
@@ -104,7 +122,7 @@ def find_layout(
         UsageError: a table or column is missing or cannot be used; the message lists those that exist.
         DatabaseError: Postgres cannot be used.
     """
-    found: list[tuple[TableRule, dict[str, tuple[str, pa.DataType]]]] = []
+    found: list[tuple[TableRule, dict[str, Column]]] = []
     listed: dict[str, list[tuple[str, str, bool]]] = {}
     for rule in rules:
         where = rule.database or url
@@ -114,30 +132,33 @@ def find_layout(
         look = functools.partial(_columns, table=table, numeric=numeric)
         found.append((rule, patiently(where, look, patience=10)))
         _check_id(found[-1][1], id_column, table)
-    types: dict[str, pa.DataType] = {id_column: pa.int64()}
-    for rule, expressions in found:
-        for name in columns if columns is not None else expressions:
-            if name == id_column or name not in expressions:
+    kinds: dict[str, pa.DataType] = {id_column: pa.int64()}
+    types: dict[str, set[str | None]] = {}
+    for rule, there in found:
+        for name in columns if columns is not None else there:
+            if name == id_column or name not in there:
                 continue
-            kind = expressions[name][1]
-            if types.setdefault(name, kind) != kind:
+            kind = there[name].kind
+            if kinds.setdefault(name, kind) != kind:
                 raise UsageError(
-                    f"column {name} is {types[name]} in one table and {kind} in {rule.table}; "
+                    f"column {name} is {kinds[name]} in one table and {kind} in {rule.table}; "
                     "list the columns that you need, or cast it in a view"
                 )
-    _check_columns(columns, types, {name for _, expressions in found for name in expressions}, rules)
-    order = [id_column, *(name for name in columns or types if name != id_column)]
+            types.setdefault(name, set()).add(there[name].type)
+    _check_columns(columns, kinds, {name for _, there in found for name in there}, rules)
+    order = [id_column, *(name for name in columns or kinds if name != id_column)]
     sources = tuple(
-        Source(rule, {name: expressions[name][0] for name in order if name in expressions})
-        for rule, expressions in found
+        Source(rule, {name: there[name].expression for name in order if name in there}) for rule, there in found
     )
-    return Layout(id_column, pa.schema([(name, types[name]) for name in order]), sources)
+    same = {name: next(iter(of)) for name, of in types.items() if len(of) == 1}
+    known = {name: type for name, type in same.items() if type is not None}
+    return Layout(id_column, pa.schema([(name, kinds[name]) for name in order]), sources, known)
 
 
-def _check_id(columns: Mapping[str, tuple[str, pa.DataType]], id_column: str, table: str) -> None:
+def _check_id(columns: Mapping[str, Column], id_column: str, table: str) -> None:
     if id_column not in columns:
         raise UsageError(f"table {table} has no column {id_column!r}; its columns are {', '.join(columns)}")
-    if not pa.types.is_integer(columns[id_column][1]):
+    if not pa.types.is_integer(columns[id_column].kind):
         raise UsageError(f"column {id_column} of {table} is not an integer; ids of a tube are bigint")
 
 
@@ -178,21 +199,22 @@ def _list_tables(driver: Any) -> list[tuple[str, str, bool]]:
         return list(cursor.fetchall())
 
 
-def _columns(driver: Any, table: str, numeric: str) -> dict[str, tuple[str, pa.DataType]]:
-    """The SQL expression and Arrow type of each column. A type that Spark does not have becomes text."""
+def _columns(driver: Any, table: str, numeric: str) -> dict[str, Column]:
+    """The columns of a table. A type that Spark does not have becomes text."""
     with driver.cursor() as cursor:
         cursor.execute(f"SELECT * FROM {table} WHERE false")
         schema: pa.Schema = cursor.fetch_arrow_table().schema
+        cursor.execute(COLUMNS.format(table=literal(table)))
+        types = dict(cursor.fetchall())
     found = {}
     for column in schema:
         name, kind = quote(column.name), column.type
         of_list = kind.value_type if pa.types.is_list(kind) else kind
         if any(check(of_list) for check in _SIMPLE):
             plain = pa.list_(pa.field("element", of_list)) if pa.types.is_list(kind) else kind
-            found[column.name] = (name, plain)
-        elif (column.metadata or {}).get(b"POSTGRESQL:type") == b"numeric":
-            cast = NUMERIC_FORMS[numeric]
-            found[column.name] = (f"{name}::{cast}", pa.float64() if numeric == "float" else pa.string())
+            found[column.name] = Column(name, plain, types.get(column.name))
+        elif (column.metadata or {}).get(b"POSTGRESQL:type") == b"numeric" and numeric == "float":
+            found[column.name] = Column(f"{name}::{NUMERIC_FORMS[numeric]}", pa.float64(), None)
         else:
-            found[column.name] = (f"{name}::text", pa.string())
+            found[column.name] = Column(f"{name}::text", pa.string(), types.get(column.name))
     return found

@@ -8,8 +8,8 @@ on the driver, with what the tasks returned. Spark may run a task again, and may
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -20,11 +20,13 @@ from replicad.spark.enrich import Changes
 class Shape:
     """The columns of `Changes.writes`, with `_shard` and `_seq`, and the name of the id column.
 
-    A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written.
+    A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written. `types`: the types
+    that the columns have in Postgres (see `tables.Layout`), where they are known.
     """
 
     schema: pa.Schema
     id: str
+    types: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def keys(self) -> pa.Schema:

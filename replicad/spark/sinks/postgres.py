@@ -9,23 +9,41 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replicad.errors import UsageError
-from replicad.spark.database import PATIENCE, patiently, quote
+from replicad.errors import DatabaseError, UsageError
+from replicad.spark.column_types import COLUMNS, ColumnType
+from replicad.spark.database import PATIENCE, literal, patiently, quote
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 _TYPES = {
     pa.bool_(): "boolean", pa.int8(): "smallint", pa.int16(): "smallint", pa.int32(): "integer", pa.int64(): "bigint",
     pa.float32(): "real", pa.float64(): "double precision", pa.string(): "text", pa.binary(): "bytea",
-    pa.date32(): "date", pa.timestamp("us"): "timestamp", pa.timestamp("us", tz="UTC"): "timestamptz",
+    pa.date32(): "date", pa.timestamp("us"): "timestamp without time zone",
+    pa.timestamp("us", tz="UTC"): "timestamp with time zone",
 }  # fmt: skip
+_CREATED = frozenset(
+    {
+        "numeric",
+        "json",
+        "jsonb",
+        "uuid",
+        "inet",
+        "cidr",
+        "macaddr",
+        "macaddr8",
+        "interval",
+        "xml",
+        "time without time zone",
+        "time with time zone",
+    }
+)  # come as text; a table that we create gets the type itself, without its modifier
 _PART = r'(?:"(?:[^"]|"")+"|[A-Za-z_][A-Za-z0-9_$]*)'
 _NAME = re.compile(rf"(?:({_PART})\.)?({_PART})")
 
@@ -41,7 +59,7 @@ WHERE (b.batch, b.step) < (excluded.batch, excluded.step)
 RETURNING true"""
 _COUNT = "UPDATE {batches} SET written = $4, deleted = $5 WHERE query = $1 AND target = $2 AND task = $3 RETURNING 1"
 _UPSERT = """
-WITH done AS (INSERT INTO {table} AS t ({columns}) SELECT {columns} FROM pg_temp.{stage}
+WITH done AS (INSERT INTO {table} AS t ({columns}) SELECT {casts} FROM pg_temp.{stage}
 ON CONFLICT ({key}) DO UPDATE SET {assignments} RETURNING 1) SELECT count(*) FROM done"""
 _DELETE = (
     "WITH done AS (DELETE FROM {table} WHERE _shard = $1 AND {id} = ANY($2) RETURNING 1) SELECT count(*) FROM done"
@@ -54,7 +72,8 @@ class PostgresSink(Sink):
     """Keeps `table` (`name` or `schema.name`, as in SQL) at `url` in step. Creates it if it is missing.
 
     An existing table needs the columns of the rows, `_shard integer` and `_seq bigint`, and a unique key (`_shard`,
-    id).
+    id). Each column must hold every value of the rows' column (`column_types`): the values are sent in the type of the
+    rows, and Postgres casts them.
     """
 
     url: str
@@ -79,28 +98,51 @@ class PostgresSink(Sink):
 
     def prepare(self, shape: Shape) -> None:
         """Create the schema, the table and the table of batches if they are missing."""
-        columns = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
+        columns = ", ".join(f"{quote(field.name)} {_created_as(field, shape)}" for field in shape.schema)
         statements = [
             *([f"CREATE SCHEMA IF NOT EXISTS {self._schema}"] if self._schema else []),
             f"CREATE TABLE IF NOT EXISTS {self.table} ({columns}, PRIMARY KEY (_shard, {quote(shape.id)}))",
             _BATCHES.format(batches=self._batches),
         ]
 
-        def work(driver: Any) -> list[str]:
+        def work(driver: Any) -> dict[str, str]:
             with driver.cursor() as cursor:
                 for statement in statements:
                     cursor.execute(statement)
-                cursor.execute(f"SELECT * FROM {self.table} WHERE false")
-                found: list[str] = cursor.fetch_arrow_table().column_names
-            return found
+                return self._columns(cursor)
 
-        there = patiently(self.url, work, patience=min(self.patience, 10))
+        self._casts(shape, patiently(self.url, work, patience=min(self.patience, 10)))
+
+    def _columns(self, cursor: Any) -> dict[str, str]:
+        """The types of the table's columns."""
+        return dict(_ask(cursor, COLUMNS.format(table=literal(self.table))))
+
+    def _casts(self, shape: Shape, there: Mapping[str, str]) -> str:
+        """What an upsert selects: the rows' columns as the types of the table's columns.
+
+        Raises:
+            UsageError: the table lacks columns, or some cannot hold the rows' values.
+        """
         missing = [name for name in shape.schema.names if name not in there]
         if missing:
             raise UsageError(
-                f"the downstream table {self.table} has no column {missing[0]!r}; add it, use another table, "
-                f"or drop the table to have it created again (its columns are {', '.join(there)})"
+                f"the downstream table {self.table} has no column {missing[0]!r}; add it, or use another table "
+                f"(its columns are {', '.join(there)})"
             )
+        narrow = []
+        for field in shape.schema:
+            wanted, type = shape.types.get(field.name) or _type_of(field), there[field.name]
+            if not ColumnType.parse(type).holds(ColumnType.parse(wanted)):
+                name = quote(field.name)
+                narrow.append((f"{name} is {type}", f"ALTER COLUMN {name} TYPE {wanted} USING {name}::text::{wanted}"))
+        if narrow:
+            raise UsageError(
+                f"the downstream table {self.table} cannot hold the rows unchanged: "
+                f"{', '.join(found for found, _ in narrow)}; run: ALTER TABLE {self.table} "
+                f"{', '.join(change for _, change in narrow)}; or use another table. Then check the rows that were "
+                "written before"
+            )
+        return ", ".join(f"{quote(name)}::{there[name]}" for name in shape.schema.names)
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """One transaction: the batch's number, the writes, the deletes."""
@@ -117,29 +159,31 @@ class PostgresSink(Sink):
         who = (batch.query, self.table, task)
         if not _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step):
             return Applied(repeated=True)
-        columns = ", ".join(quote(name) for name in shape.schema.names)
-        stage = f"replicad_stage_{zlib.crc32(f'{self.table} {columns}'.encode()):08x}"
-        cursor.execute(
-            f"CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ON COMMIT DELETE ROWS AS "
-            f"SELECT {columns} FROM {self.table} WITH NO DATA"
-        )
+        typed = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
+        stage = f"replicad_stage_{zlib.crc32(f'{self.table} {typed}'.encode()):08x}"
+        cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ({typed}) ON COMMIT DELETE ROWS")
+        try:
+            casts = self._casts(shape, self._columns(cursor))
+        except UsageError as error:  # the table was altered since the pipeline began
+            raise DatabaseError(str(error)) from None
         deleted = staged = 0
         for change in changes:
             if change.writes.num_rows:
                 staged += change.writes.num_rows
                 cursor.adbc_ingest(stage, change.writes, mode="append", temporary=True)
             deleted += self._delete(cursor, shape, change.deletes)
-        written = _ask(cursor, self._upsert(shape, stage, columns))[0][0] if staged else 0
+        written = _ask(cursor, self._upsert(shape, stage, casts))[0][0] if staged else 0
         _ask(cursor, _COUNT.format(batches=self._batches), *who, written, deleted)
         return Applied(written, deleted)
 
-    def _upsert(self, shape: Shape, stage: str, columns: str) -> str:
+    def _upsert(self, shape: Shape, stage: str, casts: str) -> str:
         key = ("_shard", shape.id)
         changing = [quote(name) for name in shape.schema.names if name not in key]
         return _UPSERT.format(
             table=self.table,
             stage=stage,
-            columns=columns,
+            columns=", ".join(map(quote, shape.schema.names)),
+            casts=casts,
             key=", ".join(map(quote, key)),
             assignments=", ".join(f"{name} = excluded.{name}" for name in changing),
         )
@@ -161,6 +205,14 @@ class PostgresSink(Sink):
                 return _ask(cursor, sql, pa.scalar(shard, pa.int32()), before, limit)
 
         return pa.array([row[0] for row in patiently(self.url, work, patience=self.patience)], pa.int64())
+
+
+def _created_as(field: pa.Field, shape: Shape) -> str:
+    """The type of a column in a table that we create."""
+    known = ColumnType.parse(shape.types.get(field.name, ""))
+    if known.name in _CREATED and pa.types.is_string(field.type):
+        return known.name + ("[]" if known.is_list else "")
+    return _type_of(field)
 
 
 def _type_of(field: pa.Field) -> str:

@@ -143,6 +143,14 @@ class Requests:
         return _one(Tube(tube), Tube, lambda answer: answer.partitions or 0)
 
     @asked
+    def tube_made(self, tube: str) -> Request[tuple[int, int | None]]:
+        """The tube's number of partitions, and when it was made, in microseconds since 1970. Raises UnknownTube.
+
+        A tube that was dropped and made again has another time, and its pods other cursors.
+        """
+        return _one(Tube(tube, made=1), Tube, lambda answer: (answer.partitions or 0, answer.made))
+
+    @asked
     def claim(
         self, tube: str, part: Part, *, ttl: float | None = None, wait: float | None = None, holder: str | None = None
     ) -> Request[Lease]:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self, TypeVar
 
 from replicad.client.blocking_client import BlockingClient
@@ -29,6 +30,7 @@ BEATS = 3  # renewals in one time to live: two may fail
 CLAIM_SLICE = 10.0  # seconds of waiting in one CLAIM; daemons limit it
 POSITION_PATIENCE = 5.0  # seconds in which a daemon that has just started learns the tube's position
 SHARED = "shared"  # the key of a holder that was given without one: several processes of a query may claim as it
+_ANOTHER = "tube {} was dropped and made again"
 _SIDE_TIMEOUT = 5.0  # seconds for an answer to a renewal, and to the release at the end
 
 log = logging.getLogger("replicad.spark")
@@ -62,6 +64,7 @@ class TubeHold:
         self._side = endpoint_of(options, timeout=_SIDE_TIMEOUT).connect(f"{self.holder}/renew"[:255])
         self._lock = threading.RLock()  # reentrant: SIGTERM may interrupt the main thread while it has the lock
         self._term: int | None = None
+        self.made: int | None = None  # when the tube was made; known after the first request
         self._renewing = renewing
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,7 +77,27 @@ class TubeHold:
         Raises:
             UnknownTube, ConnectionLost, NotAuthorised.
         """
-        return self._with_retries(lambda client: client.tube(self.tube))
+        partitions, made = self._look()
+        if self.made is None:
+            self.made = made
+        return partitions
+
+    def expect(self, made: int | None) -> None:
+        """Check that the tube is the one that was made then; None: any.
+
+        Every claim checks that it is still the same one. A tube that is dropped loses its leases. So no request
+        reaches another tube under a term of this one.
+
+        Raises:
+            CursorAhead: the tube was dropped and made again.
+        """
+        if made is not None and self.made is None:
+            self.partitions()
+        if made is not None and self.made not in (None, made):
+            raise CursorAhead(_ANOTHER.format(self.tube))
+
+    def _look(self) -> tuple[int, int | None]:
+        return self._with_retries(lambda client: client.tube_made(self.tube))
 
     def term(self) -> int:
         """The term of the lease. Claims the lease if there is none.
@@ -161,6 +184,12 @@ class TubeHold:
                     log.warning("%s; waiting up to %.0f s for it", error, left)
                 wait = min(left, CLAIM_SLICE)
         term: int = lease.term
+        _, made = self._look()
+        known, self.made = self.made, made
+        if known not in (None, made):
+            with suppress(ReplicadError):  # it expires anyway
+                self._side.release(self.tube, WHOLE, term)
+            raise CursorAhead(_ANOTHER.format(self.tube))
         with self._lock:
             self._term = term
         if self._renewing and self._thread is None:

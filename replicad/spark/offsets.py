@@ -3,7 +3,8 @@
 Spark compares offsets as JSON text, so each position must have exactly one text: keys are sorted everywhere. A tube's
 offset is `{"n":2,"p":{"0":{"b":88,"c":1004,"r":120},"1":{...}},"v":1}`: the number of partitions and, for each of them,
 the cursor (`r` regular, `b` backfill) and `c`, the number of pods read so far. With `c` a task can check that it
-received every planned pod. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
+received every planned pod. `t` is the tube's name and `m` when it was made: a checkpoint of another tube would ack pods
+that nobody has read. A stream's offset is `{"t":"58~2.61","v":1}`: the vector token.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ class TubeOffset:
 
     places: tuple[Place, ...]
 
+    @staticmethod
+    def tube_of(value: Mapping[str, Any]) -> tuple[str | None, int | None]:
+        """The name of the tube to which an offset belongs, and when the tube was made, if they are known."""
+        name, made = value.get("t"), value.get("m")
+        if not isinstance(name, str | None) or not isinstance(made, int | None):
+            raise foreign(value)
+        return name, made
+
     @classmethod
     def beginning(cls, partitions: int) -> Self:
         """The offset before the first pod of a tube with that many partitions."""
@@ -69,13 +78,14 @@ class TubeOffset:
             raise foreign(value)
         return cls(found)
 
-    def to_json(self) -> dict[str, Any]:
-        """The offset for Spark. Equal offsets give equal text."""
+    def to_json(self, tube: str | None = None, made: int | None = None) -> dict[str, Any]:
+        """The offset for Spark, of a tube that was made then. Equal offsets give equal text."""
         places = {
             str(number): {"b": place.cursor.backfill, "c": place.pods, "r": place.cursor.regular}
             for number, place in enumerate(self.places)
         }
-        return {"n": len(self.places), "p": dict(sorted(places.items())), "v": VERSION}
+        whose = {key: value for key, value in (("m", made), ("t", tube)) if value is not None}
+        return dict(sorted({"n": len(self.places), "p": dict(sorted(places.items())), "v": VERSION, **whose}.items()))
 
     @property
     def partitions(self) -> int:

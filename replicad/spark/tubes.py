@@ -22,7 +22,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from replicad.errors import CursorAhead, PartitionsChanged, ReplicadError
+from replicad.errors import CursorAhead, PartitionsChanged, ReplicadError, UsageError
 from replicad.protocol.tokens import START, Cursor
 from replicad.spark.holding import WHOLE, TubeHold, holder_name
 from replicad.spark.offsets import TubeOffset
@@ -62,7 +62,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
 
     def initialOffset(self) -> dict[str, Any]:
         """Before the first unacked pod."""
-        return TubeOffset.beginning(self._held().partitions()).to_json()
+        return self._to_json(TubeOffset.beginning(self._held().partitions()))
 
     def getDefaultReadLimit(self) -> ReadLimit:
         """The option maxPodsPerTrigger."""
@@ -74,10 +74,12 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         Raises:
             LeaseHeld: another query has the tube.
             CursorAhead: the checkpoint is ahead of the tube, which was restored or created again.
+            UsageError: the checkpoint is of another tube.
         """
         hold = self._held()
-        begin = TubeOffset.from_json(start)
+        begin = self._from_json(start)
         try:
+            hold.expect(TubeOffset.tube_of(start)[1])
             self._ack(begin)
             begin, end = self._plan(hold, begin, limit)
         except CursorAhead as error:
@@ -87,13 +89,14 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
                     "new checkpointLocation and a backfill, or set failOnDataLoss=false to begin with its first pod"
                 ) from error
             log.warning("%s; reading begins with the first pod", error)
-            self._acked = begin  # the tube has none of these pods
+            same = TubeOffset.tube_of(start)[1] in (None, hold.made)
+            self._acked = begin if same else None  # restored: it has none of these pods
             begin, end = self._plan(hold, TubeOffset.beginning(begin.partitions), limit)
         if end == begin:
             self._planned = None
             return start
         self._planned = end
-        return end.to_json()
+        return self._to_json(end)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         """The end of the tube, for `lastProgress`. Its `c`s minus those of endOffset are the lag in pods.
@@ -106,7 +109,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         now = time.monotonic()
         if self._reported is None or now - self._reported[0] >= LAG_INTERVAL:
             try:
-                self._reported = (now, plan_batch(self._hold.plan, base, Budget(pods=100_000)).to_json())
+                self._reported = (now, self._to_json(plan_batch(self._hold.plan, base, Budget(pods=100_000))))
             except ReplicadError as error:  # the lag is only shown; it must not end the query
                 log.warning("lag of tube %s is unknown: %s", self._hold.tube, error)
                 return None
@@ -114,12 +117,18 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """One task for every partition that has pods in the batch. After a crash Spark calls this first."""
-        begin, finish = TubeOffset.from_json(start), TubeOffset.from_json(end)
+        begin, finish = self._from_json(start), self._from_json(end)
+        (_, before), (_, made) = TubeOffset.tube_of(start), TubeOffset.tube_of(end)
+        if before is not None and before != made:  # another tube, with failOnDataLoss=false
+            begin = TubeOffset.beginning(finish.partitions)
         ranges = begin.ranges_to(finish)
         if not ranges:
             return []
         self._planned = finish
-        term = self._held().term()
+        hold = self._held()
+        if self._options.fail_on_data_loss:
+            hold.expect(made)
+        term = hold.term()
         return [TubePartition(self._options, one, term) for one in ranges]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -129,7 +138,14 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
 
     def commit(self, end: dict[str, Any]) -> None:
         """The batch that ends at `end` is in the commit log: ack it, unless `latestOffset` has done so."""
-        self._ack(TubeOffset.from_json(end))
+        finish = self._from_json(end)
+        try:
+            self._held().expect(TubeOffset.tube_of(end)[1])
+        except CursorAhead:
+            if self._options.fail_on_data_loss:
+                raise
+            return  # the tube of that batch is gone
+        self._ack(finish)
 
     def stop(self) -> None:
         """The query has ended. Release the tube, unless tasks of a running batch may still write."""
@@ -143,6 +159,20 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
             self._hold = TubeHold(self._options, holder=self._options.holder)
             end_on_signals(self.stop)
         return self._hold
+
+    def _from_json(self, value: dict[str, Any]) -> TubeOffset:
+        """Read an offset. Raises UsageError if it is of another tube."""
+        found = TubeOffset.from_json(value)
+        tube, _ = TubeOffset.tube_of(value)
+        if tube not in (None, self._options.tube):
+            raise UsageError(
+                f"the checkpoint is of tube {tube!r}, and the option tube is {self._options.tube!r}, whose pods it "
+                "would ack unread; use another checkpointLocation for each tube"
+            )
+        return found
+
+    def _to_json(self, offset: TubeOffset) -> dict[str, Any]:
+        return offset.to_json(self._options.tube, None if self._hold is None else self._hold.made)
 
     def _ack(self, offset: TubeOffset) -> None:
         """Ack all pods up to an offset that this process has not acked before."""

@@ -76,10 +76,15 @@ _PARTITION = "partition/partitions"
 
 @command("TUBE", Side.BOTH, verb="list", on="tube", answer="TUBE")
 class Tube(Command):
-    """TUBE: a client asks for a tube; the server answers with its number of partitions."""
+    """TUBE: a client asks for a tube; the server answers with its number of partitions.
+
+    If the client says `made=1`, the answer has `made=us`: when the tube was made, in microseconds since 1970. Another
+    time means another tube: the one before was dropped, and a cursor of it means nothing here.
+    """
 
     tube: str = word("tube")
     partitions: int | None = optional("partitions", INTEGER, default=None)
+    made: int | None = option("us", INTEGER, default=None)
 
 
 @command("CLAIM", Side.CLIENT, verb="work", on="tube", answer="LEASE")

@@ -25,7 +25,8 @@ RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
 class TubeInfo:
     """A tube: its number of partitions, and the oids of its table and of the sequence that numbers its pods.
 
-    `fault` says why it cannot be served, and what to do. The oids may then be None.
+    `fault` says why it cannot be served, and what to do. The oids may then be None. `made`: when it was made, in
+    microseconds since 1970.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TubeInfo:
     table_oid: int | None
     sequence_oid: int | None
     fault: str | None = None
+    made: int | None = None
 
 
 async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:

@@ -74,6 +74,9 @@ async def test_claim_read_ack_release_by_hand(cities: Database, nc: Netcat) -> N
     await insert(cities, 1, 11)
     await nc.send("TUBE cities")
     await nc.expect_exactly("TUBE cities 2")
+    made = await cities.fetch_value("SELECT (extract(epoch FROM created_at) * 1000000)::bigint FROM tube.tube_registry")
+    await nc.send("TUBE cities made=1")
+    await nc.expect_exactly(f"TUBE cities 2 made={made}")
     term = await claim(nc, "0/2")
     pods, cursor, count = await read(nc, f"0/2 {term} wait=5 limit=10")
     while count < 3:

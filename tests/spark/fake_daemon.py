@@ -109,6 +109,7 @@ class TubeState:
     old_numbers: list[int] = field(default_factory=list)  # of partitions, which TUBE still tells for so many times
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)  # by reporter
     top: int = 0  # the position: the highest seq ever given out
+    made: int = field(default_factory=itertools.count(1_700_000_000_000_000).__next__)
 
     def park(self, seq: int, ids: tuple[int, ...], error: str) -> int:
         """Take ids out of a pod; a pod without any goes."""
@@ -257,9 +258,10 @@ class FakeDaemon:
                     if token != self.token:
                         send(Error("not_authorised: wrong token"))
                         raise OSError("wrong token")
-                case Tube(tube=tube):
+                case Tube(tube=tube, made=made):
                     state = self._state(tube)
-                    send(Tube(tube, state.old_numbers.pop() if state.old_numbers else state.partitions))
+                    number = state.old_numbers.pop() if state.old_numbers else state.partitions
+                    send(Tube(tube, number, state.made if made else None))
                 case Claim():
                     send(self._claim(command, name))
                 case Renew(tube=tube, part=part, term=term):

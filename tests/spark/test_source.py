@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from fake_daemon import FakeDaemon
@@ -20,6 +21,7 @@ from replicad.errors import (
     LeaseLost,
     NotAuthorised,
     UnknownTube,
+    UsageError,
 )
 from replicad.spark.reading import read_range
 from tests.conftest import PATIENCE
@@ -419,6 +421,58 @@ def test_a_checkpoint_ahead_of_a_restored_tube_is_refused_or_begun_anew(
     assert lenient.ids == [0, 1]
     lenient.drain()
     assert tube.pods == {}
+
+
+def test_a_checkpoint_of_another_tube_is_refused_and_acks_nothing(daemon: FakeDaemon) -> None:
+    other = daemon.make_tube("u")
+    daemon.make_tube("t")
+    daemon.touch("u", 1, [1])
+    daemon.touch("t", 1, [2])
+    query = Query(options(daemon, **QUICK))
+    query.drain()
+    query.die()
+    for commits in (query.commits, query.commits - 1):  # the second one was killed within a batch
+        with pytest.raises(UsageError, match=r"is of tube 't', and the option tube is 'u'.*another checkpointLocation"):
+            Query({**options(daemon, **QUICK), "tube": "u"}, query.offsets, commits).trigger()
+    assert len(other.pods) == 1
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["while the query runs", "while it does not"])
+def test_a_tube_that_was_dropped_and_made_again_is_not_acked_unread(daemon: FakeDaemon, running: bool) -> None:
+    before = daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    query = Query(options(daemon, **QUICK))
+    query.trigger()
+    if not running:
+        query.die()
+    del daemon.tubes["t"]  # with its leases
+    tube = daemon.make_tube("t")
+    tube.pods = {pod.seq: replace(pod, ids=(2,)) for pod in before.pods.values()}  # as if the schema were a new one
+    tube.top = before.top
+    strict = query if running else Query(options(daemon, **QUICK, leaseWait="5s"), query.offsets, query.commits)
+    with pytest.raises(CursorAhead, match=r"tube t was dropped and made again.*failOnDataLoss=false"):
+        strict.trigger()
+    strict.reader.stop()
+    assert len(tube.pods) == 1
+    lenient = Query(options(daemon, **QUICK, failOnDataLoss="false", leaseWait="5s"), query.offsets, query.commits)
+    assert lenient.trigger()
+    assert lenient.ids == [2]
+    lenient.drain()
+    assert tube.pods == {}
+
+
+def test_a_checkpoint_from_before_offsets_named_the_tube_goes_on(daemon: FakeDaemon) -> None:
+    daemon.make_tube("t")
+    daemon.touch("t", 1, [1])
+    query = Query(options(daemon, **QUICK))
+    query.drain()
+    query.die()
+    daemon.touch("t", 1, [2])
+    old = [{key: offset[key] for key in ("n", "p", "v")} for offset in query.offsets]
+    again = Query(options(daemon, **QUICK, leaseWait="5s"), old, query.commits)
+    again.drain()
+    assert again.ids == [2]
+    assert again.offsets[-1]["t"] == "t"
 
 
 def test_a_wrong_token_and_an_unknown_tube_are_said_at_once() -> None:

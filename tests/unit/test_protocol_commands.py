@@ -84,6 +84,8 @@ CASES = [
     Case("DOORBELL ", C, c.Doorbell(), "DOORBELL"),
     Case("TUBE cities", C, c.Tube("cities")),
     Case("TUBE cities 4", S, c.Tube("cities", 4)),
+    Case("TUBE cities made=1", C, c.Tube("cities", made=1)),
+    Case("TUBE cities 4 made=1700000000000000", S, c.Tube("cities", 4, 1700000000000000)),
     Case("CLAIM cities 0/4", C, c.Claim("cities", Part(0, 4))),
     Case(
         "CLAIM cities 0/1 ttl=30 wait=0.5 holder=spark-1",

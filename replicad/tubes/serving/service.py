@@ -288,7 +288,7 @@ class TubeService:
     async def _tube(self, session: Peer, command: Tube) -> None:
         await self._look_at_tubes()  # the number of partitions may have changed just now
         info = await self._served(command.tube)
-        session.post(Tube(info.name, info.partitions))
+        session.post(Tube(info.name, info.partitions, info.made if command.made else None))
 
     async def _claim(self, session: Peer, command: Claim) -> None:
         await self._served(command.tube)

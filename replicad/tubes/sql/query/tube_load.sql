@@ -5,6 +5,7 @@ SELECT
     r.partitions,
     c.oid::bigint AS table_oid,
     s.oid::bigint AS sequence_oid,
+    (extract(epoch FROM r.created_at) * 1000000)::bigint AS made,
     CASE
         WHEN c.oid IS NULL THEN format(
             'its table %1$I.%2$I is missing: it was dropped, renamed or moved. Restore it, or create an empty one: '

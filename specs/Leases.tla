@@ -68,15 +68,16 @@ Ask(w, kind) ==
     /\ UNCHANGED <<holder, chance, verdicts, term, left, busy, ack, ackTerm, watch, weather>>
 
 AskClaim(w) == term[w] = "none" /\ ~busy[w] /\ Ask(w, "claim")
-AskRenew(w) == Trusts(w) /\ Ask(w, "renew")
+AskRenew(w) == term[w] # "none" /\ Ask(w, "renew")   \* also before it trusts the lease: see Hear
 
-Hear(w) == \* the answer arrives; the deadline counts from the moment at which the request was sent
+Hear(w) == \* the answer arrives; the deadline counts from the moment at which the request was sent. A lease that a CLAIM
+           \* gave too late is not trusted yet: the worker has its term, and sends RENEW first.
     LET r == request[w]
         window == IF Rule("count_from_the_request") THEN Ttl - r.age ELSE Ttl
     IN  /\ r.answer # "none"
         /\ request' = [request EXCEPT ![w] = NoRequest]
         /\ IF r.answer = "refused" THEN Stops(w)
-           ELSE IF window > 0 /\ (r.kind = "claim" \/ Trusts(w))
+           ELSE IF r.kind = "claim" \/ (window > 0 /\ term[w] # "none")
            THEN term' = [term EXCEPT ![w] = r.term] /\ left' = [left EXCEPT ![w] = window] /\ UNCHANGED busy
            ELSE UNCHANGED <<term, left, busy>>
         /\ UNCHANGED <<holder, chance, verdicts, ack, ackTerm, watch, weather>>
@@ -192,7 +193,7 @@ Rise ==
 Tick == \* all clocks run at one speed
     \E slow \in IF Rule("clocks_of_one_speed") THEN {{}} ELSE {{}} \union {{w} : w \in Workers} :
     LET rest == [w \in Workers |-> IF w \in slow \/ left[w] = 0 THEN left[w] ELSE left[w] - 1]
-        over(w) == rest[w] = 0 /\ Rule("stop_at_the_deadline")
+        over(w) == left[w] > 0 /\ rest[w] = 0 /\ Rule("stop_at_the_deadline")
         most == IF Rule("long_gaps_count_little") THEN Gap ELSE Ttl
     IN  /\ left' = rest
         /\ term' = [w \in Workers |-> IF over(w) THEN "none" ELSE term[w]]

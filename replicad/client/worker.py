@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import trio
 
 from replicad.client.garbage import FRUITLESS_STEPS, StaleIds, collect
+from replicad.client.holding import Holding, OpenClient, Past, new_key
 from replicad.client.ledger import Ledger, Touch
 from replicad.client.pods import Pod, garbage_before
 from replicad.client.refusals import may_pass
@@ -40,9 +41,6 @@ from replicad.tubes.commands import Part
 
 Handle = Callable[["Batch"], Awaitable[None]]
 HandleControl = Callable[[Pod], Awaitable[None]]
-OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
-
-RELEASE_TIMEOUT = 1.0  # seconds to release the lease
 
 log = get_logger(__name__)
 
@@ -114,6 +112,8 @@ class Worker:
         self._control = control
         self._stale_ids = stale_ids
         self._settings = settings or WorkerSettings()
+        self._key = new_key()
+        self._past: dict[Part, Past] = {}  # leases that may still be held in Postgres
         self.statistics = WorkerStatistics()
 
     async def run(self) -> None:
@@ -132,6 +132,16 @@ class Worker:
                 with trio.move_on_after(math.inf if mine else self._settings.poll):
                     await changed.wait()
             log.info("partitions_changed", tube=self._tube, before=partitions)
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Release the leases of partitions that are no more: they would keep us from the new ones until they expire."""
+        while self._past:
+            part, past = self._past.popitem()
+            await trio.sleep_until(past.until)
+            with suppress(ReplicadError):
+                async with self._open_client() as client:
+                    await client.release(self._tube, part, past.term)
 
     async def _ask_for_partitions(self) -> int:
         backoff = Backoff(first=0.2, cap=10.0)
@@ -174,13 +184,11 @@ class _Partition:
         self._tube = worker._tube
         self._ledger = Ledger()
         self._cursor = START
-        self._term = 0
         self._ended = trio.Event()  # set when a batch has ended; then replaced
         self._processed = trio.Event()  # set when ids were processed; then replaced
         self._ends: deque[tuple[Pod, int]] = deque()  # held control pods of backfills whose garbage is to be collected
         self._successes = 0
-        self._lease = trio.CancelScope()
-        self._lost: ReplicadError | None = None
+        self._lease = Holding(worker._open_client, worker._tube, part, worker._key, worker._settings.lease_ttl)
 
     async def run(self, backoff: Backoff) -> None:
         """Claim the lease and work until it is lost.
@@ -188,48 +196,29 @@ class _Partition:
         Raises:
             ReplicadError: the daemon's refusal (LeaseHeld, LeaseLost, PartitionsChanged), or ConnectionLost.
         """
-        settings = self._settings
-        asked = trio.current_time()
-        lease = await self._client.claim(self._tube, self._part, ttl=settings.lease_ttl, wait=settings.poll)
-        self._term = lease.term
-        backoff.reset()
-        self._lease.deadline = asked + settings.lease_ttl
-        with self._lease:
-            async with open_plain_nursery() as nursery:
-                nursery.start_soon(self._renew)
-                try:
+        lease = self._lease
+        try:
+            await lease.claim(self._client, self._settings.poll, self._worker._past.get(self._part))
+            backoff.reset()
+            with lease.scope:
+                async with open_plain_nursery() as nursery:
+                    nursery.start_soon(lease.keep_renewing)
                     await self._work(nursery)
-                except trio.Cancelled:
-                    await self._release()
-                    raise
-        raise self._lost or LeaseLost(f"the lease of {self._part} of {self._tube} was not renewed in time")
+        finally:
+            await self._leave()
+        raise lease.failure
 
-    async def _release(self) -> None:
-        """Release the lease so that another worker can begin at once. Not after a cancelled call of the user's
-        function: it may still take effect, so no other worker may have its ids before the lease expires.
+    async def _leave(self) -> None:
+        """Release the lease, or keep its term for the next claim. A cancelled call of the user's function may still
+        take effect. So no worker may have its ids before the lease expires.
         """
-        if self._ledger.busy or self._lease.cancel_called:
-            return
-        with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
-            async with self._worker._open_client() as client:  # the other connection may be in the middle of an answer
-                await client.release(self._tube, self._part, self._term)
-
-    async def _renew(self) -> None:
-        """Renew on a connection of its own: the other one may be waiting for pods."""
-        async with self._worker._open_client() as client:
-            while True:
-                await trio.sleep(self._settings.lease_ttl / 3)
-                asked = trio.current_time()
-                try:
-                    await client.renew(self._tube, self._part, self._term)
-                except ReplicadError as error:
-                    if may_pass(error):  # the deadline stays; the next try may be in time
-                        log.info("renewal_failed", tube=self._tube, part=str(self._part), error=str(error))
-                        continue
-                    self._lost = error
-                    self._lease.cancel()
-                else:
-                    self._lease.deadline = asked + self._settings.lease_ttl
+        if not self._lease.term:
+            return  # none was had
+        busy = self._ledger.busy > 0
+        if busy or self._lease.scope.cancel_called or not await self._lease.release():
+            self._worker._past[self._part] = self._lease.past(busy=busy)
+        else:
+            self._worker._past.pop(self._part, None)
 
     async def _work(self, nursery: trio.Nursery) -> None:
         settings = self._settings
@@ -255,7 +244,7 @@ class _Partition:
         found = await self._client.pods(
             self._tube,
             self._part,
-            self._term,
+            self._lease.term,
             self._cursor,
             limit=settings.max_pods - self._ledger.pods,
             backfill=0 if settings.exclude_backfill else None,
@@ -273,7 +262,9 @@ class _Partition:
 
     async def _ack(self) -> None:
         if finished := self._ledger.take_finished():
-            self._worker.statistics.acked_pods += await self._client.ack(self._tube, self._part, self._term, finished)
+            self._worker.statistics.acked_pods += await self._client.ack(
+                self._tube, self._part, self._lease.term, finished
+            )
 
     async def _collect(self, pod: Pod, before: int) -> None:
         """Collect the garbage of a shard; called when all earlier pods are done."""
@@ -347,10 +338,9 @@ class _Partition:
         """Park ids of a pod, or all of it; False if the daemon refused, which ends the lease."""
         text = " ".join(repr(error).split())
         try:
-            await self._client.park(self._tube, self._part, self._term, seq, ids, tries=tries, error=text)
+            await self._client.park(self._tube, self._part, self._lease.term, seq, ids, tries=tries, error=text)
         except ReplicadError as refused:  # the lease is over; `run` raises it
-            self._lost = refused
-            self._lease.cancel()
+            self._lease.lose(refused)
             return False
         return True
 

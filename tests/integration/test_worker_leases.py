@@ -1,0 +1,114 @@
+"""The leases of a worker: none is trusted that may be over, and none is waited for that is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+import pytest
+import trio
+
+from replicad.client.trio_client import TrioClient, open_client
+from replicad.client.worker import Batch, Worker, WorkerSettings
+from replicad.postgres.bridge import Database
+from replicad.protocol.states import CloseReason
+from tests.conftest import PATIENCE
+from tests.daemons import Daemon
+
+OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
+SETTINGS = WorkerSettings(backoff_first=0.01)
+
+
+@pytest.fixture
+async def queue(database: Database, daemon: Daemon) -> Database:
+    """A tube `queue` of one partition."""
+    await database.execute("SELECT tube.tube_ensure_exists('queue')")
+    return database
+
+
+@pytest.fixture
+def open_worker_client(daemon: Daemon) -> OpenClient:
+    address = daemon.addresses[0]
+    return lambda: open_client(address.host, address.port, name="a worker")
+
+
+async def until_empty(database: Database) -> None:
+    with trio.fail_after(PATIENCE):
+        while await database.fetch_value("SELECT count(*) FROM tube.queue"):
+            await trio.sleep(0.02)
+
+
+async def handle(batch: Batch) -> None:
+    """A downstream that takes everything."""
+
+
+async def test_a_claim_that_waits_longer_than_the_lease_lives_gives_a_lease_that_is_used(
+    queue: Database, open_worker_client: OpenClient
+) -> None:
+    settings = replace(SETTINGS, lease_ttl=1.5, poll=20.0)
+    await queue.execute("SELECT tube.tube_lease_claim('queue', 1, 0, 'a killed worker', '4 seconds', '{}')")
+    await queue.execute("SELECT tube.queue_touch(0, '{1,2,3}', 'T')")
+    worker = Worker(open_worker_client, "queue", handle, settings=settings)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        await until_empty(queue)
+        nursery.cancel_scope.cancel()
+    assert (worker.statistics.processed, worker.statistics.leases_lost) == (3, 0)
+
+
+async def test_a_worker_does_not_wait_for_its_own_lease_after_it_was_disconnected(
+    queue: Database, open_worker_client: OpenClient, daemon: Daemon
+) -> None:
+    worker = Worker(open_worker_client, "queue", handle, settings=replace(SETTINGS, lease_ttl=10 * PATIENCE))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        terms = []
+        for number in range(3):
+            await queue.execute("SELECT tube.queue_touch(0, $1, 'T')", [number])
+            await until_empty(queue)
+            terms.append(await queue.fetch_value("SELECT term FROM tube.tube_lease"))
+            for session in list(daemon.hub):
+                session.hang_up(CloseReason.PEER_LOST)
+        nursery.cancel_scope.cancel()
+    assert terms == sorted(set(terms))  # each connection has a lease of its own
+
+
+async def test_a_call_that_was_cut_off_is_not_repeated_before_its_lease_has_expired(
+    queue: Database, open_worker_client: OpenClient, daemon: Daemon
+) -> None:
+    began: list[float] = []
+
+    async def hang_once(batch: Batch) -> None:
+        began.append(trio.current_time())
+        if len(began) == 1:
+            await trio.sleep_forever()
+
+    worker = Worker(open_worker_client, "queue", hang_once, settings=replace(SETTINGS, lease_ttl=3.0))
+    await queue.execute("SELECT tube.queue_touch(0, '{1}', 'T')")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        with trio.fail_after(PATIENCE):
+            while not began:
+                await trio.sleep(0.01)
+        cut = trio.current_time()
+        for session in list(daemon.hub):
+            session.hang_up(CloseReason.PEER_LOST)
+        await until_empty(queue)
+        nursery.cancel_scope.cancel()
+    assert began[1] >= cut + 1.9  # the last renewal was at most a third of the lease before
+
+
+async def test_many_partitions_with_short_leases_are_drained(queue: Database, open_worker_client: OpenClient) -> None:
+    await queue.execute("SELECT tube.tube_ensure_exists('queue', 64)")
+    for shard in range(64):
+        await queue.execute("SELECT tube.queue_touch($1, '{1,2}', 'T')", shard)
+        await queue.execute(
+            "SELECT tube.tube_lease_claim('queue', 64, $1, 'a killed worker', '3 seconds', '{}')", shard
+        )
+    worker = Worker(open_worker_client, "queue", handle, settings=replace(SETTINGS, lease_ttl=3.0))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        await until_empty(queue)
+        nursery.cancel_scope.cancel()
+    assert worker.statistics.processed >= 128

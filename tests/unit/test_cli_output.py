@@ -93,8 +93,11 @@ def test_shards_are_shown_in_short() -> None:
 
 def test_ids_come_as_words_with_commas_or_blanks_and_nothing_else_passes() -> None:
     assert list(_read_ids(["1,2", "3 4", "-5"])) == [1, 2, 3, 4, -5]
-    with pytest.raises(UsageError, match="'x'"):
-        list(_read_ids(["1", "x"]))
+    most = 2**63 - 1
+    assert list(_read_ids([f"{most}", f"{-most - 1},1000000000000000000"])) == [most, -most - 1, 10**18]
+    for wrong in ("x", f"{most + 1}", f"{-most - 2}", "1" * 30, "1_0", "٣"):
+        with pytest.raises(UsageError, match=f"'{wrong}'"):
+            list(_read_ids(["1", wrong]))
 
 
 @given(st.text(st.characters(codec="utf-8")))

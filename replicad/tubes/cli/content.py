@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from replicad.errors import UsageError
+from replicad.protocol.words import MAX_INTEGER
 from replicad.terminal.command import F, ReplicadCommand, ReplicadGroup, json_option, option
 from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
@@ -243,8 +244,8 @@ def _read_ids(words: Iterable[str]) -> Iterator[int]:
     for word in words:
         for text in sys.stdin if word == "-" else [word]:
             for piece in text.replace(",", " ").split():
-                if not re.fullmatch(r"-?[0-9]{1,18}", piece):
-                    raise UsageError(f"{piece[:40]!r} is not an id; ids are whole numbers")
+                if not re.fullmatch(r"-?[0-9]{1,19}", piece) or not -MAX_INTEGER - 1 <= int(piece) <= MAX_INTEGER:
+                    raise UsageError(f"{piece[:40]!r} is not an id; ids are whole numbers of 64 bits")
                 yield int(piece)
 
 

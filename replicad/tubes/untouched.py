@@ -1,7 +1,8 @@
 """Find attached tables whose writes no longer reach their tube, and say why and what to do. Reads catalogs only.
 
-Someone may drop or disable triggers and tables by hand. From then on writes are not recorded, and no statement fails.
-The pods that are in the tube can still be read.
+Someone may drop or disable triggers and tables by hand, or write where no trigger fires: to a partition that was made
+later, by logical replication, with `session_replication_role = replica`. Then writes are not recorded, and no statement
+fails. The pods that are in the tube can still be read. docs/tubes.md lists these cases.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ async def load_untouched(db: Database, schema: str) -> dict[str, str]:
     for row in await db.fetch(statement("tube_untouched", schema), schema):
         found.setdefault(row["tube"], []).append(_sentence(row))
         more[row["tube"]] = row["tables"] - len(found[row["tube"]])
+    for row in await db.fetch(statement("tube_unseen", schema)):
+        found.setdefault(row["tube"], []).append(_unseen(row))
     rest = {tube: f"; the same is true of {count:,} more tables" if count else "" for tube, count in more.items()}
-    return {tube: "; ".join(sentences) + rest[tube] for tube, sentences in found.items()}
+    return {tube: "; ".join(sentences) + rest.get(tube, "") for tube, sentences in found.items()}
 
 
 def _sentence(row: Any) -> str:
@@ -38,6 +41,26 @@ def _sentence(row: Any) -> str:
         f"changes of table {row['name']} are not recorded: it has no enabled trigger of the tube for "
         f"{', '.join(row['missing'])}. Attach the table again, {_attach(row, row['root'])}, and then backfill it, "
         f"because changes since then are lost: {_backfill(row)}"
+    )
+
+
+def _unseen(row: Any) -> str:
+    more = f" (unattached; {row['tables']:,} such in all)" if row["tables"] > 1 else " (unattached)"
+    if row["kind"] == "partition":
+        return (
+            f"statements on {row['name']}{more}, a partition of {row['root']} that was added later, are not recorded; "
+            f"those on {row['root']} itself are. Attach it again, {_attach(row, row['root'])}, and then backfill it "
+            f"if something writes to partitions: {_backfill(row)}"
+        )
+    if row["kind"] == "subscription":
+        return (
+            f"changes of {row['name']}{more} that arrive through subscription {row['who']} are not recorded: "
+            "Postgres fires no trigger for them. Attach the table on the publisher, and detach it here: "
+            f"replicad tubes detach {row['tube']} {row['root']}"
+        )
+    return (
+        f"{row['who']} has session_replication_role = replica, and writes of such sessions are not recorded. Set it in "
+        "single sessions only, and backfill what they have written"
     )
 
 

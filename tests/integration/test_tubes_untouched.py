@@ -103,6 +103,46 @@ async def test_a_dropped_partition_is_no_trouble_and_one_without_triggers_names_
     await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
 
 
+async def test_a_partition_that_was_added_later_is_named_until_the_table_is_attached_again(
+    tubes: Database, daemon: Daemon, database_url: str
+) -> None:
+    await tubes.execute(
+        "CREATE TABLE p (id bigint, v integer) PARTITION BY RANGE (id);"
+        "SELECT tube.tube_table_ensure_attached('bad', 'p', 7);"
+        "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (9) PARTITION BY RANGE (id)"
+    )
+    await until_true(lambda: daemon.troubles.why("tube", "bad"))
+    reason = daemon.troubles.why("tube", "bad") or ""
+    assert "statements on public.p1 (unattached), a partition of public.p that was added later" in reason
+    assert "attach bad public.p --shard 7, and then backfill it" in reason
+    assert (await states(database_url))["bad"] == reason
+    await tubes.execute("SELECT tube.tube_table_ensure_attached('bad', 'p', 7)")
+    await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
+
+
+async def test_the_target_of_a_subscription_and_a_role_that_fires_no_trigger_are_named(
+    tubes: Database, daemon: Daemon
+) -> None:
+    role = "replica_" + await tubes.fetch_value("SELECT current_database()")
+    await tubes.execute(f"CREATE ROLE {role}; ALTER ROLE {role} SET session_replication_role = replica")
+    try:
+        await until_true(lambda: f"user {role} has" in (daemon.troubles.why("tube", "bad") or ""))
+    finally:
+        await tubes.execute(f"DROP ROLE {role}")
+    await until_true(lambda: daemon.troubles.why("tube", "bad") is None)
+    await tubes.execute(
+        "CREATE SUBSCRIPTION sub CONNECTION 'dbname=nowhere' PUBLICATION p WITH (connect = false, slot_name = NONE)"
+    )
+    try:
+        await tubes.execute(
+            "INSERT INTO pg_subscription_rel (srsubid, srrelid, srsubstate)"
+            " SELECT oid, 'bad_rows'::regclass, 'r' FROM pg_subscription WHERE subname = 'sub'"
+        )
+        await until_true(lambda: "through subscription sub" in (daemon.troubles.why("tube", "bad") or ""))
+    finally:
+        await tubes.execute("DELETE FROM pg_subscription_rel; DROP SUBSCRIPTION sub")
+
+
 async def test_a_user_that_may_only_read_is_told_by_the_list_and_served_again_without_a_restart(
     tubes: Database,
     as_role: str,

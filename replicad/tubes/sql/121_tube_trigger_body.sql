@@ -1,9 +1,23 @@
+-- tube_noted_sql(tube, insertion): an INSERT of a trigger function with a comment. Writes nothing itself.
+-- A column that the statement names may be renamed, dropped or get another type. Then each write of the table fails, and
+-- Postgres shows the statement. So whoever writes learns what to do. A write that succeeds pays nothing for it; a block
+-- with EXCEPTION would cost each of them a subtransaction.
+CREATE OR REPLACE FUNCTION tube_noted_sql(tube text, insertion text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT E'\n        INSERT ' || format(
+        '/* This records this write in tube %1$s of replicad. If it fails, a column of the table was renamed, dropped or '
+        'has another type. Attach the table again with a --predicate and --routing that fit: replicad tubes attach %1$s '
+        'TABLE; or stop recording it: replicad tubes detach %1$s TABLE */',
+        replace(tube, '*/', '* /')) || substr(ltrim(insertion, E' \n'), length('INSERT') + 1)
+$$;
+COMMENT ON FUNCTION tube_noted_sql(text, text) IS 'An INSERT of a trigger function with a comment for error messages';
+
 -- tube_few_sql(tube, op, rows, rows_before): the statement for the usual case: at most 250 rows of one shard become one
 -- pod with one plain INSERT. For no rows, for more rows, and if rows_before (a query like rows, or NULL) returns other
 -- ids, it inserts nothing and FOUND is false. Writes nothing itself.
 CREATE OR REPLACE FUNCTION tube_few_sql(tube text, op text, rows text, rows_before text) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT format($sql$
+    SELECT tube_noted_sql(tube, format($sql$
         INSERT INTO %1$s (op, shard, ids)
         SELECT %2$s, TG_ARGV[0]::integer, few.ids
         FROM (SELECT ARRAY(%3$s LIMIT 251) AS ids%4$s OFFSET 0) AS few
@@ -13,7 +27,7 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         END IF;
     $sql$, tube_relation(tube), op, rows,
         ', ARRAY(' || rows_before || ' LIMIT 251) AS ids_before',
-        CASE WHEN rows_before IS NOT NULL THEN ' AND few.ids = few.ids_before' END)
+        CASE WHEN rows_before IS NOT NULL THEN ' AND few.ids = few.ids_before' END))
 $$;
 COMMENT ON FUNCTION tube_few_sql(text, text, text, text) IS 'The statement that turns a few rows into one pod';
 
@@ -41,8 +55,8 @@ BEGIN
             event.name,
             CASE WHEN routing IS NULL THEN
                 tube_few_sql(tube, tube_op_sql(quote_literal(event.op)), event.few, event.few_before) END,
-            tube_insert_sql(tube, tube_op_sql(quote_literal(event.op)), 'TG_ARGV[0]::integer', event.rows,
-                routed => routing IS NOT NULL));
+            tube_noted_sql(tube, tube_insert_sql(tube, tube_op_sql(quote_literal(event.op)), 'TG_ARGV[0]::integer',
+                event.rows, routed => routing IS NOT NULL)));
     END LOOP;
     RETURN format(E'\n#variable_conflict use_column\nBEGIN\n%s    RETURN NULL;\nEND\n', body);
 END

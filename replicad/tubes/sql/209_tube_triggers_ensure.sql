@@ -69,8 +69,8 @@ $$;
 COMMENT ON FUNCTION tube_triggers_of(text, regclass) IS 'A tube''s triggers on one table, whatever their names';
 
 -- tube_triggers_ensure(tube, tbl, function, shard): makes the tube have exactly one trigger for each event on one table:
--- it keeps one that is as wanted, whatever its name, or replaces one, drops others, and creates what is missing. Raises
--- RT005 if a trigger that is not the tube's has the name of one that is to be created. Writes triggers.
+-- it keeps one that is as wanted, whatever its name, or replaces one, drops others, and creates what is
+-- missing, under another name if a trigger that is not the tube's has its name. Writes triggers.
 CREATE OR REPLACE FUNCTION tube_triggers_ensure(tube text, tbl regclass, function text, shard integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -105,14 +105,17 @@ BEGIN
             END IF;
         END LOOP;
         CONTINUE WHEN kept;
-        IF replaced IS NULL AND EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgname = wanted.name) THEN
-            PERFORM tube_refuse('RT005',
-                format('table %s has a trigger %I that is not of tube %L, which needs the name', tbl, wanted.name, tube),
-                'rename that trigger: ALTER TRIGGER ... RENAME TO ...');
+        IF replaced IS NULL THEN  -- a trigger of the user may have the name
+            SELECT free.name INTO replaced
+                FROM generate_series(1, 1000) AS n, LATERAL (
+                    SELECT CASE WHEN n = 1 THEN wanted.name
+                        ELSE tube_trigger_name(tbl, tube, wanted.moment || '_' || n) END AS name) AS free
+                WHERE NOT EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = tbl AND g.tgname = free.name)
+                ORDER BY n LIMIT 1;
         END IF;
         -- Replacing a trigger enables it, and does not make readers of the table wait as DROP TRIGGER does.
         EXECUTE format('CREATE OR REPLACE TRIGGER %I %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION %s(%L)',
-            coalesce(replaced, wanted.name), wanted.event, tube_qualified(tbl), wanted.transitions, wanted.function,
+            replaced, wanted.event, tube_qualified(tbl), wanted.transitions, wanted.function,
             wanted.argument);
     END LOOP;
 END

@@ -204,3 +204,24 @@ async def test_functions_work_whatever_the_callers_search_path_is(db: Database) 
         await connection.execute("SELECT sh1.t_touch('{2}'), tube.x_touch(1, '{3}', 'T')")
         assert await connection.fetch_value("SELECT count(*) FROM pg_temp.x") == 0
     assert [row["ids"] for row in await db.fetch("SELECT ids FROM tube.x ORDER BY seq")] == [[1], [2], [3]]
+
+
+async def test_tables_in_the_schema_of_the_tubes_can_be_attached_and_stay_when_the_tubes_go(
+    database: Database, database_url: str, psql_script: Callable[[str, str], str]
+) -> None:
+    psql_script(database_url, "CREATE TABLE cities (id bigint PRIMARY KEY, v integer)")
+    psql_script(database_url, script("tube", None, "up"))
+    psql_script(
+        database_url,
+        "SELECT tube_ensure_exists('a', 2, 'v > 0');"
+        "SELECT tube_table_ensure_attached('a', 'cities', 1, 'v < 9', 'v % 4');"
+        "INSERT INTO cities VALUES (1, 1), (2, 99); SELECT cities_touch('{1}'); UPDATE cities SET v = 3 WHERE id = 1;"
+        "SELECT tube_backfill_schedule('a', 'id', 0, 9); TRUNCATE cities",
+    )
+    rows = await database.fetch("SELECT op, shard, ids FROM public.a WHERE ids <> '{}' ORDER BY seq")
+    assert [tuple(row) for row in rows] == [("I", 1, [1]), ("T", 1, [1]), ("U", 1, [1]), ("U", 3, [1]), ("D", 3, [1])]
+    psql_script(database_url, script("tube", None, "up"))
+    psql_script(database_url, script("tube", None, "down"))
+    psql_script(database_url, "INSERT INTO cities VALUES (5, 1)")
+    assert await database.fetch_value("SELECT count(*) FROM pg_proc WHERE oid >= 16384") == 0
+    assert await database.fetch_value("SELECT count(*) FROM pg_trigger WHERE NOT tgisinternal") == 0

@@ -16,7 +16,10 @@ DECLARE
     fault text;
 BEGIN
     SELECT CASE
-            WHEN c.relnamespace = quote_ident(current_schema())::regnamespace THEN 'it lies in the schema of the tubes'
+            WHEN c.relnamespace = quote_ident(current_schema())::regnamespace AND (
+                c.relname IN (SELECT r.tube FROM tube_registry r) OR c.relname IN ('tube_registry', 'tube_attachment',
+                    'tube_lease', 'tube_parked', 'tube_backfill', 'tube_report', 'tube_shard', 'tube_version')
+            ) THEN 'it is a table of the tubes themselves'
             WHEN c.relpersistence = 't' THEN 'it is temporary'
             WHEN c.relkind NOT IN ('r', 'p') THEN 'it is no ordinary or partitioned table'
             WHEN i.atttypid IS NULL THEN 'it has no column called id'

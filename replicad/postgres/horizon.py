@@ -11,7 +11,6 @@ It knows tables and sequences by their oids only.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import trio
 
 from replicad import errors, sqlstates
 from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql
+from replicad.postgres.holders import by_source, fetch_holders, holders_key
 from replicad.postgres.recording import ALL, Recorder, Seen
 from replicad.postgres.watched import (
     RESERVATION_BAND,
@@ -307,10 +307,10 @@ class Horizon:
             flushed = rows[0]["flushed"]
             if rows[0]["unfit"]:
                 await self._inspect(connection)
-            listed = _by_source(rows)
+            listed = by_source(rows)
             for watched, _, value in fed:
                 if watched.refused is None:
-                    watched.feed(value.last_value, value.inserted, listed.get(_holders_key(watched.source), ()), now)
+                    watched.feed(value.last_value, value.inserted, listed.get(holders_key(watched.source), ()), now)
         for _, locks, _ in fed:
             changed |= locks.waits_for_flush
             locks.flushed_upto(flushed)
@@ -322,16 +322,7 @@ class Horizon:
 
     async def _holders(self, connection: Connection, fed: list[Watched], sequences: list[int]) -> list[Row]:
         """Step 2. Our own sessions are listed before it is sent; one that begins meanwhile counts as a holder."""
-        tables = [w.source for w in fed if isinstance(w.source, LockSource)]
-        own = self._own_backends()
-        return await connection.fetch(
-            load_sql("horizon_holders"),
-            [source.table for source in tables],
-            sequences,
-            [source.table for source in tables if source.own_deletes],
-            [backend.pid for backend in own],
-            [backend.started for backend in own],
-        )
+        return await fetch_holders(connection, [w.source for w in fed], sequences, self._own_backends())
 
     async def _last_values(self, connection: Connection, active: list[Watched]) -> dict[int, _Value] | None:
         """Step 1 for all sequences that exist, may be read and are not locked. None: try again at the next poll.
@@ -506,23 +497,6 @@ class Horizon:
 def _sequence(watched: Watched) -> int:
     assert not isinstance(watched.source, TableSource)
     return watched.source.sequence
-
-
-def _holders_key(source: Source) -> tuple[str, int]:
-    if isinstance(source, ReservationSource):
-        return ("number", source.number)
-    return ("watched", source.table)
-
-
-def _by_source(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Holders by table or by the number of the stream. The row for 'no holder' is left out."""
-    found: dict[tuple[str, int], list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["watched"] is not None:
-            found["watched", row["watched"]].append(row)
-        elif row["number"] is not None:
-            found["number", row["number"]].append(row)
-    return found
 
 
 def _highest(rows: list[Row], column: str) -> int:

@@ -48,10 +48,15 @@ class LockSource:
 
 @dataclass(frozen=True, slots=True)
 class ReservationSource:
-    """Ids of `sequence` (oid) are reserved under advisory locks that carry the stream's `number` (reservation_key)."""
+    """Ids of `sequence` (oid) are reserved under advisory locks that carry the stream's `number` (reservation_key).
+
+    `proof_key`: the quoted name of the table with the secret by which the proofs of such locks are checked. None: it
+    may not be read, so every lock counts, whoever holds it.
+    """
 
     number: int
     sequence: int
+    proof_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

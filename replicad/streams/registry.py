@@ -36,7 +36,8 @@ class Stream:
     """A registered stream. `table`, `sequence` and `positions_table` are qualified and quoted, columns are as they are.
 
     `fault`: why the stream can no longer be served, with the remedy, or None; names of removed objects are None then.
-    `denied`: what this role may not read, with the GRANT that it needs, or None. Ids up to `trimmed_upto` were removed
+    `denied`: what this role may not read, with the GRANT that it needs, or None. `proof_key`: the table by which proofs
+    of reservations are checked; None if this role may not read it. Ids up to `trimmed_upto` were removed
     by trimming, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`: the numbers
     of writers in vector tokens. `epoch`: the id of the present generation; `continues`: whether it is still valid. If
     not, `continue_streams` begins the next one. `sequence_file`: the sequence's file (as of pg_relation_filenode) in
@@ -63,6 +64,7 @@ class Stream:
     noted: int | None
     fault: str | None
     denied: str | None
+    proof_key: str | None
     resets: int
     trimmed_upto: int | None
     max_row: int
@@ -74,8 +76,11 @@ class Stream:
 # Fields that change while a stream is served and that a feed does not depend on. `differences` compares all others.
 _PASSING = frozenset({"fault", "denied", "trimmed_upto", "writers", "continues", "noted"})
 
-# Names and how rows become lines: a feed can take over new values between two reads.
-RENEWABLE = frozenset({"table", "sequence", "positions_table", "row", "row_type", "unique_ids", "max_row", "skipped"})
+# Names and how rows become lines: a feed can take over new values between two reads. `proof_key` counts from the next
+# watch on; until then the horizon goes on with what it has, which is right with any value.
+RENEWABLE = frozenset(
+    {"table", "sequence", "positions_table", "row", "row_type", "unique_ids", "max_row", "skipped", "proof_key"}
+)
 
 # What another generation may change: the rows that ids belong to, and where they are. A feed can take it over.
 GENERATION = frozenset({"epoch", "resets", "table_oid", "sequence_oid", "sequence_file", "positions_oid"})
@@ -225,7 +230,7 @@ def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
 def horizon_source(stream: Stream) -> Source:
     """How the horizon finds the positions of this stream."""
     if stream.method is Method.RESERVATION:
-        return ReservationSource(number=stream.number, sequence=stream.sequence_oid)
+        return ReservationSource(stream.number, stream.sequence_oid, stream.proof_key)
     if stream.method is Method.POSITIONS_TABLE:
         assert stream.positions_oid is not None  # a constraint of adding it
         return TableSource(table=stream.positions_oid, stream_name=stream.name)

@@ -24,6 +24,9 @@ DEFINERS_OF_PUBLIC = {
     "replicad.writer_take": ASKS,
     "replicad.writer_give": ASKS,
     "replicad.writer_owns": "writes nothing; it locks what pg_advisory_xact_lock_shared locks without any right",
+    "replicad.stream_prove": "asks whether the session may write the stream, or has taken an id",
+    "replicad.stream_unprove": "lets go of a lock of the caller's own session",
+    "replicad.stream_held": "shows bounds, which pg_locks shows to every role",
     "sh1.t_touch": ASKS,
     "tube.a_touch": "PUBLIC may not use the schema of the tubes",
 }
@@ -41,7 +44,7 @@ OWNERS = {
         "stream_continue stream_generation_add stream_mark_position stream_writers_ensure stream_writers_discover "
         "stream_writers_retire stream_writers_last stream_writers_idle stream_guard_attach stream_guard_build "
         "stream_check stream_check_row stream_trouble_write stream_troubles stream_skip_id stream_skip_undo "
-        "stream_max_row stream_relay_channel "
+        "stream_max_row stream_relay_channel stream_proof_key "
         "writer_enable writer_disable writer_changed writer_lock writer_lock_slots"
     ),
 }

@@ -32,6 +32,7 @@ STREAM = Stream(
     noted=None,
     fault=None,
     denied=None,
+    proof_key=None,
     resets=0,
     trimmed_upto=None,
     max_row=1024,

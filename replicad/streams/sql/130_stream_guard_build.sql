@@ -10,7 +10,7 @@ BEGIN
         DECLARE
             held text := current_setting(%3$L, true);
         BEGIN
-            IF split_part(held, ':', 1) = pg_current_xact_id()::text AND NEW.%4$I > split_part(held, ':', 2)::bigint THEN
+            IF split_part(held, ':', 1) = 'p' || pg_current_xact_id()::text AND NEW.%4$I > split_part(held, ':', 2)::bigint THEN
                 RETURN NULL;
             END IF;
             IF TG_OP = 'INSERT' OR NEW.%4$I IS DISTINCT FROM OLD.%4$I THEN

@@ -9,7 +9,7 @@ BEGIN
     FOR member IN SELECT t FROM stream_tables(s.relation) t JOIN pg_class c ON c.oid = t
         WHERE NOT c.relispartition OR t = s.relation
     LOOP
-        EXECUTE format('CREATE TRIGGER replicad_guard_%s AFTER INSERT OR UPDATE OF %I ON %s FOR EACH ROW'
+        EXECUTE format('CREATE OR REPLACE TRIGGER replicad_guard_%s AFTER INSERT OR UPDATE OF %I ON %s FOR EACH ROW'
             ' EXECUTE FUNCTION stream_guard_%s()', s.number, s.id_column, member, s.number);
     END LOOP;
 END

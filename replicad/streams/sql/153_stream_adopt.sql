@@ -2,11 +2,11 @@
 -- reserved, so that it stays covered until the transaction ends even if that session ends before. Takes a bound below
 -- the id first and looks for a certified one afterwards: while one is held, nothing above it was published; from then
 -- on our own lock counts. Both must hold back the writer of the row. Called by the guard; a row without an id is never
--- sent and needs no cover. Raises RS003 where the id is not covered, or would not be by this session.
+-- sent and needs no cover. Raises 42501, and RS003 where the id is not covered, or would not be by this session.
 CREATE OR REPLACE FUNCTION stream_adopt(number integer, setting text, id bigint, writer text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    xid text := pg_current_xact_id()::text;
+    xid text := 'p' || pg_current_xact_id()::text;
     me text := current_setting('application_name');
     bound bigint := id - 1;
     covered bigint;
@@ -23,6 +23,7 @@ BEGIN
         bound := stream_certified(number, id - 1, writer);
     END IF;
     IF bound IS NOT NULL THEN
+        PERFORM stream_prove_or_refuse(s) FROM stream s WHERE s.number = stream_adopt.number;
         PERFORM pg_advisory_xact_lock_shared(stream_lock_key(number, bound));
         covered := stream_certified(number, id - 1, writer);
         IF covered IS NOT NULL THEN

@@ -20,10 +20,15 @@ BEGIN
                 'stream_note', 'stream_fork', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
                 'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
                 'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
-                'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_add_bounded', 'stream_relay_channel') THEN
+                'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_add_bounded', 'stream_relay_channel',
+                'stream_proof_key') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;
     PERFORM stream_guard_build(s) FROM stream s WHERE s.method = 'reservation';  -- by the template of this version
+    -- Where reservations had no proof until now: to create the trigger anew waits for the transactions that have inserted
+    -- under locks without one. Daemons do not count these locks any more; ids that were not inserted yet are refused.
+    PERFORM stream_guard_attach(s) FROM stream s, stream_reservation_key k
+        WHERE s.method = 'reservation' AND k.xmin = pg_current_xact_id()::xid;
 END
 $rights$;

@@ -52,6 +52,7 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         noted=None,
         fault=None,
         denied=None,
+        proof_key=None,
         resets=0,
         trimmed_upto=None,
         max_row=MAX_ROW,

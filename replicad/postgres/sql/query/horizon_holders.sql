@@ -2,6 +2,8 @@
 -- $1 oid[]: watched tables. $2 oid[]: watched sequences. $3 oid[]: those of the tables from which the sessions of this
 -- process that $4 (pids) and $5 (their starts) name only delete: there these do not count. Every other session counts,
 -- whatever it calls itself; so does any of these on any other table (a trigger on DELETE may insert there).
+-- $6 boolean: whether reservations count only with a proof (a second advisory lock, streams/sql/109_stream_prove.sql); its
+-- secret is {key}. A secret that is NULL (missing, or it may not be read) makes every reservation count.
 -- At least one row; `holder` is NULL when nobody holds anything. A row per holder and watched table (`watched`) or
 -- reservation (`number`, `bound`; the encoding is in horizon.py). `unfit`: sequences that no longer hand out ids one by
 -- one and upwards, and tables of which no column may be read; looked at here, later than the last values, so that these
@@ -13,7 +15,7 @@
 WITH RECURSIVE locked AS MATERIALIZED (
     SELECT
         l.locktype, l.relation, l.virtualtransaction, l.pid, l.transactionid,
-        l.classid::bigint AS high, l.objid::bigint AS low
+        l.classid::bigint AS high, l.objid::bigint AS low, coalesce(l.pid::text, l.virtualtransaction) AS owner
     FROM pg_locks AS l
     WHERE l.granted
         AND (
@@ -25,11 +27,36 @@ WITH RECURSIVE locked AS MATERIALIZED (
                 )
                 OR (
                     l.locktype = 'advisory' AND l.objsubid = 1 AND l.mode = 'ShareLock'
-                    AND l.classid::bigint >> 16 BETWEEN 20993 AND 29183
+                    AND (
+                        l.classid::bigint >> 16 BETWEEN 20993 AND 29183
+                        OR $6 AND l.classid::bigint >> 16 BETWEEN 4609 AND 12799
+                    )
                 )
             )
-            OR l.locktype = 'transactionid' AND l.pid IS NULL
+            OR l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND (l.pid IS NULL OR $6)
         )
+),
+secret AS MATERIALIZED (
+    SELECT {key} AS key
+),
+proofs AS MATERIALIZED (
+    SELECT l.owner, l.pid, (l.high >> 16)::integer - 4608 AS number, ((l.high & 65535) << 32) | l.low AS mark
+    FROM locked AS l
+    WHERE l.locktype = 'advisory' AND l.high >> 16 BETWEEN 4609 AND 12799
+),
+claimed AS (
+    SELECT p.owner, p.number, p.mark, 'x' || x.transactionid AS holder
+    FROM proofs AS p JOIN locked AS x ON x.locktype = 'transactionid' AND x.owner = p.owner
+    UNION ALL
+    SELECT p.owner, p.number, p.mark, format('s%s %s', a.pid, a.usesysid)
+    FROM proofs AS p JOIN pg_stat_get_activity(NULL) AS a ON a.pid = p.pid
+),
+proven AS MATERIALIZED (
+    SELECT c.owner, c.number
+    FROM claimed AS c, secret AS k
+    WHERE c.mark = (
+        'x' || encode(substr(sha256(k.key || convert_to(c.number || ' ' || c.holder, 'UTF8')), 1, 6), 'hex')
+    )::bit(48)::bigint
 ),
 ancestry (relation, ancestor) AS (
     SELECT l.relation, l.relation FROM locked AS l WHERE l.locktype = 'relation'
@@ -43,7 +70,9 @@ held AS (
     UNION ALL
     SELECT NULL, (l.high >> 16)::integer - 20992, ((l.high & 65535) << 32) | l.low, l.virtualtransaction, l.pid
     FROM locked AS l
-    WHERE l.locktype = 'advisory'
+    WHERE l.locktype = 'advisory' AND l.high >> 16 > 20992
+        AND ((l.owner, (l.high >> 16)::integer - 20992) IN (SELECT p.owner, p.number FROM proven AS p)
+            OR NOT $6 OR (SELECT k.key IS NULL FROM secret AS k))
 )
 SELECT
     one.flushed,

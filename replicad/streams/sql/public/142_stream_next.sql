@@ -1,16 +1,16 @@
 -- stream_next(stream): reserves an id until this transaction ends, and returns it. Whoever inserts it may do so in any
--- statement of the transaction; an id that is not used is no harm. Raises RS001, RS002.
+-- statement of the transaction; an id that is not used is no harm. Raises RS001, RS002, and 42501 without a right to write.
 --
--- The transaction holds a bound first and takes ids afterwards. One lock per transaction and stream; it is remembered
--- in a transaction-local setting together with the transaction's id: that reverts with a savepoint, as the lock does,
--- and a stray SET does not pass for it. It remembers the first id less one, not the bound of the lock: while this session
--- waited between reading that bound and taking the lock, ids above it can have been taken by others and published
--- (specs/Reservation.tla). All in one function and few expressions, since every writer pays for it.
+-- The transaction holds a proof (stream_prove) and a bound first and takes ids afterwards. They are remembered in a
+-- transaction-local setting, as `p` with the transaction's id, a colon, and a number: that reverts with a savepoint, as the
+-- locks do, and a stray SET does not pass for it. The number is the first id less one, not the bound of the lock: while
+-- this session waited between reading that bound and taking the lock, ids above it can have been taken by others and
+-- published (specs/Reservation.tla). All in one function and few expressions, since every writer pays for it.
 CREATE OR REPLACE FUNCTION stream_next(stream text) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     s stream;
-    xid text := pg_current_xact_id()::text;
+    xid text := 'p' || pg_current_xact_id()::text;
     held text;
     bound bigint;
     id bigint;
@@ -23,6 +23,9 @@ BEGIN
     IF split_part(held, ':', 1) = xid THEN
         bound := split_part(held, ':', 2);
     ELSE
+        IF NOT stream_prove(s.number) THEN
+            PERFORM stream_prove_or_refuse(s);
+        END IF;
         bound := pg_sequence_last_value(s.sequence);
         IF bound IS NULL OR bound >> 48 <> 0 THEN
             bound := stream_last_value(s.sequence);

@@ -5,7 +5,7 @@
 --
 -- The bound that is kept is a certified one: no position above it was ever published while it is held. A bound that is
 -- read and then locked may be stale when the lock is there, so it is locked hand over hand: lock what was read, read
--- again, lock that, let go of the first. Raises RS001, RS002; a session in which it failed must be closed or reset.
+-- again, lock that, let go of the first. The proof (stream_prove) is there before. Raises RS001, RS002, 42501; a session in which it failed must be closed or reset.
 CREATE OR REPLACE FUNCTION stream_reserve(
     stream text, n integer, held bigint = NULL, OUT number integer, OUT bound bigint, OUT ids bigint[]
 )
@@ -18,6 +18,7 @@ BEGIN
     number := s.number;
     bound := first;
     IF held IS NULL THEN
+        PERFORM stream_prove_or_refuse(s, true);
         PERFORM pg_advisory_lock_shared(stream_lock_key(number, first));
         bound := stream_last_value(s.sequence);
         PERFORM pg_advisory_lock_shared(stream_lock_key(number, bound));

@@ -10,12 +10,7 @@ DECLARE
 BEGIN
     RETURN QUERY
     WITH held AS MATERIALIZED (
-        SELECT a.application_name AS holder, l.key & 281474976710655 AS bound
-        FROM (SELECT p.pid, (p.classid::bigint << 32) | p.objid::bigint AS key FROM pg_locks p
-              WHERE p.locktype = 'advisory' AND p.objsubid = 1 AND p.mode = 'ShareLock' AND p.granted
-                AND p.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())) l
-        LEFT JOIN pg_stat_activity a ON a.pid = l.pid  -- none: prepared
-        WHERE l.key BETWEEN stream_lock_key(s.number, 0) AND stream_lock_key(s.number, 281474976710655)
+        SELECT x.session AS holder, x.bound FROM stream_held(s.number) x
     ), known AS (
         SELECT w.name FROM stream_writer w WHERE w.stream = s.number
     )

@@ -10,7 +10,13 @@ BEGIN
     END IF;
     -- The certificate goes first: it must never outlive the lock that it speaks of.
     PERFORM pg_advisory_unlock_shared(stream_lock_key(number, held, true));
-    RETURN pg_advisory_unlock_shared(stream_lock_key(number, held));
+    IF NOT pg_advisory_unlock_shared(stream_lock_key(number, held)) THEN
+        RETURN false;
+    END IF;
+    IF next IS NULL THEN
+        PERFORM stream_unprove(number);
+    END IF;
+    RETURN true;
 END
 $$;
 COMMENT ON FUNCTION stream_complete(integer, bigint, bigint) IS 'Ends the oldest reservation of this session';

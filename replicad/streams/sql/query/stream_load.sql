@@ -25,6 +25,10 @@ SELECT s.number::integer AS number,
     (SELECT p.position FROM {schema}.stream_position p WHERE p.stream = s.number AND p.writer = 0) AS noted,
     {schema}.stream_fault(s) AS fault,
     {schema}.stream_denied(s) AS denied,
+    -- where the proofs of reservations can be checked; NULL: this role may not, so every lock counts
+    (SELECT format('%I.%I', kn.nspname, kc.relname) FROM pg_class kc JOIN pg_namespace kn ON kn.oid = kc.relnamespace
+        WHERE kc.relname = 'stream_reservation_key' AND has_table_privilege(kc.oid, 'SELECT')
+            AND kc.relnamespace = (SELECT sc.relnamespace FROM pg_class sc WHERE sc.oid = s.tableoid)) AS proof_key,
     s.resets,
     s.trimmed_upto,
     s.max_row,

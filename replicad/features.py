@@ -32,7 +32,7 @@ FEATURES = (
     Listed(commands={"writers": "replicad.sharding.cli"}),
     Listed(commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
-    Listed(commands={"top": "replicad.operations.top"}),
+    Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),
 )
 
 

@@ -14,6 +14,7 @@ from replicad.daemon.daemon import Pace as DaemonPace
 from replicad.daemon.hub import Hub
 from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
+from replicad.operations.serving import Http
 from replicad.presence import service as presence
 from replicad.presence.pace import Pace as PresencePace
 from replicad.presence.service import PresenceService
@@ -47,6 +48,7 @@ class Daemon:
     publisher: Publisher
     tubes: TubeService
     presence: PresenceService
+    http: Address | None = None
 
 
 @asynccontextmanager
@@ -72,6 +74,7 @@ async def open_daemon(
             cast(StreamService, running.services["streams"]).publisher,
             cast(TubeService, running.services["tubes"]),
             cast(PresenceService, running.services["presence"]),
+            None if settings.http is None else cast(Http, running.services["http"]).server.addresses[0],
         )
 
 

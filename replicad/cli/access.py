@@ -22,7 +22,9 @@ def _verbs() -> Verbs:
     from replicad.features import served
     from replicad.protocol.commands import CORE
 
-    return verbs_of([*CORE, *(kind for feature in served() for kind in feature.commands)])
+    features = served()
+    commands = [kind for feature in features for kind in feature.commands]
+    return verbs_of([*CORE, *commands], [verb for feature in features for verb in feature.verbs])
 
 
 @click.group("access", cls=ReplicadGroup, short_help="Check access files and make secrets.")

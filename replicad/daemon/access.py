@@ -33,11 +33,11 @@ WRONG = "the token is wrong; ask the operator of this server for it"  # whatever
 log = structlog.get_logger()
 
 
-def verbs_of(kinds: Iterable[type[Command]]) -> Verbs:
-    """The verbs that the commands declare."""
+def verbs_of(kinds: Iterable[type[Command]], plain: Iterable[str] = ()) -> Verbs:
+    """The verbs that the commands declare, and others without a name."""
     declared = [kind for kind in kinds if kind.VERB is not None]
     named = frozenset(kind.VERB or "" for kind in declared if kind.OBJECT is not None)
-    return Verbs(named, frozenset(kind.VERB or "" for kind in declared) - named)
+    return Verbs(named, (frozenset(kind.VERB or "" for kind in declared) - named) | frozenset(plain))
 
 
 def names_of(stream: trio.abc.Stream) -> frozenset[str]:
@@ -296,6 +296,11 @@ class ClientAccess:
             return True
         name = getattr(command, kind.OBJECT)
         return name is None or self.require(kind.VERB, kind.OBJECT, name)
+
+    def require_plain(self, verb: str) -> None:
+        """Raise Forbidden if the client may not use a verb that takes no name."""
+        if self.limited and not self.may(verb):
+            raise self._forbidden(verb, None, None)
 
     def require(self, verb: str, what: str, name: str) -> bool:
         """`check` for one name. `what` is `stream` or `tube`."""

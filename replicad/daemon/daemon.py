@@ -16,11 +16,13 @@ from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import cuts
 from replicad.daemon.access import AccessControl, names_of, verbs_of
 from replicad.daemon.dispatch import Dispatch, Relaying
+from replicad.daemon.figures import Figures
 from replicad.daemon.files import EXTRA_CLIENTS
 from replicad.daemon.handshakes import Handshakes
 from replicad.daemon.hub import Hub
 from replicad.daemon.installing import install_all
 from replicad.daemon.listener import Acceptor, Pauses, open_listeners
+from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import open_pools, plan_connections
 from replicad.daemon.relay import Pace as RelayPace
@@ -57,7 +59,7 @@ def serve(settings: ServerSettings, features: Sequence[Feature]) -> None:
     """
     settings.refuse_careless()
     if settings.exposure is not None:
-        log.warning("exposed", listen=str(settings.listen), without=settings.exposure)
+        log.warning("exposed", listen=settings.exposed.partition(" ")[2], without=settings.exposure)
     gc.set_threshold(GC_THRESHOLD)
     gc.freeze()  # modules are never collected
     with interruptible(), _postgres(settings) as (url, recover):
@@ -157,7 +159,7 @@ async def open_daemon(
         ReplicadError: it cannot start.
     """
     schema_text.load(schema_text.PACKAGE)
-    budget = plan_connections(settings.limits)
+    budget = plan_connections(settings.limits, 0 if settings.http is None else settings.limits.http_connections)
     async with (
         open_pools(url, settings.limits) as pools,
         _recorder(settings) as recorder,
@@ -168,13 +170,20 @@ async def open_daemon(
         vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
         troubles = Troubles()
         access = AccessControl(
-            token=settings.token, file=settings.access_file, verbs=verbs_of(vocabulary), troubles=troubles
+            token=settings.token,
+            file=settings.access_file,
+            verbs=verbs_of(vocabulary, [verb for feature in features for verb in feature.verbs]),
+            troubles=troubles,
         )
         hub = Hub(budget.connections, troubles, settings.limits)
         channel = partial(call_value, pools.relays, settings.database.stream_schema, "stream_relay_channel")
         relay = Relay(pools.relays, channel, vocabulary, troubles, pace.relay)
         poller = Poller(horizon, settings.limits, troubles, recover, pace.outages)
-        host = Host(settings, pools, poller, hub, relay, troubles)
+        tls = settings.ssl_context()
+        handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
+        figures = Figures()
+        figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits))
+        host = Host(settings, pools, poller, hub, relay, troubles, access, figures, handshakes)
         services = {feature.name: feature.open(host) for feature in features}
         async with trio.open_nursery() as nursery:
             everything = [Relaying(hub, relay), *services.values()]
@@ -187,8 +196,6 @@ async def open_daemon(
             ]
             await _start(nursery, jobs, troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
-            tls = settings.ssl_context()
-            handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
             entrance = _Entrance(hub, dispatch, vocabulary, access, handshakes)
             async with _serving(settings, listeners, entrance, pauses=pace.accepting) as addresses:
                 summary = {name: value for service in everything for name, value in service.summary().items()}

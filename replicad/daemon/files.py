@@ -27,13 +27,13 @@ class FileBudget:
     connections: int
 
 
-def plan_files(wanted: int, database_connections: int) -> FileBudget:
+def plan_files(wanted: int, database_connections: int, others: int = 0) -> FileBudget:
     """Raise this process's soft limit as far as its hard limit allows; returns the resulting budget.
 
     Raises:
         EnvironmentRefused: not even one client could connect.
     """
-    needed = _open_now() + DATABASE_SHARE * database_connections + EXTRA_CLIENTS + SPARE
+    needed = _open_now() + DATABASE_SHARE * database_connections + EXTRA_CLIENTS + others + SPARE
     limit = _raise_limit(needed + wanted)
     if limit <= needed:
         raise EnvironmentRefused(

@@ -68,6 +68,11 @@ class _InTurn(trio.abc.HalfCloseableStream):
         self.turns: Turns | None = turns  # None: the handshake is over
         self._stream = stream
 
+    @property
+    def socket(self) -> trio.socket.SocketType:
+        """The socket below."""
+        return self._stream.socket
+
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         data = await self._stream.receive_some(max_bytes)
         if self.turns is not None:

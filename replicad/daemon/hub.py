@@ -34,6 +34,10 @@ class Member(Protocol):
     def hears(self) -> bool:
         """Whether the client may get what is sent to all clients."""
 
+    @property
+    def sent(self) -> int:
+        """The bytes that its socket has taken."""
+
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the text is sent to the peer as ERROR."""
 
@@ -79,6 +83,7 @@ class Hub:
         self._accepted = 0
         self._refused = 0
         self._closed: Counter[str] = Counter()
+        self._sent = 0  # bytes, to sessions that have ended
         self.announcing = Announcing(self._sessions, limits.relay_bytes, self.turns)
 
     def __len__(self) -> int:
@@ -123,6 +128,7 @@ class Hub:
         if session in self._sessions:
             self._sessions.discard(session)
             self._closed[reason.value] += 1
+            self._sent += session.sent
 
     def relay(self, command: Command, sender: object | None) -> None:
         """Have a command sent to every session except its sender and those that may not hear it.
@@ -137,6 +143,10 @@ class Hub:
         async with trio.open_nursery() as nursery:
             for name, job in (("deadlines", self.deadlines.run), ("announcing", self.announcing.run)):
                 nursery.start_soon(keep_running, job, "service", f"sessions: {name}", self.troubles, restarts)
+
+    def sent_bytes(self) -> int:
+        """The bytes that the sockets of all clients have taken since the start."""
+        return self._sent + sum(session.sent for session in self._sessions)
 
     def statistics(self) -> HubStatistics:
         """Counts, as one frozen value."""

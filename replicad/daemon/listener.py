@@ -47,8 +47,8 @@ class Pauses:
     longest: float = 1.0
 
 
-async def open_listeners(address: Address) -> list[trio.SocketListener]:
-    """Bind to an address.
+async def open_listeners(address: Address, option: str = "--listen") -> list[trio.SocketListener]:
+    """Bind to an address, which `option` has given.
 
     Raises:
         EnvironmentRefused: the port is in use, the address is not ours, or we may not bind to it.
@@ -57,9 +57,9 @@ async def open_listeners(address: Address) -> list[trio.SocketListener]:
         return await trio.open_tcp_listeners(address.port, host=address.host, backlog=BACKLOG)
     except OSError as error:
         why = {
-            errno.EADDRINUSE: "the port is in use; choose another with --listen, or stop the program that has it",
-            errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its own with --listen",
-            errno.EACCES: "ports below 1024 need privileges; choose a higher one with --listen",
+            errno.EADDRINUSE: f"the port is in use; choose another with {option}, or stop the program that has it",
+            errno.EADDRNOTAVAIL: f"this machine has no such address; choose one of its own with {option}",
+            errno.EACCES: f"ports below 1024 need privileges; choose a higher one with {option}",
         }.get(error.errno or 0, error.strerror or str(error))
         raise EnvironmentRefused(f"cannot listen on {address}: {why}") from error
 

@@ -141,6 +141,11 @@ class Outbox:
         reader.close()
 
     @property
+    def sent(self) -> int:
+        """The bytes that the socket has taken so far."""
+        return self._outlet.sent
+
+    @property
     def busy(self) -> bool:
         """Whether lines are queued or being sent."""
         return bool(self._posted) or self._sends

@@ -31,6 +31,11 @@ class Outlet:
         self._sent = 0  # bytes that the socket has accepted so far
         self._blocked = False  # a send waits for the socket
 
+    @property
+    def sent(self) -> int:
+        """How many bytes the socket has accepted so far."""
+        return self._sent
+
     def progress(self) -> int | None:
         """How many bytes the peer's machine has taken so far; None while no send waits for the socket.
 

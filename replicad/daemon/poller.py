@@ -79,11 +79,14 @@ class Ringer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PollerStatistics:
-    """Counts since the start. `outage_s`: seconds since Postgres could last be reached, 0 while it can."""
+    """Counts since the start. `outage_s`: seconds since a poll failed first, 0 if the last one succeeded. `silent_s`:
+    seconds since the last poll that succeeded (or since the start), also while one is under way and hangs.
+    """
 
     polls: int
     failures: int
     outage_s: float
+    silent_s: float
     pause_s: float
 
 
@@ -109,6 +112,7 @@ class Poller:
         self._polls = 0
         self._failures = 0
         self._away_since: float | None = None
+        self._answered_at: float | None = None
         self._pause = limits.poll_min
         self._gather = 0.0  # seconds in which the next poll is not wanted
         self._at_rest: LastValues | None = None
@@ -153,11 +157,15 @@ class Poller:
 
     def statistics(self) -> PollerStatistics:
         """Counts, as one frozen value."""
-        away = 0.0 if self._away_since is None else trio.current_time() - self._away_since
-        return PollerStatistics(self._polls, self._failures, away, self._pause)
+        now = trio.current_time()
+        away = 0.0 if self._away_since is None else now - self._away_since
+        silent = 0.0 if self._answered_at is None else now - self._answered_at
+        return PollerStatistics(self._polls, self._failures, away, silent, self._pause)
 
     async def run(self) -> None:
         """Poll until cancelled."""
+        if self._answered_at is None:
+            self._answered_at = trio.current_time()  # the pools were opened a moment ago
         while True:
             self._bell = trio.Event()
             try:
@@ -222,6 +230,7 @@ class Poller:
         """Poll once; True when a position moved or is held back."""
         readings = await self._horizon.poll()
         self._polls += 1
+        self._answered_at = trio.current_time()
         self._troubles.end("service", "poller", "poll")
         if self._away_since is not None:
             log.info("database_back", away_s=round(trio.current_time() - self._away_since, 1))

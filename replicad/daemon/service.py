@@ -19,6 +19,9 @@ from replicad.protocol.states import CloseReason
 
 if TYPE_CHECKING:
     from replicad.config.settings import ServerSettings
+    from replicad.daemon.access import AccessControl
+    from replicad.daemon.figures import Figures
+    from replicad.daemon.handshakes import Handshakes
     from replicad.daemon.hub import Hub
     from replicad.daemon.poller import Poller
     from replicad.daemon.pools import Pools
@@ -202,7 +205,7 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The parts of the daemon that every service may use."""
+    """The parts of the daemon that every service may use. `handshakes`: None without TLS."""
 
     settings: ServerSettings
     pools: Pools
@@ -210,12 +213,19 @@ class Host:
     hub: Hub
     relay: Relay
     troubles: Troubles
+    access: AccessControl
+    figures: Figures
+    handshakes: Handshakes | None
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A feature: its name, its commands, and the function that makes its service."""
+    """A feature: its name, its commands, and the function that makes its service.
+
+    `verbs`: rights without a name that it asks for, beside those that its commands declare.
+    """
 
     name: str
     commands: tuple[type[Command], ...]
     open: Callable[[Host], Service]
+    verbs: tuple[str, ...] = ()

@@ -110,6 +110,11 @@ class Session(Answering):
             self._end = (reason, text)
             self._reading.cancel()
 
+    @property
+    def sent(self) -> int:
+        """The bytes that the socket has taken."""
+        return self.outbox.sent
+
     def at_end(self, call: Callable[[], None]) -> None:
         """Call `call` when the session has ended."""
         self._closed_by.append(call)

@@ -63,12 +63,13 @@ class Troubles:
         self._changed = trio.Event()
         self._quiet: dict[tuple[str, str], tuple[float, int]] = {}  # until when, and how many were not logged
         self.counts: Counter[tuple[str, str, str]] = Counter()  # (kind, cause, code): reports since the start
+        self.by_service: Counter[str] = Counter()  # name of a service: the same
 
     # --- reporting ---
 
     def begin(self, kind: str, name: str, cause: str, reason: str, *, code: str) -> None:
         """Report a trouble. A repeated report with the same reason is counted and not logged."""
-        self.counts[kind, cause, code] += 1
+        self._count(kind, name, cause, code)
         place, reason = Place(kind, name, cause), reason[:MAX_REASON]
         known = self._current.get(place)
         if known is not None and (known.code, known.reason) == (code, reason):
@@ -83,7 +84,7 @@ class Troubles:
         """Report an exception as a trouble. A defect of replicad is logged with its traceback each time."""
         group, error = error, sole_leaf(error)
         if isinstance(error, DatabaseUnavailable) and self._is_outage(Place(kind, name, cause)):
-            self.counts[kind, cause, error.code] += 1
+            self._count(kind, name, cause, error.code)
             return
         if isinstance(error, ReplicadError):
             self.begin(kind, name, cause, str(error), code=error.code)
@@ -99,7 +100,7 @@ class Troubles:
         cause such failures, so for each kind and cause one is logged every QUIET seconds, with the number left out.
         """
         code = error.code if isinstance(error, ReplicadError) else type(error).__name__
-        self.counts[kind, cause, code] += 1
+        self._count(kind, name, cause, code)
         until, left_out = self._quiet.get((kind, cause), (float("-inf"), 0))
         if self._now() < until:
             self._quiet[kind, cause] = (until, left_out + 1)
@@ -157,7 +158,16 @@ class Troubles:
         """An event that is set at the next change. Get it before reading the state, then wait for it."""
         return self._changed
 
+    def now(self) -> float:
+        """The clock of `Trouble.since`."""
+        return self._now()
+
     # --- inside ---
+
+    def _count(self, kind: str, name: str, cause: str, code: str) -> None:
+        self.counts[kind, cause, code] += 1
+        if kind == "service":  # their names are in the code, so there are few; names of streams and peers are not
+            self.by_service[name] += 1
 
     def _notify(self) -> None:
         self._changed.set()

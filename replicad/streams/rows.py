@@ -158,6 +158,15 @@ class RowSource:
         """The number of rows in (after, upto], at most `limit`."""
         return int(await db.fetch_value(self._look("rows_count"), after, upto, limit))
 
+    def count_above(self, after: int, limit: int) -> str:
+        """The query that counts the rows above an id, at most `limit`: to be a part of another statement."""
+        return (
+            self._look("rows_count")
+            .replace("$1", str(int(after)))
+            .replace("$2", str((1 << 63) - 1))
+            .replace("$3", str(int(limit)))
+        )
+
     async def ends(self, db: Reads, after: int, upto: int) -> tuple[int, int] | None:
         """The first and the last id in (after, upto]; None if there is none."""
         [row] = await db.fetch(self._look("rows_ends"), after, upto)

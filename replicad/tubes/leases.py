@@ -26,13 +26,18 @@ LONGEST_GAP = 1.5  # seconds; a longer gap between two looks counts as this. A d
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """A lease, and for how many seconds this watcher has seen its beat unchanged (`silent`). `ttl` is in seconds."""
+    """A lease, and for how many seconds this watcher has seen its beat unchanged (`silent`). `ttl` is in seconds.
+    `holder` is stored as in `replicad.tubes.holders`.
+    """
 
     tube: str
     term: int
     beat: int
     ttl: float
     silent: float
+    holder: str = ""
+    partition: int = 0
+    partitions: int = 1
 
     @property
     def expired(self) -> bool:
@@ -54,7 +59,8 @@ class LeaseBook:
     async def look(self) -> list[LeaseView]:
         """Read all leases. Call it regularly: `silent` counts from the first look that saw a beat."""
         rows = await self._db.fetch(
-            f"SELECT tube, term, beat, extract(epoch FROM ttl)::float8 AS ttl FROM {self._table}"
+            "SELECT tube, term, beat, extract(epoch FROM ttl)::float8 AS ttl, holder, partition, partitions "
+            f"FROM {self._table}"
         )
         silent = self._watch.observe((row["beat"] for row in rows), self._now())
         return [LeaseView(**dict(row), silent=silent[row["beat"]]) for row in rows]

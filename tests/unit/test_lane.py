@@ -32,12 +32,13 @@ class FakeCopier:
         self.sends_before = sends_before
         self.batch = batch
 
-    async def copy(self, after: Any, upto: Any, send: Any) -> None:
+    async def copy(self, after: Any, upto: Any, send: Any) -> int:
         for number in range(after["master"] + 1, upto["master"] + 1):
             if self.failures and number == after["master"] + 1 + self.sends_before:
                 raise self.failures.pop(0)
             token = None if self.batch and self.failures else number
             await send(Chunk(b"RDATA s master %d []\n" % number, "master", token))
+        return int(upto["master"] - after["master"])
 
     async def blame(self, after: Any, upto: Any, error: Exception) -> RowUnreadable | None:
         return None

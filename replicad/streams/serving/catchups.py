@@ -7,6 +7,7 @@ held while a socket is full.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -114,6 +115,7 @@ class Catchups:
         self._nursery: trio.Nursery | None = None
         self._kept = trio.Event()  # set when a piece is kept, so that it is dropped some time
         self._reads = self._rows = 0
+        self.sent_rows: Counter[str] = Counter()  # to clients that caught up, by stream; for figures
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""

@@ -184,6 +184,8 @@ class Copying:
         if chunks:
             after = await self._send_chunks(piece, chunks, seen)
             sent += size
+        if sent:  # a piece of which all was sent has exactly so many
+            self._catchups.sent_rows[self.feed.name] += round(piece.rows * min(1.0, sent / max(1, piece.size)))
         if piece.dropped:  # memory is short: the rest is read again
             self._size = max(self._catchups.limits.sizes.smallest, min(sent, self._size // 2))
         elif sent:

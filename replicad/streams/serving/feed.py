@@ -94,6 +94,11 @@ class Feed:
         return self._main.channel
 
     @property
+    def lanes(self) -> Mapping[str, Lane]:
+        """The lanes by order: `per_writer`, and `linear` once it had a subscriber."""
+        return {"per_writer": self._main} | ({} if self._linear is None else {"linear": self._linear})
+
+    @property
     def sent_upto(self) -> int:
         """All rows up to here, of every writer, were sent to readers of the order per writer."""
         return min(self.channel.boundary.positions.values(), default=self._known_upto)

@@ -50,16 +50,16 @@ class Copier:
         upto: Positions,
         send: Callable[[Chunk], Awaitable[None]],
         others_after: int | None = None,
-    ) -> None:
-        """Send the rows of (after, upto] in chunks. Writers that are not listed are at the minimum of the listed ones;
-        `others_after` replaces their lower bound. Raises what `RowSource.copy_range` raises.
+    ) -> int:
+        """Send the rows of (after, upto] in chunks; returns how many. Writers that are not listed are at the minimum of
+        the listed ones; `others_after` replaces their lower bound. Raises what `RowSource.copy_range` raises.
         """
         if self.linear:
-            await self.rows.copy_range(after[LINEAR], upto[LINEAR], send)
-            return
+            return await self.rows.copy_range(after[LINEAR], upto[LINEAR], send)
         ranges, others = self.ranges(after, upto, others_after)
         if any(low < high for low, high in (*ranges.values(), *([others] if others else ()))):
-            await self.rows.copy_vector(ranges, send, others=others)
+            return await self.rows.copy_vector(ranges, send, others=others)
+        return 0
 
     async def blame(
         self, after: Positions, upto: Positions, error: Exception, others_after: int | None = None
@@ -129,6 +129,7 @@ class Lane:
         self._notices: list[tuple[bytes, bool]] = []
         self._position_sent_at = float("-inf")
         self._held: RowUnreadable | None = None
+        self.given_rows = 0  # new rows, each once for each reader that there was; for figures
         self._try_again_at = 0.0
         self._copy_backoff = Backoff(pace.copy_retry, pace.longest_copy_retry, jitter=0.0)
         self._row_backoff = Backoff(pace.copy_retry, pace.longest_copy_retry, jitter=0.0)
@@ -295,10 +296,11 @@ class Lane:
 
         copied, self._copied = self._copied, None
         try:
-            await self._copier.copy(copied or sent, target, append)
+            rows = await self._copier.copy(copied or sent, target, append)
         except BaseException:
             self._keep_what_went_out(sent, target, seen)
             raise
+        self.given_rows += rows * self.channel.readers
         self._copied = target
         sent |= seen.tokens
         now = trio.current_time()

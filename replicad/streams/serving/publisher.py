@@ -149,6 +149,32 @@ class Publisher:
         whole = [t for t in self._troubles.of(DATABASE, DATABASE) if t.code != DatabaseUnavailable.code]
         return whole[0].reason if whole else None
 
+    # --- for figures ---
+
+    @property
+    def running(self) -> bool:
+        """Whether `run` runs; False while it is restarted after a failure."""
+        return self._nursery is not None
+
+    @property
+    def servings(self) -> Mapping[str, Serving]:
+        """The registered streams that can be served, by name."""
+        return self._servings
+
+    @property
+    def faulty(self) -> Mapping[str, str]:
+        """The registered streams that cannot be served, and why."""
+        return self._faulty
+
+    @property
+    def registry_fault(self) -> str | None:
+        """Why the registry cannot be read; None if it can."""
+        return self._registry_fault
+
+    def why_not_served(self, serving: Serving) -> str | None:
+        """Why a stream is not served, or does not advance. None: it is served."""
+        return self._why_waiting(serving) or (serving.reason() if serving.feed is None else None)
+
     # --- life ---
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -17,15 +17,15 @@ from replicad.daemon.service import Positions
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError, StreamRefused, StreamWaits
-from replicad.groups import sole_leaf
 from replicad.postgres.horizon import Fork, Reading
-from replicad.protocol.commands import Error
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry
 from replicad.streams.lineage import SHARES_NOTHING, Lineage
 from replicad.streams.registry import Published, Stream, differences
 from replicad.streams.serving.feed import FOLLOW, Feed
+from replicad.streams.serving.lag import Lag
 from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.reasons import end_of, waits_line, why_unknown
 from replicad.streams.store import Store
 
 KIND = "stream"  # of the troubles
@@ -64,6 +64,7 @@ class Serving:
         self.feed: Feed | None = None
         self.reading: Reading | None = None  # the last one
         self.over: str | None = None  # why it cannot go on; the next look at the registry ends it
+        self.lag = Lag()
         self._context = context
         self._denied = stream.denied
         self._registry_fault: str | None = None  # why the registry cannot be read
@@ -99,6 +100,13 @@ class Serving:
         ]
         return failing[0].reason if failing else None
 
+    @property
+    def published(self) -> int | None:
+        """The linear position that was published last; None if there was none."""
+        if self.feed is not None:
+            return self.feed.positions()[0]
+        return None if self._published is None else self._published[0]
+
     async def wait_settled(self) -> None:
         """Wait until it is served or has an obstacle."""
         while self.feed is None and self.obstacle is None:
@@ -117,7 +125,7 @@ class Serving:
     def reason(self) -> str:
         """Why the stream is not served yet."""
         failed = self._context.troubles.why(KIND, self.name)
-        return self.obstacle or failed or _why(self.reading)
+        return self.obstacle or failed or why_unknown(self.reading)
 
     # --- for the publisher ---
 
@@ -192,7 +200,7 @@ class Serving:
         except BaseExceptionGroup as group:
             failed, _ = group.split(Exception)
             if failed is not None:
-                failure = _end_of(self.name, failed)
+                failure = end_of(self.name, failed)
             raise
         finally:
             self._close(failure)
@@ -322,6 +330,7 @@ class Serving:
 
     def _on_reading(self, _: str, reading: Reading) -> float:
         self.reading = reading
+        self.lag.observe(reading, trio.current_time(), lambda: self.published)
         if reading.fork is not None:
             self.fork(reading.fork)
         elif self.feed is None:
@@ -365,37 +374,10 @@ class Serving:
         self._changed = trio.Event()
 
 
-def waits_line(name: str, obstacle: str) -> bytes:
-    """The ERROR line for readers of a stream that does not advance now."""
-    text = f"{StreamWaits.code}: stream {name} does not move: {obstacle}; the subscription stays and goes on afterwards"
-    return Error(" ".join(text.split())).render().encode() + b"\n"
-
-
 def _note_of(feed: Feed) -> Note:
     return replace(feed.stream, writers=feed.numbers), *feed.positions()
-
-
-def _end_of(name: str, error: BaseException) -> ReplicadError:
-    cause = sole_leaf(error)
-    if isinstance(cause, ReplicadError):
-        return StreamRefused(f"stream {name} is served again: {cause} Reconnect and resume from your token.")
-    return StreamRefused(f"stream {name} is served again after an internal error; reconnect and resume from your token")
 
 
 def _writers(stream: Stream, numbers: Mapping[str, int]) -> tuple[str, ...]:
     """The writers that the horizon tells apart by application_name; none without an instance column."""
     return () if stream.instance_column is None else tuple(numbers)
-
-
-def _why(reading: Reading | None) -> str:
-    """Why there is no first position."""
-    if reading is None:
-        return "it was added just now; try again"
-    holder = reading.held_by
-    if holder is None:
-        return "it has no position yet; try again"
-    who = f"prepared transaction {holder.gid!r}" if holder.gid else f"pid {holder.pid} ({holder.application_name})"
-    return (
-        f"it has no position yet: {who} began before this server did and may still write; it can be served when that "
-        "has ended"
-    )

@@ -9,6 +9,7 @@ from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Positions
 from replicad.streams.commands import COMMANDS, Doorbell, FederationAck, Replicate, Streams, Taken
 from replicad.streams.serving.ack_service import AckService
 from replicad.streams.serving.catchups import CatchupLimits, Catchups
+from replicad.streams.serving.figures import StreamFigures
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.subscriptions import Subscriptions
@@ -109,7 +110,9 @@ def feature(pace: Pace = Pace()) -> Feature:
         publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace)
         acks = AckService(notes, publisher.feeds, troubles, pace)
         book = TroubleBook(notes, troubles, host.settings.server_name, pace)
-        return StreamService(publisher, acks, book, host.poller, pace, catchups=CatchupLimits.of(limits))
+        service = StreamService(publisher, acks, book, host.poller, pace, catchups=CatchupLimits.of(limits))
+        host.figures.add(StreamFigures(publisher, service.catchups, pools.housekeeping, schema))
+        return service
 
     return Feature("streams", COMMANDS, open_service)
 

@@ -50,9 +50,10 @@ from replicad.tubes.commands import (
     Tube,
 )
 from replicad.tubes.holders import without_tags
-from replicad.tubes.leases import LeaseBook
+from replicad.tubes.leases import LeaseBook, LeaseView
 from replicad.tubes.pods import PodBook, Span, TubeInfo
 from replicad.tubes.serving.books import Books
+from replicad.tubes.serving.figures import TubeFigures
 from replicad.tubes.serving.listed import ack_listed, read_list
 from replicad.tubes.serving.ownership import Ownership
 from replicad.tubes.serving.pace import Pace
@@ -98,6 +99,8 @@ class TubeService:
         self._waiters = Waiters(self._pods, troubles, pace)
         self._watched: dict[str, LockSource] = {}
         self._refused: dict[str, str] = {}  # tube: why it has no position
+        self.readings: dict[str, Reading] = {}  # the last one of each tube
+        self.seen_leases: Sequence[LeaseView] = ()  # at the last look, which is made every second
         self._looks = self._newest_look = 0
         self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
 
@@ -138,6 +141,17 @@ class TubeService:
     def summary(self) -> Mapping[str, object]:
         """`Service.summary`."""
         return {"tubes": sorted(self.tubes)}
+
+    # --- for figures ---
+
+    def fault(self, tube: str) -> str | None:
+        """Why a tube cannot be served; None if it can."""
+        info = self.tubes.get(tube)
+        return (info.fault if info is not None else None) or self._refused.get(tube)
+
+    def waiting(self, tube: str) -> int:
+        """How many requests wait for pods of the tube."""
+        return self._waiters.count(tube)
 
     # --- tasks ---
 
@@ -202,6 +216,7 @@ class TubeService:
         self._poller.unwatch(f"tube:{name}")
         self._watched.pop(name, None)
         self._refused.pop(name, None)
+        self.readings.pop(name, None)
         self._troubles.end(TUBE, name, "position")
         self._waiters.forget(name)
 
@@ -215,7 +230,8 @@ class TubeService:
                 self._troubles.end(TUBE, name, "triggers")
 
     async def _look_at_leases(self) -> None:
-        alive = {(lease.tube, lease.term) for lease in await self.leases.look()}
+        self.seen_leases = await self.leases.look()
+        alive = {(lease.tube, lease.term) for lease in self.seen_leases}
         self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
         self._ownership.keep_only(alive)
 
@@ -224,6 +240,7 @@ class TubeService:
 
     def _on_reading(self, name: str, reading: Reading) -> None:
         tube = name.removeprefix("tube:")
+        self.readings[tube] = reading
         if reading.refused is None:
             if self._refused.pop(tube, None) is not None:
                 self._troubles.end(TUBE, tube, "position")
@@ -264,7 +281,7 @@ class TubeService:
     async def _served(self, tube: str) -> TubeInfo:
         """The tube. Raises UnknownTube, or TubeRefused with the reason if it cannot be served."""
         info = await self._info(tube)
-        fault = info.fault or self._refused.get(tube)
+        fault = self.fault(tube)
         if fault is not None:
             raise self._broken(tube, fault)
         return info
@@ -430,7 +447,9 @@ def feature(pace: Pace = Pace()) -> Feature:
             Backfiller(pools.housekeeping, schema, host.troubles, pace.backfills),
             partial(load_untouched, pools.housekeeping, schema),
         )
-        return TubeService(books, host.settings.limits, host.poller, troubles=host.troubles, pace=pace)
+        service = TubeService(books, host.settings.limits, host.poller, troubles=host.troubles, pace=pace)
+        host.figures.add(TubeFigures(service, pools.housekeeping, schema))
+        return service
 
     return Feature("tubes", COMMANDS, open_service)
 

@@ -76,6 +76,10 @@ class Waiters:
         finally:
             self._waiting.discard(waiter)
 
+    def count(self, tube: str) -> int:
+        """How many requests wait for pods of the tube."""
+        return sum(waiter.tube == tube for waiter in self._waiting)
+
     def wake(self, tube: str) -> None:
         """Wake all requests that wait for pods of the tube."""
         for waiter in self._waiting:

@@ -1,0 +1,159 @@
+"""The pages of `serve --http`. Each answers within a bounded time, from the daemon's memory."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from importlib import metadata
+from itertools import chain
+
+import structlog
+import trio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from replicad.daemon.figures import GAUGE, Family, Obstacle, Sample
+from replicad.daemon.service import Host
+from replicad.operations.http.entry import Caller, Refused, calling
+from replicad.operations.http.exposition import Exposition
+from replicad.operations.http.looks import AGE, FAILURES, Looks
+from replicad.operations.serving import STATUS
+
+LONGEST = 10.0  # seconds for an answer; wrong secrets wait up to 8
+OLD = 15.0  # seconds after which a connection is closed with its next answer
+SHOWN = 50  # sentences on /readyz
+
+INFO = Family("replicad_info", GAUGE, "1; the labels say which program this is.", ("version", "python", "server_name"))
+STARTED = Family("replicad_start_time_seconds", GAUGE, "When the daemon began to serve HTTP, in seconds since 1970.")
+READY = Family("replicad_ready", GAUGE, "1 if /readyz answers 200, else 0.")
+FAMILIES = (INFO, STARTED, READY, AGE, FAILURES)  # what is exported beside the figures of the sources
+
+INDEX = """replicad
+/livez    200 while the daemon runs
+/readyz   200 if Postgres answers and every stream and tube is served, else 503 with the reasons
+/status   the same and more, as JSON
+/metrics  for Prometheus; docs/operating.md has the table
+"""
+
+log = structlog.get_logger()
+Page = Callable[[Request, Caller], Awaitable[Response]]
+
+
+class Pages:
+    """The answers. `looks.run` must be running."""
+
+    def __init__(self, host: Host, looks: Looks) -> None:
+        self._host = host
+        self._looks = looks
+        self._exposition = Exposition(self.families())
+        self._version = metadata.version("replicad")
+        self._started = time.time()
+        self._began = trio.current_time()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        pages = {
+            "/": self.index,
+            "/livez": self.livez,
+            "/readyz": self.readyz,
+            "/status": self.status,
+            "/metrics": self.metrics,
+        }
+        return Starlette(routes=[Route(path, self._answer(page)) for path, page in pages.items()])
+
+    def _answer(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            response = await self._bounded(request, page)
+            if trio.current_time() > request.scope["state"].get("opened_at", float("inf")) + OLD:
+                response.headers["connection"] = "close"
+            response.headers["cache-control"] = "no-store"
+            return response
+
+        return answer
+
+    async def _bounded(self, request: Request, page: Page) -> Response:
+        state = request.scope["state"]
+        authorization = request.headers.get("authorization", "")
+        try:
+            with trio.fail_after(LONGEST):
+                async with calling(self._host.access, state["peer"], state["certificate"], authorization) as caller:
+                    return await page(request, caller)
+        except Refused as refusal:
+            headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else None
+            return PlainTextResponse(f"{refusal.why}\n", refusal.status, headers)
+        except trio.TooSlowError:
+            return PlainTextResponse(f"no answer within {LONGEST:g} s\n", 503)
+        except Exception as error:  # noqa: BLE001 - recorded; it ends this request only
+            self._host.troubles.record("service", "http", request.url.path[:20], error)
+            return PlainTextResponse("internal error; the server's log has it\n", 500)
+
+    async def index(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        """What there is."""
+        return PlainTextResponse(INDEX)
+
+    async def livez(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        """200: the event loop runs. Needs no right."""
+        return PlainTextResponse("ok\n")
+
+    async def readyz(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        """200, or 503 with the reasons that the caller may see. Needs no right."""
+        found = self._obstacles()
+        if not found:
+            return PlainTextResponse("ready\n")
+        if not caller.known:
+            return PlainTextResponse("not ready; send `Authorization: Bearer TOKEN` to see why\n", 503)
+        seen = [one for one in found if caller.sees(one)]
+        lines = [" ".join(one.why.split()) for one in seen[:SHOWN]]
+        if len(lines) < len(found):
+            lines.append(f"and {len(found) - len(lines)} more")
+        return PlainTextResponse("not ready: " + "\n".join(lines) + "\n", 503)
+
+    async def status(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        """The state as JSON. Needs the right `status`."""
+        caller.require(STATUS)
+        await self._looks.refresh()
+        found = self._obstacles()
+        body: dict[str, object] = {
+            "server_name": self._host.settings.server_name,
+            "version": self._version,
+            "uptime_seconds": round(trio.current_time() - self._began, 1),
+            "ready": not found,
+            "obstacles": [one._asdict() for one in found if caller.sees(one)],
+        }
+        for source in self._host.figures.sources:
+            for detail in source.details():
+                if not caller.sees(detail):
+                    continue
+                if detail.name:
+                    listed = body.setdefault(f"{detail.kind}s", [])
+                    assert isinstance(listed, list)
+                    listed.append({"name": detail.name, **detail.fields})
+                else:
+                    body[detail.kind] = dict(detail.fields)
+        return JSONResponse(body)
+
+    async def metrics(self, request: Request, caller: Caller) -> Response:
+        """For Prometheus. Needs the right `status`."""
+        caller.require(STATUS)
+        await self._looks.refresh()
+        accept = request.headers.get("accept", "")
+        page, content_type = await self._exposition.page(caller.name, accept, self._samples, caller.admits)
+        return Response(page, media_type=content_type)
+
+    def families(self) -> list[Family]:
+        """All figures that are exported, but for those of the process and `replicad_series_left_out`."""
+        return [*FAMILIES, *(one for source in self._host.figures.sources for one in source.families)]
+
+    def _samples(self) -> Iterable[Sample]:
+        own = (
+            INFO(1, self._version, platform.python_version(), self._host.settings.server_name),
+            STARTED(self._started),
+            READY(float(not self._obstacles())),
+        )
+        return chain(own, self._looks.samples(), *(source.samples() for source in self._host.figures.sources))
+
+    def _obstacles(self) -> list[Obstacle]:
+        return [one for source in self._host.figures.sources for one in source.obstacles()]

@@ -1,0 +1,42 @@
+"""The tables of figures in docs/operating.md, made from the declarations; make them anew after a change:
+
+    python -m tests.figures_page
+
+A table stands between `<!-- figures of PART -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from replicad.daemon import own_figures
+from replicad.daemon.figures import Family
+from replicad.operations.http import app, exposition
+from replicad.streams.serving import figures as of_streams
+from replicad.tubes.serving import figures as of_tubes
+
+PAGE = Path(__file__).parents[1] / "docs/operating.md"
+SECTION = re.compile(r"(<!-- figures of ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PARTS: dict[str, Sequence[Family]] = {
+    "the exporter": (*app.FAMILIES, exposition.LEFT_OUT),
+    "the daemon": own_figures.FAMILIES,
+    "streams": of_streams.FAMILIES,
+    "tubes": of_tubes.FAMILIES,
+}
+
+
+def render(page: str) -> str:
+    """The page with all tables as they are declared; what is around them stays."""
+    return SECTION.sub(lambda found: found[1] + table(PARTS[found[2]]) + found[3], page)
+
+
+def table(families: Sequence[Family]) -> str:
+    """The rows of one part, with blank lines around them."""
+    rows = [f"| `{one.name}` | {one.kind} | {', '.join(one.labels)} | {one.help} |" for one in families]
+    return "\n".join(["", "| figure | kind | labels | meaning |", "|---|---|---|---|", *rows, "", ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -53,6 +53,7 @@ from replicad.tubes.holders import without_tags
 from replicad.tubes.leases import LeaseBook, LeaseView
 from replicad.tubes.pods import PodBook, Span, TubeInfo
 from replicad.tubes.serving.books import Books
+from replicad.tubes.serving.expired import ExpiredLeases
 from replicad.tubes.serving.figures import TubeFigures
 from replicad.tubes.serving.listed import ack_listed, read_list
 from replicad.tubes.serving.ownership import Ownership
@@ -101,6 +102,7 @@ class TubeService:
         self._refused: dict[str, str] = {}  # tube: why it has no position
         self.readings: dict[str, Reading] = {}  # the last one of each tube
         self.seen_leases: Sequence[LeaseView] = ()  # at the last look, which is made every second
+        self._expired = ExpiredLeases(troubles)
         self._looks = self._newest_look = 0
         self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
 
@@ -231,6 +233,7 @@ class TubeService:
 
     async def _look_at_leases(self) -> None:
         self.seen_leases = await self.leases.look()
+        self._expired.report(self.seen_leases, self.tubes)
         alive = {(lease.tube, lease.term) for lease in self.seen_leases}
         self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
         self._ownership.keep_only(alive)

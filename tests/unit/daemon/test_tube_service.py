@@ -43,6 +43,7 @@ class MemoryBooks:
     untouched_tables: dict[str, str] = field(default_factory=dict)
     fails: dict[str, Exception] = field(default_factory=dict)
     slow: float = 0.0  # seconds that a look at what came takes
+    silent: float = 0.0  # seconds for which all leases were not renewed
     backfilled: list[list[str]] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
 
@@ -63,7 +64,10 @@ class MemoryBooks:
 
     async def look(self) -> list[LeaseView]:
         await self._answer("look")
-        return [LeaseView(lease.tube, term, 1, lease.ttl, 0.0) for term, lease in self.held.items()]
+        return [
+            LeaseView(one.tube, term, 1, one.ttl, self.silent, f"w1 c{0:032x}", one.part.partition, one.part.partitions)
+            for term, one in self.held.items()
+        ]
 
     async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, wait: float = 0.0) -> Lease:
         await self._answer("claim")
@@ -374,3 +378,27 @@ async def test_a_client_with_too_many_requests_in_the_queue_is_cut_off(autojump_
         await client.say("PODS t 0/1 1 wait=60")
         lines = await client.say(*["TUBE t"] * 6)
         assert lines[-1].startswith("ERROR too_many_requests: more than 5 requests wait")
+
+
+async def test_a_lease_whose_holder_is_silent_is_a_trouble_until_it_is_renewed_or_over(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_tubes() as world:
+        client = await world.claimed("0/1", " ttl=20")
+        world.books.silent = 19.9
+        await settle(3)
+        assert world.why() == ""
+        world.books.silent = 20.0
+        await settle(3)
+        assert "partition 0/1: w1 has not renewed its lease of 20 s" in world.why()
+        assert [one.code for one in world.troubles.current()] == ["lease_expired"]
+        assert world.service.fault("t") is None, "the tube is served: another worker may claim"
+        world.books.silent = 0.0
+        await settle(3)
+        assert world.why() == ""
+        world.books.silent = 21.0
+        await settle(3)
+        assert world.why() != ""
+        await client.say("RELEASE t 0/1 1")
+        await settle(3)
+        assert world.why() == ""

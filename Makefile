@@ -59,6 +59,7 @@ stress: $(VENV)/.dev ## the long form of the concurrency checks
 	@REPLICAD_STRESS_SECONDS="$${REPLICAD_STRESS_SECONDS:-180}" REPLICAD_STRESS_ROWS="$${REPLICAD_STRESS_ROWS:-10000000}" \
 		REPLICAD_STRESS_DESTINATIONS="$${REPLICAD_STRESS_DESTINATIONS:-10000}" \
 		$(RUN) -m pytest -m stress -s $(PYTEST_ARGS)
+	@REPLICAD_STRESS_SECONDS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup tests/unit
 
 torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended daemons, promoted standbys, restored dumps
 	@$(RUN) -m tests.torture $(TORTURE_ARGS)

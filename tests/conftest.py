@@ -26,8 +26,8 @@ from replicad.config.logs import FromLibraries
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 from replicad.postgres.schema import PARTS, Part, script
+from tests.lengths import LONG, examples
 
-LONG = bool(os.environ.get("REPLICAD_STRESS_SECONDS"))  # `make stress` asks for the long tests too
 PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for what hangs, never for what is slow
 
 # For every JVM that a test starts: a test is too short for what the second compiler and a parallel collector give back.
@@ -63,8 +63,9 @@ def logs_as_they_come() -> None:
     root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, FromLibraries)]
 
 
-settings.register_profile("busy machine", deadline=None)  # how long an example takes says nothing about the code
-settings.load_profile("busy machine")
+# How long an example takes says nothing about the code on a busy machine.
+settings.register_profile("suite", deadline=None, max_examples=examples(100))
+settings.load_profile("suite")
 
 
 @pytest.hookimpl(optionalhook=True)  # tests run without pytest-xdist too

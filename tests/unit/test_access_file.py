@@ -14,6 +14,7 @@ from replicad.config.access import MAX_DECISIONS, Client, Rule, Verbs, parse_acc
 from replicad.daemon.access import verbs_of
 from replicad.errors import UsageError
 from replicad.protocol.words import Side
+from tests.lengths import examples
 from tests.vocabulary import COMMANDS, EVERY
 
 VERBS = verbs_of(EVERY)
@@ -217,7 +218,7 @@ def oracle(allow: list[str], deny: list[str], verb: str, name: str | None) -> bo
 
 
 @given(st.lists(LINES, max_size=5), st.lists(LINES, max_size=3), st.lists(NAMES, min_size=1, max_size=5))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_the_matrix_of_verbs_and_names_is_as_the_oracle_says(
     allow: list[str], deny: list[str], names: list[str]
 ) -> None:

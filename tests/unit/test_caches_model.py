@@ -26,6 +26,7 @@ from replicad.client.events import (
     TakenUpto,
 )
 from replicad.errors import ConnectionLost
+from tests.lengths import examples
 
 KEYS = st.integers(0, 2)
 
@@ -167,7 +168,7 @@ class World(RuleBasedStateMachine):
                 assert value >= max([0, *(versions.get(key, 0) for _, versions in self.rows[: self.before])])
 
 
-World.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+World.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
 TestWorld = World.TestCase
 
 

@@ -14,6 +14,7 @@ from replicad.retry import Backoff
 from replicad.sender.destination import Destination, Phase, Terms
 from replicad.sender.items import Edu, Memory, Order, Page, Pdu, Standing, Transaction, Wanted
 from replicad.sender.store import Entry
+from tests.lengths import examples
 
 from ..federation_fakes import Shelf
 
@@ -291,7 +292,7 @@ class DestinationModel(RuleBasedStateMachine):
             assert body in got_edus or (key is not None and newest[key] != body), f"{body} is lost"
 
 
-DestinationModel.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+DestinationModel.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
 TestDestinationModel = DestinationModel.TestCase
 
 

@@ -26,6 +26,7 @@ from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Vector
 from replicad.protocol.words import Side
 from replicad.streams.commands import Position, Rdata, Writers
+from tests.lengths import examples
 from tests.vocabulary import EVERY
 
 ALL = "+"
@@ -356,7 +357,7 @@ def run(chance: random.Random, kind: str) -> Client:
     return client
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(st.integers(0, 1 << 32).map(random.Random), st.sampled_from(["linear", "listed", "crowded", "retiring"]))
 def test_after_any_forks_exactly_the_present_rows_are_held(chance: random.Random, kind: str) -> None:
     run(chance, kind)

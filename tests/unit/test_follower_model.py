@@ -22,6 +22,7 @@ from replicad.protocol.connection import Connection
 from replicad.protocol.tokens import Vector
 from replicad.protocol.words import Side
 from replicad.streams.commands import Position, Rdata, Writers
+from tests.lengths import examples
 from tests.vocabulary import EVERY
 
 EPOCH = "0a0b0c0d"
@@ -147,7 +148,7 @@ class Client:
             assert fact.token > upto or fact.token in had
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 1 << 32).map(random.Random))
 def test_every_row_comes_once_in_order_whatever_is_cut_and_whoever_joins(chance: random.Random) -> None:
     streams = [Stream("events", False), Stream("caches", False), Stream("audit", True)]

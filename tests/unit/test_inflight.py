@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicad.streams.writing.inflight import Handover, InFlight, Reservation
+from tests.lengths import examples
 
 
 def test_the_position_follows_the_example_of_the_definition() -> None:
@@ -98,5 +99,5 @@ class Flights(RuleBasedStateMachine):
         assert len(self.flight) == len(self.open)
 
 
-Flights.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+Flights.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=30, deadline=None)
 test_any_history_keeps_position_and_lock_right = Flights.TestCase

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from replicad.daemon import journal
 from replicad.daemon.journal import Channel, JournalLimits, Reader
 from replicad.errors import SlowReader
+from tests.lengths import examples
 
 
 def silent() -> None:
@@ -230,7 +231,7 @@ def a_channel() -> Channel:
     return Channel("s", {}, JournalLimits(max_bytes=100, max_age=1000, patience=1.0, pace=PACE))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     steady=st.lists(st.sampled_from([150.0, 200.0, 1000.0, 1e6]), min_size=1, max_size=4),
     slow=st.lists(st.floats(1, PACE / 2), max_size=5),

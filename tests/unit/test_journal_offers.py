@@ -15,6 +15,7 @@ from replicad.daemon.journal import OFFER_BYTES, SLICE, Channel
 from replicad.daemon.outbox import Outbox
 from replicad.errors import StreamRefused
 from replicad.protocol.states import CloseReason
+from tests.lengths import examples
 
 
 class Session:
@@ -127,7 +128,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(STEPS, max_size=60))
 def test_a_peer_gets_all_lines_whole_and_in_order_however_its_socket_takes_them(steps: list[tuple[str, int]]) -> None:
     async def scenario() -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
+from tests.lengths import examples
 
 
 def fed(watch: LockWatch, last_value: int, *holds: Hold, writers: tuple[str, ...] = ()) -> int | None:
@@ -378,7 +379,7 @@ def check(world: World, watch: LockWatch, seen: dict[str | None, int]) -> None:
     check_nothing_published_is_issued_again(world, seen)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.integers(0, 30))
 def test_no_published_position_is_ever_untrue(seed: int, reserving: bool, start: int) -> None:
     run(seed, reserving=reserving, start=start)

@@ -15,6 +15,7 @@ from replicad.errors import PresenceRefused
 from replicad.presence.commands import UserIp
 from replicad.presence.roster import Roster
 from replicad.presence.user_ips import MAX_AGENT, Sightings, read
+from tests.lengths import examples
 
 users = st.sampled_from(["@a", "@b", "@c"])
 instances = st.sampled_from(["w1", "w2"])
@@ -144,9 +145,9 @@ class RosterUntold(RosterAgainstAModel):
 
 
 TestRoster = RosterAgainstAModel.TestCase
-TestRoster.settings = settings(max_examples=40, stateful_step_count=30)
+TestRoster.settings = settings(max_examples=examples(40), stateful_step_count=30)
 TestRosterUntold = RosterUntold.TestCase
-TestRosterUntold.settings = settings(max_examples=60, stateful_step_count=40)
+TestRosterUntold.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_the_limit_counts_devices_those_who_leave_and_those_whose_leaving_is_not_told_yet() -> None:

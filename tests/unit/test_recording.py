@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from replicad.postgres import recording
 from replicad.postgres.lockwatch import Hold, LockWatch
 from replicad.postgres.recording import Recorder, Seen
+from tests.lengths import examples
 from tests.unit.test_lockwatch import Poller, Violation, World, run
 
 
@@ -56,7 +57,7 @@ def problems_of(path: Path) -> list[str]:
         return list(recording.check(lines))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_nothing_is_found_in_what_the_lock_watch_publishes(
     tmp_path_factory: pytest.TempPathFactory, seed: int, reserving: bool

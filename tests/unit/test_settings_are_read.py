@@ -11,6 +11,7 @@ import ast
 import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,13 @@ KINDS = {"setting", "count", "duration", "amount", "choice"}  # what declares a 
 PLAIN = {"replicad.spark.pipeline_config": "PipelineConfig", "replicad.spark.options": "SourceOptions"}
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> tuple[tuple[str, ast.Module], ...]:
     """Name and syntax tree of every module of the package."""
+    return tuple(_modules())
+
+
+def _modules() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))

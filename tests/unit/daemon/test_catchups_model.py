@@ -21,6 +21,7 @@ from replicad.streams.registry import Published
 from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.catchups import CatchupLimits, Sizes
 from replicad.streams.serving.pace import Pace
+from tests.lengths import examples
 
 from .conftest import Client, Streams, on_a_jumping_clock, open_streams, settle
 from .memory_streams import BEGAN, MemoryRows, MemoryStore
@@ -189,6 +190,6 @@ async def _live(plan: list[tuple[str, int]]) -> None:
 
 
 @given(steps)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 def test_every_client_ends_with_exactly_the_rows_that_there_are(plan: list[tuple[str, int]]) -> None:
     on_a_jumping_clock(_live, plan)

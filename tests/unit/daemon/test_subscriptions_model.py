@@ -15,6 +15,7 @@ from replicad.daemon.journal import JournalLimits
 from replicad.protocol.tokens import Vector
 from replicad.streams.serving.catchups import CatchupLimits, Sizes
 from replicad.streams.serving.pace import Pace
+from tests.lengths import examples
 
 from .conftest import Client, Streams, on_a_jumping_clock, open_streams, settle
 
@@ -154,6 +155,6 @@ async def _live(plan: list[tuple[str, int]]) -> None:
 
 
 @given(steps)
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 def test_every_subscriber_gets_every_row_once_and_in_order_whatever_happens(plan: list[tuple[str, int]]) -> None:
     on_a_jumping_clock(_live, plan)

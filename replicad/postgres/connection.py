@@ -98,6 +98,11 @@ class Connection:
         """True when the connection is lost or closed; all other methods then raise DatabaseUnavailable."""
         return bool(self._driver.is_closed())
 
+    @property
+    def target(self) -> failures.Target:
+        """Host, database and user, for messages. Has no password."""
+        return self._settings.target
+
     async def together(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work`, which sends short statements on this connection, in the loop of the driver.
 

@@ -22,6 +22,7 @@ import trio
 from replicad import errors, sqlstates
 from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql
 from replicad.postgres.holders import by_source, fetch_holders, holders_key
+from replicad.postgres.owners import as_owner
 from replicad.postgres.recording import ALL, Recorder, Seen
 from replicad.postgres.watched import (
     RESERVATION_BAND,
@@ -404,7 +405,8 @@ class Horizon:
         if name is None:
             return None
         try:
-            first = await connection.fetch_row(load_sql("horizon_unused_sequence").replace("{sequence}", name))
+            query = load_sql("horizon_unused_sequence").replace("{sequence}", name)
+            first = await as_owner(connection, self._sequence_reader(sequence), sequence).fetch_row(query)
         except errors.DatabaseUnavailable:
             raise
         except errors.DatabaseError:  # it was renamed, or we may not read it any more: the next check will find out
@@ -419,6 +421,13 @@ class Horizon:
                 return None  # used and set back between the two: the next poll finds out
             last_value = self._unused[sequence] = first["last_value"] - 1
         return _Value(last_value, after["inserted"], after["flushed"], after["file"])
+
+    def _sequence_reader(self, sequence: int) -> str | None:
+        sources = (watched.source for watched in self._watched.values())
+        readers = (
+            one.sequence_reader for one in sources if not isinstance(one, TableSource) and one.sequence == sequence
+        )
+        return next(readers, None)
 
     async def _find_blockers(self, connection: Connection) -> None:
         """The holders of locks on what is read here. It reads the list of locks, so it does not wait for them."""
@@ -447,7 +456,7 @@ class Horizon:
                 continue
             query = load_sql("horizon_positions_table").replace("{table}", name)
             try:
-                rows = await connection.fetch(query, source.stream_name)
+                rows = await as_owner(connection, source.reader, source.table).fetch(query, source.stream_name)
             except errors.DatabaseUnavailable:
                 raise
             except errors.DatabaseError as error:

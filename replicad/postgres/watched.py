@@ -39,11 +39,15 @@ class LockSource:
     """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid).
 
     `own_deletes`: the horizon's `own_backends` only delete from this table, so they do not hold its position back.
+    `reader`, `sequence_reader`: the functions that read the table and the sequence as their owner (owners.py); None if
+    our own role reads them.
     """
 
     table: int
     sequence: int
     own_deletes: bool = False
+    reader: str | None = None
+    sequence_reader: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +56,25 @@ class ReservationSource:
 
     `proof_key`: the quoted name of the table with the secret by which the proofs of such locks are checked. None: it
     may not be read, so every lock counts, whoever holds it.
+    `sequence_reader`: as in LockSource.
     """
 
     number: int
     sequence: int
     proof_key: str | None = None
+    sequence_reader: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """The writers keep a table (oid) of (stream_name, instance_name, stream_id). Its positions are trusted."""
+    """The writers keep a table (oid) of (stream_name, instance_name, stream_id). Its positions are trusted.
+
+    `reader`: as in LockSource.
+    """
 
     table: int
     stream_name: str
+    reader: str | None = None
 
 
 Source = LockSource | ReservationSource | TableSource
@@ -188,7 +198,7 @@ class Watched:
             table = found.get(self.source.table)
             if table is None:
                 return f"the table of {stream} was dropped: remove the stream, or add it again for another table."
-            reason = _unfit_table(table, stream)
+            reason = _unfit_table(table, stream, ours=self.source.reader is None)
             if reason is not None:
                 return reason
         if isinstance(self.source, TableSource):
@@ -301,16 +311,17 @@ def _kind(*, prepared: bool, reserved: bool) -> HolderKind:
     return HolderKind.RESERVATION if reserved else HolderKind.TRANSACTION
 
 
-def _unfit_table(table: Mapping[str, Any], stream: str) -> str | None:
+def _unfit_table(table: Mapping[str, Any], stream: str, *, ours: bool) -> str | None:
+    """`ours`: our own role reads it."""
     name, role = table["name"], table["role"]
     if table["persistence"] != "p":
         return f"table {name} of {stream} is not logged, a crash empties it: ALTER TABLE {name} SET LOGGED."
-    if not table["reachable"]:
+    if ours and not table["reachable"]:
         return (
             f"table {name} of {stream} is in a schema that we may not use: "
             f"GRANT USAGE ON SCHEMA {table['schema']} TO {role}."
         )
-    if not table["readable"]:
+    if ours and not table["readable"]:
         return f"table {name} of {stream} may not be read: GRANT SELECT ON {name} TO {role}."
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +11,10 @@ from replicad.errors import DatabaseError, RowTooLong
 CHUNK: Final = 128 * 1024  # bytes; sending more at once gained nothing (measured)
 MAX_ROW: Final = 64 << 20  # bytes of a line without its newline, the default bound: clients accept no more
 HEAD: Final = 4096  # bytes in which the words before the JSON end: two names of 200 characters and a token
+
+
+class Enough(Exception):
+    """No more lines are wanted: the read ends here, though the range has more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +123,61 @@ def line_token(head: bytes) -> int | None:
     """The token of a line with this beginning; None for `batch`."""
     token = head.split(b" ", 4)[3]
     return None if token == b"batch" else int(token)
+
+
+def chunk_of(data: bytes) -> Chunk:
+    """The chunk with these whole lines."""
+    start = data.rfind(b"\n", 0, len(data) - 1) + 1
+    head = data[start : start + HEAD]
+    return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
+
+
+def whole_ids(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
+    """The chunks without an incomplete batch at their end, divided at the ends of ids only.
+
+    If rows of several writers may share an id (`unique` is False), the last id is left out too: more of its rows may
+    follow.
+    """
+    found = list(chunks)
+    bound: int | None = None
+    while found:
+        end, bound = _end_of_ids(found[-1].data, bound, unique=unique)
+        if end:
+            found[-1] = found[-1] if end == len(found[-1].data) else chunk_of(found[-1].data[:end])
+            return joined(found, unique=unique)
+        found.pop()
+    return []
+
+
+def joined(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
+    """The same lines in chunks that end at the ends of ids; the last one is taken to do so."""
+    ended: list[Chunk] = []
+    parts: list[bytes] = []
+    for chunk in chunks:
+        if unique and chunk.token is not None and not parts:
+            ended.append(chunk)
+            continue
+        data = chunk.data
+        end = _end_of_ids(data, None, unique=unique)[0]
+        if end:
+            ended.append(chunk_of(b"".join([*parts, data[:end]])))
+            parts, data = [], data[end:]
+        if data:
+            parts.append(data)
+    return [*ended, chunk_of(b"".join(parts))] if parts else ended
+
+
+def _end_of_ids(data: bytes, bound: int | None, *, unique: bool) -> tuple[int, int | None]:
+    """Where the last id ends that is surely complete (0: nowhere), and the lowest id that is perhaps not.
+
+    `bound`: an id that follows the data, if it is known.
+    """
+    end = len(data)
+    while end:
+        start = data.rfind(b"\n", 0, end - 1) + 1
+        id = line_token(data[start : start + HEAD])
+        if id is not None and (unique or (bound is not None and id < bound)):
+            return end, bound
+        bound = id if bound is None else bound
+        end = start
+    return 0, bound

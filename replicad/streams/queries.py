@@ -9,6 +9,7 @@ from typing import Any, Final
 from replicad import sqlstates
 from replicad.errors import DatabaseError, SchemaMissing
 from replicad.postgres.bridge import Connection, Database, Sink
+from replicad.postgres.failures import Target
 
 SCHEMA: Final = "replicad"  # default schema of the functions and tables of streams
 
@@ -23,6 +24,11 @@ class Impatient:
 
     def __init__(self, db: Database) -> None:
         self._db = db
+
+    @property
+    def target(self) -> Target:
+        """`Database.target`."""
+        return self._db.target
 
     async def fetch(self, sql: str, *args: object) -> list[Any]:
         """`Database.fetch`."""

@@ -36,6 +36,8 @@ class Stream:
     """A registered stream. `table`, `sequence` and `positions_table` are qualified and quoted, columns are as they are.
 
     `fault`: why the stream can no longer be served, with the remedy, or None; names of removed objects are None then.
+    `reader`, `sequence_reader`, `positions_reader`: the functions that read its table, sequence and positions as their
+    owners (postgres/owners.py); None if our own role reads them.
     `denied`: what this role may not read, with the GRANT that it needs, or None. `proof_key`: the table by which proofs
     of reservations are checked; None if this role may not read it. Ids up to `trimmed_upto` were removed
     by trimming, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`: the numbers
@@ -58,6 +60,9 @@ class Stream:
     positions_table: str | None
     positions_oid: int | None
     unique_ids: bool
+    reader: str | None
+    sequence_reader: str | None
+    positions_reader: str | None
     epoch: str
     continues: bool
     sequence_file: int | None
@@ -71,6 +76,12 @@ class Stream:
     skipped: tuple[int, ...]
     created_at: datetime
     writers: Mapping[str, int]
+
+    @property
+    def lacks_reader(self) -> bool:
+        """Whether one of its readers has to be made (`ensure_readers`)."""
+        readers = (self.reader, self.sequence_reader, self.positions_reader)
+        return any(one is not None and one.endswith(".stream_reader_missing") for one in readers)
 
 
 # Fields that change while a stream is served and that a feed does not depend on. `differences` compares all others.
@@ -224,17 +235,25 @@ def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
         sequence_file=stream.sequence_file,
         skipped=stream.skipped,
         max_row=stream.max_row,
+        reader=stream.reader,
     )
 
 
 def horizon_source(stream: Stream) -> Source:
     """How the horizon finds the positions of this stream."""
     if stream.method is Method.RESERVATION:
-        return ReservationSource(stream.number, stream.sequence_oid, stream.proof_key)
+        return ReservationSource(
+            stream.number, stream.sequence_oid, stream.proof_key, sequence_reader=stream.sequence_reader
+        )
     if stream.method is Method.POSITIONS_TABLE:
         assert stream.positions_oid is not None  # a constraint of adding it
-        return TableSource(table=stream.positions_oid, stream_name=stream.name)
-    return LockSource(table=stream.table_oid, sequence=stream.sequence_oid)
+        return TableSource(table=stream.positions_oid, stream_name=stream.name, reader=stream.positions_reader)
+    return LockSource(
+        table=stream.table_oid,
+        sequence=stream.sequence_oid,
+        reader=stream.reader,
+        sequence_reader=stream.sequence_reader,
+    )
 
 
 async def ensure_writers(db: Queries, stream: Stream, names: Iterable[str], *, schema: str = SCHEMA) -> dict[str, int]:
@@ -255,6 +274,12 @@ async def continue_streams(db: Queries, *, schema: str = SCHEMA) -> int:
     with installed(schema):
         begun: int = await call_value(db, schema, "stream_continue")
     return begun
+
+
+async def ensure_readers(db: Queries, *, schema: str = SCHEMA) -> None:
+    """Make the readers that streams lack, where our role may. Load the streams again afterwards."""
+    with installed(schema):
+        await call_value(db, schema, "stream_readers_ensure")
 
 
 async def fork(db: Queries, stream: Stream, reason: str, *, schema: str = SCHEMA) -> Stream:

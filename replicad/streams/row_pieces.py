@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicad.errors import DatabaseError, RowTooLong
-from replicad.streams.chunks import HEAD, Chunk, line_token
+from replicad.streams.chunks import HEAD, Chunk, Enough, chunk_of, joined, line_token, whole_ids
 from replicad.streams.rows import Range
 from replicad.streams.store import Rows
 
@@ -112,14 +112,7 @@ def between(chunk: Chunk, after: int, upto: int) -> Chunk | None:
         return None
     if begin == 0 and end == len(data):
         return chunk
-    return _chunk(data[begin:end])
-
-
-def _chunk(data: bytes) -> Chunk:
-    """The chunk with these whole lines."""
-    start = data.rfind(b"\n", 0, len(data) - 1) + 1
-    head = data[start : start + HEAD]
-    return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
+    return chunk_of(data[begin:end])
 
 
 def _offset_after(data: bytes, bound: int) -> int:
@@ -142,61 +135,6 @@ def _batch_at(data: bytes, start: int) -> tuple[int, int]:
         start = data.index(b"\n", start) + 1
         if id is not None:
             return id, start
-
-
-def whole_ids(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
-    """The chunks without an incomplete batch at their end, divided at the ends of ids only.
-
-    If rows of several writers may share an id (`unique` is False), the last id is left out too: more of its rows may
-    follow.
-    """
-    found = list(chunks)
-    bound: int | None = None
-    while found:
-        end, bound = _end_of_ids(found[-1].data, bound, unique=unique)
-        if end:
-            found[-1] = found[-1] if end == len(found[-1].data) else _chunk(found[-1].data[:end])
-            return joined(found, unique=unique)
-        found.pop()
-    return []
-
-
-def joined(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
-    """The same lines in chunks that end at the ends of ids; the last one is taken to do so."""
-    ended: list[Chunk] = []
-    parts: list[bytes] = []
-    for chunk in chunks:
-        if unique and chunk.token is not None and not parts:
-            ended.append(chunk)
-            continue
-        data = chunk.data
-        end = _end_of_ids(data, None, unique=unique)[0]
-        if end:
-            ended.append(_chunk(b"".join([*parts, data[:end]])))
-            parts, data = [], data[end:]
-        if data:
-            parts.append(data)
-    return [*ended, _chunk(b"".join(parts))] if parts else ended
-
-
-def _end_of_ids(data: bytes, bound: int | None, *, unique: bool) -> tuple[int, int | None]:
-    """Where the last id ends that is surely complete (0: nowhere), and the lowest id that is perhaps not.
-
-    `bound`: an id that follows the data, if it is known.
-    """
-    end = len(data)
-    while end:
-        start = data.rfind(b"\n", 0, end - 1) + 1
-        id = line_token(data[start : start + HEAD])
-        if id is not None and (unique or (bound is not None and id < bound)):
-            return end, bound
-        bound = id if bound is None else bound
-        end = start
-    return 0, bound
-
-
-class _Enough(Exception):
-    """The piece is larger than it may be: the COPY is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +169,7 @@ async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, boun
         chunks.append(chunk)
         received += len(chunk.data)
         if received > OVERSHOOT * bounds.size:
-            raise _Enough
+            raise Enough
 
     failure: Exception | None = None
     unique = rows.unique_ids or not rows.names_writers  # no two writers share an id
@@ -243,7 +181,7 @@ async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, boun
             part = _clipped(dict(segment.ranges), segment.others, after, upto)
             named = dict(part.ranges or ())
             count = await rows.copy_vector(named, take, others=part.others, limit=bounds.rows)
-    except _Enough:
+    except Enough:
         pass
     except (DatabaseError, RowTooLong) as error:
         failure = error

@@ -21,14 +21,19 @@ from typing import Any, Final, Protocol
 
 from replicad.errors import DatabaseError, RowTooLong
 from replicad.postgres.bridge import Sink, load_sql, quote_ident, quote_literal
+from replicad.postgres.failures import Target
+from replicad.postgres.owners import AsOwner
 from replicad.streams import writer_ranges
-from replicad.streams.chunks import MAX_ROW, Chunk, LineCutter
+from replicad.streams.chunks import MAX_ROW, Chunk, Enough, LineCutter, whole_ids
 
 MASTER: Final = "master"  # the writer of rows that name none, as in Synapse
 MAX_INSTANCE: Final = 200  # characters of a writer's name
 COUNT_LIMIT: Final = 1_000_000  # rows; counting more would take seconds
 FEW: Final = 256  # ids; so many rows, and fewer FEW_BYTES, come faster by a prepared statement than by a COPY
 FEW_BYTES: Final = 64 * 1024
+BLOCK: Final = 4 << 20  # bytes that a reader (AsOwner) gives at a time; Postgres holds them until they are complete
+BLOCK_MAX: Final = 16 << 20  # the same for one piece of old rows, which has bounds of its own
+GROWTH: Final = 8  # the next block has so many times the bytes when not even one complete id had room
 _CASES: Final = 16  # writers told apart by comparison; beyond that the general form is cheaper
 _VARHDRSZ: Final = 4  # Postgres adds it to the length of a varchar to get the type's modifier
 _BLANKS: Final = str.maketrans(dict.fromkeys([*range(1, 33), 127], "_"))
@@ -40,11 +45,20 @@ ChunkSink = Callable[["Chunk"], Awaitable[None]]
 class Reads(Protocol):
     """A `Database` or a `Connection`."""
 
+    @property
+    def target(self) -> Target: ...
+
     async def fetch(self, sql: str, *args: object) -> list[Any]: ...
 
     async def fetch_value(self, sql: str, *args: object) -> Any: ...
 
     async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int: ...
+
+
+def _above(begin: int, span: Range) -> Range:
+    """The part of a range above an id; it may be empty."""
+    low, high = span
+    return max(low, begin), max(high, begin)
 
 
 def wire_instance(name: str | None) -> str:
@@ -64,7 +78,8 @@ class RowSource:
     two rows have the same id, so `batch` need not be computed. `writers`: names that are likely to occur; they make
     lines cheaper and may be wrong. `table_oid`: the table that the name must lead to (None: not checked).
     `sequence_oid`: the sequence whose file must be `sequence_file` (None: not checked). `skipped`: ascending ids that
-    are left out. `max_row`: bound of a line in bytes.
+    are left out. `max_row`: bound of a line in bytes. `reader`: the function that runs statements as the owner of the
+    table (postgres/owners.py); None if they run as our own role.
     """
 
     number: int
@@ -82,6 +97,7 @@ class RowSource:
     sequence_file: int | None = None
     skipped: tuple[int, ...] = ()
     max_row: int = MAX_ROW
+    reader: str | None = None
 
     def range_sql(self, after: int, upto: int, limit: int | None = None) -> str:
         """The query for the first `limit` rows of (after, upto] of all writers, ascending by id: one linear stream."""
@@ -118,9 +134,16 @@ class RowSource:
             TokenExpired: within the same snapshot as the rows, when rows above `after` were trimmed.
             TableReplaced: the name leads to another table, or ids belong to other rows; nothing was sent.
             RowTooLong, DatabaseError: a row failed; all whole lines that Postgres sent before it went to `sink`.
+            Enough: with `limit`, and there are many bytes; more rows may follow.
         """
         rows = await self._copy_few(db, after, upto, sink, limit)
-        return await self._copy(db, self.range_sql(after, upto, limit), sink, timeout) if rows is None else rows
+        if rows is not None:
+            return rows
+
+        def query(begin: int) -> str:
+            return self.range_sql(begin, upto, limit)
+
+        return await self._copy(db, query, after, sink, timeout, once=limit is not None)
 
     async def copy_vector(
         self,
@@ -139,24 +162,32 @@ class RowSource:
         rows = None
         if one is not None and (self.instance_column is None or writer_ranges.is_one(ranges, others)):
             rows = await self._copy_few(db, *one, sink, limit)
-        return await self._copy(db, self.vector_sql(ranges, others, limit), sink, timeout) if rows is None else rows
+        if rows is not None:
+            return rows
+
+        def query(begin: int) -> str:
+            rest = None if others is None else _above(begin, others)
+            return self.vector_sql({name: _above(begin, span) for name, span in ranges.items()}, rest, limit)
+
+        lowest = min(low for low, _ in (*ranges.values(), *([] if others is None else [others])))
+        return await self._copy(db, query, lowest, sink, timeout, once=limit is not None)
 
     async def last_tokens(self, db: Reads, after: int, upto: int) -> dict[str, int]:
         """The last id of each writer that has rows in (after, upto]. Reads the range; without instances, its end."""
         if self.instance_column is None:
-            token = await db.fetch_value(self._look("rows_last_token"), after, upto)
+            token = await self._looks(db).fetch_value(self._look("rows_last_token"), after, upto)
             return {} if token is None else {MASTER: token}
-        rows = await db.fetch(self._look("rows_last_tokens", skip=self._skip(after, upto)), after, upto)
+        rows = await self._looks(db).fetch(self._look("rows_last_tokens", skip=self._skip(after, upto)), after, upto)
         return {row["writer"]: row["token"] for row in rows}
 
     async def earliest(self, db: Reads) -> int | None:
         """The oldest token after which nothing was trimmed; None when the stream was removed."""
-        token: int | None = await db.fetch_value(self._look("rows_earliest"), self.number)
+        token: int | None = await self._looks(db).fetch_value(self._look("rows_earliest"), self.number)
         return token
 
     async def count(self, db: Reads, after: int, upto: int, limit: int = COUNT_LIMIT) -> int:
         """The number of rows in (after, upto], at most `limit`."""
-        return int(await db.fetch_value(self._look("rows_count"), after, upto, limit))
+        return int(await self._looks(db).fetch_value(self._look("rows_count"), after, upto, limit))
 
     def count_above(self, after: int, limit: int) -> str:
         """The query that counts the rows above an id, at most `limit`: to be a part of another statement."""
@@ -169,24 +200,74 @@ class RowSource:
 
     async def ends(self, db: Reads, after: int, upto: int) -> tuple[int, int] | None:
         """The first and the last id in (after, upto]; None if there is none."""
-        [row] = await db.fetch(self._look("rows_ends"), after, upto)
+        [row] = await self._looks(db).fetch(self._look("rows_ends"), after, upto)
         return None if row["first"] is None else (row["first"], row["last"])
 
-    async def _copy(self, db: Reads, query: str, sink: ChunkSink, timeout: float | None) -> int:
+    def _looks(self, db: Reads) -> Reads | AsOwner:
+        return db if self.reader is None else self._as_owner(db)
+
+    def _as_owner(self, db: Reads, bound: int = BLOCK) -> AsOwner:
+        assert self.reader is not None
+        assert self.table_oid is not None
+        return AsOwner(db, self.reader, self.table_oid, bound)
+
+    async def _copy(
+        self, db: Reads, query: Callable[[int], str], after: int, sink: ChunkSink, timeout: float | None, *, once: bool
+    ) -> int:
+        """Copy the rows that `query` gives, which takes the id above which it begins. A reader gives them in blocks,
+        unless `once`.
+        """
+        if self.reader is None or once:
+            return await self._copy_query(db, query(after), sink, timeout, BLOCK_MAX)
+        total, bound = 0, BLOCK
+        while True:
+            chunks: list[Chunk] = []
+
+            async def collect(chunk: Chunk, chunks: list[Chunk] = chunks) -> None:
+                chunks.append(chunk)
+
+            failure: Exception | None = None
+            try:
+                total += await self._copy_query(db, query(after), collect, timeout, bound)
+            except Enough:
+                chunks = whole_ids(chunks, unique=self.unique_ids)
+                total += sum(chunk.rows for chunk in chunks)
+                failure = Enough()
+            except (DatabaseError, RowTooLong) as error:
+                failure = error
+            for chunk in chunks:
+                await sink(chunk)
+            if failure is None:
+                return total
+            if not isinstance(failure, Enough):
+                raise failure
+            if chunks and chunks[-1].token is not None:
+                after, bound = chunks[-1].token, BLOCK
+            else:
+                bound *= GROWTH
+
+    async def _copy_query(self, db: Reads, query: str, sink: ChunkSink, timeout: float | None, bound: int) -> int:
+        """Copy the rows of one query. Raises Enough if a reader gave no more than `bound` bytes of them."""
         cutter = LineCutter(max_row=self.max_row)
 
         async def cut(data: bytes) -> None:
             for chunk in cutter.feed(data):
                 await sink(chunk)
 
+        more = False
         try:
-            rows = await db.copy_out(query, sink=cut, timeout=timeout)
+            if self.reader is None:
+                rows = await db.copy_out(query, sink=cut, timeout=timeout)
+            else:
+                rows, more = await self._as_owner(db, bound).copy_out(query, cut, timeout)
             for chunk in cutter.finish():
                 await sink(chunk)
         except (DatabaseError, RowTooLong):
             for chunk in cutter.rescue():
                 await sink(chunk)
             raise
+        if more:
+            raise Enough
         return rows
 
     async def _copy_few(self, db: Reads, after: int, upto: int, sink: ChunkSink, limit: int | None) -> int | None:
@@ -194,11 +275,9 @@ class RowSource:
         most = FEW if limit is None else min(FEW, limit)
         if not self.unique_ids or not 0 < upto - after <= most or self._skip(after, upto):
             return None
-        lines = self._lines("$1::bigint", "$2::bigint", "true", None)
-        [row] = await db.fetch(load_sql("rows_few").format(lines=lines, most=FEW_BYTES), after, upto)
-        if row["more"]:
+        data = await self._few_lines(db, after, upto)
+        if data is None:
             return None
-        data: bytes = row["data"] or b""
         cutter = LineCutter(max_row=self.max_row)
         try:
             chunks = [*cutter.feed(data), *cutter.finish()]
@@ -209,6 +288,15 @@ class RowSource:
         for chunk in chunks:
             await sink(chunk)
         return data.count(b"\n")
+
+    async def _few_lines(self, db: Reads, after: int, upto: int) -> bytes | None:
+        """The lines of a range; None if they are too many bytes."""
+        if self.reader is not None:
+            found, more = await self._as_owner(db, FEW_BYTES).lines(self.range_sql(after, upto))
+            return None if more else "".join(f"{line}\n" for line in found).encode()
+        lines = self._lines("$1::bigint", "$2::bigint", "true", None)
+        [row] = await db.fetch(load_sql("rows_few").format(lines=lines, most=FEW_BYTES), after, upto)
+        return None if row["more"] else row["data"] or b""
 
     def _lines(self, after: int | str, upto: int | str, writers: str, limit: int | None) -> str:
         """The query; a bound that is no number is an expression, and no id is left out then."""

@@ -73,6 +73,8 @@ class Store(Protocol):
 
     async def continue_streams(self) -> int: ...
 
+    async def ensure_readers(self) -> None: ...
+
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool: ...
 
     async def fork(self, stream: Stream, reason: str) -> Stream: ...
@@ -175,6 +177,10 @@ class PostgresStore:
     async def continue_streams(self) -> int:
         """`registry.continue_streams`."""
         return await registry.continue_streams(self._db, schema=self._schema)
+
+    async def ensure_readers(self) -> None:
+        """`registry.ensure_readers`."""
+        await registry.ensure_readers(self._db, schema=self._schema)
 
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
         """`registry.publish`."""

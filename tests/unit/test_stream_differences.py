@@ -26,6 +26,9 @@ STREAM = Stream(
     positions_table=None,
     positions_oid=None,
     unique_ids=True,
+    reader=None,
+    sequence_reader=None,
+    positions_reader=None,
     epoch="abc",
     continues=True,
     sequence_file=12,
@@ -58,4 +61,5 @@ def test_every_field_but_the_passing_ones_takes_part(name: str) -> None:
 def test_what_makes_a_stream_another_one_is_never_renewed_in_place_and_its_table_only_by_another_generation() -> None:
     assert NAMES >= RENEWABLE | GENERATION | registry._PASSING
     lasting = NAMES - RENEWABLE - GENERATION - registry._PASSING
-    assert lasting == {"number", "name", "id_column", "instance_column", "method", "created_at"}
+    readers = {"reader", "sequence_reader", "positions_reader"}  # another owner: what watches the positions begins anew
+    assert lasting == {"number", "name", "id_column", "instance_column", "method", "created_at"} | readers

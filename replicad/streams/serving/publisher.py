@@ -34,6 +34,7 @@ from replicad.streams.serving.windows import Windows
 from replicad.streams.store import Store
 
 REGISTRY = "registry"  # the cause of troubles with a stream's entry in the registry; also the name of this service
+READERS = 30.0  # seconds between two tries to make the readers that streams lack
 
 log = structlog.get_logger()
 
@@ -64,6 +65,7 @@ class Publisher:
         self._late_rows = LateRows(windows, self.feeds, troubles, pace)
         self._look = Joined(self._look_once)
         self._nursery: trio.Nursery | None = None
+        self._readers_at = 0.0  # when readers that streams lack are made again at the earliest
         poller.before_polling(self._look_on_new_connection)
 
     # --- for sessions ---
@@ -286,6 +288,10 @@ class Publisher:
     async def _load_streams(self) -> Mapping[str, Stream]:
         """The registry. For a stream whose generation is no longer valid, begins the next one."""
         found = await self._store.load_streams()
+        if trio.current_time() >= self._readers_at and any(stream.lacks_reader for stream in found.values()):
+            self._readers_at = trio.current_time() + READERS
+            await self._store.ensure_readers()
+            found = await self._store.load_streams()
         if all(stream.continues or stream.fault is not None for stream in found.values()):
             return found
         await self._store.continue_streams()

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Connection, Database, load_sql, quote_ident
+from replicad.postgres.owners import as_owner
 from replicad.sqlstates import LOCKED, means
 from replicad.streams.registry import Stream
 
@@ -104,7 +105,8 @@ class _PostgresLook:
             id=quote_ident(stream.id_column),
             apart=f" AND t.tableoid NOT IN ({some})" if some else "",
         )
-        row = await self.connection.fetch_row(query, after, upto, self.max_rows)
+        reading = as_owner(self.connection, stream.reader, stream.table_oid)
+        row = await reading.fetch_row(query, after, upto, self.max_rows)
         assert row is not None
         ids = array("q", row["ids"])
         counts = None if row["counts"] is None else array("q", row["counts"])
@@ -115,5 +117,6 @@ class _PostgresLook:
 
     async def attached(self, stream: Stream, table: str, before: int, position: int) -> Attached | None:
         query = load_sql("late_attached").format(table=table, id=quote_ident(stream.id_column))
-        row = await self.connection.fetch_row(query, before, position, MAX_COUNTED)
+        reading = as_owner(self.connection, stream.reader, stream.table_oid)
+        row = await reading.fetch_row(query, before, position, MAX_COUNTED)
         return None if row is None or not row["rows"] else Attached(row["rows"], row["first"], row["last"])

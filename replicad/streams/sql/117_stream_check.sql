@@ -1,6 +1,6 @@
 -- stream_check(s): refuses what cannot be a stream (RS002, the reason, the remedy); returns the type of its rows.
 CREATE OR REPLACE FUNCTION stream_check(s stream) RETURNS text
-LANGUAGE plpgsql STABLE AS $$
+LANGUAGE plpgsql AS $$
 DECLARE
     fault record;
 BEGIN
@@ -26,6 +26,7 @@ BEGIN
     ELSIF s.positions IS NOT NULL THEN
         PERFORM stream_refuse('a table of positions goes with the method positions_table only', 'leave it out');
     END IF;
+    PERFORM stream_reader_ensure(r) FROM unnest(ARRAY[s.relation, s.sequence, s.positions]) r WHERE r IS NOT NULL;
     RETURN stream_check_row(s.relation, s.id_column, s.row_sql);
 END
 $$;

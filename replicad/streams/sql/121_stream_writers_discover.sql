@@ -7,11 +7,11 @@ DECLARE
     names text[] := ARRAY['master'];
 BEGIN
     IF s.instance_column IS NOT NULL THEN
-        EXECUTE format('SELECT array_agg(instance) FROM (SELECT DISTINCT instance FROM ('
-            'SELECT t.%I::text COLLATE "C" FROM %s AS t ORDER BY t.%I DESC LIMIT 100000) newest(instance) LIMIT 10001) found',
-            s.instance_column, s.relation, s.id_column) INTO names;
+        names := ARRAY(SELECT stream_as_owner(s.relation, format('SELECT DISTINCT instance FROM ('
+            'SELECT coalesce(t.%I::text, '''') COLLATE "C" FROM %s AS t ORDER BY t.%I DESC LIMIT 100000) newest(instance)'
+            ' LIMIT 10001', s.instance_column, stream_qualified(s.relation), s.id_column)));
     END IF;
-    PERFORM stream_writers_ensure(s.number, coalesce(names, ARRAY['master']));
+    PERFORM stream_writers_ensure(s.number, coalesce(nullif(names, '{}'), ARRAY['master']));
 END
 $$;
 COMMENT ON FUNCTION stream_writers_discover(stream) IS 'Numbers for the writers of the newest rows';

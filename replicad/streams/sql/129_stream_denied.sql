@@ -1,21 +1,25 @@
 -- stream_denied(s): what the role that asks may not read of a stream, with the GRANT that mends it; NULL where it may read
--- all. A role may have rights on single columns, so a table counts as denied where it may read none of them.
+-- all. A role may have rights on single columns, so a table counts as denied where it may read none of them. A table that
+-- is read as its owner needs no right on it.
 CREATE OR REPLACE FUNCTION stream_denied(s stream) RETURNS text
 LANGUAGE sql STABLE AS $$
-    SELECT string_agg(format('role %s may not read %s; run: GRANT %s TO %1$s', quote_ident(current_user), n.what, n.needed),
-        '. ' ORDER BY n.place)
+    SELECT string_agg(n.sentence, '. ' ORDER BY n.place)
     FROM (
-        SELECT DISTINCT ON (c.relnamespace) 1 AS place, format('schema %I', ns.nspname) AS what,
-            format('USAGE ON SCHEMA %I', ns.nspname) AS needed
+        SELECT DISTINCT ON (c.relnamespace) 1 AS place, stream_denial(format('schema %I', ns.nspname),
+            format('USAGE ON SCHEMA %I', ns.nspname)) AS sentence
         FROM pg_class c JOIN pg_namespace ns ON ns.oid = c.relnamespace
         WHERE c.oid IN (s.relation, s.sequence, s.positions) AND NOT has_schema_privilege(ns.oid, 'USAGE')
+            AND stream_runs_as(c.oid) IS NULL
         UNION ALL
-        SELECT 2, format('table %s', t), format('SELECT ON %s', t)
+        SELECT 2, stream_denial(format('table %s', t), format('SELECT ON %s', t))
         FROM unnest(ARRAY[s.relation, s.positions]) t
-        WHERE t IS NOT NULL AND NOT has_any_column_privilege(t, 'SELECT')
+        WHERE t IS NOT NULL AND NOT has_any_column_privilege(t, 'SELECT') AND stream_runs_as(t) IS NULL
         UNION ALL
-        SELECT 3, format('sequence %s', s.sequence), format('SELECT ON SEQUENCE %s', s.sequence)
+        SELECT 3, stream_denial(format('sequence %s', s.sequence), format('SELECT ON SEQUENCE %s', s.sequence))
         WHERE NOT has_sequence_privilege(s.sequence, 'SELECT')
+        UNION ALL
+        SELECT 4, min(stream_reader_wanted(r))
+        FROM unnest(ARRAY[s.relation, s.sequence, s.positions]) r GROUP BY stream_runs_as(r)
     ) n
 $$;
 COMMENT ON FUNCTION stream_denied(stream) IS 'What the asking role may not read of a stream, and the remedy';

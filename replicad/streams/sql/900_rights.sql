@@ -1,13 +1,15 @@
 -- Who may do what: writers of any role reserve ids and insert under the guard, so they may look streams up and use the
 -- functions on that way. Administration is the owner's: a row expression is SQL that the daemon runs. Every function
 -- looks its neighbours up in this schema alone, whatever the caller's search_path, but for those that are inlined or
--- called for every row: they need no neighbours, or name them in full.
+-- called for every row: they need no neighbours, or name them in full. Who owns a table trims it himself.
 DO $rights$
 DECLARE
     f record;
 BEGIN
     EXECUTE format('GRANT USAGE ON SCHEMA %I TO PUBLIC', current_schema());
     GRANT SELECT ON stream, stream_writer, stream_position, stream_generation TO PUBLIC;
+    REVOKE EXECUTE ON FUNCTION stream_trim(text, bigint, integer) FROM PUBLIC;  -- as version 1 did, so that both are alike
+    GRANT EXECUTE ON FUNCTION stream_trim(text, bigint, integer) TO PUBLIC;
     GRANT SELECT (stream, id) ON stream_skip TO PUBLIC;  -- not the reasons, which may quote rows
     FOR f IN SELECT p.oid::regprocedure AS name, p.proname
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
@@ -16,12 +18,13 @@ BEGIN
         IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key') THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
-        IF f.proname IN ('stream_add', 'stream_remove', 'stream_trim', 'stream_reset', 'stream_publish',
+        IF f.proname IN ('stream_add', 'stream_remove', 'stream_reset', 'stream_publish',
                 'stream_note', 'stream_fork', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
                 'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
                 'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
                 'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_add_bounded', 'stream_relay_channel',
-                'stream_proof_key') THEN
+                'stream_proof_key', 'stream_reader_ensure', 'stream_readers_ensure', 'stream_readers_drop',
+                'stream_as_owner') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;

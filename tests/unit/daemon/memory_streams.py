@@ -46,6 +46,9 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         positions_table=None,
         positions_oid=None,
         unique_ids=True,
+        reader=None,
+        sequence_reader=None,
+        positions_reader=None,
         epoch=f"{number:04x}{0:04x}",
         continues=True,
         sequence_file=None,
@@ -228,6 +231,9 @@ class MemoryStore:
         for stream in forked:
             self._begin(stream, "restarted")
         return len(forked)
+
+    async def ensure_readers(self) -> None:
+        raise AssertionError("no stream lacks a reader")
 
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool:
         await self.answer("publish")

@@ -19,6 +19,9 @@ SELECT s.number::integer AS number,
             AND a.attname = s.id_column
             AND (tc.relkind = 'p' OR NOT EXISTS (SELECT FROM pg_inherits h WHERE h.inhparent = s.relation))
     ) AS unique_ids,
+    {schema}.stream_reader({schema}.stream_runs_as(s.relation)) AS reader,
+    {schema}.stream_reader({schema}.stream_runs_as(s.sequence)) AS sequence_reader,
+    {schema}.stream_reader({schema}.stream_runs_as(s.positions)) AS positions_reader,
     coalesce(g.id, '') AS epoch,
     coalesce({schema}.stream_continues(s, g), false) AS continues,
     g.file::bigint AS sequence_file,

@@ -1,0 +1,134 @@
+"""Statements on a user's table, run as the owner of the table by a function that `stream_reader_ensure` has made.
+
+Whoever owns a table has code run by those who read it. So a statement goes as text to the function, its *reader*, which
+runs it with the rights of the owner and lets that code change nothing of our session; the SQL says how.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from replicad.postgres import failures
+from replicad.postgres.bridge import Connection, Sink, quote_literal
+from replicad.postgres.literals import fill
+
+UNBOUNDED: Final = (1 << 63) - 1  # bytes
+_CUT, _FAILED = b"+", b"!"  # how the line begins that a reader adds; no line of ours does
+_LAST: Final = 8192  # bytes; the added line is shorter than that
+
+
+class Queries(Protocol):
+    """A `Database` or a `Connection`."""
+
+    @property
+    def target(self) -> failures.Target: ...
+
+    async def fetch(self, sql: str, *args: object) -> list[Any]: ...
+
+    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AsOwner:
+    """Statements on one table, like those of a `Database`. `reader`: the function, quoted; `table`: the oid.
+
+    `bound`: bytes after which `lines` and `copy_out` end, after a whole row.
+    """
+
+    db: Queries
+    reader: str
+    table: int
+    bound: int = UNBOUNDED
+
+    async def fetch(self, sql: str, *args: object) -> list[dict[str, Any]]:
+        """The rows of a statement, by the names of its columns, which hold numbers, texts and arrays of these."""
+        query = f"SELECT pg_catalog.row_to_json(found)::text FROM (\n{fill(sql, args)}\n) AS found"
+        lines, _ = await self._lines(query, UNBOUNDED)
+        return [json.loads(line) for line in lines]
+
+    async def fetch_row(self, sql: str, *args: object) -> dict[str, Any] | None:
+        """The first row, or None."""
+        rows = await self.fetch(sql, *args)
+        return rows[0] if rows else None
+
+    async def fetch_value(self, sql: str, *args: object) -> Any:
+        """The first column of the first row, or None."""
+        row = await self.fetch_row(sql, *args)
+        return None if row is None else next(iter(row.values()))
+
+    async def lines(self, query: str) -> tuple[list[str], bool]:
+        """The rows of a query with one text column; and whether there may be more of them."""
+        return await self._lines(query, self.bound)
+
+    async def copy_out(self, query: str, sink: Sink, timeout: float | None = None) -> tuple[int, bool]:
+        """`Connection.copy_out`; returns also whether there may be more rows."""
+        ending = _Ending(sink)
+        text = f"SELECT line FROM {self.reader}({int(self.table)}::oid, {quote_literal(query)},"
+        text += f" pg_catalog.current_setting('search_path'), {quote_literal(self.bound)}) AS line"
+        rows = await self.db.copy_out(text, sink=ending.take, timeout=timeout)
+        added = await ending.finish()
+        if added.startswith(_FAILED):
+            raise _reported(added.decode(), self.db.target)
+        return rows - bool(added), added.startswith(_CUT)
+
+    async def _lines(self, query: str, bound: int) -> tuple[list[str], bool]:
+        call = f"SELECT line FROM {self.reader}($1::oid, $2, pg_catalog.current_setting('search_path'), $3) AS line"
+        lines = [row[0] for row in await self.db.fetch(call, self.table, query, bound)]
+        last = lines[-1] if lines else ""
+        if last.startswith(_FAILED.decode()):
+            raise _reported(last, self.db.target)
+        cut = last.startswith(_CUT.decode())
+        return lines[:-1] if cut else lines, cut
+
+
+def as_owner(connection: Connection, reader: str | None, table: int) -> Connection | AsOwner:
+    """What runs the statements on a table: its reader, or the connection itself if it has none."""
+    return connection if reader is None else AsOwner(connection, reader, table)
+
+
+class _Ending:
+    """Passes bytes on, but for a line at their end that the reader has added."""
+
+    def __init__(self, sink: Callable[[bytes], Awaitable[None]]) -> None:
+        self._sink = sink
+        self._held = b""
+        self._whole = True  # what was passed on ends with a whole line
+
+    async def take(self, data: bytes) -> None:
+        if len(data) < _LAST:
+            self._held += data
+            if len(self._held) < 4 * _LAST:
+                return
+            data, self._held = self._held[-_LAST:], self._held[:-_LAST]
+        held, self._held = self._held, data
+        if held:
+            self._whole = held.endswith(b"\n")
+            await self._sink(held)
+
+    async def finish(self) -> bytes:
+        """The added line; empty if there is none."""
+        begin = self._held.rfind(b"\n", 0, len(self._held) - 1) + 1
+        begins = begin or self._whole
+        added = self._held[begin:] if begins and self._held[begin : begin + 1] in (_CUT, _FAILED) else b""
+        if len(self._held) > len(added):
+            await self._sink(self._held[: len(self._held) - len(added)])
+        return added
+
+
+class _Reported(Exception):
+    """An error that a reader has caught, as the driver would raise it."""
+
+    def __init__(self, sqlstate: str, message: str, detail: str | None, hint: str | None) -> None:
+        super().__init__(message)
+        self.sqlstate, self.message, self.detail, self.hint = sqlstate, message, detail, hint
+
+
+def _reported(line: str, target: failures.Target) -> Exception:
+    told = json.loads(line[1:])
+    cause = _Reported(told["sqlstate"], told["message"] or "", told.get("detail"), told.get("hint"))
+    error = failures.while_running(cause, target, connection_lost=False)
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,323 @@
+"""Whoever owns a streamed table gets no right of the daemon, or of anybody else, through code that reading runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from urllib.parse import urlsplit, urlunsplit
+
+import pytest
+
+from replicad.errors import DatabaseError, StreamRefused
+from replicad.postgres import schema
+from replicad.postgres.bridge import Database, open_database
+from replicad.streams import registry, rows, rows_probe, trimming
+from replicad.streams.chunks import Chunk
+from tests.conftest import psql
+
+from .conftest import Connect
+
+# What the code of the owner tries; each line is what it reports.
+TRIES = """
+    RESET ROLE
+    SET ROLE NONE
+    SET LOCAL ROLE postgres
+    SET SESSION AUTHORIZATION DEFAULT
+    RESET SESSION AUTHORIZATION
+    ALTER ROLE {team} SUPERUSER
+    CREATE TEMP TABLE trap (n int)
+    INSERT INTO {team}.deferred VALUES (1)
+    SET transaction_read_only = off
+    COMMIT
+    COPY (SELECT 1) TO PROGRAM 'true'
+    GRANT {team} TO postgres
+""".strip()
+LASTING = """
+    SET search_path = {team}
+    SET application_name = 'trapped'
+    PREPARE trap AS SELECT 1
+    DECLARE trap CURSOR WITH HOLD FOR SELECT 1
+    LISTEN trap
+""".strip()
+
+
+def attack(team: str) -> str:
+    """SQL that the owner runs: a table whose rows run his code when they are made JSON."""
+    tries = json.dumps([line.strip().format(team=team) for line in (*TRIES.splitlines(), *LASTING.splitlines())])
+    return f"""
+        SET ROLE {team};
+        CREATE TABLE {team}.deferred (n int);
+        CREATE TYPE {team}.mood AS ENUM ('calm');
+        CREATE FUNCTION {team}.evil(mood {team}.mood) RETURNS json LANGUAGE plpgsql AS $evil$
+        DECLARE
+            result jsonb := '{{}}';
+            step text;
+        BEGIN
+            FOR step IN SELECT jsonb_array_elements_text('{tries.replace("'", "''")}') LOOP
+                BEGIN
+                    EXECUTE step;
+                    result := result || jsonb_build_object(step, 'done as ' || current_user);
+                EXCEPTION WHEN OTHERS THEN
+                    result := result || jsonb_build_object(step, SQLERRM);
+                END;
+            END LOOP;
+            RETURN result || jsonb_build_object('user', current_user);
+        END
+        $evil$;
+        CREATE CAST ({team}.mood AS json) WITH FUNCTION {team}.evil({team}.mood) AS ASSIGNMENT;
+        CREATE TABLE {team}.events (id bigserial PRIMARY KEY, mood {team}.mood DEFAULT 'calm', by text);
+        RESET ROLE;
+    """
+
+
+@pytest.fixture
+def team(database_url: str, postgres_url: str) -> Iterator[str]:
+    """A role that may log in, with a schema of its own and nothing else."""
+    name = f"team_{abs(hash(database_url)) % 10**9}"
+    psql(database_url, f"CREATE ROLE {name} LOGIN; CREATE SCHEMA {name} AUTHORIZATION {name}")
+    yield name
+    psql(database_url, f"DROP OWNED BY {name} CASCADE")
+    psql(postgres_url, f"DROP ROLE {name}")
+
+
+def as_role(url: str, role: str) -> str:
+    """The same database for another role."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=f"{role}@{parts.netloc.rpartition('@')[2]}"))
+
+
+async def lines_of(db: Database, name: str, after: int = 0, upto: int = 1 << 40) -> list[str]:
+    """The rows of a stream, as the daemon reads them."""
+    source = registry.row_source(await registry.load_stream(db, name))
+    data = b""
+
+    async def take(chunk: Chunk) -> None:
+        nonlocal data
+        data += chunk.data
+
+    assert await source.copy_range(db, after, upto, take) == data.count(b"\n")
+    return data.decode().splitlines()
+
+
+async def test_the_code_of_a_tables_owner_runs_with_his_rights_and_leaves_nothing_behind(
+    events: Database, database_url: str, team: str, netcat: Connect
+) -> None:
+    psql(database_url, attack(team))
+    await registry.add(events, "moods", f"{team}.events", "id")
+    async with netcat() as nc:
+        await nc.send("REPLICATE moods NOW")
+        await nc.until("POSITION moods master .*")
+        psql(database_url, f"INSERT INTO {team}.events (by) VALUES ('one')")
+        line = (await nc.until("RDATA moods master 1 .*"))[-1]
+    told = json.loads(line.split(" ", 4)[4])["mood"]
+    assert told.pop("user") == team
+    for step in TRIES.splitlines():
+        assert "done" not in told[step.strip().format(team=team)], step
+    assert not await events.fetch_value("SELECT rolsuper FROM pg_roles WHERE rolname = $1", team)
+
+
+async def test_what_the_code_of_a_tables_owner_sets_in_our_session_is_gone_before_the_next_statement(
+    database_url: str, team: str, database: Database
+) -> None:
+    psql(database_url, attack(team) + f"INSERT INTO {team}.events (by) VALUES ('one')")
+    await registry.add(database, "moods", f"{team}.events", "id")
+    async with open_database(database_url, size=1, application_name="honest") as one:
+        for limit in (1, 10_000):  # by a prepared statement, and by COPY
+            [line] = await lines_of(one, "moods", 0, limit)
+            told = json.loads(line.split(" ", 4)[4])["mood"]
+            assert told[LASTING.splitlines()[0].format(team=team).strip()] == f"done as {team}"
+            assert await one.fetch_value("SELECT current_setting('search_path')") == '"$user", public'
+            assert await one.fetch_value("SELECT current_setting('application_name')") == "honest"
+            assert await one.fetch_value("SELECT count(*) FROM pg_prepared_statements WHERE from_sql") == 0
+            assert await one.fetch_value("SELECT count(*) FROM pg_cursors WHERE name = 'trap'") == 0
+            assert await one.fetch_value("SELECT count(*) FROM pg_listening_channels()") == 0
+            assert await one.fetch_value("SELECT current_user::text") == "postgres"
+            assert await one.execute("CREATE TEMP TABLE IF NOT EXISTS mine (n int)") == "CREATE TABLE", "not read-only"
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        "CREATE INDEX ON {team}.plain ((id + {team}.trap(1)))",
+        "CREATE INDEX ON {team}.plain (id) WHERE {team}.trap(1) > 0",
+        "CREATE STATISTICS {team}.some ON (id + {team}.trap(1)), by FROM {team}.plain",
+        "ALTER TABLE {team}.plain ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY;"
+        " CREATE POLICY all_of_it ON {team}.plain USING ({team}.trap(1) = 1)",
+    ],
+    ids=["index", "predicate", "statistics", "policy"],
+)
+async def test_code_that_planning_a_query_runs_has_the_owners_rights_in_every_statement_on_the_table(
+    database_url: str, team: str, database: Database, trap: str
+) -> None:
+    """A constant call of an immutable function is evaluated when a query on the table is planned, whatever it reads."""
+    psql(
+        database_url,
+        f"""SET ROLE {team};
+        CREATE FUNCTION {team}.trap(n int) RETURNS int LANGUAGE plpgsql IMMUTABLE AS $trap$
+        BEGIN
+            IF current_user <> '{team}' THEN RAISE EXCEPTION 'code of {team} runs as %', current_user; END IF;
+            RETURN n;
+        END $trap$;
+        CREATE TABLE {team}.plain (id bigserial PRIMARY KEY, by text);
+        INSERT INTO {team}.plain (by) VALUES ('one'), ('two');
+        {trap.format(team=team)}""",
+    )
+    if "POLICY" not in trap:  # a superuser is above policies
+        with pytest.raises(DatabaseError, match=f"code of {team} runs as postgres"):
+            await database.fetch(f"SELECT id FROM {team}.plain t WHERE id > 0 ORDER BY id")
+    await registry.add(database, "plain", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)")
+    stream = await registry.load_stream(database, "plain")
+    source = registry.row_source(stream)
+    assert await lines_of(database, "plain") == ["RDATA plain one 1 1", "RDATA plain two 2 2"]
+    assert await source.ends(database, 0, 100) == (1, 2)
+    assert await source.count(database, 0, 100) == 2
+    assert await source.earliest(database) == 0
+    assert await source.last_tokens(database, 0, 100) == {"one": 1, "two": 2}
+    assert set(stream.writers) == {"one", "two"}
+    assert await database.fetch("SELECT * FROM replicad.stream_writers_idle('plain', 1)") == [("one",)]
+
+
+@pytest.mark.parametrize("flip", ["SECURITY INVOKER", "SECURITY INVOKER SET role = {team}", "STABLE", "IMMUTABLE"])
+async def test_a_reader_that_its_owner_has_altered_runs_nothing(
+    database_url: str, team: str, database: Database, flip: str
+) -> None:
+    psql(database_url, attack(team) + f"INSERT INTO {team}.events (by) VALUES ('one')")
+    await registry.add(database, "moods", f"{team}.events", "id")
+    reader = (await registry.load_stream(database, "moods")).reader
+    assert reader is not None
+    psql(database_url, f"SET ROLE {team}; ALTER FUNCTION {reader}(oid, text, text, bigint) {flip.format(team=team)}")
+    for upto in (1, 10_000):
+        with pytest.raises(DatabaseError, match=r"reader was altered|not allowed in a non-volatile function"):
+            await lines_of(database, "moods", 0, upto)
+    assert await database.fetch_value("SELECT count(*) FROM pg_prepared_statements WHERE from_sql") == 0
+
+
+async def test_nobody_else_may_call_a_reader_or_replace_it(database_url: str, team: str, database: Database) -> None:
+    psql(database_url, attack(team))
+    await registry.add(database, "moods", f"{team}.events", "id")
+    reader = (await registry.load_stream(database, "moods")).reader
+    assert reader is not None
+    psql(database_url, f"CREATE ROLE {team}_two LOGIN IN ROLE pg_monitor")
+    try:
+        async with open_database(as_role(database_url, f"{team}_two"), size=1, application_name="two") as two:
+            with pytest.raises(DatabaseError, match="permission denied for function reader_1"):
+                await two.fetch(f"SELECT * FROM {reader}($1::oid, 'SELECT 1::text', '', 1)", 1)
+    finally:
+        psql(database_url, f"DROP ROLE {team}_two")
+    async with open_database(as_role(database_url, team), size=1, application_name="owner") as owner:
+        for statement in (
+            f"CREATE OR REPLACE FUNCTION {reader}(tbl oid, query text, path text, bound bigint) RETURNS SETOF text"
+            " LANGUAGE sql SECURITY DEFINER AS 'SELECT query'",
+            f"ALTER FUNCTION {reader}(oid, text, text, bigint) RENAME TO reader_1_{'0' * 32}",
+        ):
+            with pytest.raises(DatabaseError, match="permission denied for schema replicad"):
+                await owner.execute(statement)
+
+
+async def test_a_bad_row_is_found_and_what_is_before_it_is_sent(
+    database_url: str, team: str, database: Database
+) -> None:
+    psql(
+        database_url,
+        f"SET ROLE {team}; CREATE TABLE {team}.plain (id bigserial PRIMARY KEY, n int);"
+        f"INSERT INTO {team}.plain (n) SELECT 500 - g FROM generate_series(1, 9000) g;"
+        f"ANALYZE {team}.plain",
+    )
+    await registry.add(database, "good", f"{team}.plain", "id", row="to_jsonb(t.n)")
+    psql(database_url, "UPDATE replicad.stream SET row_sql = 'to_jsonb(1000 / t.n)'")
+    source = registry.row_source(await registry.load_stream(database, "good"))
+    got: list[Chunk] = []
+
+    async def take(chunk: Chunk) -> None:
+        got.append(chunk)
+
+    with pytest.raises(DatabaseError, match="division by zero"):
+        await source.copy_range(database, 0, 9000, take)
+    assert 440 < (got[-1].token or 0) < 500, "PL/pgSQL fetches up to 50 rows ahead"
+    found = await rows_probe.find_unreadable(source, database, (0, 9000))
+    assert found is not None
+    assert (found.row_id, "division by zero" in str(found)) == (500, True)
+
+
+@pytest.mark.parametrize("unique", [True, False])
+async def test_a_large_range_is_read_in_blocks_that_end_at_complete_ids(
+    database_url: str, team: str, database: Database, unique: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "BLOCK", 1000)
+    key = "PRIMARY KEY" if unique else ""
+    psql(
+        database_url,
+        f"SET ROLE {team}; CREATE TABLE {team}.plain (id bigserial {key}, by text, n text);"
+        f"CREATE INDEX ON {team}.plain (id);"
+        f"INSERT INTO {team}.plain (id, by, n) SELECT g / {1 if unique else 7}, 'w' || g % 3, repeat('é', g % 97)"
+        " FROM generate_series(1, 3000) g",
+    )
+    await registry.add(database, "wide", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.n)")
+    mine = await lines_of(database, "wide", -1)
+    psql(database_url, f"ALTER TABLE {team}.plain OWNER TO postgres")
+    assert (await registry.load_stream(database, "wide")).reader is None
+    direct = await lines_of(database, "wide", -1)
+    assert len(mine) == 3000
+    if not unique:  # the order of the rows of one id is not determined, and so which of them end a batch
+        mine, direct = ([line.partition(' "')[2] for line in sorted(lines)] for lines in (mine, direct))
+        mine, direct = sorted(mine), sorted(direct)
+    assert mine == direct
+
+
+async def test_without_the_owners_role_the_sentence_says_which_grant_is_missing(
+    database_url: str, team: str, postgres_url: str
+) -> None:
+    """A daemon that is no superuser, on a schema of its own."""
+    daemon = f"{team}_daemon"
+    psql(
+        database_url,
+        f"CREATE ROLE {daemon} LOGIN; GRANT CREATE ON DATABASE {urlsplit(database_url).path[1:]} TO {daemon}",
+    )
+    psql(database_url, attack(team) + f"INSERT INTO {team}.events (by) VALUES ('one')")
+    try:
+        async with open_database(as_role(database_url, daemon), size=1, application_name="daemon") as db:
+            await schema.install(db, "stream", "mine")
+            psql(
+                database_url,
+                f"GRANT USAGE ON SCHEMA {team} TO {daemon}; GRANT SELECT ON ALL TABLES IN SCHEMA {team} TO {daemon}",
+            )
+            psql(database_url, f"GRANT SELECT ON ALL SEQUENCES IN SCHEMA {team} TO {daemon}")
+            with pytest.raises(StreamRefused, match=f"run: GRANT {team} TO {daemon}"):
+                await registry.add(db, "moods", f"{team}.events", "id", schema="mine")
+            psql(database_url, f"GRANT {team} TO {daemon}")
+            stream = (await registry.add(db, "moods", f"{team}.events", "id", schema="mine")).stream
+            assert stream.denied is None
+            got: list[Chunk] = []
+
+            async def take(chunk: Chunk) -> None:
+                got.append(chunk)
+
+            await registry.row_source(stream, schema="mine").copy_range(db, 0, 10, take)
+            told = json.loads(got[0].data.split(b" ", 4)[4])["mood"]
+            assert told["user"] == team
+            assert not [step for step in TRIES.splitlines() if "done" in told[step.strip().format(team=team)]]
+    finally:
+        psql(database_url, f"DROP OWNED BY {daemon} CASCADE")
+        psql(postgres_url, f"DROP OWNED BY {daemon} CASCADE; DROP ROLE {daemon}")
+
+
+async def test_only_the_owner_trims_his_stream_with_a_connection_of_his_own(
+    database_url: str, team: str, database: Database
+) -> None:
+    psql(database_url, attack(team) + f"INSERT INTO {team}.events (by) SELECT 'one' FROM generate_series(1, 5)")
+    stream = (await registry.add(database, "moods", f"{team}.events", "id")).stream
+    assert await registry.publish(database, stream, 4, {"master": 4})
+    with pytest.raises(StreamRefused, match=f"connect as role {team}"):
+        await trimming.trim(database, "moods", before=3)
+    async with open_database(as_role(database_url, team), size=1, application_name="owner") as owner:
+        assert await trimming.trim(owner, "moods", before=3) == trimming.Trimmed(3, 3)
+        with pytest.raises(StreamRefused, match="no reader was sent"):
+            await trimming.trim(owner, "moods", before=5)
+    psql(database_url, f"CREATE ROLE {team}_two LOGIN")
+    try:
+        async with open_database(as_role(database_url, f"{team}_two"), size=1, application_name="two") as two:
+            with pytest.raises(DatabaseError, match="may not delete"):
+                await two.execute(f"SELECT replicad.stream_trim_note({stream.number}, 1000, true)")
+    finally:
+        psql(database_url, f"DROP ROLE {team}_two")
+    assert (await registry.load_stream(database, "moods")).trimmed_upto == 3

@@ -130,6 +130,9 @@ class ServerSettings:
         "Allow what is refused otherwise: to listen for other machines without TLS and without a secret, a secret that "
         "every user of this machine can read, and one of fewer than 16 characters.",
     )
+    allow_superuser: bool = flag(
+        "Allow that the daemon's role is a superuser of Postgres; the embedded one needs no permission.",
+    )
     access_file: Path | None = setting(
         None, "TOML file that says which clients there are and what each may do; read again on SIGHUP.", "FILE", path
     )

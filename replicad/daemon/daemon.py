@@ -30,6 +30,7 @@ from replicad.daemon.relay import Relay
 from replicad.daemon.service import Feature, Host, Job, Service
 from replicad.daemon.session import Session
 from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
+from replicad.daemon.superuser import refuse_superuser
 from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
@@ -166,6 +167,7 @@ async def open_daemon(
         Horizon(pools.positions, own_backends=pools.acks.backends, recorder=recorder) as horizon,
     ):
         listeners = await open_listeners(settings.listen)
+        await refuse_superuser(pools.short, settings)
         await install_all(pools.short, settings.database)
         vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
         troubles = Troubles()

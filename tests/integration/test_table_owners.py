@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
-from replicad.errors import DatabaseError, StreamRefused
+from replicad.config.settings import DatabaseSettings, ServerSettings
+from replicad.daemon import superuser
+from replicad.errors import DatabaseError, DatabaseRefused, StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, rows, rows_probe, trimming
 from replicad.streams.chunks import Chunk
 from tests.conftest import psql
+from tests.daemons import open_daemon
 
 from .conftest import Connect
 
@@ -321,3 +325,23 @@ async def test_only_the_owner_trims_his_stream_with_a_connection_of_his_own(
     finally:
         psql(database_url, f"DROP ROLE {team}_two")
     assert (await registry.load_stream(database, "moods")).trimmed_upto == 3
+
+
+async def test_the_daemon_refuses_to_be_a_superuser_of_a_postgres_that_is_not_the_embedded_one(
+    database_url: str, team: str, settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = replace(settings, database=DatabaseSettings(database=database_url))
+    async with open_daemon(named, database_url):
+        """The embedded one is recognised."""
+    monkeypatch.setattr(superuser, "is_embedded", lambda data: False)
+    with pytest.raises(
+        DatabaseRefused, match=r"role postgres is a superuser.*GRANT CREATE ON DATABASE.*--allow-superuser"
+    ):
+        async with open_daemon(named, database_url):
+            pass
+    psql(database_url, f"GRANT postgres TO {team}")
+    with pytest.raises(DatabaseRefused, match=f"role {team} is a superuser"):
+        async with open_daemon(named, as_role(database_url, team)):
+            pass
+    async with open_daemon(replace(named, allow_superuser=True), database_url):
+        """It is meant."""

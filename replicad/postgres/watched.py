@@ -55,8 +55,7 @@ class ReservationSource:
     """Ids of `sequence` (oid) are reserved under advisory locks that carry the stream's `number` (reservation_key).
 
     `proof_key`: the quoted name of the table with the secret by which the proofs of such locks are checked. None: it
-    may not be read, so every lock counts, whoever holds it.
-    `sequence_reader`: as in LockSource.
+    may not be read, so every lock counts, whoever holds it. `sequence_reader`: as in LockSource.
     """
 
     number: int

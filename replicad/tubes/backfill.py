@@ -20,6 +20,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable
 from replicad.postgres.bridge import Connection, Database, Row, quote_ident
 from replicad.postgres.statements import call_row, call_value
+from replicad.retry import Backoff
 from replicad.tubes.pods import TubeInfo
 
 PROGRESS_INTERVAL = 5.0  # seconds between two log events about progress
@@ -40,7 +41,12 @@ class Pace:
     max_backlog: int = 10_000  # backfill pods of a partition, of 250 ids each, before it waits for the workers
     backlog: float = 0.2  # between two queries whether a full backlog has room again
     writers: float = 10.0  # to wait for open transactions before they are reported; then the wait goes on
-    retry: float = 10.0  # before a backfill that failed is tried again
+    retry: float = 10.0  # before a backfill that failed is tried again; doubles with each failure
+    retry_max: float = 600.0  # a table that is locked or broken is not tried more often
+    statement: float = (
+        3600.0  # that one statement of a backfill may take, whatever --statement-timeout says: without an
+    )
+    # index on its order column, a piece reads the whole table
     turn: float = 3.0  # pause after giving way to another tube; longer than the interval between two calls of `run`
 
 
@@ -75,10 +81,15 @@ class Backfiller:
         self._running: set[tuple[str, int]] = set()  # tube, partition
         self._resting: dict[tuple[str, str], float] = {}  # tube, table: the time before which it is not tried again
         self._failed: set[tuple[str, str]] = set()  # tube, table: those with a reported trouble
+        self._retries: dict[tuple[str, str], Backoff] = {}  # tube, table: those that failed
+        self._last: dict[str, int] = {}  # tube: when one of its backfills was started last, counted in starts
+        self._starts = 0
         self._others_wait = False  # whether the last `run` found jobs that it could not start
 
     async def run(self, tubes: Sequence[TubeInfo], nursery: trio.Nursery) -> None:
-        """Start in `nursery` the backfills that can start now. Tubes with fewer running backfills come first."""
+        """Start in `nursery` the backfills that can start now. The tube with the fewest running ones comes first, among
+        such tubes that whose turn was longest ago. So a tube with many full partitions delays no other tube.
+        """
         now = trio.current_time()
         self._resting = {key: until for key, until in self._resting.items() if until > now}
         found: list[tuple[Job, TubeInfo]] = []
@@ -87,18 +98,25 @@ class Backfiller:
                 await connection.execute(f"SET lock_timeout = '{LOOK_LOCK_TIMEOUT}'")
                 for tube in tubes:
                     found += [(job, tube) for job in await self._jobs_or_none(connection, tube)]
-        found.sort(key=lambda pair: sum(key[0] == pair[1].name for key in self._running))
-        waiting = False
-        for job, tube in found:
-            key = (job.tube, job.shard % tube.partitions)
-            if key in self._running or (job.tube, job.table) in self._resting:
-                continue
+        names = {tube.name for tube in tubes}
+        self._last = {name: number for name, number in self._last.items() if name in names}
+        while able := [(job, tube) for job, tube in found if self._may_start(job, tube)]:
             if len(self._running) >= MAX_RUNNING:
-                waiting = True
                 break
+            job, tube = min(able, key=lambda pair: self._turn(pair[0].tube))
+            key = (job.tube, job.shard % tube.partitions)
             self._running.add(key)
+            self._starts += 1
+            self._last[job.tube] = self._starts
             nursery.start_soon(self._do, job, key, tube.partitions)
-        self._others_wait = waiting
+        self._others_wait = bool(able)
+
+    def _may_start(self, job: Job, tube: TubeInfo) -> bool:
+        key = (job.tube, job.shard % tube.partitions)
+        return key not in self._running and (job.tube, job.table) not in self._resting
+
+    def _turn(self, tube: str) -> tuple[int, int]:
+        return sum(key[0] == tube for key in self._running), self._last.get(tube, 0)
 
     async def _jobs_or_none(self, connection: Connection, tube: TubeInfo) -> list[Job]:
         """The jobs of one tube. If they cannot be read: none, and a trouble of that tube."""
@@ -113,18 +131,22 @@ class Backfiller:
         for key in [key for key in self._failed if key[0] == tube.name and key[1] not in {job.table for job in jobs}]:
             self._troubles.end("tube", tube.name, _cause(key[1]))  # it was cancelled
             self._failed.discard(key)
+            self._retries.pop(key, None)
         return jobs
 
     async def _jobs(self, connection: Connection, tube: TubeInfo) -> list[Job]:
         """Backfills that have begun come before those that are only scheduled."""
+        qualified = self._table("tube_qualified")
         begun = await connection.fetch(
-            f"SELECT tbl::regclass::text AS tbl, order_col::text, shard, start_seq FROM {self._table('tube_backfill')} "
+            f"SELECT coalesce({qualified}(tbl), tbl::oid::text) AS tbl, order_col::text, shard, start_seq "
+            f"FROM {self._table('tube_backfill')} "
             "WHERE tube = $1 AND NOT finished ORDER BY started_at",
             tube.name,
         )
         scheduled = await connection.fetch(
-            f"SELECT seq, shard, payload ->> 'tbl' AS tbl, payload ->> 'order_col' AS order_col "
-            f"FROM {self._table(tube.name)} WHERE cardinality(ids) = 0 AND payload ->> 'type' = 'backfill_schedule' "
+            f"SELECT seq, shard, coalesce({qualified}((payload ->> 'oid')::oid), payload ->> 'tbl') AS tbl, "
+            f"payload ->> 'order_col' AS order_col FROM {self._table(tube.name)} "
+            "WHERE cardinality(ids) = 0 AND payload ->> 'type' = 'backfill_schedule' "
             "ORDER BY seq LIMIT 1000"
         )
         return [
@@ -141,7 +163,10 @@ class Backfiller:
                 elif await self._backfill(connection, job, partitions):
                     pause = 0.0
         except Exception as error:  # noqa: BLE001 - reported
-            pause = self._pace.retry
+            retries = self._retries.setdefault(
+                (job.tube, job.table), Backoff(self._pace.retry, self._pace.retry_max, jitter=0.0)
+            )
+            pause = retries.next_delay()
             self._failed.add((job.tube, job.table))
             self._troubles.fail("tube", job.tube, _cause(job.table), error)
         finally:
@@ -150,6 +175,7 @@ class Backfiller:
             self._running.discard(key)
 
     def _end_trouble(self, job: Job) -> None:
+        self._retries.pop((job.tube, job.table), None)
         self._failed.discard((job.tube, job.table))
         self._troubles.end("tube", job.tube, _cause(job.table))
 
@@ -170,7 +196,11 @@ class Backfiller:
         began = logged_at = trio.current_time()
         done = 0
         while await self._wait_for_room(job.tube, job.shard % partitions, partitions):
-            row = await self._next_piece(connection, job, start_seq)
+            try:
+                row = await self._next_piece(connection, job, start_seq, begun=bool(job.start_seq or done))
+            except _Cancelled:
+                events.info("backfill_cancelled", ids=done)
+                return True
             self._end_trouble(job)
             if row["ids"] is None:
                 return True  # control pods of an earlier backfill are in the tube: wait until they are acked
@@ -184,9 +214,25 @@ class Backfiller:
                 events.info("backfill_progress", ids=done, seconds=round(now - began, 1))
         return False
 
-    async def _next_piece(self, connection: Connection, job: Job, start_seq: str) -> Row:
-        """Put the next ids into the tube. The first piece also deletes the pod that scheduled the backfill."""
+    async def _next_piece(self, connection: Connection, job: Job, start_seq: str, *, begun: bool) -> Row:
+        """Put the next ids into the tube. The first piece also deletes the pod that scheduled the backfill.
+
+        Raises _Cancelled, with nothing written, if the backfill was cancelled or replaced.
+        """
         async with connection.transaction(opening=f"SET LOCAL lock_timeout = '{PIECE_LOCK_TIMEOUT}'"):
+            await self._give_time(connection)
+            if begun:  # locks the attachment, as the piece does; who cancels locks it too
+                where = job.tube, job.table, job.order_col
+                attached = f"SELECT ({self._table('tube_attached')}($1, $2::text::regclass, $3)).shard"
+                await connection.execute(attached, *where)
+                if not await connection.fetch_value(
+                    f"SELECT EXISTS (SELECT FROM {self._table('tube_backfill')} WHERE tube = $1 "
+                    "AND tbl = $2::text::regclass AND start_seq = $3 AND NOT finished)",
+                    job.tube,
+                    job.table,
+                    start_seq,
+                ):
+                    raise _Cancelled
             row: Row = await call_row(
                 connection,
                 self._schema,
@@ -198,12 +244,19 @@ class Backfiller:
                 job.shard,
                 self._pace.piece,
             )
-            if job.seq is not None and row["ids"] is not None:
-                await connection.execute(
-                    f"DELETE FROM {self._table(job.tube)} WHERE seq = $1 AND payload ->> 'type' = 'backfill_schedule'",
+            if job.seq is not None and not begun and row["ids"] is not None:
+                scheduled = await connection.fetch_value(
+                    f"DELETE FROM {self._table(job.tube)} "
+                    "WHERE seq = $1 AND payload ->> 'type' = 'backfill_schedule' RETURNING seq",
                     job.seq,
                 )
+                if scheduled is None:
+                    raise _Cancelled
         return row
+
+    async def _give_time(self, connection: Connection) -> None:
+        milliseconds = int(self._pace.statement * 1000)
+        await connection.execute(f"SET LOCAL statement_timeout = {milliseconds}")
 
     async def _begin(self, connection: Connection, job: Job) -> str | None:
         """Steps 1 and 2: read the sequence, then wait for the transactions that may still write pods below that number.
@@ -213,7 +266,10 @@ class Backfiller:
         start_seq: str = await call_value(connection, self._schema, "tube_backfill_step1")
         while True:
             try:
-                await call_value(connection, self._schema, "tube_backfill_step2", timedelta(seconds=self._pace.writers))
+                async with connection.transaction():
+                    await self._give_time(connection)
+                    waiting = timedelta(seconds=self._pace.writers)
+                    await call_value(connection, self._schema, "tube_backfill_step2", waiting)
             except DatabaseError as error:
                 if not sqlstates.means(error.sqlstate, sqlstates.LOCKED):
                     raise
@@ -239,6 +295,10 @@ class Backfiller:
 
     def _table(self, name: str) -> str:
         return f"{quote_ident(self._schema)}.{quote_ident(name)}"
+
+
+class _Cancelled(Exception):
+    """The backfill was cancelled, or replaced by another one."""
 
 
 def _cause(table: str) -> str:

@@ -101,3 +101,54 @@ async def test_a_transaction_that_may_still_write_pods_is_waited_for(items: Data
     ids, marks = await contents(items)
     assert marks == ["backfill_start", "backfill_end"]
     assert sorted(ids) == sorted([*range(1, ROWS + 1), 99999, 99999])
+
+
+@pytest.mark.parametrize("paces", [at_pace(piece=250, max_backlog=1, turn=3.0)])
+async def test_a_tube_with_many_full_partitions_delays_no_other_tube(items: Database, daemon: Daemon) -> None:
+    await items.execute("SELECT tube.tube_ensure_exists('full', 16)")
+    for shard in range(16):
+        await items.execute(
+            f"CREATE TABLE full_{shard} (id bigint);"
+            f"SELECT tube.tube_table_ensure_attached('full', 'full_{shard}', {shard});"
+            f"INSERT INTO full_{shard} SELECT generate_series(1, 300); DELETE FROM tube.full"
+        )
+    await items.execute("SELECT tube.tube_backfill_schedule('full', 'id', 0, 99)")
+    query = "SELECT count(*) >= 3 FROM tube.tube_backfills('full') WHERE state = 'running'"
+    await until(lambda: items.fetch_value(query))
+    await items.execute("DELETE FROM items WHERE id > 200; DELETE FROM tube.items")
+    await items.execute("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+    await until(lambda: items.fetch_value("SELECT count(*) FROM tube.items WHERE payload ->> 'type' = 'backfill_end'"))
+    assert await items.fetch_value("SELECT count(*) FROM tube.tube_backfills('full')") == 16
+
+
+@pytest.mark.parametrize("paces", [at_pace(piece=250, max_backlog=1, backlog=0.05, retry=0.2)])
+async def test_a_running_backfill_is_cancelled_and_does_not_begin_again(items: Database, daemon: Daemon) -> None:
+    await items.execute("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+    await until(lambda: items.fetch_value("SELECT count(*) = 1 FROM tube.tube_backfills() WHERE state = 'running'"))
+    assert await items.fetch_value("SELECT tube.tube_backfill_cancel('items')") == 1
+    await items.execute("DELETE FROM tube.items")  # there is room for the next piece
+    await trio.sleep(2.5)
+    assert await contents(items) == ([], [])
+    await items.execute("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+    await until(lambda: items.fetch_value("SELECT count(*) = 1 FROM tube.tube_backfills() WHERE state = 'running'"))
+
+
+@pytest.mark.parametrize("paces", [at_pace(retry=0.2)])
+async def test_a_backfill_whose_table_is_detached_or_renamed_is_no_trouble(items: Database, daemon: Daemon) -> None:
+    await items.execute(
+        "CREATE TABLE other (id bigint); SELECT tube.tube_table_ensure_attached('items', 'other', 5);"
+        "BEGIN; LOCK TABLE tube.items; SELECT tube.tube_backfill_schedule('items', 'id', 0, 9);"
+        "SELECT tube.tube_table_ensure_detached('items', 'other'); ALTER TABLE items RENAME TO renamed; COMMIT"
+    )
+    await until(lambda: items.fetch_value("SELECT count(*) FROM tube.items WHERE payload ->> 'type' = 'backfill_end'"))
+    assert (await contents(items))[0] == list(range(1, ROWS + 1))
+    assert daemon.troubles.why("tube", "items") is None
+
+
+async def test_a_piece_may_take_longer_than_other_statements(items: Database, start_daemon: Callable[..., Any]) -> None:
+    await items.execute("DELETE FROM items WHERE id > 100; DELETE FROM tube.items")
+    await items.execute("SELECT tube.tube_ensure_exists('items', 1, 'pg_sleep(0.02) IS NOT NULL')")
+    await items.execute("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+    async with start_daemon(at_pace(retry=0.1, retry_max=0.1), statement_timeout=0.5):
+        end = "SELECT count(*) FROM tube.items WHERE payload ->> 'type' = 'backfill_end'"
+        await until(lambda: items.fetch_value(end))

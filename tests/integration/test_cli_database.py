@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,9 @@ def test_backfills_are_scheduled_once_per_shard(run: Run) -> None:
     assert run("tubes", "backfill", "t", "--shards", "1-2") == "2 shards scheduled\n"
     assert run("tubes", "backfill", "t") == "1 shards scheduled\n"
     assert sum(row["control_count"] for row in run("tubes", "stats", "--json")) == 3
+    assert [row["backfill"] for row in run("tubes", "list", "--json")] == ["scheduled by id"] * 3
+    assert run("tubes", "backfill", "t", "--cancel", "--shards", "1-2") == "2 backfills cancelled\n"
+    assert Counter(row["backfill"] for row in run("tubes", "list", "--json")) == {None: 2, "scheduled by id": 1}
 
 
 def test_ids_are_touched_from_arguments_stdin_and_queries(

@@ -65,7 +65,10 @@ async def test_a_shard_that_is_being_backfilled_is_left_alone_until_its_control_
     assert await filled.fetch_value(schedule, 0, 1) == 2
     assert await filled.fetch_value(schedule, 0, 1) == 0
     assert await pods(filled) == [
-        ("B", 1, [], {"type": "backfill_schedule", "tbl": f"sh1.{table}", "order_col": "id"}) for table in ("t", "u")
+        ("B", 1, [], {"type": "backfill_schedule", "tbl": f"sh1.{table}", "oid": oid, "order_col": "id"})
+        for table, oid in await filled.fetch(
+            "SELECT relname, oid::text FROM pg_class WHERE relname IN ('t', 'u') ORDER BY 1"
+        )
     ]
     await filled.execute("TRUNCATE tube.a")
     begun = await start(filled)

@@ -41,6 +41,19 @@ class Tubes:
 
         return await call_value(self.db, self.schema, function, *args)
 
+    async def backfills(self) -> list[Any]:
+        """The backfills that are scheduled or running."""
+        from replicad.postgres.statements import statement
+
+        return await self.db.fetch(statement("tube_backfill_states", self.schema))
+
+    async def without_index(self, tube: str, column: str) -> list[str]:
+        """Large tables with a backfill in the order of `column` that have no index on it; at most three."""
+        from replicad.postgres.statements import statement
+
+        rows = await self.db.fetch(statement("tube_slow_backfills", self.schema), tube, column)
+        return [row["tbl"] for row in rows]
+
     async def states(self) -> dict[str, str]:
         """`tube_states` of this database."""
         from replicad.tubes.cli.states import tube_states

@@ -119,11 +119,30 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
     async def work(tubes: Tubes) -> list[dict[str, Any]]:
         states = await tubes.states()
         found = await tubes.rows("tube_list", *([table] if table else []))
-        return [{**dict(row), "state": states.get(row["tube"], "ok")} for row in found]
+        backfills = {(row["tube"], row["tbl"]): _backfill(row) for row in await tubes.backfills()}
+        return [
+            {
+                **dict(row),
+                "backfill": backfills.get((row["tube"], str(row["tbl"]))),
+                "state": states.get(row["tube"], "ok"),
+            }
+            for row in found
+        ]
 
     rows = with_island(on_islands(options, work))
-    columns = ["tube", "partitions", "predicate", "tbl", "shard", "table_predicate", "routing", "unattached", "state"]
-    optional = {"predicate", "table_predicate", "routing", "unattached"}
+    columns = [
+        "tube",
+        "partitions",
+        "predicate",
+        "tbl",
+        "shard",
+        "table_predicate",
+        "routing",
+        "unattached",
+        "backfill",
+        "state",
+    ]
+    optional = {"predicate", "table_predicate", "routing", "unattached", "backfill"}
     shown = [name for name in columns if name not in optional or any(row[name] for row in rows)]
     nothing = "no tube has this table" if table else "there are no tubes; make one: replicad tubes create NAME"
     print_rows([*(["island"] if rows and "island" in rows[0] else []), *shown], rows, as_json=as_json, nothing=nothing)
@@ -196,6 +215,13 @@ def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: An
 
     for island, named in on_islands(options, work):
         _print_each("detached from", tube, island, named)
+
+
+def _backfill(row: Any) -> str:
+    if row["state"] == "scheduled":
+        return f"scheduled by {row['order_col']}"
+    about = "" if row["approx_ids"] is None else f" of about {row['approx_ids']:,}"
+    return f"{row['ids']:,}{about} ids by {row['order_col']}"
 
 
 async def _tube(tubes: Tubes, tube: str) -> Any:

@@ -1,5 +1,5 @@
 -- tube_attached(tube, tbl, order_col): the attachment of a backfill. Raises RT001, and RT005 if the table is not
--- attached or has no such column. Locks the attachment's row, so that only one backfill of it starts at a time. Before
+-- attached, or has no such column or one that cannot be sorted. Locks the attachment's row, so that only one backfill of it starts at a time. Before
 -- that it locks the tube's row and the table, in the same order as the functions that drop tubes and triggers. Writes
 -- nothing.
 CREATE OR REPLACE FUNCTION tube_attached(tube text, tbl regclass, order_col text) RETURNS tube_attachment
@@ -7,6 +7,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry := tube_keep(tube);
     a tube_attachment;
+    kind text;
 BEGIN
     IF tube_qualified(tbl) IS NOT NULL THEN
         EXECUTE format('LOCK TABLE %s IN ACCESS SHARE MODE', tube_qualified(tbl));
@@ -16,11 +17,19 @@ BEGIN
     IF NOT FOUND THEN
         PERFORM tube_refuse('RT005', format('table %s is not attached to tube %L', tbl, tube), 'attach it first');
     END IF;
-    IF NOT EXISTS (SELECT FROM pg_attribute c
-            WHERE c.attrelid = a.tbl AND c.attname = order_col AND c.attnum > 0 AND NOT c.attisdropped) THEN
+    SELECT format_type(c.atttypid, c.atttypmod) INTO kind FROM pg_attribute c
+        WHERE c.attrelid = a.tbl AND c.attname = order_col AND c.attnum > 0 AND NOT c.attisdropped;
+    IF NOT FOUND THEN
         PERFORM tube_refuse('RT005', format('table %s has no column %L to order its backfill by', tbl, order_col),
             'name a column of the table, id for example');
     END IF;
+    BEGIN
+        EXECUTE format('SELECT FROM (SELECT NULL::%s AS sort_key) AS one WHERE sort_key > NULL::%1$s ORDER BY sort_key',
+            kind);
+    EXCEPTION WHEN undefined_function OR datatype_mismatch OR ambiguous_function THEN
+        PERFORM tube_refuse('RT005', format('a backfill of table %s cannot be ordered by column %I: its type %s has no '
+            'order', tbl, order_col, kind), 'name another column of the table, id for example');
+    END;
     RETURN a;
 END
 $$;
@@ -51,6 +60,41 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION tube_backfilling(text, regclass, integer) IS 'Whether a table''s shard is being backfilled';
+
+-- tube_backfill_stop(tube, tbl): removes the table's backfill that has begun and not finished, with its control pods; ids
+-- that are in the tube stay. Returns how many (0 or 1). The caller has locked the attachment. Writes tube_backfill,
+-- tube_shard and the tube.
+CREATE OR REPLACE FUNCTION tube_backfill_stop(tube text, tbl regclass) RETURNS integer
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    b tube_backfill;
+BEGIN
+    DELETE FROM tube_backfill x WHERE x.tube = tube_backfill_stop.tube AND x.tbl = tube_backfill_stop.tbl
+        AND NOT x.finished RETURNING * INTO b;
+    IF NOT FOUND THEN
+        RETURN 0;
+    END IF;
+    PERFORM tube_shards_note(b.tube, b.shards);
+    IF to_regclass(quote_ident(tube)) IS NOT NULL THEN
+        EXECUTE format('DELETE FROM %I WHERE cardinality(ids) = 0 AND shard = ANY ($1) AND payload ->> ''start_seq'' = $2'
+            ' AND payload ->> ''type'' IN (''backfill_start'', ''backfill_end'')', tube) USING b.shards, b.start_seq;
+    END IF;
+    RETURN 1;
+END
+$$;
+COMMENT ON FUNCTION tube_backfill_stop(text, regclass) IS 'Removes a backfill that has not finished';
+
+-- tube_backfill_unschedule(tube, tbl): removes the control pods that schedule a backfill of the table. Writes the tube.
+CREATE OR REPLACE FUNCTION tube_backfill_unschedule(tube text, tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    IF to_regclass(quote_ident(tube)) IS NOT NULL THEN
+        EXECUTE format('DELETE FROM %I WHERE cardinality(ids) = 0 AND payload ->> ''type'' = ''backfill_schedule'''
+            ' AND (payload ->> ''oid'' = $1 OR payload ->> ''tbl'' = $2)', tube) USING tbl::oid::text, tube_qualified(tbl);
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION tube_backfill_unschedule(text, regclass) IS 'Removes what schedules a backfill of a table';
 
 -- tube_backfill_control(tube, type, start_seq, shards): one control pod of that type per shard. Writes the tube.
 CREATE OR REPLACE FUNCTION tube_backfill_control(tube text, type text, start_seq text, shards integer[]) RETURNS void

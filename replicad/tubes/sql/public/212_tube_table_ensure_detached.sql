@@ -25,6 +25,8 @@ BEGIN
         FOR member IN SELECT x.tbl FROM tube_attachment x WHERE x.tube = a.tube AND x.root = a.tbl LOOP
             PERFORM tube_member_detach(a.tube, member);
         END LOOP;
+        PERFORM tube_backfill_unschedule(a.tube, a.tbl);
+        PERFORM tube_backfill_stop(a.tube, a.tbl);
         PERFORM tube_shards_note(b.tube, b.shards) FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
         DELETE FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl;
         PERFORM tube_trigger_sweep(a.tube);

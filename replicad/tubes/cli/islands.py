@@ -54,6 +54,13 @@ class Tubes:
         rows = await self.db.fetch(statement("tube_slow_backfills", self.schema), tube, column)
         return [row["tbl"] for row in rows]
 
+    async def change(self, what: str, function: str, *args: object) -> Any:
+        """As `value`, for a function that locks tables; see `changing.change`. `what` names the change."""
+        from replicad.postgres.statements import call_value
+        from replicad.tubes.cli.changing import change
+
+        return await change(self.db, lambda connection: call_value(connection, self.schema, function, *args), what=what)
+
     async def states(self) -> dict[str, str]:
         """`tube_states` of this database."""
         from replicad.tubes.cli.states import tube_states

@@ -49,7 +49,7 @@ def command() -> None:
 @island_options
 def create(tube: str, partitions: int, predicate: str | None, **options: Any) -> None:
     """Create TUBE, or change an existing one to these options."""
-    on_islands(options, lambda tubes: tubes.value("tube_ensure_exists", tube, partitions, predicate))
+    on_islands(options, lambda tubes: tubes.change(f"tube {tube}", "tube_ensure_exists", tube, partitions, predicate))
     echo(f"tube {tube}: {partitions} partition{'s' if partitions != 1 else ''}")
 
 
@@ -73,7 +73,7 @@ def alter(tube: str, partitions: int | None, predicate: str | None, no_predicate
         before = await _tube(tubes, tube)
         wanted = before["partitions"] if partitions is None else partitions
         kept = None if no_predicate else predicate or before["predicate"]
-        await tubes.value("tube_ensure_exists", tube, wanted, kept)
+        await tubes.change(f"tube {tube}", "tube_ensure_exists", tube, wanted, kept)
         return int(wanted)
 
     for _, wanted in on_islands(options, work):
@@ -99,7 +99,10 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
         ]
         if sum(held) and not yes:
             raise UsageError(f"tube {tube} holds {sum(held):,} pods that were not acknowledged; to lose them add --yes")
-        await tubes.value("tube_ensure_absent", tube)
+        for row in await tubes.rows("tube_list"):  # one at a time, so that no lock is kept while another is waited for
+            if row["tube"] == tube and row["tbl"] is not None:
+                await tubes.change(f"detach {row['tbl']}", "tube_table_ensure_detached", tube, row["tbl"])
+        await tubes.change(f"drop {tube}", "tube_ensure_absent", tube)
 
     on_islands(options, work)
     echo(f"tube {tube} is dropped")
@@ -187,7 +190,7 @@ def attach(
     async def work(tubes: Tubes) -> list[str]:
         named = await tubes.find_tables(tables, chosen)
         for table in named:
-            await tubes.value("tube_table_ensure_attached", tube, table, shard, predicate, routing)
+            await tubes.change(f"attach {table}", "tube_table_ensure_attached", tube, table, shard, predicate, routing)
         return named
 
     for island, named in on_islands(options, work):
@@ -210,7 +213,7 @@ def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: An
         await _tube(tubes, tube)
         named = await tubes.find_tables(tables, chosen)
         for table in named:
-            await tubes.value("tube_table_ensure_detached", tube, table)
+            await tubes.change(f"detach {table}", "tube_table_ensure_detached", tube, table)
         return named
 
     for island, named in on_islands(options, work):

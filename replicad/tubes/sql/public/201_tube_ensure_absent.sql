@@ -1,5 +1,6 @@
 -- tube_ensure_absent(tube): detaches all its tables and drops the tube with its pods, leases and parked ids. Does
--- nothing if there is no such tube. Writes tube_registry and the tables that refer to it, triggers, functions, the
+-- nothing if there is no such tube. It locks one table after another; where programs write to several of them, detach
+-- the tables first, each in a transaction of its own with a short lock_timeout, as `replicad tubes drop` does. Writes tube_registry and the tables that refer to it, triggers, functions, the
 -- table.
 CREATE OR REPLACE FUNCTION tube_ensure_absent(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$

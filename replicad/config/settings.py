@@ -84,7 +84,8 @@ class DatabaseSettings:
 
     database: str | None = setting(
         None,
-        "Postgres to use, PostgreSQL 15 or newer. Without it replicad starts an embedded one (the extra `embedded`).",
+        "Postgres to use, PostgreSQL 15 or newer. Default: an embedded one, which `serve` starts (extra `embedded`) "
+        "and the other commands use while it runs.",
         "URL",
         _database,
         in_repr=False,

@@ -5,7 +5,7 @@ A command for all sessions is rendered once, before any session gets it. If that
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +15,7 @@ import trio
 from replicad.config.limits import Limits
 from replicad.daemon.allowance import Allowance
 from replicad.daemon.announcing import Announcing
+from replicad.daemon.clients import CUTS_KEPT, ORDINARY, ClientView, Cut
 from replicad.daemon.deadlines import Deadlines
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
@@ -37,6 +38,9 @@ class Member(Protocol):
     @property
     def sent(self) -> int:
         """The bytes that its socket has taken."""
+
+    def view(self, now: float) -> ClientView:
+        """What is shown of it."""
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:
         """End the session soon; the text is sent to the peer as ERROR."""
@@ -84,6 +88,7 @@ class Hub:
         self._refused = 0
         self._closed: Counter[str] = Counter()
         self._sent = 0  # bytes, to sessions that have ended
+        self.cuts: deque[Cut] = deque(maxlen=CUTS_KEPT)
         self.announcing = Announcing(self._sessions, limits.relay_bytes, self.turns)
 
     def __len__(self) -> int:
@@ -129,6 +134,12 @@ class Hub:
             self._sessions.discard(session)
             self._closed[reason.value] += 1
             self._sent += session.sent
+
+    def note_end(self, view: ClientView, reason: CloseReason, why: str) -> None:
+        """Keep an end that the client did not want, to be shown."""
+        if reason not in ORDINARY:
+            cut = Cut(trio.current_time(), view.name, view.peer, view.access, reason.value, why)
+            self.cuts.append(cut)
 
     def relay(self, command: Command, sender: object | None) -> None:
         """Have a command sent to every session except its sender and those that may not hear it.

@@ -147,6 +147,16 @@ class Reader:
         self.cursor += 1
         return True
 
+    @property
+    def stream(self) -> str:
+        """The stream whose journal it reads."""
+        return self._channel.name
+
+    def behind_s(self, now: float) -> float:
+        """For how many seconds its next chunk has been in the journal; 0 at the head."""
+        chunk = self._channel.chunks.get(self.cursor)
+        return 0.0 if chunk is None else max(0.0, now - chunk.at)
+
     def insert(self, index: int, data: bytes) -> None:
         """Deliver whole lines before chunk number `index`; they replace inserted lines that are not delivered yet."""
         self._inserted = (index, data)

@@ -141,6 +141,11 @@ class Outbox:
         reader.close()
 
     @property
+    def readers(self) -> tuple[Reader, ...]:
+        """The journals that it reads."""
+        return tuple(self._readers)
+
+    @property
     def sent(self) -> int:
         """The bytes that the socket has taken so far."""
         return self._outlet.sent

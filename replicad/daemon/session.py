@@ -17,6 +17,7 @@ import trio
 from replicad.daemon import cuts
 from replicad.daemon.access import ClientAccess, access_by_token
 from replicad.daemon.answering import Answering
+from replicad.daemon.clients import ClientView, Following
 from replicad.daemon.closing import DRAIN_BYTES, LOST, RECEIVE_BYTES, reason_of, send_last_error, text_of
 from replicad.daemon.deadlines import EARLY
 from replicad.daemon.hub import Hub
@@ -56,6 +57,7 @@ class Session(Answering):
         "_known_by",
         "_limits",
         "_nursery",
+        "_opened_at",
         "_reading",
         "_stream",
         "_wants_auth",
@@ -73,7 +75,7 @@ class Session(Answering):
     ) -> None:
         """`access`: without it, the one token of the settings decides."""
         limits = settings.limits
-        now = trio.current_time()
+        now = self._opened_at = trio.current_time()
         self.number = next(_numbers)
         self.peer = peer
         self.name: str | None = None
@@ -115,6 +117,12 @@ class Session(Answering):
         """The bytes that the socket has taken."""
         return self.outbox.sent
 
+    def view(self, now: float) -> ClientView:
+        """What is shown of the client."""
+        following = tuple(Following(one.stream, one.behind_s(now)) for one in self.outbox.readers)
+        connected, known = now - self._opened_at, self._known_by is None
+        return ClientView(self.number, self.name, self.peer, self.access.name, connected, self.sent, known, following)
+
     def at_end(self, call: Callable[[], None]) -> None:
         """Call `call` when the session has ended."""
         self._closed_by.append(call)
@@ -143,6 +151,7 @@ class Session(Answering):
                 nursery.cancel_scope.cancel()
         finally:
             reason, text = self._end or (CloseReason.SERVER_STOPPING, "server stopping")
+            self._hub.note_end(self.view(trio.current_time()), reason, text)
             self._leave(reason)
             await self._close(text if reason is not CloseReason.TOO_MANY_NEWCOMERS else "")
             self.log.info("session_closed", reason=reason.value, error=text or None)

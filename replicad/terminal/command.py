@@ -139,14 +139,20 @@ def _debug_option() -> click.Option:
     )
 
 
-def settings_options(kind: type, section: str = "Options", *, several: str | None = None) -> Callable[[F], F]:
+def settings_options(
+    kind: type, section: str = "Options", *, several: str | None = None, without: tuple[str, ...] = ()
+) -> Callable[[F], F]:
     """Give a command an option for every setting of `kind`, without those of the dataclasses inside it.
+
+    Settings named in `without` get none.
 
     The option named `several` may be given more than once; its value is a tuple.
     """
 
     def decorate(function: F) -> F:
         for made in reversed([made for made in settings_of(kind, nested=False) if made.on_command_line]):
+            if made.name in without:
+                continue
             kept = _option_of(made, made.default)
             if made.name == several:
                 kept |= {"multiple": True, "help": f"{kept['help']} Several times: the command runs on each."}

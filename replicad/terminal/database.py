@@ -20,13 +20,20 @@ _POOL = 2  # connections: one for the work, one for a second query meanwhile
 
 @contextmanager
 def database_url(settings: DatabaseSettings) -> Iterator[str]:
-    """The URL of the named database, or of the embedded one, which runs at least until the end of the block."""
+    """The URL of the named database, or of the embedded one that a daemon runs, at least until the end of the block.
+
+    Starts nothing. Which one it is is said on stderr if no database was named.
+
+    Raises:
+        EnvironmentRefused: no database is named, and none runs.
+    """
     if settings.database is not None:
         yield settings.database
         return
-    from replicad.postgres.embedded import embedded_postgres
+    from replicad.postgres.running import running_postgres
 
-    with embedded_postgres(settings.data_folder) as url:
+    with running_postgres(settings.data_folder) as url:
+        say(f"replicad: no database is named; this is the {settings.shown}, which runs")
         yield url
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 from replicad.cli import app
-from replicad.postgres.embedded import find_programs
+from replicad.operations.psql import without_password
+from replicad.postgres.embedded import EmbeddedPostgres, find_programs
 from tests.conftest import PATIENCE, install, psql
 
 Run = Callable[..., Any]
@@ -285,3 +287,52 @@ def test_top_goes_on_with_the_islands_that_answer(run: Run, database_url: str) -
     assert (there["tube"], there["wrong"]) == ("cities", False)
     assert gone["wrong"]
     assert "_gone" in gone["state"]
+
+
+# --- which database? ---
+
+
+def without_database(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, with no database named."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("REPLICAD_")}
+    command = [sys.executable, "-m", "replicad", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "streams list", "streams add s --table t --id id", "tubes list", "tubes create t", "top --once",
+        "caches enable", "presence enable", "psql -c SELECT", "writers list",
+    ],
+)  # fmt: skip
+def test_no_command_starts_a_postgres_of_its_own(words: str, tmp_path: Path) -> None:
+    done = without_database(*words.split(), folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "no database is named, and no `replicad serve` runs one in" in done.stderr
+    assert "--database" in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing is made"
+
+
+def test_commands_find_the_embedded_postgres_that_runs_and_say_so(postgres_folder: Path) -> None:
+    with EmbeddedPostgres(postgres_folder / ".replicad/postgres", {"fsync": "off"}) as server:
+        install(server.url)
+        done = without_database("tubes", "create", "t", folder=postgres_folder)
+        assert (done.returncode, done.stdout) == (0, "tube t: 1 partition\n")
+        assert done.stderr == (
+            "replicad: no database is named; this is the embedded Postgres in .replicad/postgres, which runs\n"
+        )
+        done = without_database("psql", "-tAc", "SELECT tube FROM tube.tube_registry", folder=postgres_folder)
+        assert (done.returncode, done.stdout) == (0, "t\n")
+        assert without_database("psql", "-c", "SELECT nonsense", folder=postgres_folder).returncode == 1
+    assert "no `replicad serve` runs one" in without_database("tubes", "list", folder=postgres_folder).stderr
+
+
+def test_psql_gets_a_password_where_no_other_account_sees_it() -> None:
+    assert without_password("postgresql://me:s%40cret@db1:5432/app?sslmode=require") == (
+        "postgresql://me@db1:5432/app?sslmode=require",
+        "s@cret",
+    )
+    assert without_password("postgresql://me@/app?host=/run") == ("postgresql://me@/app?host=/run", None)

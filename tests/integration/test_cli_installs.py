@@ -32,6 +32,8 @@ NO_DATABASE = {
     "access check": "/dev/null",
     "access test": "billing read orders --access-file /dev/null",
     "access token": "billing",
+    "clients": "--http 127.0.0.1:1",
+    "doctor": "",  # what is missing is a finding
 }
 READERS = {
     "streams add": f"events {EVENTS}",
@@ -72,6 +74,7 @@ READERS = {
 INSTALLERS = {"caches enable": "cache", "presence enable": "presence"}
 ELSEWHERE = {
     "serve": "installs; it runs until a signal, and many tests start it",
+    "psql": "runs what the user types",
     "demo": "has a database of its own, and `serve` installs in it",
     "pipeline run": "talks to the daemon; its configuration names the database of the rows, which it reads",
 }

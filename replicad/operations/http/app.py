@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import asdict
 from importlib import metadata
 from itertools import chain
 
@@ -25,6 +26,8 @@ from replicad.operations.serving import STATUS
 LONGEST = 10.0  # seconds for an answer; wrong secrets wait up to 8
 OLD = 15.0  # seconds after which a connection is closed with its next answer
 SHOWN = 50  # sentences on /readyz
+MOST_CLIENTS = 1000  # on /clients; `connected` has their number
+SLICE = 100  # clients, before other tasks run
 
 INFO = Family("replicad_info", GAUGE, "1; the labels say which program this is.", ("version", "python", "server_name"))
 STARTED = Family("replicad_start_time_seconds", GAUGE, "When the daemon began to serve HTTP, in seconds since 1970.")
@@ -35,6 +38,7 @@ INDEX = """replicad
 /livez    200 while the daemon runs
 /readyz   200 if Postgres answers and every stream and tube is served, else 503 with the reasons
 /status   the same and more, as JSON
+/clients  who is connected, and who was cut, as JSON
 /metrics  for Prometheus; docs/operating.md has the table
 """
 
@@ -60,6 +64,7 @@ class Pages:
             "/livez": self.livez,
             "/readyz": self.readyz,
             "/status": self.status,
+            "/clients": self.clients,
             "/metrics": self.metrics,
         }
         return Starlette(routes=[Route(path, self._answer(page)) for path, page in pages.items()])
@@ -133,6 +138,23 @@ class Pages:
                     listed.append({"name": detail.name, **detail.fields})
                 else:
                     body[detail.kind] = dict(detail.fields)
+        return JSONResponse(body)
+
+    async def clients(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        """Who is connected, what they follow, and who was cut, as JSON. Needs the right `status`."""
+        caller.require(STATUS)
+        hub, now = self._host.hub, trio.current_time()
+        found = []
+        for number, session in enumerate(list(hub)):
+            if number == MOST_CLIENTS:
+                break
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+            view = asdict(session.view(now))
+            view["following"] = [one for one in view["following"] if caller.lists("stream", one["stream"])]
+            found.append(view)
+        cuts = [{**asdict(cut), "ago_s": now - cut.at} for cut in reversed(hub.cuts)]
+        body = {"connected": len(hub), "clients": found, "cuts": cuts, "closed": dict(hub.statistics().closed)}
         return JSONResponse(body)
 
     async def metrics(self, request: Request, caller: Caller) -> Response:

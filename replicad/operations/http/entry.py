@@ -49,17 +49,18 @@ class Caller:
         except Forbidden as error:
             raise Refused(403, str(error)) from error
 
-    def _lists(self, kind: object, name: str) -> bool:
+    def lists(self, kind: object, name: str) -> bool:
+        """Whether the caller may know a name of this kind."""
         return kind not in NAMES or not self._access.limited or self._access.lists(name)
 
     def admits(self, sample: Sample) -> bool:
         """Whether the caller may know the stream or tube of a sample."""
-        return all(map(self._lists, sample.family.labels, sample.labels))
+        return all(map(self.lists, sample.family.labels, sample.labels))
 
     def sees(self, found: Obstacle | Detail) -> bool:
         """Whether the caller may know what this is about."""
         kind = found.fields.get("kind", found.kind) if isinstance(found, Detail) else found.kind
-        return self._lists(kind, found.name)
+        return self.lists(kind, found.name)
 
 
 class _Asking:

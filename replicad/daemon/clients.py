@@ -1,0 +1,48 @@
+"""What is shown of clients: those that are connected, and those that were cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replicad.protocol.states import CloseReason
+
+CUTS_KEPT = 100  # the last ones; all are in the log
+
+ORDINARY = frozenset(
+    (CloseReason.PEER_CLOSED, CloseReason.PEER_LOST, CloseReason.SERVER_STOPPING, CloseReason.TOO_MANY_NEWCOMERS)
+)
+"""Reasons of ends that are no cuts: the client ended it, or the daemon ends. Strangers without a command are many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A journal that a client reads: of which stream, and for how many seconds its next chunk has waited for it."""
+
+    stream: str
+    behind_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClientView:
+    """A connected client. `access`: its name in the access file. Times in seconds; `sent` in bytes."""
+
+    number: int
+    name: str | None
+    peer: str
+    access: str
+    connected_s: float
+    sent: int
+    known: bool
+    following: tuple[Following, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An end of a connection that its client did not want. `at`: by the clock of trio."""
+
+    at: float
+    name: str | None
+    peer: str
+    access: str
+    reason: str
+    why: str

@@ -1,0 +1,123 @@
+"""What the checks look at. Each look is made once, when the first check asks for it; a failure is raised to each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from replicad.config.settings import DatabaseSettings
+from replicad.errors import ReplicadError
+from replicad.postgres.bridge import Database
+from replicad.postgres.statements import load_sql, statement
+from replicad.streams import status, troubles
+from replicad.tubes.cli.states import tube_states
+
+if TYPE_CHECKING:
+    from replicad.streams.status import Overview
+    from replicad.streams.troubles import Reported
+
+T = TypeVar("T")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """From when on something is reported: seconds, and shares of what there is."""
+
+    lag: float = 60.0  # of a stream or a tube
+    held: float = 60.0  # a transaction that holds a position back
+    held_long: float = 900.0  # the same, failing
+    backfill: float = 300.0  # in which a backfill has added nothing
+    used: float = 0.8  # of a sequence or of the sessions of the server
+    used_up: float = 0.95
+    disk: float = 0.1  # free
+    disk_full: float = 0.03
+    clock: float = 5.0  # between this machine and the database
+
+
+class Seen:
+    """The looks. `db`: why it could not be opened, if it could not. `folder`: of the embedded Postgres, if that is the
+    database. `daemon`: asks a daemon for /clients, if its address is known.
+    """
+
+    def __init__(
+        self,
+        db: Database | ReplicadError,
+        settings: DatabaseSettings,
+        thresholds: Thresholds = Thresholds(),
+        *,
+        folder: Path | None = None,
+        daemon: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._db = db
+        self.settings = settings
+        self.thresholds = thresholds
+        self.folder = folder
+        self.daemon = daemon
+        self.skew = 0.0  # seconds that the database's clock is ahead of ours, set by `server`
+        self.answered_in = 0.0  # seconds, set by `server`
+        self._known: dict[str, Any] = {}
+
+    @property
+    def db(self) -> Database:
+        """The database. Raises what its opening has raised."""
+        if isinstance(self._db, ReplicadError):
+            raise self._db
+        return self._db
+
+    async def _once(self, name: str, look: Callable[[], Awaitable[T]]) -> T:
+        if name not in self._known:
+            try:
+                self._known[name] = await look()
+            except ReplicadError as error:
+                self._known[name] = error
+        found = self._known[name]
+        if isinstance(found, ReplicadError):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    async def server(self) -> Row:
+        """The row of doctor_server.sql."""
+
+        async def look() -> Row:
+            query = load_sql("doctor_server")
+            await self.db.fetch_value("SELECT 1")  # connects, and is not measured
+            began, wall = time.monotonic(), time.time()
+            row: Row = dict((await self.db.fetch(query))[0])
+            self.answered_in = time.monotonic() - began
+            self.skew = row["now"] - (wall + self.answered_in / 2)
+            return row
+
+        return await self._once("server", look)
+
+    async def streams(self) -> Overview:
+        """All streams, as `replicad streams list` shows them."""
+        return await self._once("streams", lambda: status.overview(self.db, schema=self.settings.stream_schema))
+
+    async def sequences(self) -> Sequence[Row]:
+        """How far the sequences of the streams are used up."""
+        query = statement("doctor_sequences", self.settings.stream_schema)
+        return await self._once("sequences", lambda: self.db.fetch(query))
+
+    async def tube_faults(self) -> Mapping[str, str]:
+        """Why tubes cannot be served, or what daemons report of them."""
+        return await self._once(
+            "tube_faults", lambda: tube_states(self.db, self.settings.tube_schema, self.settings.stream_schema)
+        )
+
+    async def partitions(self) -> Sequence[Row]:
+        """Every partition of every tube, as `replicad top` shows them."""
+        query = statement("tube_top", self.settings.tube_schema)
+        return await self._once("partitions", lambda: self.db.fetch(query))
+
+    async def backfills(self) -> Sequence[Row]:
+        """The backfills that are not finished."""
+        query = statement("doctor_backfills", self.settings.tube_schema)
+        return await self._once("backfills", lambda: self.db.fetch(query))
+
+    async def troubles(self) -> Sequence[Reported]:
+        """What running daemons report."""
+        return await self._once("troubles", lambda: troubles.load(self.db, schema=self.settings.stream_schema))

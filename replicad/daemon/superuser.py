@@ -31,8 +31,8 @@ async def refuse_superuser(db: Database, settings: ServerSettings) -> None:
         return
     raise DatabaseRefused(
         f"role {found['role']} is a superuser of Postgres at {db.target.host}, which the daemon must not be: give it a "
-        f"role of its own (CREATE ROLE replicad LOGIN; GRANT CREATE ON DATABASE {found['database']} TO replicad), or say "
-        "--allow-superuser."
+        f"role of its own (CREATE ROLE replicad LOGIN; GRANT CREATE ON DATABASE {found['database']} TO replicad), or "
+        "say --allow-superuser."
     )
 
 

@@ -95,19 +95,21 @@ class MemoryStore:
             if mine(name):
                 yield name, self.shelves[name].standing(trio.current_time())
 
-    async def record(self, stream: str, upto: int, recording: Recording) -> None:
+    async def record(self, stream: str, upto: int, recording: Recording) -> int:
         await trio.lowlevel.checkpoint()
         for number, name in zip(recording.numbers, recording.names, strict=True):
             pdu = recording.pdus[number - 1]
             self.shelves[name].facts.setdefault(pdu.order, pdu)
-        self.upto[stream] = Recorded(upto)
+        self.upto[stream] = Recorded(upto, everywhere=upto)
+        return upto
 
-    async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> None:
+    async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> int:
         await trio.lowlevel.checkpoint()
         for name, edu in edus:
             self._edus += 1
             self.shelves[name].add_edu(self._edus, edu)
-        self.upto[stream] = Recorded(upto)
+        self.upto[stream] = Recorded(upto, everywhere=upto)
+        return upto
 
     async def write(self, entries: Sequence[Entry]) -> None:
         await trio.lowlevel.checkpoint()

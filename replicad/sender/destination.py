@@ -69,6 +69,7 @@ class Destination:
         "_missed_edus",
         "_missed_pdus",
         "_pdus",
+        "_source",
         "_stale",
         "_terms",
         "_unread",
@@ -89,7 +90,17 @@ class Destination:
         "written",
     )
 
-    def __init__(self, name: str, terms: Terms, memory: Memory, now: float, standing: Standing | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        terms: Terms,
+        memory: Memory,
+        now: float,
+        standing: Standing | None = None,
+        *,
+        source: str = "",
+    ) -> None:
+        """`source` is the one of the sender; ids are made of it."""
         known = standing or Standing()
         self.name = name
         self.success = known.success  # the destination has all facts up to here
@@ -104,6 +115,7 @@ class Destination:
         self.transaction: Transaction | None = None  # to be sent, or being sent
         self.written = False  # the store has it
         self.dropped = 0  # droppable updates that were dropped
+        self._source = source
         self._terms = terms
         self._memory = memory
         self.newest = known.success  # the highest fact that the store was given for it
@@ -317,6 +329,7 @@ class Destination:
         self.serial += 1
         return make_transaction(
             self.name,
+            source=self._source,
             serial=self.serial,
             ts=ts,
             upto=pdus[-1].order if pdus else self.success,

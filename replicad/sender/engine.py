@@ -106,6 +106,7 @@ class Engine:
         transport: Transport,
         terms: Terms,
         *,
+        source: str = "",
         memory: int,
         workers: int,
         probers: int,
@@ -114,11 +115,14 @@ class Engine:
         now_ms: Callable[[], int],
         chance: Callable[[], float] = random,
     ) -> None:
-        """`memory` bounds the bodies in all queues (bytes); `now` is monotonic (seconds), `now_ms` the wall clock."""
+        """`source` is the one of the store; `memory` bounds the bodies in all queues (bytes); `now` is monotonic
+        (seconds), `now_ms` the wall clock.
+        """
         self.states = StateWriter(store)
         self._store = store
         self._transport = transport
         self._terms = terms
+        self._source = source
         self._memory = Memory(memory)
         self._latest = latest
         self._now = now
@@ -143,9 +147,7 @@ class Engine:
 
     def meet(self, name: str, standing: Standing) -> None:
         """Add a destination of the store; deliver what is outstanding."""
-        made = Destination(name, self._terms, self._memory, self._now(), standing)
-        self._destinations[name] = made
-        self._arrange(made)
+        self._arrange(self._make(name, standing))
 
     def has_had(self, name: str, pdu: Pdu) -> bool:
         """Whether a fact was already recorded for a destination, or accepted by it."""
@@ -226,8 +228,13 @@ class Engine:
     def _known(self, name: str) -> Destination:
         found = self._destinations.get(name)
         if found is None:
-            found = self._destinations[name] = Destination(name, self._terms, self._memory, self._now())
+            found = self._make(name)
         return found
+
+    def _make(self, name: str, standing: Standing | None = None) -> Destination:
+        made = Destination(name, self._terms, self._memory, self._now(), standing, source=self._source)
+        self._destinations[name] = made
+        return made
 
     def _arrange(self, destination: Destination) -> None:
         """Enter it in the agenda for the time at which it is due."""

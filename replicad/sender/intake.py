@@ -88,6 +88,7 @@ class Intake:
         self._skip_bad_rows = skip_bad_rows
         self._connected = connected
         self._recorded: dict[str, int | None] = {}
+        self._everywhere: dict[str, int | None] = {}  # likewise, by all senders of our name: what may be acknowledged
         self._told: dict[str, int] = {}  # positions without rows that are not stored yet
         self._moves: MutableMapping[str, str] = {}  # streams that continue at their first position
         self._acknowledged: dict[str, int] = {}
@@ -110,6 +111,7 @@ class Intake:
             ReplicadError: from the upstream or from Postgres.
         """
         self._recorded = {stream: one.token for stream, one in recorded.items()}
+        self._everywhere = {stream: one.everywhere for stream, one in recorded.items()}
         self._moves = moves if moves is not None else {}
         epochs = {stream: one.epoch for stream, one in recorded.items()}
         write, read = trio.open_memory_channel[Told | GenerationBegan](AHEAD)
@@ -198,8 +200,9 @@ class Intake:
             return
         if known is None:
             await self._store.begin(event.stream, event.token)
+            self._everywhere[event.stream] = (await self._store.recorded())[event.stream].everywhere
         elif event.token >= known:
-            await self._store.record(event.stream, event.token, Recording())
+            self._everywhere[event.stream] = await self._store.record(event.stream, event.token, Recording())
         else:
             await self._rewind(event.stream, event.token)
             raise Restart
@@ -245,14 +248,14 @@ class Intake:
     async def _write_positions(self, upstream: Upstream) -> None:
         for stream, token in self._told.items():
             if token > (self._recorded.get(stream) or 0):
-                await self._store.record(stream, token, Recording())
+                self._everywhere[stream] = await self._store.record(stream, token, Recording())
                 self._recorded[stream] = token
         self._told.clear()
         self._acknowledge(upstream)
 
     def _acknowledge(self, upstream: Upstream) -> None:
-        """Send acks for all that is recorded; they are sent again after a lost connection."""
-        for stream, token in self._recorded.items():
+        """Send acks for all that every sender of our name has recorded; they are sent again after a lost connection."""
+        for stream, token in self._everywhere.items():
             if token is not None and token != self._acknowledged.get(stream):
                 upstream.acknowledge(self._sender, stream, token)
                 self._acknowledged[stream] = token
@@ -323,7 +326,7 @@ class Intake:
         await self._flush(upto, recording, taken)
 
     async def _flush(self, upto: int, recording: Recording, taken: Sequence[tuple[Pdu, list[str]]]) -> None:
-        await self._store.record(self._facts, upto, recording)
+        self._everywhere[self._facts] = await self._store.record(self._facts, upto, recording)
         for pdu, names in taken:
             self._engine.accept(pdu, names)
 
@@ -337,7 +340,7 @@ class Intake:
                 dropping.append((edu, names))
             else:
                 kept.extend((name, edu) for name in names)
-        await self._store.record_edus(stream, upto, kept)
+        self._everywhere[stream] = await self._store.record_edus(stream, upto, kept)
         self._engine.expect_edus(dict.fromkeys(name for name, _ in kept))
         for edu, names in dropping:
             self._engine.accept_edu(edu, names)

@@ -116,6 +116,7 @@ class Transaction:
 def make_transaction(
     destination: str,
     *,
+    source: str = "",
     serial: int,
     ts: int,
     upto: Order,
@@ -126,10 +127,11 @@ def make_transaction(
 ) -> Transaction:
     """A transaction whose id is computed from its content: 32 hexadecimal digits; equal content, equal id.
 
-    The serial tells apart two transactions of equal content that are both meant (typing, not typing, typing).
+    The serial tells apart two transactions of equal content that are both meant (typing, not typing, typing), and the
+    source (see Store) those of two senders.
     """
     digest = hashlib.blake2b(digest_size=16)
-    head = (destination, serial, ts, upto.token, upto.part, len(pdus))
+    head = (destination, source, serial, ts, upto.token, upto.part, len(pdus))
     for text in (*map(str, head), *pdus, *edus):
         encoded = text.encode()
         digest.update(len(encoded).to_bytes(8, "big"))

@@ -156,6 +156,7 @@ class Sender:
                     store,
                     transport,
                     bounds.terms(),
+                    source=settings.streams[0],
                     memory=bounds.memory,
                     workers=delivery.concurrency,
                     probers=delivery.probes,

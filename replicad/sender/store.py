@@ -16,10 +16,10 @@ from typing import Any
 import trio
 
 from replicad.errors import SenderRefused
-from replicad.postgres.bridge import Connection, Database, Row, load_sql, quote_ident
-from replicad.postgres.statements import call_row, call_rows, call_value
+from replicad.postgres.bridge import Connection, Database, Row, load_sql
+from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
-from replicad.sender.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted, make_transaction
+from replicad.sender.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted
 
 PATIENCE = 10.0  # seconds to wait for the connection of an earlier process: Postgres may notice late that it was killed
 LOOK = 0.1  # seconds between two tries meanwhile
@@ -90,10 +90,14 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Up to where a stream was recorded; None: not at all. `epoch`: the generation of the token, if it is known."""
+    """Up to where a stream was recorded; None: not at all. `epoch`: the generation of the token, if it is known.
+
+    `everywhere`: up to where all senders of the same name, whatever their source, have recorded it.
+    """
 
     token: int | None
     epoch: str | None = None
+    everywhere: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """The token to follow the stream with."""
@@ -103,27 +107,31 @@ class Recorded:
 
 
 class Store:
-    """The tables of one sender. Made by `open_store`; its methods raise DatabaseError and what is below it."""
+    """The tables of one sender, as far as they concern its source: the stream of its facts, or without one the first of
+    its streams of updates. Made by `open_store`; its methods raise DatabaseError and what is below it.
+    """
 
-    def __init__(self, db: Database, keeper: Connection, schema: str, sender: str) -> None:
+    def __init__(self, db: Database, keeper: Connection, schema: str, source: str, sender: str) -> None:
         self._db = db
         self._keeper = keeper
         self._writing = trio.Lock()
         self._rewound = False
         self._schema = schema
+        self._source = source
         self._sender = sender
 
     async def recorded(self) -> dict[str, Recorded]:
         """Up to where each stream was recorded."""
-        query = f"SELECT stream, token, epoch FROM {quote_ident(self._schema)}.federation_sender WHERE name = $1"
-        rows = await self._db.fetch(query, self._sender)
-        return {row["stream"]: Recorded(row["token"], row["epoch"]) for row in rows}
+        rows = await self._db.fetch(statement("federation_recorded", self._schema), self._source, self._sender)
+        return {row["stream"]: Recorded(row["token"], row["epoch"], row["everywhere"]) for row in rows}
 
     async def standings(self, mine: Callable[[str], bool]) -> AsyncIterator[tuple[str, Standing]]:
         """Every destination that was ever written to and is `mine`, by name."""
         after: str | None = None
         while True:
-            rows = await call_rows(self._db, self._schema, "federation_standing", after, _STANDINGS)
+            rows = await call_rows(
+                self._db, self._schema, "federation_source_standing", self._source, after, _STANDINGS
+            )
             for row in rows:
                 if mine(row["name"]):
                     yield row["name"], _standing(row)
@@ -133,17 +141,20 @@ class Store:
 
     async def begin(self, stream: str, token: int) -> None:
         """Store where all senders begin with a stream of which nothing was recorded yet."""
-        await self._write("federation_begin", stream, token)
+        await self._write("federation_source_begin", stream, token)
 
     async def follow(self, stream: str, epoch: str) -> None:
         """What was recorded of a stream is, all of it, of this generation too."""
-        await self._write("federation_follow", self._sender, stream, epoch)
+        await self._write("federation_source_follow", self._sender, stream, epoch)
 
-    async def record(self, stream: str, upto: int, recording: Recording) -> None:
-        """Record facts for their destinations, and the stream's token, in one transaction."""
+    async def record(self, stream: str, upto: int, recording: Recording) -> int:
+        """Record facts for their destinations, and the stream's token, in one transaction.
+
+        Returns up to where all senders of this name, whatever their source, have recorded the stream.
+        """
         pdus = recording.pdus
-        await self._write(
-            "federation_record",
+        everywhere: int = await self._write(
+            "federation_source_record",
             self._sender,
             stream,
             upto,
@@ -155,13 +166,14 @@ class Store:
             recording.names,
             recording.newcomers,
         )
+        return everywhere
 
-    async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> None:
+    async def record_edus(self, stream: str, upto: int, edus: Sequence[tuple[str, Edu]]) -> int:
         """Record updates that may not be dropped, each for a destination, and the stream's token, in one
-        transaction.
+        transaction. Returns what `record` returns.
         """
-        await self._write(
-            "federation_record_edus",
+        everywhere: int = await self._write(
+            "federation_source_record_edus",
             self._sender,
             stream,
             upto,
@@ -169,21 +181,22 @@ class Store:
             [edu.key for _, edu in edus],
             [edu.body for _, edu in edus],
         )
+        return everywhere
 
     async def write(self, entries: Sequence[Entry]) -> None:
         """Store the state of destinations, and remove what they have accepted, in one transaction."""
-        await self._write("federation_write", json.dumps([entry.columns() for entry in entries]))
+        await self._write("federation_source_write", json.dumps([entry.columns() for entry in entries]))
 
     async def collapse(self, names: Sequence[str]) -> int:
         """Keep only the latest fact of each room for these destinations; returns how many were removed."""
         gone = 0
         for start in range(0, len(names), _COLLAPSE):
-            gone += await self._write("federation_collapse", list(names[start : start + _COLLAPSE]))
+            gone += await self._write("federation_source_collapse", list(names[start : start + _COLLAPSE]))
         return gone
 
     async def sweep(self, stream: str) -> int:
         """Remove facts that are outstanding for no destination; returns how many."""
-        removed: int = await self._write("federation_sweep", stream)
+        removed: int = await self._write("federation_source_sweep", stream)
         return removed
 
     async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
@@ -195,7 +208,14 @@ class Store:
         async with self._writing:
             self._rewound = True
             forgotten: int = await call_value(
-                self._keeper, self._schema, "federation_rewind", self._sender, stream, token, list(names)
+                self._keeper,
+                self._schema,
+                "federation_source_rewind",
+                self._source,
+                self._sender,
+                stream,
+                token,
+                list(names),
             )
         return forgotten
 
@@ -204,15 +224,17 @@ class Store:
         if wanted.collapse:
             await self.collapse([name])
         if wanted.transaction:
-            row = await call_row(self._db, self._schema, "federation_transaction", name)
+            row = await call_row(self._db, self._schema, "federation_source_transaction", self._source, name)
             if row is not None:
-                return Page(transaction=_transaction(name, row))
+                return Page(transaction=_transaction(row))
         facts: list[Row] = []
         updates: list[Row] = []
         if wanted.pdus:
-            facts = await call_rows(self._db, self._schema, "federation_facts", name, pdus, pdu_bytes)
+            facts = await call_rows(
+                self._db, self._schema, "federation_source_facts", self._source, name, pdus, pdu_bytes
+            )
         if wanted.edus:
-            updates = await call_rows(self._db, self._schema, "federation_edus", name, edus)
+            updates = await call_rows(self._db, self._schema, "federation_source_edus", self._source, name, edus)
         return Page(
             pdus=tuple(Pdu(Order(row["token"], row["part"]), row["room"], row["body"]) for row in facts),
             edus=tuple(Edu(row["body"], number=row["id"]) for row in updates[:edus]),
@@ -224,33 +246,39 @@ class Store:
         async with self._writing:
             if self._rewound:
                 raise Restart
-            return await call_value(self._keeper, self._schema, function, *args)
+            return await call_value(self._keeper, self._schema, function, self._source, *args)
 
 
 @asynccontextmanager
 async def open_store(
     db: Database, schema: str, sender: str, senders: Sequence[str], streams: Sequence[str]
 ) -> AsyncIterator[Store]:
-    """The store of `sender`, one of `senders`, for the length of the block. No other process can use that name
-    meanwhile.
+    """The store of `sender`, one of `senders`, for the length of the block. `streams[0]` is its source. No other
+    process can use that name for that source meanwhile.
 
     Raises:
-        SenderRefused: another process uses the name, or running senders have another list of senders.
+        SenderRefused: another process uses the name, or running senders have another list of senders; or the operator
+            has to say whose the state is that an older version has left.
     """
+    source = streams[0]
     async with db.connection() as keeper:
         await keeper.execute(load_sql("federation_keepalive"))
         refused = None
         with trio.move_on_after(PATIENCE):
             while True:
-                refused = await call_value(keeper, schema, "federation_enlist", sender, sorted(senders), list(streams))
-                if refused is None:
+                refused = await call_row(
+                    keeper, schema, "federation_source_enlist", source, sender, sorted(senders), list(streams)
+                )
+                if refused["refusal"] is None or refused["until"] == "operator":
                     break
                 await trio.sleep(LOOK)
-        if refused is not None:
+        if refused is not None and refused["until"] == "operator":
+            raise SenderRefused(refused["refusal"])
+        if refused is not None and refused["refusal"] is not None:
             raise SenderRefused(
-                f"{refused}; stop it first, or give this one a name of its own (--sender-name, --senders)"
+                f"{refused['refusal']}; stop it first, or give this one a name of its own (--sender-name, --senders)"
             )
-        yield Store(db, keeper, schema, sender)
+        yield Store(db, keeper, schema, source, sender)
 
 
 def _standing(row: Row) -> Standing:
@@ -264,14 +292,14 @@ def _standing(row: Row) -> Standing:
     )
 
 
-def _transaction(name: str, row: Mapping[str, Any]) -> Transaction:
-    return make_transaction(
-        name,
+def _transaction(row: Mapping[str, Any]) -> Transaction:
+    return Transaction(
+        id=row["id"],
         serial=row["serial"],
         ts=row["ts"],
         upto=Order(row["token"], row["part"]),
-        pdus=row["pdus"],
-        edus=row["edus"],
-        edu_numbers=row["edu_ids"],
+        pdus=tuple(row["pdus"]),
+        edus=tuple(row["edus"]),
+        edu_numbers=tuple(row["edu_ids"]),
         substituted=row["substituted"],
     )

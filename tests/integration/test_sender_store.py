@@ -240,7 +240,7 @@ async def test_facts_that_nobody_waits_for_are_swept_as_far_as_all_senders_have_
     assert await real.sweep("facts") == 1
     await real.write([Entry("b", Order(3, 0), 1)])
     prefix = f"{quote_ident(real._schema)}.federation_"
-    await database.execute(f"INSERT INTO {prefix}sender VALUES ('s2', 'facts', 2, '{{s1}}')")
+    await database.execute(f"INSERT INTO {prefix}sender VALUES ('s2', 'facts', 2, '{{s1}}', NULL, 'facts')")
     assert await real.sweep("facts") == 1, "a fact that a slower sender has yet to record was removed, or none"
     await database.execute(f"UPDATE {prefix}sender SET token = 3")
     assert await real.sweep("facts") == 1
@@ -258,7 +258,7 @@ async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store
     with pytest.raises(Restart):  # the result of a request that was under way
         await real.write([Entry("b", Order(8, 0), 1)])
     assert (await standings(real))["b"].success == START
-    real = Store(real._db, real._keeper, real._schema, real._sender)  # as the next session has it
+    real = Store(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
     await record(real, 8, (fact(8, body='"new"'), ["a", "b"]))
     assert await orders(real, "b") == [(4, 0), (8, 0)]
     page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
@@ -312,15 +312,22 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
 ) -> None:
     prefix = f"{quote_ident(real._schema)}.federation_"
     rooms = f"{prefix}destination_room"
-    await database.execute(f"INSERT INTO {rooms} SELECT 'd' || i % 50, i, 0, 'r' FROM generate_series(1, 20000) i")
+    await database.execute(
+        f"INSERT INTO {rooms} SELECT 'd' || i % 50, i, 0, 'r', 'facts' FROM generate_series(1, 20000) i"
+    )
     await database.execute(f"ANALYZE {rooms}")
     keeper, scans = real._keeper, "SELECT pg_stat_get_xact_numscans($1::text::regclass)"
     async with keeper.transaction():
         before = await keeper.fetch_value(scans, rooms)
         await real.write([Entry(f"d{number}", Order(100, 0), 1) for number in range(20)])
         await real.collapse(["d1", "d2"])
-        for call in ("facts('d3', 50, 1000)", "transaction('d3')", "standing(NULL, 100)", "edus('d3', 5)"):
-            await keeper.fetch(f"SELECT * FROM {prefix}{call}")
+        for call in (
+            "facts($1, 'd3', 50, 1000)",
+            "transaction($1, 'd3')",
+            "standing($1, NULL, 100)",
+            "edus($1, 'd3', 5)",
+        ):
+            await keeper.fetch(f"SELECT * FROM {prefix}source_{call}", "facts")
         assert await keeper.fetch_value(scans, rooms) == before, "the whole table was read"
 
 

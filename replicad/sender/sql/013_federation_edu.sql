@@ -5,7 +5,8 @@ CREATE TABLE IF NOT EXISTS federation_edu (
     destination text COLLATE "C" NOT NULL,
     key text COLLATE "C",                     -- NULL: never replaced
     body json NOT NULL,
-    UNIQUE (destination, key)
+    source text COLLATE "C" NOT NULL DEFAULT '',
+    UNIQUE (source, destination, key)
 );
-CREATE INDEX IF NOT EXISTS federation_edu_destination_id ON federation_edu (destination, id);
+CREATE INDEX IF NOT EXISTS federation_edu_destination_id ON federation_edu (source, destination, id);
 COMMENT ON TABLE federation_edu IS 'replicad sender: updates that each destination has yet to take';

@@ -11,8 +11,8 @@ BEGIN
         WHERE n.nspname = current_schema() AND p.proname ~ '^federation_'
     LOOP
         EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
-        IF f.proname IN ('federation_write', 'federation_collapse', 'federation_transaction', 'federation_facts',
-                'federation_edus', 'federation_standing') THEN
+        IF f.proname IN ('federation_source_write', 'federation_source_collapse', 'federation_source_transaction',
+                'federation_source_facts', 'federation_source_edus', 'federation_source_standing') THEN
             EXECUTE format('ALTER FUNCTION %s SET enable_seqscan = off', f.name);
             EXECUTE format('ALTER FUNCTION %s SET enable_hashjoin = off', f.name);
             EXECUTE format('ALTER FUNCTION %s SET enable_mergejoin = off', f.name);

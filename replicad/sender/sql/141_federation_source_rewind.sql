@@ -1,0 +1,35 @@
+-- federation_source_rewind(source, sender, stream, token, names): the stream goes on behind `token`, which lies before
+-- what was recorded: a reset, or an operator's wish. What was recorded of later facts is forgotten, and so is that
+-- destinations have taken them: whatever the stream has behind `token` is delivered to them. Only for the destinations in
+-- `names`. Returns how many facts were outstanding. Writes federation_sender, federation_destination,
+-- federation_destination_room, federation_fact.
+CREATE OR REPLACE FUNCTION federation_source_rewind(source text, sender text, stream text, token bigint, names text[])
+RETURNS bigint
+LANGUAGE plpgsql AS $$
+DECLARE
+    dropped bigint;
+BEGIN
+    UPDATE federation_destination d SET
+        last_successful_stream_ordering = least(d.last_successful_stream_ordering, federation_source_rewind.token),
+        last_successful_part = CASE WHEN d.last_successful_stream_ordering > federation_source_rewind.token THEN 2147483647
+            ELSE d.last_successful_part END,
+        txn_id = NULL, txn_ts = NULL, txn_stream_ordering = NULL, txn_part = NULL, txn_edus = NULL, txn_edu_ids = NULL,
+        txn_pdus = NULL
+    WHERE d.source = federation_source_rewind.source AND d.name = ANY (names)
+        AND greatest(d.last_successful_stream_ordering, d.txn_stream_ordering) > federation_source_rewind.token;
+    DELETE FROM federation_destination_room r
+    WHERE r.source = federation_source_rewind.source AND r.destination = ANY (names)
+        AND r.stream_ordering > federation_source_rewind.token;
+    GET DIAGNOSTICS dropped = ROW_COUNT;
+    DELETE FROM federation_fact f
+    WHERE f.source = federation_source_rewind.source AND f.stream_ordering > federation_source_rewind.token
+        AND NOT EXISTS (SELECT FROM federation_destination_room r
+                        WHERE r.source = f.source AND r.stream_ordering = f.stream_ordering AND r.part = f.part);
+    UPDATE federation_sender s SET token = federation_source_rewind.token
+    WHERE s.source = federation_source_rewind.source AND s.name = federation_source_rewind.sender
+        AND s.stream = federation_source_rewind.stream;
+    RETURN dropped;
+END
+$$;
+COMMENT ON FUNCTION federation_source_rewind(text, text, text, bigint, text[])
+    IS 'Begins a stream again behind a token';

@@ -66,6 +66,12 @@ class Shelf:
         for number in entry.done_edus:
             self.edus.pop(number, None)
 
+    def add_fact(self, pdu: Pdu) -> None:
+        known = self.entry or Entry("", START, 0)
+        made = known.transaction
+        if pdu.order > max(known.success, made.upto if made is not None else START):
+            self.facts.setdefault(pdu.order, pdu)
+
     def add_edu(self, number: int, edu: Edu) -> None:
         for old in [old for old, known in self.edus.items() if edu.key is not None and known.key == edu.key]:
             del self.edus[old]
@@ -98,8 +104,7 @@ class MemoryStore:
     async def record(self, stream: str, upto: int, recording: Recording) -> int:
         await trio.lowlevel.checkpoint()
         for number, name in zip(recording.numbers, recording.names, strict=True):
-            pdu = recording.pdus[number - 1]
-            self.shelves[name].facts.setdefault(pdu.order, pdu)
+            self.shelves[name].add_fact(recording.pdus[number - 1])
         self.upto[stream] = Recorded(upto, everywhere=upto)
         return upto
 

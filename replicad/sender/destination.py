@@ -226,6 +226,7 @@ class Destination:
             self._stale = False
         if page.transaction is not None:
             self.transaction, self.written = page.transaction, True
+            self.newest = max(self.newest, page.transaction.upto)  # it is not recorded again
             self.serial = max(self.serial, page.transaction.serial)
             return
         if wanted.pdus:

@@ -120,6 +120,37 @@ async def test_a_transaction_of_updates_alone_is_found_again_though_facts_came_m
     assert (await store.page("a", ALL, pdus=1, pdu_bytes=1, edus=1)).transaction == made
 
 
+async def test_what_is_recorded_again_neither_changes_a_transaction_under_way_nor_comes_back_after_it(
+    store: AnyStore,
+) -> None:
+    """After a change of the list of senders a stream is read again from the slowest sender's token on."""
+    facts = [(fact(token, room="r"), ["a"]) for token in range(1, 6)]
+    await record(store, 5, *facts)
+    assert await store.collapse(["a"]) == 4
+    made = make_transaction("a", serial=1, ts=1, upto=Order(5, 0), pdus=[facts[4][0].body])
+    await store.write([Entry("a", START, 1, made)])
+    await record(store, 6, *facts, (fact(6), ["a"]))
+    assert (await store.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction == made
+    await store.write([Entry("a", made.upto, 1)])
+    await record(store, 6, *facts, (fact(6), ["a"]))
+    assert await orders(store, "a") == [(6, 0)]
+
+
+async def test_a_transaction_under_way_keeps_its_bodies_where_a_fact_is_recorded_with_another(real: Store) -> None:
+    """The application's routing may have changed together with the list of senders."""
+    await record(real, 2, (fact(1, body='"old"'), ["a"]), (fact(2, body='"old"'), ["a"]))
+    made = make_transaction("a", serial=1, ts=1, upto=Order(1, 0), pdus=['"old"'])
+    await real.write([Entry("a", START, 1, made)])
+    await record(real, 2, (fact(1, body='"new"'), ["a"]), (fact(2, body='"new"'), ["a"]))
+    await real.write([Entry("a", START, 1, made, failures=1, retry_in=1.0)])
+    found = (await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction
+    assert found is not None
+    assert (found.id, found.pdus, found.upto) == (made.id, made.pdus, made.upto)
+    await real.write([Entry("a", made.upto, 1)])
+    page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
+    assert [pdu.body for pdu in page.pdus] == ['"new"']
+
+
 async def test_back_off_is_found_again_less_the_time_that_passed(store: AnyStore) -> None:
     await store.write([Entry("a", START, 3, failures=4, retry_in=100.0, catching_up=True, error="status 503")])
     found = (await standings(store))["a"]

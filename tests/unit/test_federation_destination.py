@@ -375,3 +375,15 @@ def test_waking_while_a_probe_is_under_way_makes_its_failure_count_as_the_first(
     destination.wake(5.0)
     destination.failed(6.0, 1.0)
     assert (destination.failures, destination.retry_at) == (1, 7.0)
+
+
+def test_what_is_in_a_transaction_that_is_repeated_is_not_taken_in_again() -> None:
+    """After a restart the stream may be read again from further back."""
+    standing = Standing(success=Order(1, 0), serial=1, outstanding=True)
+    destination = Destination("a.example", Terms(), Memory(10_000), 0.0, standing)
+    made = Transaction("id", 1, 1, Order(5, 0), ('"5"',), ())
+    destination.loaded(Page(transaction=made), destination.load())
+    assert not destination.enqueue(Pdu(Order(4, 0), None, '"4"'))
+    assert deliver(destination) == made
+    assert not destination.enqueue(Pdu(Order(5, 0), None, '"5"'))
+    assert destination.enqueue(Pdu(Order(6, 0), None, '"6"'))

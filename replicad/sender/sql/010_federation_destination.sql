@@ -14,7 +14,7 @@ CREATE TABLE IF NOT EXISTS federation_destination (
     txn_part integer,
     txn_edus text[],                                            -- its updates
     txn_edu_ids bigint[],                                       -- those of them that stand in federation_edu
-    txn_pdus text[],                                            -- its facts, where others stand in for them; else NULL
+    txn_pdus text[],                                            -- its facts, if they are not what federation_fact has
     failures integer NOT NULL DEFAULT 0,                        -- in a row
     failing_since timestamptz,
     retry_at timestamptz,

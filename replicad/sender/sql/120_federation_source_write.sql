@@ -21,7 +21,9 @@ BEGIN
         serial = excluded.serial,
         txn_id = excluded.txn_id, txn_ts = excluded.txn_ts,
         txn_stream_ordering = excluded.txn_stream_ordering, txn_part = excluded.txn_part,
-        txn_edus = excluded.txn_edus, txn_edu_ids = excluded.txn_edu_ids, txn_pdus = excluded.txn_pdus,
+        txn_edus = excluded.txn_edus, txn_edu_ids = excluded.txn_edu_ids,
+        txn_pdus = CASE WHEN d.txn_id = excluded.txn_id THEN coalesce(d.txn_pdus, excluded.txn_pdus)
+            ELSE excluded.txn_pdus END,  -- federation_source_record may have kept them
         failures = excluded.failures,
         failing_since = CASE WHEN excluded.failures > 0 THEN coalesce(d.failing_since, excluded.failing_since) END,
         retry_at = excluded.retry_at, last_error = excluded.last_error, catching_up = excluded.catching_up;

@@ -27,6 +27,7 @@ DEFINERS_OF_PUBLIC = {
     "replicad.stream_prove": "asks whether the session may write the stream, or has taken an id",
     "replicad.stream_unprove": "lets go of a lock of the caller's own session",
     "replicad.stream_held": "shows bounds, which pg_locks shows to every role",
+    "replicad.stream_trim_note": "notes what only the owner of the table, who alone may trim it, has trimmed",
     "sh1.t_touch": ASKS,
     "tube.a_touch": "PUBLIC may not use the schema of the tubes",
 }
@@ -40,11 +41,12 @@ DEFINERS = {
 OWNERS = {
     "replicad": (
         "cache_enable cache_disable cache_names "
-        "stream_add stream_add_bounded stream_remove stream_trim stream_reset stream_publish stream_note stream_fork "
+        "stream_add stream_add_bounded stream_remove stream_reset stream_publish stream_note stream_fork "
         "stream_continue stream_generation_add stream_mark_position stream_writers_ensure stream_writers_discover "
         "stream_writers_retire stream_writers_last stream_writers_idle stream_guard_attach stream_guard_build "
         "stream_check stream_check_row stream_trouble_write stream_troubles stream_skip_id stream_skip_undo "
         "stream_max_row stream_relay_channel stream_proof_key "
+        "stream_reader_ensure stream_readers_ensure stream_readers_drop stream_as_owner "
         "writer_enable writer_disable writer_changed writer_lock writer_lock_slots"
     ),
 }

@@ -53,6 +53,11 @@ class Ledger:
         return len(self._busy)
 
     @property
+    def rows(self) -> int:
+        """Rows that wait or are being processed."""
+        return len(self._waiting.keys() | self._busy.keys())
+
+    @property
     def oldest(self) -> int | None:
         """The seq of the first pod that is not done."""
         return next(iter(self._open), None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import pytest
 import trio
 
-from replicad.client.pods import Pod
-from replicad.client.trio_client import open_client
+from replicad.client.trio_client import TrioClient, open_client
 from replicad.client.worker import Batch, Worker
 from replicad.errors import LeaseLost, NotAuthorised, UnknownTube
 from replicad.presence.reporter import open_presence
@@ -16,10 +16,9 @@ from tests import vocabulary as c
 from tests.conftest import PATIENCE
 
 from .fake import FakeDaemon
-from .world import World
 
 
-async def ignore(_: Batch | Pod) -> None:
+async def ignore(_: Batch) -> None:
     pass
 
 
@@ -35,16 +34,18 @@ async def test_a_worker_whose_tube_is_removed_says_so(fake: FakeDaemon) -> None:
         await worker_of(fake).run()
 
 
-async def test_what_the_users_function_for_control_pods_raises_ends_the_worker_as_it_is(
-    fake: FakeDaemon, world: World
-) -> None:
-    world.touch("cities", shard=1)
+async def test_what_the_users_function_that_opens_clients_raises_ends_the_worker_as_it_is(fake: FakeDaemon) -> None:
+    opened = 0
 
-    async def control(pod: Pod) -> None:
-        raise ZeroDivisionError(pod.shard)
+    def connect() -> AbstractAsyncContextManager[TrioClient]:
+        nonlocal opened
+        opened += 1
+        if opened > 1:
+            raise ZeroDivisionError
+        return open_client("127.0.0.1", fake.port, name="a worker")
 
     with pytest.raises(ZeroDivisionError), trio.fail_after(PATIENCE):
-        await worker_of(fake, control=control).run()
+        await Worker(connect, "cities", ignore).run()
 
 
 async def test_a_lost_connection_and_a_refusal_come_out_of_nested_clients(fake: FakeDaemon) -> None:

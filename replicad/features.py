@@ -33,8 +33,8 @@ FEATURES = (
     Listed(commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),
-    Listed(commands={"doctor": "replicad.operations.doctor.cli", "clients": "replicad.operations.clients"}),
-    Listed(commands={"psql": "replicad.operations.psql"}),
+    Listed(commands={"status": "replicad.operations.status", "clients": "replicad.operations.clients"}),
+    Listed(commands={"doctor": "replicad.operations.doctor.cli", "psql": "replicad.operations.psql"}),
 )
 
 

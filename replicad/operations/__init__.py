@@ -1,1 +1,1 @@
-"""Commands for operators: `replicad top`."""
+"""Commands for operators, and what `serve --http` answers."""

@@ -69,6 +69,7 @@ READERS = {
     "tubes parked replay": "cities 1",
     "tubes parked drop": "cities 1",
     "top": "--once",
+    "status": "",
     "sender": "--facts nosuch --form webhook --destinations http://127.0.0.1:1/ --server 127.0.0.1:1",
 }
 INSTALLERS = {"caches enable": "cache", "presence enable": "presence"}

@@ -14,6 +14,7 @@ from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams import status, troubles
 from replicad.tubes.cli.states import tube_states
+from replicad.tubes.serving.expired import CODE as EXPIRED
 
 if TYPE_CHECKING:
     from replicad.streams.status import Overview
@@ -103,10 +104,9 @@ class Seen:
         return await self._once("sequences", lambda: self.db.fetch(query))
 
     async def tube_faults(self) -> Mapping[str, str]:
-        """Why tubes cannot be served, or what daemons report of them."""
-        return await self._once(
-            "tube_faults", lambda: tube_states(self.db, self.settings.tube_schema, self.settings.stream_schema)
-        )
+        """Why tubes cannot be served, or what daemons report of them, but for expired leases."""
+        schemas = self.settings.tube_schema, self.settings.stream_schema
+        return await self._once("tube_faults", lambda: tube_states(self.db, *schemas, without=(EXPIRED,)))
 
     async def partitions(self) -> Sequence[Row]:
         """Every partition of every tube, as `replicad top` shows them."""

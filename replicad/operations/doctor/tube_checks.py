@@ -11,14 +11,10 @@ from replicad.tubes.serving.expired import CODE
 
 
 async def _tubes(seen: Seen) -> Iterable[Finding]:
-    expired = {one.reason for one in await seen.troubles() if one.code == CODE}
-    found = []
-    for name, why in (await seen.tube_faults()).items():
-        reasons = [one for one in why.split(" Also: ") if one not in expired]  # `leases` has them
-        if reasons:
-            found.append(
-                failing(f"tube {name}: {' Also: '.join(reasons)}", f"replicad tubes list; replicad tubes stats {name}")
-            )
+    found = [
+        failing(f"tube {name}: {why}", f"replicad tubes list; replicad tubes stats {name}")
+        for name, why in (await seen.tube_faults()).items()
+    ]
     tubes = {row["tube"] for row in await seen.partitions()}
     return found or fine(f"{counted(len(tubes), 'tube can', 'tubes can')} be served")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from replicad.errors import DatabaseError, DatabaseUnavailable
@@ -10,8 +11,10 @@ if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
 
 
-async def tube_states(db: Database, tube_schema: str, stream_schema: str) -> dict[str, str]:
-    """The reasons by tube. Tubes that are ok are left out.
+async def tube_states(
+    db: Database, tube_schema: str, stream_schema: str, *, without: Container[str] = ()
+) -> dict[str, str]:
+    """The reasons by tube. Tubes that are ok are left out, and reports whose codes are in `without`.
 
     If the reports of daemons cannot be read (no right, no such table), they are left out too.
     """
@@ -34,7 +37,8 @@ async def tube_states(db: Database, tube_schema: str, stream_schema: str) -> dic
     except DatabaseError:
         reported = []
     for one in reported:
-        known = reasons.setdefault(one.name, []) if one.kind == "tube" else None
+        wanted = one.kind == "tube" and one.code not in without
+        known = reasons.setdefault(one.name, []) if wanted else None
         if known is not None and one.reason not in known:  # several daemons may report the same
             known.append(one.reason)
     return {name: " Also: ".join(found) for name, found in reasons.items() if found}

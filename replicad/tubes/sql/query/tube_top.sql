@@ -1,12 +1,12 @@
--- One row per tube and partition: waiting pods, their lag, the holder of the lease, the progress of backfills, parked
+-- One row per tube and partition: waiting pods, their lag, the lease (its holder, its partitions as daemons name them in
+-- their troubles, its beat and time to live), the progress of backfills, parked
 -- ids. moved_in and moved_out count the pods of the whole tube since its table was made. writer is the transaction that
 -- has been writing pods for the longest: later pods wait until it ends. report is the last report of any reader of the
 -- tube, such as a pipeline.
 SELECT s.tube, s.partition, s.inc_count AS pods, s.inc_ids AS ids, s.backfill_count AS backfill_pods, s.estimated,
     greatest(extract(epoch FROM clock_timestamp() - s.inc_min_ts), 0)::float8 AS lag_s,
     greatest(extract(epoch FROM clock_timestamp() - s.backfill_min_ts), 0)::float8 AS backfill_lag_s,
-    (SELECT split_part(l.holder, ' ', 1) FROM {schema}.tube_lease l WHERE l.tube = s.tube AND s.partition % l.partitions = l.partition
-        AND r.partitions % l.partitions = 0 ORDER BY l.term DESC LIMIT 1) AS holder,
+    h.holder, h.lease, h.beat, h.ttl,
     (SELECT sum(b.ids) FROM {schema}.tube_backfill b
         WHERE b.tube = s.tube AND NOT b.finished AND b.shard % r.partitions = s.partition)::bigint AS backfill_done,
     (SELECT sum(b.approx_ids) FROM {schema}.tube_backfill b
@@ -16,6 +16,13 @@ SELECT s.tube, s.partition, s.inc_count AS pods, s.inc_ids AS ids, s.backfill_co
     p.reporter, p.counts::text AS report, extract(epoch FROM clock_timestamp() - p.reported_at)::float8 AS report_s
 FROM {schema}.tube_stats() s
 JOIN {schema}.tube_registry r USING (tube)
+LEFT JOIN LATERAL (
+    SELECT split_part(l.holder, ' ', 1) AS holder, format('lease %s/%s', l.partition, l.partitions) AS lease, l.beat,
+        extract(epoch FROM l.ttl)::float8 AS ttl
+    FROM {schema}.tube_lease l
+    WHERE l.tube = s.tube AND s.partition % l.partitions = l.partition AND r.partitions % l.partitions = 0
+    ORDER BY l.term DESC LIMIT 1
+) AS h ON true
 LEFT JOIN pg_stat_user_tables t ON t.relid = to_regclass(format('{schema}.%I', s.tube))
 LEFT JOIN LATERAL (
     SELECT CASE WHEN a.pid IS NOT NULL THEN format('pid %s (%s)', a.pid, a.application_name)

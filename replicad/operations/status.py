@@ -1,0 +1,46 @@
+"""`replicad status`: the database, the daemons, streams and tubes at this moment, on one page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from replicad.config.settings import DatabaseSettings, read_settings
+from replicad.operations.island import Island
+from replicad.operations.top import show
+from replicad.terminal.command import ReplicadCommand, database_options, json_option
+from replicad.terminal.database import database_url
+from replicad.terminal.output import as_json_line, echo
+
+
+@click.command("status", cls=ReplicadCommand, short_help="Show the database, daemons, streams and tubes once.")
+@json_option
+@database_options
+def command(as_json: bool, **options: Any) -> int:
+    """Show which database this is, how many daemons serve it, and all streams and tubes with what is wrong.
+
+    It is `replicad top --once` with the server's version. `replicad doctor` checks more, and says what to do. The exit
+    status is 1 if the database cannot be used. --json prints one object.
+    """
+    import trio
+
+    settings = read_settings(DatabaseSettings, options)
+    with database_url(settings) as url:
+        picture = trio.run(Island(settings, 60.0, url=url).look)
+    if picture.unusable is not None:
+        raise picture.unusable
+    if as_json:
+        fields = {
+            "database": picture.name,
+            "version": picture.server or None,
+            "daemons": picture.daemons,
+            "remarks": list(picture.remarks),
+            "streams": list(picture.streams),
+            "tubes": list(picture.tubes),
+        }
+        echo(as_json_line(fields))
+    else:
+        version = f" (PostgreSQL {picture.server})" if picture.server else ""
+        show([picture], live=False, heading=[f"database: {picture.name}{version}", ""])
+    return 0 if picture.server else 1

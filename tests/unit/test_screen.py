@@ -1,0 +1,84 @@
+"""`replicad top` on terminals of any width: nothing wraps, nothing that is wrong is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicad.operations.island import Picture
+from replicad.operations.screen import Line, render
+
+FAULT = "its table tube.orders is missing: it was dropped, renamed or moved. Restore it, or create an empty one"
+
+
+def partition(tube: str = "orders", **more: Any) -> dict[str, Any]:
+    row = {
+        "kind": "partition", "tube": tube, "partition": 0, "holder": "worker-1", "pods": 1234, "ids": 5678,
+        "lag_s": 0.5, "backfill_pods": 0, "parked": 0, "in_s": 12.5, "out_s": 11.0, "report": None,
+        "state": "ok", "wrong": False,
+    }  # fmt: skip
+    return row | more
+
+
+def stream(name: str = "events", **more: Any) -> dict[str, Any]:
+    row = {"kind": "stream", "stream": name, "position": 10, "lag_rows": 0, "lag_s": 0.0, "state": "ok", "wrong": False}
+    return row | more
+
+
+def text(lines: list[Line]) -> str:
+    return " ".join(" ".join(line.text for line in lines).split())
+
+
+def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_the_important_ones() -> None:
+    picture = Picture("db", [partition()], [stream()], daemons=2)
+    wide, narrow = render([picture], 200), render([picture], 80)
+    assert "ids" in wide[3].text.split()
+    assert "ids" not in narrow[3].text.split()
+    assert {"tube", "partition", "holder", "pods", "state"} <= set(narrow[3].text.split())
+    assert text(narrow).endswith("daemons: 2 connected")
+
+
+def test_a_state_that_does_not_fit_follows_in_full() -> None:
+    lines = render([Picture("db", [partition(state=FAULT, wrong=True)], daemons=1)], 80)
+    assert f"tube orders: {FAULT}" in text(lines)
+    assert lines[1].text.endswith("...")
+    assert lines[1].wrong
+
+
+def test_no_daemon_is_wrong() -> None:
+    lines = render([Picture("db", [], [], daemons=0)], 80)
+    assert Line("daemons: none connected", True) in lines
+
+
+def test_a_backfill_shows_its_progress_where_there_is_one() -> None:
+    row = partition(backfill_done=1000, backfill_of=4000, backfill_pods=7)
+    assert "1,000 of 4,000 ids in, 7 pods wait" in text(render([Picture("db", [row])], 200))
+
+
+def test_islands_are_told_apart() -> None:
+    pictures = [Picture("one", [partition()]), Picture("two", [{"tube": None, "state": "away", "wrong": True}])]
+    assert "two" in text(render(pictures, 120))
+
+
+names = st.text("abcdefgh-_ü", min_size=1, max_size=63)
+rows = st.builds(
+    partition,
+    tube=names,
+    holder=st.none() | names,
+    pods=st.none() | st.integers(0, 10**12),
+    parked=st.integers(0, 10**9),
+    backfill_pods=st.integers(0, 10**9),
+    state=st.text("abc ", min_size=1, max_size=300).map(lambda some: some.strip() or "ok"),
+)
+streams = st.builds(stream, name=names, position=st.none() | st.integers(0, 10**18))
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 132])
+@given(st.lists(rows, max_size=5), st.lists(streams, max_size=5))
+def test_no_line_is_wider_than_the_terminal(width: int, tubes: list[Any], found: list[Any]) -> None:
+    picture = Picture("db", tubes, found, daemons=0, remarks=["service poller: " + "x" * 200])
+    lines = render([picture], width)
+    assert max(len(line.text) for line in lines) <= width

@@ -161,11 +161,11 @@ class Intake:
             if isinstance(event, RowBatch):
                 batches.append(event)
             else:
-                await self._take_other(upstream, event)
+                await self._take_other(event)
         if batches:
             await self._take_rows(upstream, batches)
 
-    async def _take_other(self, upstream: Upstream, event: Told | GenerationBegan) -> None:
+    async def _take_other(self, event: Told | GenerationBegan) -> None:
         match event:
             case GenerationBegan():
                 await self._store.follow(event.stream, event.epoch)
@@ -181,8 +181,7 @@ class Intake:
             case Connected():
                 log.info("daemon_connected", server=event.server_name)
                 self._connected()
-                self._acknowledged.clear()
-                self._acknowledge(upstream)
+                self._acknowledged.clear()  # sent again with the first position of this connection
             case Disconnected():
                 log.warning("daemon_lost", error=str(event.error), retry_in=round(event.retry_in, 3))
             case StreamStopped():

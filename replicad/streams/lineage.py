@@ -42,6 +42,12 @@ class Lineage:
         """The lowest shared position of the list: safe also for a generation that is not in it."""
         return Vector(min(one.began.minimum for one in self.generations))
 
+    @property
+    def shared_by_all(self) -> int | None:
+        """Up to here all generations that there ever were have the same rows; None if there was only one."""
+        later = [one.began.minimum for one in self.generations if one.number > 1]
+        return min(later) if later else None
+
     def shared(self, id: str) -> Vector | None:
         """`shared_between` the generation `id` and the present one."""
         return self.shared_between(id, self.present.id)

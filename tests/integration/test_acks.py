@@ -151,3 +151,32 @@ async def test_a_restart_of_the_ids_takes_back_what_was_acknowledged(filled: Dat
         await known(filled, "events", s1=10)
         await published(filled, 30)
     assert (await trimming.trim(filled, "events", acked=True)).rows == 10
+
+
+async def test_an_ack_of_the_history_before_a_fork_removes_no_row_of_the_one_after(
+    filled: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    """Another daemon, or the primary before a failover, had published ids that are other rows now."""
+    async with netcat() as reader, netcat() as other:
+        await reader.send("REPLICATE events EARLIEST")
+        await reader.until("RDATA events master 100 1")
+        await filled.execute(
+            "SELECT replicad.stream_fork(s.number, replicad.stream_epoch(s), 'promoted') FROM replicad.stream s"
+        )
+        with trio.fail_after(PATIENCE):
+            while daemon.publisher.feeds["events"].lineage.shared_by_all is None:
+                await trio.sleep(0.02)
+        await filled.execute("INSERT INTO events (body) SELECT '2' FROM generate_series(1, 30)")
+        await reader.until("RDATA events master 130 2")
+        await other.send("FEDERATION_ACK s1 120 events", "FEDERATION_ACK s1 131 events", "FEDERATION_ACK s1 90 events")
+        await other.until(
+            "ERROR token_ahead: FEDERATION_ACK 120 is ahead of 100, where the history .* follows the stream"
+        )
+        await other.until("ERROR token_ahead: FEDERATION_ACK 131 is ahead of stream events, whose position is 130")
+        await known(filled, "events", s1=90)
+        await published(filled, 130)
+        assert (await trimming.trim(filled, "events", acked=True)).rows == 90
+        await reader.send("FEDERATION_ACK s1 131", "FEDERATION_ACK s1 120")  # it was sent these rows
+        await reader.until("ERROR token_ahead: FEDERATION_ACK 131 .*")
+        await known(filled, "events", s1=120)
+        assert (await trimming.trim(filled, "events", acked=True)).rows == 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +19,7 @@ from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.relay import Relay
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
-from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused
+from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused, TokenAhead
 from replicad.postgres.horizon import Reading
 from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.acks import Ack
@@ -26,7 +27,9 @@ from replicad.streams.commands import FederationAck
 from replicad.streams.serving.ack_service import AckService
 from tests.daemons import relay_channel
 
-FEEDS: Any = {"s": Mock(reading=Mock(position=100), stream=Mock(resets=0))}  # one stream that stands at 100
+FEEDS: Any = {
+    "s": Mock(reading=Mock(position=100), stream=Mock(resets=0), lineage=Mock(shared_by_all=60))
+}  # one stream that stands at 100, and whose history has forked at 60
 FEEDS["s"].name = "s"
 LIMITS = Limits(poll_min=0.05, poll_max=0.05)
 DEFECTS = [OSError("x"), MemoryError(), ValueError("x"), AssertionError(), KeyError("x")]
@@ -162,7 +165,7 @@ async def test_acks_wait_until_they_can_be_written_whatever_happened(
     service = AckService(notes, FEEDS, troubles)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep_running, service.run, "service", "acks", troubles)
-        assert service.note(FederationAck("w", 7, "s"), None)
+        assert service.note(FederationAck("w", 7, "s"), None, lambda _: False)
         await trio.sleep(2.5)
         if not isinstance(error, DatabaseUnavailable):  # of which the poller tells
             assert [trouble.place for trouble in troubles.current()] == [("service", "acks", "write")]
@@ -182,12 +185,23 @@ async def test_one_ack_that_cannot_be_kept_does_not_hold_back_the_others(autojum
     async with trio.open_nursery() as nursery:
         nursery.start_soon(service.run)
         for instance in ("a", "b", "bad", "c", "d"):
-            service.note(FederationAck(instance, 7, "s"), None)
+            service.note(FederationAck(instance, 7, "s"), None, lambda _: False)
         await trio.sleep(5)
         assert sorted(ack.instance for ack in notes.written) == ["a", "b", "c", "d"]
         assert troubles.counts["service", "ack", "database"] == 1
         assert troubles.current() == []
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("token", "reads", "refused"),
+    [(60, False, None), (61, False, "ahead of 60, where .* forked"), (61, True, None), (100, True, None),
+        (101, True, "whose position is 100"), (101, False, "whose position is 100"), (1 << 62, True, "is 100")],
+)  # fmt: skip
+def test_an_ack_counts_up_to_what_its_connection_can_know(token: int, reads: bool, refused: str | None) -> None:
+    service = AckService(FakeNotes(lambda some: None), FEEDS, Troubles())
+    with pytest.raises(TokenAhead, match=refused) if refused else nullcontext():
+        service.note(FederationAck("w", token, "s"), None, lambda _: reads)
 
 
 @pytest.mark.parametrize("bad", [set(), {0}, {3, 4}, set(range(7))])

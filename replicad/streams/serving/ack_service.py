@@ -5,7 +5,7 @@ An ack that is lost when the daemon ends is replaced by the sender's next one; u
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import trio
 
@@ -51,12 +51,16 @@ class AckService:
         """The answer to an ack that names a stream which is not served."""
         return StreamRefused(f"stream {name[:80]} is not served, so it takes no FEDERATION_ACK")
 
-    def note(self, command: FederationAck, following: Collection[str] | None) -> bool:
+    def note(self, command: FederationAck, following: Collection[str] | None, reads: Callable[[str], bool]) -> bool:
         """Take an ack of a connection that follows these streams, or all (None). False if it belongs to no stream.
+
+        `reads`: whether the connection is being sent the rows of a stream. Then it was told if history has forked.
+        From any other, a token may be of a generation before, in which the id was another row. So it counts only up to
+        where all generations are the same: otherwise `trim --acked` would remove rows that the sender never had.
 
         Raises:
             StreamRefused: the stream that it names is not served.
-            TokenAhead: the token lies beyond the stream's position.
+            TokenAhead: the token lies beyond the stream's position, or beyond what counts from this connection.
         """
         feed = self._feeds.get(self.stream_of(command, following) or "")
         if feed is None:
@@ -67,6 +71,12 @@ class AckService:
         if position is None or command.token > position:
             raise TokenAhead(
                 f"FEDERATION_ACK {command.token} is ahead of stream {feed.name}, whose position is {position}"
+            )
+        shared = feed.lineage.shared_by_all
+        if shared is not None and command.token > shared and not reads(feed.name):
+            raise TokenAhead(
+                f"FEDERATION_ACK {command.token} is ahead of {shared}, where the history of stream {feed.name} forked; "
+                "send it again on a connection that follows the stream"
             )
         key = (feed.name, command.instance)
         known = self._waiting.get(key)

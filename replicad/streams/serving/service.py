@@ -65,7 +65,7 @@ class StreamService:
         async def acknowledge(command: FederationAck) -> None:
             name = self._acks.stream_of(command, subscriptions.followed)
             if name is None or peer.access.require("ack", "stream", name):
-                self._acks.note(command, subscriptions.followed)
+                self._acks.note(command, subscriptions.followed, subscriptions.reads)
 
         async def refuse_unknown(command: Replicate | Taken | FederationAck) -> None:
             name = command.stream or ""

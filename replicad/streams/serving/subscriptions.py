@@ -66,6 +66,10 @@ class Subscriptions:
         """The streams that are followed by name; None if all are followed."""
         return None if self._all else frozenset(self._streams)
 
+    def reads(self, name: str) -> bool:
+        """Whether rows of the stream are being sent, new or old ones: its generation is known to the client then."""
+        return name in self._readers or name in self._catching_up
+
     async def taken(self, command: Taken) -> None:
         """Answer a TAKEN.
 

@@ -52,6 +52,8 @@ READERS = {
     "caches disable": "",
     "caches invalidate": "get_user",
     "caches names": "",
+    "caches grant": "app",
+    "caches revoke": "app",
     "presence disable": "--yes",
     "presence list": "",
     "presence ips": "",

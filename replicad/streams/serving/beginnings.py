@@ -85,6 +85,7 @@ def take_back(
 
 
 def at_of(feed: Feed, token: Vector, instance: str) -> int:
+    """The token's position of one writer; for all writers together, the lowest."""
     return token.minimum if instance in (LINEAR, ALL) else token.at(feed.number(instance))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,15 +51,22 @@ Example of CONFIG:
 @option(
     "--spark-log", metavar="FILE", type=click.Path(path_type=Path), help="Where Spark itself logs. Default: stderr."
 )
+@option(
+    "--rebuild",
+    is_flag=True,
+    help="If the downstream is another one than that of the checkpoint, schedule a backfill of all rows and go on.",
+)
 @option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-def run(config: Path, database: str | None, trigger: str | None, spark_log: Path | None, as_json: bool) -> None:
+def run(
+    config: Path, database: str | None, trigger: str | None, spark_log: Path | None, *, rebuild: bool, as_json: bool
+) -> None:
     """Read the pods of a tube, look up the rows, write them downstream, and ack the pods.
 
     CONFIG is a TOML file, checked before Spark starts. With trigger = "available_now" the command ends when everything
     that was in the tube has been written; otherwise on SIGTERM or Ctrl-C, after the current batch. Each batch is logged
     with its counts.
     """
-    url = read_settings(DatabaseSettings, {"database": database}).database
+    settings = read_settings(DatabaseSettings, {"database": database})
 
     from replicad.spark.session import build_session, check_pyspark
 
@@ -67,7 +74,8 @@ def run(config: Path, database: str | None, trigger: str | None, spark_log: Path
     from replicad.spark import pipeline
     from replicad.spark.pipeline_config import load_config
 
-    loaded = load_config(config, database=url, trigger=trigger)
+    loaded = load_config(config, database=settings.database, trigger=trigger)
+    loaded = replace(loaded, rebuild=rebuild, tube_schema=settings.tube_schema)
     with _stop_on_signals() as asked_to_stop:
         session = build_session(f"replicad {loaded.name}", log_file=spark_log)
         try:

@@ -31,6 +31,7 @@ from replicad.errors import (
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 from replicad.spark.database import forget
+from replicad.spark.downstream import check_downstream
 from replicad.spark.enrich import KEYS, Enricher
 from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
@@ -223,8 +224,9 @@ def _start(
     if config.transform is not None:
         shape = _shape_after(config, spark, enricher)
     config.sink.prepare(shape)
-    forget(config.database)  # this thread no longer needs the connection
     _make_checkpoint(config)
+    check_downstream(config)
+    forget(config.database)  # this thread no longer needs the connection
     mark = config.checkpoint / MARK
     runner = BatchRunner(
         enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), mark, reporter.send

@@ -38,6 +38,8 @@ class PipelineConfig:
     `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
     `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read
     are parked. If there are none, the run ends.
+    `rebuild`: if the downstream is not the one that the checkpoint has written to, schedule a backfill of all rows by
+    the functions in `tube_schema`, and go on; otherwise the pipeline does not start (downstream.py).
     `transform` gets and returns a DataFrame. A row that it leaves out is deleted downstream. It must keep `id_column`,
     `_shard` and `_seq`, and return at most one row per id.
 
@@ -60,6 +62,8 @@ class PipelineConfig:
     tries: int = 5
     transform: Callable[[DataFrame], DataFrame] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    rebuild: bool = False
+    tube_schema: str = "tube"
 
     def __post_init__(self) -> None:
         if not re.match(r"postgres(ql)?://", self.database):

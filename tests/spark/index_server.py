@@ -15,6 +15,7 @@ class IndexServer:
 
     def __init__(self, authorization: str | None = None) -> None:
         self.documents: dict[str, dict[str, Any]] = {}
+        self.uuid = "first"  # of the index
         self.authorization = authorization
         self.busy = self.away = 0
         self.refuse: str | None = None  # the id of a document that does not fit
@@ -26,7 +27,12 @@ class IndexServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self.reply(200, {"version": {"number": "8.0"}})
+                if not self.path.endswith("/_settings"):
+                    self.reply(200, {"version": {"number": "8.0"}})
+                elif outer.documents:
+                    self.reply(200, {self.path.split("/")[1]: {"settings": {"index": {"uuid": outer.uuid}}}})
+                else:
+                    self.reply(404, {"error": "no such index"})
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

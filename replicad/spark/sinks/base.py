@@ -75,6 +75,13 @@ class Sink(ABC):
             UsageError, DatabaseError, EnvironmentRefused: the downstream cannot take rows of that shape.
         """
 
+    def identity(self) -> str | None:
+        """On the driver, after `prepare`: what tells this downstream from another one of the same name, in one line.
+
+        None: it cannot tell, or there is none yet.
+        """
+        return None
+
     @abstractmethod
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """In a task: write its changes. A repeated batch has the same task numbers; -1 is the driver.

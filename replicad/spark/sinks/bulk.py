@@ -70,6 +70,14 @@ class BulkSink(Sink):
         if status >= 400:
             raise UsageError(f"{mask_secrets(self.url)} refuses us with status {status}: {_shortened(answer)}")
 
+    def identity(self) -> str | None:
+        """The number of the index, which it gets with the first document; None if there is not exactly one."""
+        found = self._checked("GET", f"/{quote(self.index, safe='')}/_settings", None, missing=True)
+        numbers = [
+            one.get("settings", {}).get("index", {}).get("uuid") for one in found.values() if isinstance(one, dict)
+        ]
+        return numbers[0] if len(numbers) == 1 else None
+
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Write and delete documents, some megabytes at a time."""
         written = deleted = 0

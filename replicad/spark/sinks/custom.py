@@ -24,7 +24,9 @@ class Downstream(Protocol):
     """The interface of a user's class. Instances are pickled to the executors: connect in the methods, not in
     `__init__`.
 
-    The attribute `settle` (seconds, default 0) is the time that a write may take to become visible to `stale_ids`.
+    A method `identity()`, if there is one, returns a text that tells this downstream from another of the same name, so
+    that a checkpoint is not used with another one. The attribute `settle` (seconds, default 0) is the time that a write
+    may take to become visible to `stale_ids`.
     """
 
     def write(self, rows: pa.Table) -> None:
@@ -58,6 +60,11 @@ class CustomSink(Sink):
 
     def prepare(self, shape: Shape) -> None:
         """Nothing to do: the class prepares itself."""
+
+    def identity(self) -> str | None:
+        """What the class says, if it has the method."""
+        says = getattr(self.target, "identity", None)
+        return " ".join(str(says()).split()) or None if callable(says) else None
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Pass the changes to the class, chunk by chunk."""

@@ -61,6 +61,10 @@ class DeltaSink(Sink):
             if info.is_file and info.mtime.timestamp() < time.time() - _ORPHAN_AGE:
                 store.delete_file(info.path)
 
+    def identity(self) -> str:
+        """The number that Delta gave to the table."""
+        return str(_deltalake().DeltaTable(self.uri, storage_options=self.storage or None).metadata().id)
+
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """Stage the changes in a new file."""
         if self._holds(batch):

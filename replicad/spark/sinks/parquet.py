@@ -13,6 +13,7 @@ import json
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,18 @@ class ParquetSink(Sink):
                 f"downstream folder {self.folder} has a table with other columns ({_named(found.shape)}, now it "
                 f"would be {_named(shape)}); use another folder, with a new checkpoint and a backfill"
             )
+        if not self._identity.exists():
+            self._identity.write_text(f"{uuid.uuid4()}\n", encoding="ascii")
         for path in manifest.orphans(self.folder, time.time() - _ORPHAN_AGE):
             path.unlink(missing_ok=True)
+
+    @property
+    def _identity(self) -> Path:
+        return self.folder / "_identity"  # readers of Parquet leave out names that begin with _
+
+    def identity(self) -> str:
+        """Of the folder: the number that it got when it was made."""
+        return self._identity.read_text(encoding="ascii").strip()
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Write new files for the changed ids. `commit` makes them part of the table."""

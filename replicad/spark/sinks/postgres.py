@@ -64,6 +64,11 @@ ON CONFLICT ({key}) DO UPDATE SET {assignments} RETURNING 1) SELECT count(*) FRO
 _DELETE = (
     "WITH done AS (DELETE FROM {table} WHERE _shard = $1 AND {id} = ANY($2) RETURNING 1) SELECT count(*) FROM done"
 )
+_MAY_ASK = "SELECT has_function_privilege('pg_catalog.pg_control_system()', 'EXECUTE')"
+_SERVER = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
+_TABLE = """
+SELECT d.oid::text || '/' || {table}::pg_catalog.regclass::oid::text
+FROM pg_catalog.pg_database d WHERE d.datname = current_database()"""
 _STALE = "SELECT {id} FROM {table} WHERE _shard = $1 AND _seq < $2 ORDER BY {id} LIMIT $3"
 
 
@@ -112,6 +117,17 @@ class PostgresSink(Sink):
                 return self._columns(cursor)
 
         self._casts(shape, patiently(self.url, work, patience=min(self.patience, 10)))
+
+    def identity(self) -> str:
+        """The server, the database and the table."""
+
+        def work(driver: Any) -> str:
+            with driver.cursor() as cursor:
+                [(asks,)] = _ask(cursor, _MAY_ASK)
+                server = _ask(cursor, _SERVER)[0][0] if asks else "server"
+                return f"{server}/{_ask(cursor, _TABLE.format(table=literal(self.table)))[0][0]}"
+
+        return patiently(self.url, work, patience=min(self.patience, 10))
 
     def _columns(self, cursor: Any) -> dict[str, str]:
         """The types of the table's columns."""

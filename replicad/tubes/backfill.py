@@ -190,6 +190,8 @@ class Backfiller:
     async def _backfill(self, connection: Connection, job: Job, partitions: int) -> bool:
         """Run the backfill to its end. False if it stopped before, for another tube."""
         events = log.bind(tube=job.tube, table=job.table, shard=job.shard)
+        if job.start_seq is None and await self._earlier_waits(connection, job):
+            return True  # control pods of an earlier backfill are in the tube: wait until they are acked
         start_seq = job.start_seq or await self._begin(connection, job)
         if start_seq is None:
             return False
@@ -203,7 +205,7 @@ class Backfiller:
                 return True
             self._end_trouble(job)
             if row["ids"] is None:
-                return True  # control pods of an earlier backfill are in the tube: wait until they are acked
+                return True  # as above
             done += row["ids"]
             now = trio.current_time()
             if row["finished"]:
@@ -213,6 +215,11 @@ class Backfiller:
                 logged_at = now
                 events.info("backfill_progress", ids=done, seconds=round(now - began, 1))
         return False
+
+    async def _earlier_waits(self, connection: Connection, job: Job) -> bool:
+        """Whether the first piece would be skipped. Asking costs little; a piece may read the whole table first."""
+        query = f"SELECT {self._table('tube_backfilling')}($1, $2::text::regclass, $3)"
+        return bool(await connection.fetch_value(query, job.tube, job.table, job.shard))
 
     async def _next_piece(self, connection: Connection, job: Job, start_seq: str, *, begun: bool) -> Row:
         """Put the next ids into the tube. The first piece also deletes the pod that scheduled the backfill.
@@ -287,7 +294,11 @@ class Backfiller:
             f"WHERE (shard % {partitions}) = {partition} AND ((op = 'B')::integer) = 1 AND cardinality(ids) > 0 "
             f"LIMIT {self._pace.max_backlog}) AS waiting"
         )
+        told = False
         while await self._db.fetch_value(query) >= self._pace.max_backlog:
+            if not told:
+                told = True
+                log.info("backfill_waits_for_workers", tube=tube, partition=partition, pods=self._pace.max_backlog)
             if self._others_wait:
                 return False
             await trio.sleep(self._pace.backlog)

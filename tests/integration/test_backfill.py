@@ -152,3 +152,16 @@ async def test_a_piece_may_take_longer_than_other_statements(items: Database, st
     async with start_daemon(at_pace(retry=0.1, retry_max=0.1), statement_timeout=0.5):
         end = "SELECT count(*) FROM tube.items WHERE payload ->> 'type' = 'backfill_end'"
         await until(lambda: items.fetch_value(end))
+
+
+async def test_a_first_piece_that_reads_for_long_does_not_hold_the_position_of_the_tube(items: Database) -> None:
+    await items.execute("DELETE FROM items WHERE id > 60; DELETE FROM tube.items")
+    await items.execute("SELECT tube.tube_ensure_exists('items', 1, 'pg_sleep(0.02) IS NOT NULL')")
+    async with items.connection() as reader, trio.open_nursery() as nursery:
+        pid = await reader.fetch_value("SELECT pg_backend_pid()")
+        chunk = "SELECT * FROM tube.tube_backfill_chunk('1', 'items', 'items', 'id')"
+        nursery.start_soon(reader.fetch_row, chunk)
+        reading = f"SELECT count(*) FROM pg_stat_activity WHERE pid = {pid} AND wait_event = 'PgSleep'"
+        await until(lambda: items.fetch_value(reading))
+        assert await items.fetch_value(f"SELECT count(*) FROM tube.tube_writers() WHERE pid = {pid}") == 0
+    assert (await contents(items))[0] == list(range(1, 61))

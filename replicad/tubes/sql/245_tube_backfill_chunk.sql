@@ -19,14 +19,20 @@ BEGIN
     PERFORM tube_check_touch(home, 'B', insert_chunk_size);
     SELECT * INTO b FROM tube_backfill x WHERE x.tube = a.tube AND x.tbl = a.tbl AND NOT x.finished;
     IF NOT FOUND THEN
+        -- The first page is read before the tube is locked for writing: without an index on order_col it may take long, and
+        -- the tube's position does not move while a transaction has that lock.
+        b.order_col := order_col;
+        b.shard := home;
+        SELECT * INTO page FROM tube_backfill_page(a, b, greatest(max_ids, 1));
         IF NOT tube_backfill_begin(a, step1, order_col, home,
                 CASE WHEN a.routing IS NULL THEN ARRAY[home] ELSE tube_shards_past(a) END) THEN
             finished := true;
             RETURN;
         END IF;
         SELECT * INTO b FROM tube_backfill x WHERE x.tube = a.tube AND x.tbl = a.tbl;
+    ELSE
+        SELECT * INTO page FROM tube_backfill_page(a, b, greatest(max_ids, 1));
     END IF;
-    SELECT * INTO page FROM tube_backfill_page(a, b, greatest(max_ids, 1));
     PERFORM tube_backfill_put(b, page.ids, page.shards, insert_chunk_size);
     ids := cardinality(page.ids);
     finished := ids < greatest(max_ids, 1);

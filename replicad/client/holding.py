@@ -62,7 +62,7 @@ class Holding:
             await trio.sleep_until(past.until)
             await client.release(self._tube, self._part, past.term)
         self._asked = trio.current_time()
-        holder = f"{'_'.join(client._target.us.name.split())}!{self._key}"  # a word
+        holder = f"{word_of(client)}!{self._key}"
         lease = await client.claim(self._tube, self._part, ttl=self._ttl, wait=wait, holder=holder)
         self.term = lease.term
         if trio.current_time() >= self._next_renewal():  # CLAIM waited: when the lease was given is unknown
@@ -126,6 +126,11 @@ class Holding:
 
     def _deadline(self) -> float:
         return self._asked + self._ttl
+
+
+def word_of(client: TrioClient) -> str:
+    """The client's name as one word of a command."""
+    return "_".join(client._target.us.name.split())
 
 
 def new_key() -> str:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import asdict
 
 import trio
 
 from replicad.client.garbage import StaleIds
-from replicad.client.holding import OpenClient
+from replicad.client.holding import OpenClient, word_of
 from replicad.client.partition import Partition
 from replicad.client.refusals import may_pass
 from replicad.client.work import Batch, Handle, HandleControl, Work, WorkerSettings, WorkerStatistics
-from replicad.errors import CursorAhead, LeaseHeld, LeaseLost, PartitionsChanged, ReplicadError
+from replicad.errors import CursorAhead, Forbidden, LeaseHeld, LeaseLost, PartitionsChanged, ReplicadError
 from replicad.eventlog import get_logger
 from replicad.groups import leaves, raise_as_it_was
 from replicad.nurseries import open_plain_nursery
@@ -28,6 +29,7 @@ from replicad.tubes.commands import Part
 __all__ = ["Batch", "Worker", "WorkerSettings", "WorkerStatistics"]
 
 ASK_AGAIN = 5.0  # seconds before a worker whose partitions do not exist asks whether they do
+REPORT_INTERVAL = 10.0  # seconds between two reports of the counts, for `replicad top`
 ROUND = 60.0  # seconds: a number of partitions that changes more often is followed with growing pauses
 
 log = get_logger(__name__)
@@ -43,6 +45,8 @@ class Worker:
 
     `control` is called with control pods, yours and those of backfills, when they are read; pods read before may still
     be in progress. A pod for which it fails is tried again and parked like an id; pods behind it go on meanwhile.
+
+    Its counts, failed calls among them, are reported to the daemon, and `replicad top` shows them.
 
     `stale_ids(shard, before, limit)` is for garbage collection after a backfill: it returns up to `limit` ids that the
     downstream holds for the shard and wrote for a `Touch.seq` below `before`. `handle` gets them with op G.
@@ -87,6 +91,7 @@ class Worker:
             failures: list[Exception] = []
             changed = trio.Event()
             async with open_plain_nursery() as nursery:
+                nursery.start_soon(self._report)
                 for number in mine:
                     nursery.start_soon(self._note_failure, Part(number, partitions), changed, failures)
                 await changed.wait()
@@ -105,6 +110,25 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - raised by `run`
             failures.append(error)
             changed.set()
+
+    async def _report(self) -> None:
+        """Report the counts, failed calls among them, when they have changed. Without the right to report: never."""
+        work = self._work
+        reported: dict[str, int] | None = None
+        while True:
+            await trio.sleep(REPORT_INTERVAL)
+            counts = asdict(work.statistics)
+            if counts == reported:
+                continue
+            try:
+                async with work.open_client() as client:
+                    await client.report(work.tube, f"{word_of(client)}.{work.key[:6]}", counts)
+            except Forbidden:
+                return
+            except ReplicadError as error:
+                log.info("report_failed", tube=work.tube, code=error.code, error=str(error))
+            else:
+                reported = counts
 
     async def _give_back(self) -> None:
         """Release the leases of partitions that are no more: they would keep us from the new ones until they expire."""

@@ -170,6 +170,22 @@ async def test_a_pod_that_cannot_be_read_is_parked_and_the_others_go_on(
     assert await queue.fetch_value(PARKED) == [3, 3]
 
 
+async def test_failed_calls_are_reported_for_top(
+    queue: Database, open_worker_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handle(batch: Batch) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr("replicad.client.worker.REPORT_INTERVAL", 0.1)
+    await queue.execute("SELECT tube.queue_touch(0, '{1,2,3}', 'T')")
+    worker = Worker(open_worker_client, "queue", handle, settings=SETTINGS)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run)
+        await until(queue, "SELECT count(*) = 1 FROM tube.tube_report WHERE (counts ->> 'failed_calls')::int > 3")
+        nursery.cancel_scope.cancel()
+    assert (await queue.fetch_value("SELECT reporter FROM tube.tube_report")).startswith("worker.")
+
+
 async def test_a_worker_for_partitions_that_do_not_exist_asks_for_them_seldom(
     queue: Database, open_worker_client: OpenClient
 ) -> None:

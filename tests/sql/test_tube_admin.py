@@ -346,7 +346,7 @@ async def test_whoever_changes_a_tube_meets_writers_backfills_and_workers_withou
         finished = False
         while not finished:
             row = await connection.fetch_row(
-                "SELECT * FROM tube.tube_backfill_chunk($1, 'a', 'sh1.t', 'id', NULL, 5000)", step1
+                "SELECT * FROM tube.tube_backfill_chunk($1, 'a', 'sh1.t', 'id', NULL, 2000)", step1
             )
             finished = row is None or row["finished"]
         await connection.execute("DELETE FROM tube.a WHERE op = 'B'")
@@ -397,7 +397,7 @@ async def test_whoever_changes_a_tube_meets_writers_backfills_and_workers_withou
         async with trio.open_nursery() as nursery:
             for what in (write, write, backfill, work, work, repartition, detach, drop):
                 nursery.start_soon(churn, what)
-            while min(done[what.__name__] for what in (write, backfill, work, repartition, detach, drop)) < 2:
+            while min(done[what.__name__] for what in (write, backfill, work, repartition, detach, drop)) < 5:
                 await trio.sleep(0.05)
             nursery.cancel_scope.cancel()
     assert len(done) == 6, done

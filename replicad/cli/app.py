@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Sequence
 
@@ -44,8 +45,22 @@ class LazyGroup(click.Group):
         assert isinstance(found, click.Command)
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The sub-command of the first word. Names the nearest one where there is none."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise click.UsageError(f"No such command '{args[0]}'.{hint}", ctx)
+        return super().resolve_command(ctx, args)
 
-@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"max_content_width": 100})
+
+@click.group(
+    cls=LazyGroup,
+    epilog=EPILOG,
+    context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
+)
 @click.option("--debug", is_flag=True, help="Show the traceback if a command fails.")
 @click.version_option(package_name="replicad", message="%(prog)s %(version)s")
 @click.pass_obj

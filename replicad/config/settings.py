@@ -72,6 +72,13 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
+def parse_server(text: str) -> Address:
+    """`parse_address` of a daemon; without a port it is DEFAULT_PORT: `db1`, `[::1]`. Raises ValueError."""
+    if text.endswith("]") or (text and ":" not in text):
+        return parse_address(f"{text}:{DEFAULT_PORT}")
+    return parse_address(text)
+
+
 def _database(text: str) -> str:
     if not re.match(r"postgres(ql)?://", text):
         raise ValueError("give a URL such as postgresql://user@host:5432/name")
@@ -243,7 +250,7 @@ class ClientSettings:
     """The settings of a command that connects to a daemon."""
 
     server: Address = setting(
-        Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", "HOST:PORT", parse_address
+        Address(DEFAULT_HOST, DEFAULT_PORT), "The daemon to connect to.", "HOST[:PORT]", parse_server
     )
     token: str | None = setting(None, "Secret that the daemon asks for.", "TOKEN", word, secret=True)
     token_file: Path | None = setting(None, "File with the secret that the daemon asks for.", "FILE", path)

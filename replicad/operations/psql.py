@@ -21,7 +21,11 @@ from replicad.terminal.database import database_url
     "psql",
     cls=ReplicadCommand,
     short_help="Run psql on the database, also on the embedded one.",
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={  # -h is psql's
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["--help"],
+    },
     epilog="""\b
 Examples:
   replicad psql

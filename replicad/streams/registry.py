@@ -105,10 +105,11 @@ def differences(served: Stream, found: Stream) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A new stream, and remarks about it for the person who added it."""
+    """A stream, and remarks for the person who added it. `new`: it was not registered just like that before."""
 
     stream: Stream
     notes: tuple[str, ...]
+    new: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ async def add(
     max_row: int = MAX_ROW,
     schema: str = SCHEMA,
 ) -> Added:
-    """Make a table a stream.
+    """Make a table a stream. If it is one already, with the same arguments, nothing is changed.
 
     Tables and sequences are named as in SQL (`public.events`), columns exactly as they are. `row` is an SQL expression
     over the table, called t, that yields JSON. `sequence` is needed only where the application itself takes ids from
@@ -156,12 +157,32 @@ async def add(
         SchemaMissing: streams are not installed in this database.
     """
     oids = [await _resolve(db, what) for what in (table, positions_table, sequence)]
-    with installed(schema):
-        notes = await db.fetch_value(
-            statement("stream_add_bounded", schema),
-            name, oids[0], id_column, instance_column, row, str(method), *oids[1:], max_row,
-        )  # fmt: skip
+    wanted = (oids[0], id_column, instance_column, row, str(method), oids[1], max_row)
+    try:
+        with installed(schema):
+            notes = await db.fetch_value(statement("stream_add_bounded", schema), name, *wanted[:5], *oids[1:], max_row)
+    except StreamRefused:
+        present = await _present(db, name, schema)
+        if present is None or present.fault is not None or _arguments(present) != wanted:
+            raise
+        if oids[2] not in (None, present.sequence_oid):
+            raise
+        return Added(present, (), new=False)
     return Added(await load_stream(db, name, schema=schema), tuple(notes))
+
+
+async def _present(db: Queries, name: str, schema: str) -> Stream | None:
+    """The stream of that name; None if there is none, or it cannot be read, as in a transaction that has failed."""
+    try:
+        return (await load_streams(db, schema=schema)).get(name)
+    except DatabaseError:
+        return None
+
+
+def _arguments(stream: Stream) -> tuple[object, ...]:
+    """What `add` was called with, but for the sequence, which may have been found."""
+    columns = stream.id_column, stream.instance_column, stream.row
+    return stream.table_oid, *columns, str(stream.method), stream.positions_oid, stream.max_row
 
 
 async def remove(db: Queries, name: str, *, schema: str = SCHEMA) -> None:

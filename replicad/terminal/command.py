@@ -6,8 +6,10 @@ imported inside its function.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +17,15 @@ from typing import Any, TypeVar
 import click
 
 from replicad.config.declaring import Setting, plain, seconds, settings_of
-from replicad.config.settings import DatabaseSettings, LogSettings, colour_allowed, read_settings
+from replicad.config.limits import Limits
+from replicad.config.settings import (
+    ClientSettings,
+    DatabaseSettings,
+    LogSettings,
+    ServerSettings,
+    colour_allowed,
+    read_settings,
+)
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
 from replicad.terminal.failures import say
@@ -23,6 +33,7 @@ from replicad.terminal.failures import say
 F = TypeVar("F", bound=Callable[..., Any])
 
 _COMMON = "Common options"
+ALIKE = 0.9  # how alike a variable and a setting are, 0 to 1, for one to be a misspelling of the other
 
 
 @dataclass
@@ -62,6 +73,7 @@ class ReplicadCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Configure the logs, if the command has any, then run it."""
         _warn_of_secrets(ctx)
+        _warn_of_variables(ctx)
         if self.log_level is None:
             return super().invoke(ctx)
         chosen = {name: ctx.params.pop(name) for name in ("log_level", "log_format")}
@@ -95,6 +107,19 @@ def _warn_of_secrets(ctx: click.Context) -> None:
                 "it in the list of processes; put it into ~/.pgpass (PGPASSFILE), or give the option by its variable "
                 "or in a file"
             )
+
+
+def _warn_of_variables(ctx: click.Context) -> None:
+    """A variable whose name is nearly that of a setting of this command would be ignored without a word."""
+    kinds = (ServerSettings, DatabaseSettings, Limits, ClientSettings, LogSettings)
+    known = {made.variable for kind in kinds for made in settings_of(kind)}
+    of_command = {f"REPLICAD_{param.name.upper()}" for param in ctx.command.params if param.name}
+    of_command |= {"REPLICAD_TOKEN"} if {"REPLICAD_TOKEN_FILE"} & of_command else set()
+    for name in sorted(os.environ.keys() - known - of_command):
+        if name.startswith("REPLICAD_"):
+            near = difflib.get_close_matches(name, of_command, n=1, cutoff=ALIKE)
+            if near:
+                say(f"replicad: warning: the variable {name} is not known; did you mean {near[0]}?")
 
 
 class ReplicadGroup(click.Group):

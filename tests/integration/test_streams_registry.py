@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import trio
@@ -166,6 +167,29 @@ async def test_tables_of_every_shape_that_can_be_a_stream_are_taken(db: Database
     assert len(given.notes) == 3
     assert given.stream.row_type == "text"
     assert [s.number for s in (await registry.load_streams(db)).values()] == [7, 1, 5, 4, 3, 2, 6]
+
+
+async def test_to_add_a_stream_again_just_so_changes_nothing_and_otherwise_is_refused(db: Database) -> None:
+    await db.execute(EVENTS)
+    first = await registry.add(db, "again", "events", "id", row="body", max_row=5000)
+    assert first.new
+    second = await registry.add(db, "again", "public.events", "id", row="body", max_row=5000)
+    assert not second.new
+    assert second.stream == first.stream
+    assert not (await registry.add(db, "again", "events", "id", row="body", max_row=5000, sequence="events_id_seq")).new
+    await db.execute("CREATE TABLE others (LIKE events INCLUDING ALL); CREATE SEQUENCE other")
+    different = [
+        {"row": None},
+        {"max_row": 6000},
+        {"table": "others"},
+        {"sequence": "other"},
+        {"method": "reservation"},
+    ]
+    for one in different:
+        arguments: dict[str, Any] = {"table": "events", "row": "body", "max_row": 5000, **one}
+        table = arguments.pop("table")
+        with pytest.raises(StreamRefused, match="there is a stream again already"):
+            await registry.add(db, "again", table, "id", **arguments)
 
 
 async def test_a_psql_user_adds_streams_with_the_same_refusals(db: Database) -> None:

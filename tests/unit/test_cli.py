@@ -98,7 +98,7 @@ def test_help_and_ping_load_neither_trio_nor_drivers_nor_spark() -> None:
     [
         (["nonsense"], 2, ["nonsense", "--help"]),
         (["ping", "--nonsense"], 2, ["--nonsense", "replicad ping --help"]),
-        (["ping", "127.0.0.1"], 2, ["--server", "'127.0.0.1'", "HOST:PORT"]),
+        (["ping", "127.0.0.1:x"], 2, ["--server", "'127.0.0.1:x'", "HOST:PORT"]),
         (["ping", "127.0.0.1:1"], 1, ["127.0.0.1:1", "replicad serve"]),
         (["serve", "--max-line", "1"], 2, ["--max-line", "4096"]),
         (["serve", "--log-level", "loud"], 2, ["--log-level", "debug"]),

@@ -20,7 +20,7 @@ _LONGEST_ANSWER = 16 << 20  # bytes; STREAMS with the names of all streams
 
 
 @click.command("ping", cls=ReplicadCommand, short_help="Check that a daemon answers; for health checks.")
-@click.argument("address", required=False, metavar="[HOST:PORT]")
+@click.argument("address", required=False, metavar="[HOST[:PORT]]")
 @settings_options(ClientSettings)
 @option(
     "--timeout",
@@ -35,7 +35,7 @@ def command(address: str | None, timeout: float, **options: Any) -> None:
     With a token (--token-file, REPLICAD_TOKEN) or a client certificate the daemon must also answer a request, which it
     does only if it knows them. Without, it is enough that it answers at all.
 
-    HOST:PORT is short for --server HOST:PORT; the variable REPLICAD_SERVER does as well.
+    HOST:PORT is short for --server HOST:PORT; the variable REPLICAD_SERVER does as well. Without a port it is 9009.
     """
     if address is not None:
         if options["server"] is not None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from replicad.postgres.horizon import Holder
     from replicad.streams.acks import SenderAck
     from replicad.streams.lineage import Generation
+    from replicad.streams.registry import Added
     from replicad.streams.status import StreamStatus
 
 _LONGEST_QUERY = 60  # characters of a holder's query in a table
@@ -78,9 +79,12 @@ def add(
     *, name: str, table: str, id_column: str, instance_column: str | None, row: str | None, method: str,
     positions_table: str | None, sequence: str | None, max_row: int, **options: Any,
 ) -> None:  # fmt: skip
-    """Make a table the stream NAME, with no change to the application that writes it."""
+    """Make a table the stream NAME, with no change to the application that writes it.
 
-    async def work(db: Database, schema: str) -> tuple[str, tuple[str, ...], bool]:
+    If it is registered already with the same arguments, nothing is changed.
+    """
+
+    async def work(db: Database, schema: str) -> tuple[Added, bool]:
         from replicad.streams import registry
 
         added = await registry.add(
@@ -88,14 +92,15 @@ def add(
             positions_table=positions_table, sequence=sequence, max_row=max_row, schema=schema,
         )  # fmt: skip
         daemon = await registry.daemon_connected(db, schema=schema)
-        return added.stream.name, added.notes, daemon
+        return added, daemon
 
-    made, notes, daemon = on_streams(options, work)
+    added, daemon = on_streams(options, work)
+    done = f"stream {added.stream.name} {'registered' if added.new else 'is registered already, just so'}"
     if daemon:
-        echo(f"stream {made} registered; the daemons that are running serve it within 1 s")
+        echo(f"{done}; the daemons that are running serve it within 1 s")
     else:
-        echo(f"stream {made} registered; no daemon is connected to this database: start `replicad serve`")
-    for note in notes:
+        echo(f"{done}; no daemon is connected to this database: start `replicad serve`")
+    for note in added.notes:
         echo(f"note: {note}")
 
 

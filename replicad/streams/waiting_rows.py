@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
-from replicad.errors import DatabaseUnavailable, ReplicadError
 from replicad.postgres.bridge import quote_literal
 from replicad.streams.queries import Impatient
 from replicad.streams.rows import RowSource
+from replicad.streams.together import fetch_together
 
 MOST = 10_000  # rows of a stream that are counted; more cost time and tell an operator nothing new
-TOGETHER = 100  # streams in one statement
 
 
 async def count_waiting(
@@ -18,37 +18,15 @@ async def count_waiting(
 ) -> None:
     """Put into `found` how many rows each stream has above its position: (source, position) by name, at most MOST.
 
-    A stream that cannot be counted (locked, replaced, denied) gets None. It costs the others a few statements more,
-    because the list is then divided. What was found is in `found` also if the caller's time is over meanwhile.
-
-    Raises:
-        DatabaseUnavailable: Postgres cannot be reached.
+    A stream that cannot be counted gets None. What was found is in `found` also if the caller's time is over meanwhile.
+    Raises what `fetch_together` raises.
     """
-    names = list(sources)
-    for at in range(0, len(names), TOGETHER):
-        await _count(db, sources, names[at : at + TOGETHER], found)
+    branches = {
+        name: f"SELECT {quote_literal(name)} AS name, ({source.count_above(position, MOST)}) AS rows"
+        for name, (source, position) in sources.items()
+    }
 
+    def take(names: Sequence[str], rows: Sequence[Any] | None) -> None:
+        found.update(dict.fromkeys(names) if rows is None else ((row["name"], row["rows"]) for row in rows))
 
-async def _count(
-    db: Impatient,
-    sources: Mapping[str, tuple[RowSource, int]],
-    names: Sequence[str],
-    found: MutableMapping[str, int | None],
-) -> None:
-    branches = (
-        f"SELECT {quote_literal(name)} AS name, ({sources[name][0].count_above(sources[name][1], MOST)}) AS rows"
-        for name in names
-    )
-    try:
-        rows = await db.fetch(" UNION ALL ".join(branches))
-    except DatabaseUnavailable:
-        raise
-    except ReplicadError:
-        if len(names) == 1:
-            found[names[0]] = None
-            return
-        middle = len(names) // 2
-        await _count(db, sources, names[:middle], found)
-        await _count(db, sources, names[middle:], found)
-    else:
-        found.update((row["name"], row["rows"]) for row in rows)
+    await fetch_together(db, branches, take)

@@ -22,6 +22,8 @@ import pytest
 import trio
 
 from replicad.config.settings import Address, ServerSettings
+from replicad.errors import UsageError
+from replicad.groups import sole_leaf
 from replicad.operations.http import server
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
@@ -283,6 +285,36 @@ async def test_a_scrape_is_answered_in_time_while_postgres_hangs(
         )
 
 
+async def test_backlogs_small_and_large_are_counted_by_partition_with_ages(events: Database, daemon: Daemon) -> None:
+    pods = (
+        "INSERT INTO tube.{} (op, shard, ids, payload, ts)"
+        " SELECT '{}', g % 2, '{{1}}', '{{}}', now() - {} * interval '1 s'"
+    )
+    for tube, partitions in (("few", 2), ("many", 2), ("gone", 1)):
+        await events.execute(f"SELECT tube.tube_ensure_exists('{tube}', partitions => {partitions})")
+    await events.execute(pods.format("few", "U", 100) + " FROM generate_series(1, 3) AS g")
+    await events.execute(pods.format("few", "B", 200) + " FROM generate_series(1, 2) AS g")
+    await events.execute(pods.format("many", "U", 300) + " FROM generate_series(1, 6000) AS g")
+    await events.execute(
+        "INSERT INTO tube.tube_parked (tube, seq, op, shard, ids, ts, tries, error)"
+        " SELECT 'few', g, 'U', 1, '{1}', now(), 3, 'no' FROM generate_series(1, 4) AS g"
+    )
+    async with events.connection() as locker, locker.transaction():
+        await locker.execute("LOCK TABLE tube.gone IN ACCESS EXCLUSIVE MODE")
+        few = 'replicad_tube_pods{partition="1",tube="few"}'
+        found = await ask_until(daemon.http, "/metrics", lambda one: few in one)
+        assert 'replicad_tube_pods{partition="0",tube="gone"}' not in found, "its table is locked"
+        assert found.value(few) == 2
+        assert found.value('replicad_tube_pods{partition="0",tube="few"}') == 1
+        assert found.value('replicad_tube_backfill_pods{partition="0",tube="few"}') == 1
+        assert found.value('replicad_tube_parked_pods{partition="1",tube="few"}') == 4
+        assert found.value('replicad_tube_parked_pods{partition="0",tube="few"}') == 0
+        assert 100 <= found.value('replicad_tube_oldest_pod_age_seconds{partition="0",tube="few"}') < 200
+        assert found.value('replicad_tube_backfill_oldest_pod_age_seconds{partition="1",tube="few"}') >= 200
+        assert found.value('replicad_tube_pods{partition="0",tube="many"}') > 1000, "an estimate"
+        assert found.value('replicad_tube_oldest_pod_age_seconds{partition="1",tube="many"}') >= 300
+
+
 async def test_postgres_is_looked_at_only_for_scrapes_and_once_for_many(
     start_daemon: Start, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,3 +523,18 @@ async def test_without_the_option_nothing_is_imported(settings: ServerSettings, 
     assert found.stdout.strip() == b"[]"
     async with open_daemon(replace(settings, http=None), database_url) as daemon:
         assert daemon.http is None
+
+
+async def test_a_port_that_is_in_use_and_a_missing_extra_are_sentences_at_the_start(
+    settings: ServerSettings, database_url: str, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = Address("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(BaseException) as caught:  # noqa: PT011 - a group around it
+            async with open_daemon(replace(settings, http=busy), database_url):
+                pass
+        assert "choose another with --http" in str(sole_leaf(caught.value))
+    monkeypatch.setattr("replicad.operations.serving._PACKAGES", ("no_such_package",))
+    with pytest.raises(UsageError, match=r"--http needs no_such_package: pip install 'replicad\[http\]'"):
+        async with open_daemon(settings, database_url):
+            pass

@@ -143,3 +143,15 @@ def test_ping_with_a_token_waits_for_the_proof_that_it_is_right(
     captured = capsys.readouterr()
     assert said in captured.out + captured.err
     assert LONG not in captured.out + captured.err
+
+
+def test_health_checks_and_metrics_for_other_machines_need_a_secret_or_tls_too(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--http 0\.0\.0\.0:9010: .* without a secret .* and without TLS"):
+        made(http="0.0.0.0:9010").refuse_careless()
+    made(http="127.0.0.1:9010").refuse_careless()
+    made(http="0.0.0.0:9010", insecure="true").refuse_careless()
+    guarded = made({"REPLICAD_TOKEN": LONG}, http="0.0.0.0:9010")
+    guarded.refuse_careless()
+    assert guarded.exposure == "TLS (--tls-cert)"
+    assert guarded.exposed == "--http 0.0.0.0:9010"
+    assert made(http="127.0.0.1:9010").exposure is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -121,24 +122,23 @@ class Pages:
         caller.require(STATUS)
         await self._looks.refresh()
         found = self._obstacles()
-        body: dict[str, object] = {
+        body = {
             "server_name": self._host.settings.server_name,
             "version": self._version,
             "uptime_seconds": round(trio.current_time() - self._began, 1),
             "ready": not found,
             "obstacles": [one._asdict() for one in found if caller.sees(one)],
         }
-        for source in self._host.figures.sources:
-            for detail in source.details():
-                if not caller.sees(detail):
-                    continue
-                if detail.name:
-                    listed = body.setdefault(f"{detail.kind}s", [])
-                    assert isinstance(listed, list)
-                    listed.append({"name": detail.name, **detail.fields})
-                else:
-                    body[detail.kind] = dict(detail.fields)
-        return JSONResponse(body)
+        lists: dict[str, list[str]] = {}
+        details = list(chain.from_iterable(source.details() for source in self._host.figures.sources))
+        for number, detail in enumerate(details):
+            if number % SLICE == 0:
+                await trio.lowlevel.checkpoint()
+            if caller.sees(detail):
+                listed = lists.setdefault(f"{detail.kind}s", [])
+                listed.append(json.dumps({"name": detail.name, **detail.fields}))
+        text = json.dumps(body)[:-1] + "".join(f', "{kind}": [{", ".join(some)}]' for kind, some in lists.items())
+        return Response(text + "}", media_type="application/json")
 
     async def clients(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         """Who is connected, what they follow, and who was cut, as JSON. Needs the right `status`."""

@@ -1,9 +1,12 @@
-"""Samples in the formats of Prometheus and OpenMetrics. Rendering runs in a thread, beside the replication."""
+"""Samples in the formats of Prometheus and OpenMetrics, rendered in slices between which other tasks run.
+
+Not in a thread: it would hold the interpreter for 5 ms at each system call of the event loop.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import trio
 from prometheus_client.exposition import choose_encoder
@@ -14,9 +17,12 @@ from prometheus_client.registry import Collector
 from replicad.daemon.figures import COUNTER, GAUGE, Family, Sample
 
 MAX_SERIES = 5000  # of one family: a thousand streams with five states
-SLICE = 500  # samples, about a millisecond, before other tasks run
+SLICE = 100  # samples, about a millisecond, before other tasks run
 SHARED_FOR = 1.0  # seconds for which a rendered page is given again: many scrapers cost as much as one
 SHARED = 8  # pages that are kept, by client and format
+EOF = b"# EOF\n"  # the end of a page of OpenMetrics
+
+Encode = Callable[[Collector], bytes]
 
 LEFT_OUT = Family(
     "replicad_series_left_out",
@@ -65,27 +71,44 @@ class Exposition:
             made_at, page = self._pages.get(key, (float("-inf"), b""))
             if trio.current_time() >= made_at + SHARED_FOR:
                 found = await gather(self._families, samples(), admits)
-                page = await trio.to_thread.run_sync(encode, _Found(found, self._process))
+                page = await self._render(found, encode)
                 self._pages[key] = trio.current_time(), page
                 self._pages.move_to_end(key)
                 while len(self._pages) > SHARED:
                     self._pages.popitem(last=False)
         return page, content_type
 
+    async def _render(self, found: dict[Family, list[Sample]], encode: Encode) -> bytes:
+        """The families by name, then the figures of the process."""
+        parts = []
+        for family in sorted(found, key=lambda one: one.name):
+            samples = found[family]
+            for at in range(0, max(1, len(samples)), SLICE):
+                parts.append(_without(encode(_Part(family, samples[at : at + SLICE])), headers=at > 0))
+                await trio.lowlevel.checkpoint()
+        parts.append(encode(self._process))  # has the end
+        return b"".join(parts)
 
-class _Found(Collector):
-    """What was gathered, and the figures of the process, as prometheus-client wants it."""
 
-    def __init__(self, found: dict[Family, list[Sample]], process: Collector) -> None:
-        self._found = found
-        self._process = process
+class _Part(Collector):
+    """Some samples of a family, as prometheus-client wants them."""
+
+    def __init__(self, family: Family, samples: Sequence[Sample]) -> None:
+        self._family = family
+        self._samples = samples
 
     def collect(self) -> Iterator[Metric]:
-        """The families, by name."""
-        for family in sorted(self._found, key=lambda one: one.name):
-            kind = CounterMetricFamily if family.kind == COUNTER else GaugeMetricFamily
-            metric = kind(family.name, family.help, labels=family.labels)
-            for sample in self._found[family]:
-                metric.add_metric(list(sample.labels), sample.value)
-            yield metric
-        yield from self._process.collect()
+        """One family."""
+        kind = CounterMetricFamily if self._family.kind == COUNTER else GaugeMetricFamily
+        metric = kind(self._family.name, self._family.help, labels=self._family.labels)
+        for sample in self._samples:
+            metric.add_metric(list(sample.labels), sample.value)
+        yield metric
+
+
+def _without(page: bytes, *, headers: bool) -> bytes:
+    """A part of a page without its end, and without the lines about the family. No other line begins with `#`."""
+    kept = page.removesuffix(EOF)
+    if headers:
+        kept = b"".join(line for line in kept.splitlines(keepends=True) if not line.startswith(b"#"))
+    return kept

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from replicad.daemon.figures import GAUGE, Detail, Family, Look, Obstacle, Sample
-from replicad.postgres.bridge import Database
+from replicad.postgres.bridge import Database, quote_ident, quote_literal
 from replicad.postgres.horizon import Reading
 from replicad.postgres.statements import statement
+from replicad.streams.queries import Impatient
+from replicad.streams.together import fetch_together
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import TubeInfo
 
 KIND = "tube"
+FEW = 5000  # pods of a tube that are counted in one pass over its table
 SERVED, REFUSED = STATES = ("served", "refused")
 _OF, _PART = ("tube",), ("tube", "partition")
 
@@ -135,12 +139,50 @@ class TubeFigures:
         return (Look("tubes", self._look, self._seen.clear),) if self._served.tubes else ()
 
     async def _look(self) -> None:
-        """Read what waits in all tubes, with one statement."""
-        rows = await self._db.fetch(statement("tube_figures", self._schema))
+        """Read what waits in all tubes: with one statement, and another for tubes with many pods."""
+        infos = {name: info for name, info in self._served.tubes.items() if self._served.fault(name) is None}
+        seen: dict[tuple[str, int], dict[str, float]] = {}
+        many: list[str] = []
+
+        def put(row: Any) -> None:
+            place = seen.get((row["name"], row["partition"]))
+            if place is not None:  # else the number of partitions has just changed
+                kind = "backfill_" if row["backfill"] else ""
+                place[f"{kind}pods"] = row["pods"]
+                place[f"{kind}age_s"] = max(row["age_s"] or 0.0, 0.0)
+
+        def take(names: Sequence[str], rows: Sequence[Any] | None) -> None:
+            if rows is None:
+                return  # the table is locked, or has just been changed
+            total = Counter[str]()
+            for name in names:
+                seen.update(
+                    ((name, part), dict.fromkeys(_COLUMNS.values(), 0)) for part in range(infos[name].partitions)
+                )
+            for row in rows:
+                total[row["name"]] += row["pods"]
+                put(row)
+            many.extend(name for name, number in total.items() if number >= FEW)
+
+        await fetch_together(Impatient(self._db), {name: self._few(info) for name, info in infos.items()}, take)
+        if many:
+            for row in await self._db.fetch(statement("tube_figures", self._schema), many):
+                put(row)
+        for row in await self._db.fetch(statement("tube_figures_parked", self._schema)):
+            if (row["name"], row["partition"]) in seen:
+                seen[row["name"], row["partition"]]["parked"] = row["pods"]
         self._seen.clear()
-        for row in rows:
-            if row["pods"] is not None:  # else its table cannot be read
-                self._seen[row["tube"], row["partition"]] = {name: row[name] or 0 for name in _COLUMNS.values()}
+        self._seen.update(seen)
+
+    def _few(self, info: TubeInfo) -> str:
+        """The query for a tube with few pods: one pass over its table."""
+        table = f"{quote_ident(self._schema)}.{quote_ident(info.name)}"
+        return (
+            f"SELECT {quote_literal(info.name)} AS name, x.shard % {info.partitions} AS partition, "
+            "x.op = 'B' AS backfill, count(*) AS pods, "
+            "extract(epoch FROM clock_timestamp() - min(x.ts))::float8 AS age_s "
+            f"FROM (SELECT t.shard, t.op, t.ts FROM {table} AS t LIMIT {FEW}) AS x GROUP BY 2, 3"
+        )
 
 
 _COLUMNS = {

@@ -119,6 +119,20 @@ async def test_a_figure_has_a_bounded_number_of_series_and_says_how_many_are_mis
     assert b"\nreplicad_events_total 3.0\n" in text
 
 
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+async def test_a_family_of_many_slices_has_one_head_and_the_page_one_end(accept: str) -> None:
+    page = exposition.Exposition([SIZE, EVENTS])
+    number = 3 * exposition.SLICE + 1
+    samples = [SIZE(1, f"# s{one}") for one in range(number)]
+    text, _ = await page.page("", accept, lambda: [*samples, EVENTS(2)], lambda _: True)
+    lines = text.decode().splitlines()
+    assert sum(line.startswith("replicad_some_bytes{") for line in lines) == number
+    assert sum(line == "# TYPE replicad_some_bytes gauge" for line in lines) == 1
+    assert "replicad_events_total 2.0" in lines
+    assert lines.count("# EOF") == bool(accept)
+    assert (lines[-1] == "# EOF") == bool(accept)
+
+
 async def test_labels_with_any_characters_stay_on_their_line() -> None:
     page = exposition.Exposition([SIZE])
     text, _ = await page.page("", "", lambda: [SIZE(1, 'a"b\\c\nreplicad_ready 1')], lambda _: True)

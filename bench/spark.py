@@ -40,6 +40,7 @@ def bench_on_spark() -> Iterator[Bench]:
     """A fresh Postgres, a daemon, and a Spark of two cores, all gone at the end."""
     with tempfile.TemporaryDirectory(prefix="replicad-bench-") as name:
         folder, tcp = Path(name), str(free_port())
+        folder.chmod(0o711)  # the account of root's Postgres passes through
         settings = {"listen_addresses": "127.0.0.1", "port": tcp}
         with embedded_postgres(folder / "postgres", settings) as url, System(url, folder).daemon() as daemon:
             more = {"spark.jars": str(JDBC)} if JDBC.exists() else {}

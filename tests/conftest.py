@@ -95,6 +95,7 @@ def server_folder() -> Iterator[Path]:
     Not one of pytest's: every new run of pytest closes those to other accounts, and root's servers run as another one.
     """
     with tempfile.TemporaryDirectory(prefix="replicad-test-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o711)  # replicad changes the rights of no folder that it did not make
         yield Path(folder)
 
 

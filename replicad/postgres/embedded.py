@@ -80,8 +80,8 @@ class EmbeddedPostgres:
         _make_folder(self.folder)
         self._account = _server_account(self.data)
         if self._account is not None:
-            _let_pass(self.folder, self._account)
-            _let_read(self._programs.parent, self._account)
+            _check_way(self.folder, self._account, "choose another folder by --data-folder, such as /var/lib/replicad")
+            _check_programs(self._programs.parent, self._account)
         with self._locked():
             self._users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -299,8 +299,11 @@ def find_programs() -> Path:
 
 
 def _make_folder(folder: Path) -> None:
+    missing = [step for step in (folder, *folder.parents) if not step.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for step in missing if os.geteuid() == 0 else ():  # the server's account passes through, whatever the umask is
+            step.chmod(stat.S_IMODE(step.stat().st_mode) | stat.S_IXOTH)
     except OSError as error:
         raise EnvironmentRefused(f"cannot make {folder} for the embedded Postgres: {error.strerror}.") from error
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -325,23 +328,31 @@ def _server_account(data: Path) -> pwd.struct_passwd | None:
     return pwd.getpwnam("nobody")  # images without useradd have this one
 
 
-def _let_pass(folder: Path, account: pwd.struct_passwd) -> None:
-    """Let the server's account pass through (not read) the folders down to this one, such as the home of root."""
-    for step in (folder, *folder.parents):
+def _check_way(folder: Path, account: pwd.struct_passwd, remedy: str) -> None:
+    """Raise EnvironmentRefused if the server's account cannot pass through the folders down to this one.
+
+    The rights of folders are left as they are: what is above may be the closed home of root.
+    """
+    groups = os.getgrouplist(account.pw_name, account.pw_gid)
+    for step in (*reversed(folder.parents), folder):
         found = step.stat()
-        bit = stat.S_IXUSR if found.st_uid == account.pw_uid else stat.S_IXOTH
-        if not found.st_mode & bit:
-            step.chmod(stat.S_IMODE(found.st_mode) | bit)
+        bit = stat.S_IXGRP if found.st_gid in groups else stat.S_IXOTH
+        if not found.st_mode & (stat.S_IXUSR if found.st_uid == account.pw_uid else bit):
+            raise EnvironmentRefused(
+                f"the server of root runs as {account.pw_name}, who may not pass through {step} (its rights are "
+                f"{stat.S_IMODE(found.st_mode):04o}): {remedy}, or do not run as root, or allow it: chmod o+x {step}"
+            )
 
 
-def _let_read(install: Path, account: pwd.struct_passwd) -> None:
-    """Let the server's account use the installed programs, if a strict umask allows them to root only."""
-    _let_pass(install, account)
-    if (install / "bin" / "postgres").stat().st_mode & stat.S_IXOTH:
-        return
-    for path in (install, *install.rglob("*")):
-        mode = stat.S_IMODE(path.stat().st_mode)
-        path.chmod(mode | stat.S_IROTH | (stat.S_IXOTH if mode & stat.S_IXUSR else 0))
+def _check_programs(install: Path, account: pwd.struct_passwd) -> None:
+    """Raise EnvironmentRefused if the server's account cannot run the installed programs."""
+    remedy = "install replicad where every account may go"
+    _check_way(install / "bin", account, remedy)
+    if not (install / "bin" / "postgres").stat().st_mode & stat.S_IXOTH:
+        raise EnvironmentRefused(
+            f"the server of root runs as {account.pw_name}, who may not run the programs in {install}: {remedy}, "
+            f"or allow it: chmod -R o+rX {install}"
+        )
 
 
 def _serves(pid: int, data: Path) -> bool:

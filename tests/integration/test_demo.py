@@ -98,6 +98,7 @@ def demo(folder: Path) -> Iterator[Run]:
 def folder() -> Iterator[Path]:
     """A folder that is not below pytest's own, which every other run of pytest closes to the account of Postgres."""
     with tempfile.TemporaryDirectory(prefix="replicad-demo-") as made:
+        Path(made).chmod(0o711)
         yield Path(made) / "demo"
 
 

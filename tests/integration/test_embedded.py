@@ -213,15 +213,42 @@ def test_socket_folder_that_somebody_else_prepared_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand things to others")
-def test_root_opens_no_more_of_its_folders_than_the_way_to_the_data(template: Path, postgres_folder: Path) -> None:
+def test_root_leaves_the_rights_of_folders_as_they_are_and_says_what_is_in_the_way(postgres_folder: Path) -> None:
     home = postgres_folder / "home"
     home.mkdir(mode=0o700)
-    (home / "secret").mkdir(mode=0o700)
-    with EmbeddedPostgres(copied(template, home / "project" / ".replicad" / "postgres")) as server:
-        assert pwd.getpwuid(server.data.stat().st_uid).pw_name != "root"
-    assert stat.S_IMODE(home.stat().st_mode) == 0o701
-    assert stat.S_IMODE((home / "secret").stat().st_mode) == 0o700
-    assert stat.S_IMODE(server.data.stat().st_mode) == 0o700
+    wanted = home / "project" / ".replicad" / "postgres"
+    with pytest.raises(EnvironmentRefused, match=rf"pass through {home} \(its rights are 0700\): .*chmod o\+x {home}$"):
+        EmbeddedPostgres(wanted).__enter__()
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    mine = postgres_folder / "mine"  # the folder of the option itself, made by root for itself
+    mine.mkdir(mode=0o700)
+    with pytest.raises(EnvironmentRefused, match=f"pass through {mine} .*--data-folder"):
+        EmbeddedPostgres(mine).__enter__()
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand things to others")
+def test_folders_that_root_makes_let_the_server_pass_whatever_the_umask(postgres_folder: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        made = postgres_folder / "a" / "b"
+        embedded._make_folder(made)
+        assert {stat.S_IMODE(step.stat().st_mode) for step in (made, made.parent)} == {0o701}
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand things to others")
+def test_programs_that_only_root_may_run_are_refused_and_left_alone(postgres_folder: Path) -> None:
+    account = pwd.getpwnam("nobody")
+    program = postgres_folder / "pginstall" / "bin" / "postgres"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o700)
+    with pytest.raises(EnvironmentRefused, match=r"may not run .*chmod -R o\+rX"):
+        embedded._check_programs(program.parents[1], account)
+    assert stat.S_IMODE(program.stat().st_mode) == 0o700
+    program.chmod(0o755)
+    embedded._check_programs(program.parents[1], account)
 
 
 def test_data_of_another_major_version_is_refused_with_both_remedies(folder: Path) -> None:

@@ -31,6 +31,7 @@ def dump(tree: Path) -> str:
     script = older.command(tree, "sql", "up")
     assert script.returncode == 0, script.stderr
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o711)
         with EmbeddedPostgres(Path(folder) / "postgres") as server:
             _program("psql", "-qX", "-v", "ON_ERROR_STOP=1", "-d", server.url, stdin=script.stdout)
             made = _program("pg_dump", "--schema-only", "--no-owner", "-d", server.url)

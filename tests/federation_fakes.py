@@ -23,6 +23,7 @@ class Shelf:
     facts: dict[Order, Pdu] = field(default_factory=dict)
     edus: dict[int, Edu] = field(default_factory=dict)
     entry: Entry | None = None
+    parked: list[tuple[str, str]] = field(default_factory=list)  # bodies and reasons
     written_at: float = 0.0
 
     def page(self, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:
@@ -33,7 +34,7 @@ class Shelf:
         facts: list[Pdu] = []
         if wanted.pdus:
             room = pdu_bytes
-            for order in sorted(self.facts)[:pdus]:
+            for order in [order for order in sorted(self.facts) if order > wanted.after][:pdus]:
                 if room <= 0:
                     break
                 known = self.facts[order]
@@ -43,7 +44,7 @@ class Shelf:
         return Page(
             pdus=tuple(facts),
             edus=tuple(Edu(self.edus[number].body, None, number) for number in updates),
-            more_pdus=wanted.pdus and len(self.facts) > len(facts),
+            more_pdus=wanted.pdus and sum(order > wanted.after for order in self.facts) > len(facts),
             more_edus=wanted.edus and len(self.edus) > len(updates),
         )
 
@@ -62,6 +63,12 @@ class Shelf:
 
     def write(self, entry: Entry, now: float) -> None:
         self.entry, self.written_at = entry, now
+        for aside in entry.parked:
+            for order in sorted(order for order in self.facts if order <= aside.upto):
+                self.parked.append((self.facts.pop(order).body, aside.reason))
+            self.parked += [
+                (self.edus.pop(number).body, aside.reason) for number in aside.numbers if number in self.edus
+            ]
         self.facts = {order: pdu for order, pdu in self.facts.items() if order > entry.success}
         for number in entry.done_edus:
             self.edus.pop(number, None)

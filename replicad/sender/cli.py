@@ -15,6 +15,7 @@ import click
 from replicad.config.declaring import load, read_file
 from replicad.config.settings import ClientSettings, DatabaseSettings, read_settings
 from replicad.errors import EnvironmentRefused, UsageError
+from replicad.sender import parked_cli
 from replicad.sender.settings import Bounds, Delivery, Routing, Secrets, SenderSettings
 from replicad.sender.signing import derive
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option, settings_options
@@ -55,7 +56,7 @@ _config_option = option(
     "sender",
     cls=SenderGroup,
     invoke_without_command=True,
-    subcommand_metavar="[secret NAME]",
+    subcommand_metavar="[secret NAME | parked COMMAND]",
     log_level="info",
     short_help="Deliver the facts of a stream to many HTTP destinations.",
     epilog="""\b
@@ -148,6 +149,9 @@ def secret(ctx: click.Context, /, name: str, config: Path | None) -> None:
             echo(derive(master, name))
     except UnicodeEncodeError:
         raise UsageError(f"{name!r} is not UTF-8, so it is not the name of a destination") from None
+
+
+command.add_command(parked_cli.command)
 
 
 def _move(text: str, facts: str) -> tuple[str, str]:

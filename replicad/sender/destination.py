@@ -6,23 +6,23 @@ rest is read from the store when the queue is empty. After a failure the queue i
 takes no memory. Above an hour of back-off (`Terms.catch_up_after`) the destination is `catching_up`: of each room only
 the latest fact is left, and droppable updates are dropped (docs/sender.md, Outages).
 
-There is one transaction at a time. It is stored before it is sent, so that it can be repeated unchanged: after a
-failure, after a kill, and at the beginning of catch-up. The caller reads what `wants` says, calls `begin`, sends the
-transaction, and calls `succeeded` or `failed`.
+There is one transaction at a time. It is stored before it is sent, so that it can be repeated unchanged. The caller
+reads what `wants` says, calls `begin`, sends the transaction, and calls `succeeded` or `failed`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 
 from replicad.errors import LocalProtocolError
 from replicad.retry import Backoff
 from replicad.sender.items import (
     MAX_EDUS,
     MAX_PDUS,
+    START,
+    Aside,
     Edu,
     Memory,
     Page,
@@ -32,7 +32,9 @@ from replicad.sender.items import (
     Wanted,
     make_transaction,
 )
+from replicad.sender.packing import Suspects, take_one, take_pdus, take_updates
 
+MOST_ASIDE = 50  # items in a row that are tried before the destination counts as one that refuses everything
 JITTER = 0.2  # the largest part of a pause that is randomly left off
 
 
@@ -71,9 +73,12 @@ class Destination:
         "_pdus",
         "_source",
         "_stale",
+        "_suspects",
         "_terms",
+        "_units",
         "_unread",
         "_woken",
+        "aside",
         "behind",
         "catching_up",
         "dropped",
@@ -83,6 +88,7 @@ class Destination:
         "newest",
         "phase",
         "proven",
+        "refused",
         "retry_at",
         "serial",
         "success",
@@ -128,8 +134,10 @@ class Destination:
         self._durable: deque[Edu] = deque()
         self._edus: dict[object, Edu] = {}  # droppable updates, by key; one without a key under itself
         self._held: list[Pdu | Edu] = []  # the facts and updates in the transaction
-
-    # --- facts and updates ---
+        self._units = 1  # of these, those that may be sent apart
+        self._suspects: Suspects | None = None  # some of them are refused
+        self.aside: tuple[Aside, ...] = ()  # each is refused; others are on trial
+        self.refused: Transaction | None = None  # the transaction of the first of them
 
     def enqueue(self, pdu: Pdu) -> bool:
         """Queue a fact that was stored just now. False if the destination has had it already."""
@@ -146,9 +154,10 @@ class Destination:
             self._pdus.append(pdu)
         return True
 
-    def expect_edus(self) -> None:
-        """Note that updates for it were stored."""
+    def expect_edus(self, *, pdus: bool = False) -> None:
+        """Note that updates for it were stored, and facts that were not enqueued."""
         self.edus_behind = self._missed_edus = True
+        self.behind, self._missed_pdus = self.behind or pdus, self._missed_pdus or pdus
 
     def enqueue_edu(self, edu: Edu) -> None:
         """Queue an update that may be dropped. One with the same key takes the other's place in the queue."""
@@ -164,8 +173,6 @@ class Destination:
             self.dropped += 1
         self._memory.hold(edu)
         self._edus[key] = edu
-
-    # --- when ---
 
     @property
     def has_work(self) -> bool:
@@ -184,7 +191,7 @@ class Destination:
         """When to visit it: `now`, or the end of its back-off. None while it is visited or has nothing to do."""
         if self.phase is not Phase.RESTING or not self.has_work:
             return None
-        return now if self.retry_at is None else max(now, self.retry_at)
+        return now if self.retry_at is None or self.aside else max(now, self.retry_at)
 
     def wake(self, now: float) -> None:
         """The destination is reported to be up: end its back-off; the next one begins with the shortest pause."""
@@ -204,8 +211,14 @@ class Destination:
         edus = self.edus_behind and not self._durable
         if not (pdus or edus or self._unread):
             return None
+        after = max((aside.upto for aside in self.aside), default=START)
         collapse = pdus and self._stale and self._terms.supersede
-        return Wanted(pdus, edus, self._unread, collapse)
+        return Wanted(pdus, edus, self._unread and not self.aside, collapse, after)
+
+    @property
+    def edus_to_read(self) -> int:
+        """Those of a transaction, and those that are set aside."""
+        return self._terms.edus + sum(len(aside.numbers) for aside in self.aside)
 
     def load(self) -> Wanted:
         """The store will be read now; pass the result to `loaded`."""
@@ -226,6 +239,11 @@ class Destination:
             self._stale = False
         if page.transaction is not None:
             self.transaction, self.written = page.transaction, True
+            self.aside, self.refused, self._units = (
+                page.transaction.aside,
+                page.transaction.refused,
+                1,
+            )  # it may have been accepted: it is not split
             self.newest = max(self.newest, page.transaction.upto)  # it is not recorded again
             self.serial = max(self.serial, page.transaction.serial)
             return
@@ -237,7 +255,8 @@ class Destination:
                 self.newest = max(self.newest, pdu.order)
         if wanted.edus:
             self.edus_behind = page.more_edus or self._missed_edus
-            for edu in page.edus:
+            aside = {number for aside in self.aside for number in aside.numbers}
+            for edu in (edu for edu in page.edus if edu.number not in aside):
                 self._memory.hold(edu)
                 self._durable.append(edu)
         self._settle_catch_up()
@@ -252,6 +271,9 @@ class Destination:
         self._require(Phase.RESTING)
         if self.transaction is None:
             self.transaction, self.written = self._make(ts), False
+        if self.transaction is None and self.aside:
+            self._end_trial()
+            return False
         if self.transaction is None:
             return False
         self.phase = Phase.SENDING
@@ -260,41 +282,56 @@ class Destination:
         return True
 
     def succeeded(self) -> Transaction:
-        """The destination has accepted the transaction; returns it."""
+        """The destination has accepted the transaction; returns it. What it has in `aside` is to be parked."""
         done = self._finish()
+        self.aside, self.refused = (), None
         self.success = max(self.success, done.upto)
         self.failures = 0
         self.proven = True
         self._settle_catch_up()
         return done
 
-    def failed(self, now: float, chance: float, *, at_least: float = 0.0, refused: bool = False) -> Transaction | None:
-        """The transaction failed, or its outcome is unknown. The queue is dropped; the store is read after the
-        back-off.
+    def failed(self, now: float, chance: float, *, at_least: float = 0.0, refused: str | None = None) -> bool:
+        """The transaction failed, or its outcome is unknown. The queue is dropped, and the store is read again. True if
+        this very transaction is to be repeated after the back-off.
 
         `chance` is as for `Backoff.delay`; `at_least` is the pause in seconds that the destination asked for.
-        `refused`: it will never accept this transaction. When the back-off has reached catch-up, the transaction is
-        given up and returned. Otherwise None.
+        `refused`: why it accepts no such request. Then a new transaction is split at once, until a single item is
+        refused; that is tried again. When the back-off has reached catch-up, it is set aside, and the next item is
+        tried, and so on. If one is accepted, those before it are parked. If none is, the destination refuses
+        everything, and nothing is parked.
         """
+        units, on_trial = self._units, bool(self.aside)
         lost = self._finish()
-        self.failures = 1 if self._woken else self.failures + 1
+        self._reread()
+        if refused is not None and units > 1 and (lost.pdus or lost.edu_numbers):
+            self._suspects = Suspects.of(lost, units)
+            return False
+        if not on_trial:
+            self.failures = 1 if self._woken else self.failures + 1
         backoff = self._terms.backoff
         pause = max(backoff.delay(self.failures - 1, chance), at_least)
         self.retry_at = now + min(backoff.cap, pause)
         self.proven = False
-        self._release(self._pdus)
-        self._release(self._durable)
-        self.behind = self.edus_behind = self._unread = True
-        if backoff.whole(self.failures - 1) > self._terms.catch_up_after:
+        whole = backoff.whole(self.failures - 1)
+        if whole > self._terms.catch_up_after:
             self.catching_up = True
             self.dropped += len(self._edus)
             self._release(list(self._edus.values()))
             self._edus.clear()
         self._stale = self.catching_up
-        if not (refused and self.catching_up):
-            return None
-        self.success = max(self.success, lost.upto)
-        return lost
+        if refused is None or not (self.catching_up or whole >= backoff.cap):
+            self.aside, self.refused = (), None  # the store has them, with the transaction
+            return True
+        if not lost.pdus and not lost.edu_numbers:
+            self.dropped += len(lost.edus)
+            return False
+        if self.refused is None:
+            self.refused = lost
+        self.aside = (*self.aside, Aside(lost.upto, lost.edu_numbers, refused))
+        if len(self.aside) >= MOST_ASIDE:
+            self._end_trial()
+        return False
 
     # --- inside ---
 
@@ -320,55 +357,44 @@ class Destination:
             self._memory.let_go(item)
         items.clear()
 
+    def _reread(self) -> None:
+        self._release(self._pdus)
+        self._release(self._durable)
+        self.behind = self.edus_behind = self._unread = True
+
+    def _end_trial(self) -> None:
+        """Nothing was accepted: what was refused first is repeated after the back-off, and nothing is parked."""
+        self.transaction, self.written = self.refused, False
+        self.aside, self.refused, self._units = (), None, 1
+        self._reread()
+
     def _make(self, ts: int) -> Transaction | None:
         room = self._terms.transaction_bytes
-        pdus, room = self._take_pdus(room)
-        edus = self._take_edus(room)
+        if self.aside:  # one item: what is parked is what is refused while another is accepted
+            pdus, edus = take_one(self._pdus, self._durable, updates_first=bool(self.aside[-1].numbers))
+            self._units = 1
+        else:
+            pdus, edus = self._suspects.take(self._pdus, self._durable, room) if self._suspects else ([], [])
+            self._units = len({pdu.order for pdu in pdus}) + len(edus)
+        if not pdus and not edus and not self.aside:
+            self._suspects = None
+            pdus = take_pdus(self._pdus, self._terms.pdus, room)
+            room -= sum(len(pdu.body) for pdu in pdus)
+            edus = take_updates(self._durable, self._edus, self._terms.edus, room, alone=not pdus)
+            self._units = len(pdus) + len(edus)
         if not pdus and not edus:
             return None
         self._held = [*pdus, *edus]
         self.serial += 1
-        return make_transaction(
+        made = make_transaction(
             self.name,
             source=self._source,
             serial=self.serial,
             ts=ts,
-            upto=pdus[-1].order if pdus else self.success,
+            upto=max([self.success, *(pdu.order for pdu in pdus), *(aside.upto for aside in self.aside)]),
             pdus=[pdu.body for pdu in pdus],
             edus=[edu.body for edu in edus],
             edu_numbers=[edu.number for edu in edus if edu.number is not None],
             substituted=any(pdu.substituted for pdu in pdus),
         )
-
-    def _take_pdus(self, room: int) -> tuple[list[Pdu], int]:
-        """The oldest facts that fit. Facts that replace one fact stay together."""
-        taken: list[Pdu] = []
-        while self._pdus:
-            group = [self._pdus[0]]
-            for pdu in islice(self._pdus, 1, None):
-                if pdu.order != group[0].order:
-                    break
-                group.append(pdu)
-            size = sum(len(pdu.body) for pdu in group)
-            if taken and (len(taken) + len(group) > self._terms.pdus or size > room):
-                break
-            for pdu in group:
-                taken.append(pdu)
-                self._pdus.popleft()
-            room -= size
-        return taken, room
-
-    def _take_edus(self, room: int) -> list[Edu]:
-        """The oldest updates that fit; those that may not be dropped come first."""
-        taken: list[Edu] = []
-        while len(taken) < self._terms.edus and (self._durable or self._edus):
-            edu = self._durable[0] if self._durable else next(iter(self._edus.values()))
-            if len(edu.body) > room and (taken or room < self._terms.transaction_bytes):
-                break
-            room -= len(edu.body)
-            taken.append(edu)
-            if self._durable:
-                self._durable.popleft()
-            else:
-                self._edus.pop(next(iter(self._edus)))
-        return taken
+        return replace(made, aside=self.aside, refused=self.refused)

@@ -47,7 +47,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A moment of the engine. The last four count since it was made; `memory` in bytes."""
+    """A moment of the engine. The last five count since it was made; `memory` in bytes. `parked`: what was refused."""
 
     destinations: int
     waiting: int
@@ -59,6 +59,7 @@ class EngineStatistics:
     facts: int
     failures: int
     dropped_updates: int
+    parked: int
 
 
 class _Lane:
@@ -168,11 +169,11 @@ class Engine:
             destination.enqueue_edu(edu)
             self._arrange(destination)
 
-    def expect_edus(self, names: Iterable[str]) -> None:
-        """Deliver updates that were stored."""
+    def expect_edus(self, names: Iterable[str], *, pdus: bool = False) -> None:
+        """Deliver updates that were stored, and facts that were stored but not given to `accept`."""
         for name in names:
             destination = self._known(name)
-            destination.expect_edus()
+            destination.expect_edus(pdus=pdus)
             self._arrange(destination)
 
     def wake(self, name: str) -> None:
@@ -223,6 +224,7 @@ class Engine:
             facts=self._counts["facts"],
             failures=self._counts["failures"],
             dropped_updates=sum(destination.dropped for destination in known),
+            parked=self._counts["parked"],
         )
 
     def _known(self, name: str) -> Destination:
@@ -275,6 +277,8 @@ class Engine:
         while destination.wants is not None:
             await self._load(destination)
         if not destination.begin(self._now_ms()):
+            if destination.transaction is not None:  # the trial has ended: what was refused first waits again
+                self.states.post(self._entry(destination))
             return False
         transaction = destination.transaction
         assert transaction is not None
@@ -291,6 +295,10 @@ class Engine:
             self._counts["facts"] += len(transaction.pdus)
             destination.succeeded()
             self.states.post(self._entry(destination, done=transaction))
+            if transaction.aside:
+                self._counts["parked"] += len(transaction.aside)
+                reasons = [aside.reason for aside in transaction.aside]
+                log.error("parked", destination=destination.name, items=len(reasons), reason=reasons[0])
         else:
             self._fail(destination, transaction, outcome)
         return outcome.delivered
@@ -300,23 +308,23 @@ class Engine:
         was_catching_up = destination.catching_up
         now = self._now()
         at_least = math.inf if outcome.forbidden else outcome.retry_after  # the longest pause: it needs the operator
-        given_up = destination.failed(now, self._chance(), at_least=at_least, refused=outcome.refused)
-        kept = None if given_up else transaction
-        self.states.post(self._entry(destination, done=given_up, kept=kept, error=outcome.reason))
-        assert destination.retry_at is not None
+        refused = outcome.reason if outcome.refused else None
+        repeated = destination.failed(now, self._chance(), at_least=at_least, refused=refused)
+        self.states.post(self._entry(destination, kept=transaction if repeated else None, error=outcome.reason))
+        due = destination.due(now)
         fields = {
             "destination": destination.name,
             "transaction": transaction.id,
             "reason": outcome.reason,
             "failures": destination.failures,
-            "retry_in": round(destination.retry_at - now, 3),
+            "retry_in": round((now if due is None else due) - now, 3),
         }
-        if given_up:
-            log.error("transaction_given_up", facts=len(transaction.pdus), updates=len(transaction.edus), **fields)
-        elif outcome.forbidden:
+        if outcome.forbidden:
             log.warning("destination_forbidden", **fields)
         elif destination.catching_up and not was_catching_up:
             log.warning("catch_up_begins", **fields)
+        elif refused is not None and (destination.aside or destination.retry_at is None):
+            log.info("transaction_refused", facts=len(transaction.pdus), updates=len(transaction.edus), **fields)
         elif destination.failures == 1:
             log.info("delivery_failed", **fields)
         else:
@@ -333,7 +341,7 @@ class Engine:
             wanted,
             pdus=pages * terms.pdus,
             pdu_bytes=pages * terms.transaction_bytes,
-            edus=terms.edus,
+            edus=destination.edus_to_read,
         )
         if catching_up and terms.supersede and self._latest is not None and page.pdus:
             try:
@@ -356,10 +364,11 @@ class Engine:
             name=destination.name,
             success=destination.success,
             serial=destination.serial,
-            transaction=destination.transaction or kept,
+            transaction=destination.transaction or kept or destination.refused,
             failures=destination.failures,
             retry_in=None if retry_at is None else max(0.0, retry_at - self._now()),
             catching_up=destination.catching_up,
             error=error,
             done_edus=done.edu_numbers if done is not None else (),
+            parked=done.aside if done is not None else (),
         )

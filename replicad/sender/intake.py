@@ -39,6 +39,7 @@ from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu
 from replicad.sender.routing import Router, SourceRow, Update, body_text
 from replicad.sender.store import Recorded, Recording, Restart, Store
+from replicad.sender.transport import OWN
 from replicad.sender.upstream import Told, Upstream
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
@@ -314,10 +315,12 @@ class Intake:
         taken: list[tuple[Pdu, list[str]]] = []
         recording = Recording()
         for pdu, destinations in routed:
-            if len(recording.names) + len(destinations) > PAIRS and recording.names:
+            full = len(recording.names) + len(destinations) > PAIRS and recording.names
+            if full and pdu.order.token > recording.pdus[-1].order.token:  # rows that share a token stay together
                 await self._flush(pdu.order.token - 1, recording, taken)
                 taken, recording = [], Recording()
-            names = [name for name in self._wanted(destinations) if not self._engine.has_had(name, pdu)]
+            wanted = await self._wanted(destinations, pdu)
+            names = [name for name in wanted if not self._engine.has_had(name, pdu)]
             if names:
                 recording.add(pdu, names)
                 recording.newcomers.extend(name for name in names if name not in self._engine)
@@ -333,8 +336,8 @@ class Intake:
         kept: list[tuple[str, Edu]] = []
         dropping: list[tuple[Edu, list[str]]] = []
         for update, body in routed:
-            names = self._wanted(update.destinations)
             edu = Edu(body, update.key)
+            names = await self._wanted(update.destinations, None if update.droppable else edu)
             if update.droppable:
                 dropping.append((edu, names))
             else:
@@ -344,15 +347,24 @@ class Intake:
         for edu, names in dropping:
             self._engine.accept_edu(edu, names)
 
-    def _wanted(self, destinations: Iterable[str]) -> list[str]:
-        return [name for name in destinations if name in self._engine or (self._mine(name) and self._can_be(name))]
+    async def _wanted(self, destinations: Iterable[str], item: Pdu | Edu | None) -> list[str]:
+        """Those of the destinations that are ours. `item` is parked for those to which nothing can be sent."""
+        names: list[str] = []
+        refused: list[tuple[str, str]] = []
+        for name in destinations:
+            reason = None if name in self._engine or not self._mine(name) else self._objection(name)
+            if reason is not None:
+                self._note_refused(name, reason)
+                refused.append((name, reason))
+            elif name in self._engine or self._mine(name):
+                names.append(name)
+        parked = [(name, item, reason) for name, reason in refused if reason != OWN] if item is not None else []
+        if parked:
+            await self._store.park(parked)
+        return names
 
-    def _can_be(self, name: str) -> bool:
-        reason = self._objection(name)
-        if reason is None:
-            return True
+    def _note_refused(self, name: str, reason: str) -> None:
         self._refused_names += 1
         if name not in self._strange and len(self._strange) < STRANGE_NAMES:
             self._strange.add(name)
             log.warning("destination_refused", destination=name[:200], reason=reason)
-        return False

@@ -95,12 +95,23 @@ class Memory:
             self.held -= item.size
 
 
+class Aside(NamedTuple):
+    """What a destination refuses, and for how long it may be only a suspect: facts above those set aside before, up to
+    `upto`, and the stored updates of these numbers.
+    """
+
+    upto: Order
+    numbers: tuple[int, ...]
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Transaction:
     """The content of one request. Made once, stored, and then repeated unchanged until it is accepted or refused.
 
     `upto` is how far the destination has got once it took this; `ts` is when it was made, in ms since 1970.
-    `edu_numbers` are the places in the store of those updates that are kept there.
+    `edu_numbers` are the places in the store of those updates that are kept there. `aside` is what was refused
+    before it, and will be parked if this one is accepted; `refused` is the first of these transactions.
     """
 
     id: str
@@ -111,6 +122,8 @@ class Transaction:
     edus: tuple[str, ...]
     edu_numbers: tuple[int, ...] = ()
     substituted: bool = False
+    aside: tuple[Aside, ...] = ()
+    refused: Transaction | None = None
 
 
 def make_transaction(
@@ -154,12 +167,13 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to read from the store: facts above `success`, oldest first; updates, oldest first; after a `collapse`."""
+    """What to read from the store: facts above `after`, oldest first; updates, oldest first; after a `collapse`."""
 
     pdus: bool
     edus: bool
     transaction: bool
     collapse: bool
+    after: Order = START
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ memory is dropped. If several senders run, each serves a part of the destination
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -38,12 +38,13 @@ from replicad.sender.routing import FixedRouter, FunctionRouter, Router, SqlRout
 from replicad.sender.settings import Routing, SenderSettings
 from replicad.sender.sharding import ownership
 from replicad.sender.store import Recorded, Restart, Store, open_store
-from replicad.sender.transport import open_transport
+from replicad.sender.transport import HttpTransport, open_transport
 from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
 
 CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
 STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
+Objection = Callable[[str], str | None]  # why nothing is sent to a destination of that name, or None
 _FATAL = (UsageError, NotAuthorised, WrongServer, SchemaTooNew, StreamError, FederationError)
 
 log = structlog.get_logger()
@@ -84,6 +85,7 @@ class Sender:
         self._task_status: trio.TaskStatus[None] | None = None
         self._scope = trio.CancelScope()
         self.stopping = False
+        _check_names(settings)
         unknown = self._moves.keys() - set(settings.streams)
         if unknown:
             raise UsageError(f"--from names {', '.join(sorted(unknown))}, which is none of the streams that are sent")
@@ -177,16 +179,16 @@ class Sender:
                     connected=self._connected,
                 )
                 self._engine, self._intake = engine, intake
-                await self._work(store, engine, intake)
+                await self._work(store, engine, intake, transport.objection)
 
-    async def _work(self, store: Store, engine: Engine, intake: Intake) -> None:
+    async def _work(self, store: Store, engine: Engine, intake: Intake, objection: Objection) -> None:
         recorded = await store.recorded()
         tokens = {
             stream: self._moves.get(stream) or _token(recorded[stream], self._settings.start)
             for stream in self._settings.streams
         }
         async with self._open_upstream(tokens) as upstream, trio.open_nursery() as services:
-            services.start_soon(self._keep_house, store, engine)
+            services.start_soon(self._keep_house, store, engine, objection)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.run)
                 with self._until_stop():
@@ -195,12 +197,23 @@ class Sender:
                 nursery.cancel_scope.deadline = trio.current_time() + self._settings.sender_grace
             services.cancel_scope.cancel()
 
-    async def _keep_house(self, store: Store, engine: Engine) -> None:
+    async def _keep_house(self, store: Store, engine: Engine, objection: Objection) -> None:
         while True:
+            await self._replay(store, engine, objection)
             await trio.sleep(self._settings.bounds.sweep_interval)
             await engine.collapse()
             removed = await store.sweep(self._settings.facts)
             log.info("sender_statistics", removed_facts=removed, **asdict(engine.statistics()))
+
+    async def _replay(self, store: Store, engine: Engine, objection: Objection) -> None:
+        """Deliver again what the operator wants of what is parked."""
+        names = [name for name in await store.wanted() if self._mine(name)]
+        possible = [name for name in names if objection(name) is None]
+        if possible:
+            await store.replay(possible)
+            engine.expect_edus(possible, pdus=True)
+        for name in set(names) - set(possible):
+            log.warning("destination_refused", destination=name[:200], reason=objection(name))
 
     def _connected(self) -> None:
         if self._task_status is not None:
@@ -213,6 +226,18 @@ class Sender:
             if self.stopping:
                 self._scope.cancel()
             yield
+
+
+def _check_names(settings: SenderSettings) -> None:
+    """Raises UsageError for a destination of --destinations to which nothing can be sent."""
+    objection = HttpTransport((), settings.delivery).objection
+    for name in settings.routing.destinations:
+        reason = objection(name)
+        if reason is not None:
+            raise UsageError(
+                f"--destinations: nothing can be sent to {name!r}: {reason} (--form {settings.delivery.form}, "
+                f"--url {settings.delivery.url})"
+            )
 
 
 async def _open_routing(db: Database, routing: Routing, facts: str) -> tuple[Router, SqlLatest | None]:

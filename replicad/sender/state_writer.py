@@ -40,8 +40,8 @@ class StateWriter:
     def post(self, entry: Entry) -> None:
         """Write an entry soon. It replaces one for the same destination that still waits."""
         before = self._next.entries.get(entry.name)
-        if before is not None and before.done_edus:
-            entry = replace(entry, done_edus=before.done_edus + entry.done_edus)
+        if before is not None:
+            entry = replace(entry, done_edus=before.done_edus + entry.done_edus, parked=before.parked + entry.parked)
         self._next.entries[entry.name] = entry
         self._work.set()
 

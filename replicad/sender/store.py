@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import trio
@@ -19,7 +19,7 @@ from replicad.errors import SenderRefused
 from replicad.postgres.bridge import Connection, Database, Row, load_sql
 from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
-from replicad.sender.items import Edu, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.items import Aside, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
 
 PATIENCE = 10.0  # seconds to wait for the connection of an earlier process: Postgres may notice late that it was killed
 LOOK = 0.1  # seconds between two tries meanwhile
@@ -33,7 +33,9 @@ class Restart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The state of a destination; replaces the one before. `done_edus`: stored updates that it has accepted."""
+    """The state of a destination; replaces the one before. `done_edus`: stored updates that it has accepted. `parked`:
+    what it refuses; `success` lies above that.
+    """
 
     name: str
     success: Order
@@ -44,6 +46,7 @@ class Entry:
     catching_up: bool = False
     error: str | None = None
     done_edus: tuple[int, ...] = ()
+    parked: tuple[Aside, ...] = ()
 
     def columns(self) -> dict[str, Any]:
         """The entry as arguments of federation_write()."""
@@ -57,6 +60,7 @@ class Entry:
             "catching_up": self.catching_up,
             "last_error": self.error,
             "done_edus": self.done_edus,
+            "parked": _aside_columns(self.parked),
         }
         made = self.transaction
         if made is not None:
@@ -67,8 +71,13 @@ class Entry:
                 txn_part=made.upto.part,
                 txn_edus=made.edus,
                 txn_edu_ids=made.edu_numbers,
-                txn_pdus=made.pdus if made.substituted else None,
+                txn_pdus=made.pdus if made.substituted or made.aside else None,
             )
+            if made.aside:
+                columns["txn_aside"] = {
+                    "aside": _aside_columns(made.aside),
+                    "refused": asdict(made.refused) if made.refused is not None else None,
+                }
         return columns
 
 
@@ -199,6 +208,29 @@ class Store:
         removed: int = await self._write("federation_source_sweep", stream)
         return removed
 
+    async def park(self, parked: Sequence[tuple[str, Pdu | Edu, str]]) -> None:
+        """Keep facts and updates for names to which nothing can be sent, each with the reason."""
+        items = [item for _, item, _ in parked]
+        orders = [item.order if isinstance(item, Pdu) else None for item in items]
+        await self._write(
+            "federation_source_park",
+            [name for name, _, _ in parked],
+            [order and order.token for order in orders],
+            [order and order.part for order in orders],
+            [item.room if isinstance(item, Pdu) else item.key for item in items],
+            [item.body for item in items],
+            [reason for _, _, reason in parked],
+        )
+
+    async def wanted(self) -> list[str]:
+        """The destinations for which something that is parked is to be sent again."""
+        rows = await self._db.fetch(statement("federation_wanted", self._schema), self._source)
+        return [row["destination"] for row in rows]
+
+    async def replay(self, names: Sequence[str]) -> None:
+        """Make what is parked for these destinations, and wanted, outstanding again."""
+        await self._write("federation_source_replay", list(names))
+
     async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
         """Go on behind `token` for these destinations; returns how many outstanding facts were forgotten.
 
@@ -231,7 +263,7 @@ class Store:
         updates: list[Row] = []
         if wanted.pdus:
             facts = await call_rows(
-                self._db, self._schema, "federation_source_facts", self._source, name, pdus, pdu_bytes
+                self._db, self._schema, "federation_source_facts", self._source, name, pdus, pdu_bytes, *wanted.after
             )
         if wanted.edus:
             updates = await call_rows(self._db, self._schema, "federation_source_edus", self._source, name, edus)
@@ -281,6 +313,12 @@ async def open_store(
         yield Store(db, keeper, schema, source, sender)
 
 
+def _aside_columns(aside: Sequence[Aside]) -> list[dict[str, Any]]:
+    return [
+        {"token": one.upto.token, "part": one.upto.part, "numbers": one.numbers, "reason": one.reason} for one in aside
+    ]
+
+
 def _standing(row: Row) -> Standing:
     return Standing(
         success=Order(row["token"], row["part"]),
@@ -293,6 +331,7 @@ def _standing(row: Row) -> Standing:
 
 
 def _transaction(row: Mapping[str, Any]) -> Transaction:
+    trial: dict[str, Any] = json.loads(row["aside"]) if row["aside"] is not None else {}
     return Transaction(
         id=row["id"],
         serial=row["serial"],
@@ -302,4 +341,17 @@ def _transaction(row: Mapping[str, Any]) -> Transaction:
         edus=tuple(row["edus"]),
         edu_numbers=tuple(row["edu_ids"]),
         substituted=row["substituted"],
+        aside=tuple(
+            Aside(Order(one["token"], one["part"]), tuple(one["numbers"]), one["reason"])
+            for one in trial.get("aside", ())
+        ),
+        refused=_refused(trial.get("refused")),
     )
+
+
+def _refused(found: dict[str, Any] | None) -> Transaction | None:
+    """The transaction that `Entry.columns` wrote down."""
+    if found is None:
+        return None
+    lists = {name: tuple(found[name]) for name in ("pdus", "edus", "edu_numbers")}
+    return Transaction(**{**found, **lists, "upto": Order(*found["upto"]), "aside": ()})

@@ -39,6 +39,7 @@ KEEP_IDLE = 30.0  # seconds for which an unused connection is kept
 _HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 _PLAIN = re.compile(r"[!-~]+")
 _REFUSED = frozenset({400, 413, 414, 415, 422, 431})  # the request itself is refused; a repeat would be refused too
+OWN = "it is the name of this server"
 _REASON = 200  # characters of a reason that are kept
 
 
@@ -85,12 +86,14 @@ class HttpTransport:
 
     def objection(self, destination: str) -> str | None:
         """See Transport. A name must be valid at its place in the URL, not our own, and allowed."""
+        if destination == self._settings.origin:
+            return OWN
         if not self._is_name(destination):
             return "it is not the name of a destination"
         return self._outside(destination)
 
     def _is_name(self, destination: str) -> bool:
-        if destination == self._settings.origin or len(destination.encode()) > MAX_NAME:
+        if len(destination.encode()) > MAX_NAME:
             return False
         if self._settings.url.startswith("{destination}"):
             return _is_url(destination)

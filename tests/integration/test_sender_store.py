@@ -13,7 +13,7 @@ import pytest
 from replicad.errors import DatabaseError, SenderRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, quote_ident
-from replicad.sender.items import START, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
+from replicad.sender.items import START, Aside, Edu, Order, Pdu, Standing, Transaction, Wanted, make_transaction
 from replicad.sender.store import Entry, Recorded, Recording, Restart, Store, open_store
 from replicad.streams import registry
 
@@ -149,6 +149,42 @@ async def test_a_transaction_under_way_keeps_its_bodies_where_a_fact_is_recorded
     await real.write([Entry("a", made.upto, 1)])
     page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
     assert [pdu.body for pdu in page.pdus] == ['"new"']
+
+
+async def test_what_is_refused_is_parked_when_what_follows_it_is_taken_and_found_again_until_then(
+    store: AnyStore,
+) -> None:
+    await record(store, 5, *((fact(token, room="r"), ["a", "b"]) for token in range(1, 6)))
+    await store.record_edus("to_device", 1, [("a", Edu('"u1"', "k")), ("a", Edu('"u2"'))])
+    page = await store.page("a", ALL, pdus=9, pdu_bytes=999, edus=9)
+    numbers = [edu.number or 0 for edu in page.edus]
+    first = make_transaction("a", serial=1, ts=1, upto=Order(2, 0), pdus=["1", '"é"'])
+    aside = (Aside(Order(2, 0), (), "status 400"), Aside(Order(2, 0), (numbers[0],), "status 413"))
+    after = await store.page("a", replace(ALL, after=Order(2, 0)), pdus=1, pdu_bytes=999, edus=9)
+    assert ([pdu.order for pdu in after.pdus], after.more_pdus) == ([(3, 0)], True)
+    made = replace(
+        make_transaction("a", serial=2, ts=2, upto=Order(3, 0), pdus=[after.pdus[0].body]), aside=aside, refused=first
+    )
+    await store.write([Entry("a", START, 2, made)])
+    found = (await store.page("a", ALL, pdus=9, pdu_bytes=999, edus=9)).transaction
+    assert found is not None
+    assert replace(found, substituted=False) == made
+    await store.write([Entry("a", made.upto, 2, parked=aside)])
+    assert await orders(store, "a") == [(4, 0), (5, 0)]
+    assert len(await orders(store, "b")) == 5
+    page = await store.page("a", ALL, pdus=9, pdu_bytes=999, edus=9)
+    assert [edu.number for edu in page.edus] == numbers[1:]
+    assert await parked(store, "a") == [
+        ('{"n": 1.0}', "status 400"), ('{"n": 2.0}', "status 400"), ('"u1"', "status 413")
+    ]  # fmt: skip
+
+
+async def parked(store: AnyStore, name: str) -> list[tuple[str, str]]:
+    if isinstance(store, MemoryStore):
+        return store.shelves[name].parked
+    table = f"{quote_ident(store._schema)}.federation_parked"
+    rows = await store._db.fetch(f"SELECT body::text, reason FROM {table} WHERE destination = $1 ORDER BY id", name)
+    return [(row["body"], row["reason"]) for row in rows]
 
 
 async def test_back_off_is_found_again_less_the_time_that_passed(store: AnyStore) -> None:
@@ -353,7 +389,7 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
         await real.write([Entry(f"d{number}", Order(100, 0), 1) for number in range(20)])
         await real.collapse(["d1", "d2"])
         for call in (
-            "facts($1, 'd3', 50, 1000)",
+            "facts($1, 'd3', 50, 1000, 0, 0)",
             "transaction($1, 'd3')",
             "standing($1, NULL, 100)",
             "edus($1, 'd3', 5)",

@@ -38,7 +38,6 @@ class DestinationModel(RuleBasedStateMachine):
         self.sent_facts: dict[str, tuple[Order, str | None]] = {}  # all that ever were, by body
         self.durable: dict[str, str | None] = {}  # all updates that may not be dropped: body to key
         self.taken: dict[str, Transaction] = {}  # by the server at the other end, by id, in order
-        self.given_up: list[Transaction] = []
         self.ever_caught_up = False
         self.recorded: list[Pdu] = []  # the store has them, the destination was not told yet
         self.wanted: Wanted | None = None
@@ -96,7 +95,10 @@ class DestinationModel(RuleBasedStateMachine):
         assert self.wanted is not None
         assert self.terms.supersede or not self.wanted.collapse
         self.page = self.shelf.page(
-            self.wanted, pdus=self.terms.pdus, pdu_bytes=self.terms.transaction_bytes, edus=self.terms.edus
+            self.wanted,
+            pdus=self.terms.pdus,
+            pdu_bytes=self.terms.transaction_bytes,
+            edus=self.destination.edus_to_read,
         )
 
     @precondition(lambda self: self.destination.phase is Phase.LOADING and self.page is not None)
@@ -142,20 +144,22 @@ class DestinationModel(RuleBasedStateMachine):
         if taken and not refused:
             self.server_takes()  # and the answer was lost
         sent = self.destination.transaction
-        given_up = self.destination.failed(self.now, chance, at_least=at_least, refused=refused)
-        self.write(kept=None if given_up else sent, done=given_up)
-        assert self.destination.retry_at is not None
+        reason = "400" if refused else None
+        repeated = self.destination.failed(self.now, chance, at_least=at_least, refused=reason)
+        self.write(kept=sent if repeated else None)
+        assert repeated or refused, "a transaction of which the outcome is unknown is repeated as it is"
+        if self.destination.retry_at is None:
+            assert sent is not None
+            assert len(sent.pdus) + len(sent.edus) > 1, "split where there is nothing to split"
+            assert sent.id not in self.taken, "split after it may have been taken"
+            return
         pause = self.destination.retry_at - self.now
         interval = BACKOFF.whole(self.destination.failures - 1)
         assert interval * (1 - BACKOFF.jitter) - ROUNDING <= pause <= BACKOFF.cap + ROUNDING
         assert min(at_least, BACKOFF.cap) - ROUNDING <= pause
         assert pause <= max(interval, min(at_least, BACKOFF.cap)) + ROUNDING
-        assert self.destination.due(self.now) == self.destination.retry_at
+        assert self.destination.due(self.now) in (self.destination.retry_at, self.now if self.destination.aside else 0)
         assert self.destination.catching_up or interval <= self.terms.catch_up_after
-        if given_up is not None:
-            assert refused
-            assert self.destination.catching_up
-            self.given_up.append(given_up)
 
     @rule(
         ends=st.lists(st.sampled_from(["good", "lost", "failed", "refused"]), min_size=1, max_size=5),
@@ -211,11 +215,12 @@ class DestinationModel(RuleBasedStateMachine):
             d.name,
             d.success,
             d.serial,
-            d.transaction or kept,
+            d.transaction or kept or d.refused,
             d.failures,
             None if d.retry_at is None else d.retry_at - self.now,
             d.catching_up,
             done_edus=done.edu_numbers if done else (),
+            parked=done.aside if done else (),
         )
         self.shelf.write(entry, self.now)
 
@@ -277,16 +282,15 @@ class DestinationModel(RuleBasedStateMachine):
         assert not self.destination.catching_up
         assert not self.shelf.standing(self.now).outstanding
         assert self.memory.held == 0
-        for made in self.given_up:
-            for other in self.taken.values():
-                assert other.id == made.id or not set(made.pdus) & set(other.pdus), "given up, and sent again"
-        got = {body for made in [*self.taken.values(), *self.given_up] for body in made.pdus}
+        parked = [body for body, _ in self.shelf.parked]
+        assert len(set(parked)) == len(parked)
+        got = {body for made in self.taken.values() for body in made.pdus} | set(parked)
         last = {room: order for order, room in self.sent_facts.values() if room is not None}
         for body, (order, room) in self.sent_facts.items():
             if body not in got:
                 superseded = self.terms.supersede and room is not None and order < last[room]
                 assert superseded, f"{body} is lost"
-        got_edus = {body for made in [*self.taken.values(), *self.given_up] for body in made.edus}
+        got_edus = {body for made in self.taken.values() for body in made.edus} | set(parked)
         newest = {key: body for body, key in self.durable.items() if key is not None}
         for body, key in self.durable.items():
             assert body in got_edus or (key is not None and newest[key] != body), f"{body} is lost"

@@ -237,18 +237,123 @@ async def test_back_off_goes_on_where_it_was_after_a_kill(jumping: MockClock) ->
         assert len(world.transport.attempts["a.example"]) == before + 1
 
 
-async def test_what_a_destination_refuses_for_good_does_not_stop_it_for_ever(jumping: MockClock) -> None:
-    async def answer(_destination: str, transaction: Transaction) -> SendResult:
-        return SendResult(False, "status 400", refused=True) if '"f1"' in transaction.pdus else TAKEN
+REFUSED = SendResult(False, "status 400", refused=True)
 
-    world = World(answer, pdus=1)
+
+@pytest.mark.parametrize("supersede", [True, False])
+async def test_what_a_destination_refuses_is_parked_with_the_reason_and_all_else_arrives_in_order(
+    jumping: MockClock, supersede: bool
+) -> None:
+    bad = {'"f7"', '"f8"', '"f20"', '"f40"', '"d3"'}
+
+    async def answer(_destination: str, made: Transaction) -> SendResult:
+        return REFUSED if bad & {*made.pdus, *made.edus} else TAKEN
+
+    world = World(answer, supersede=supersede)
+    kept = [Edu(f'"d{number}"') for number in range(10)]
+    with capture_logs() as events:
+        async with world.running() as engine:
+            await world.store.record_edus("to_device", 1, [("a.example", edu) for edu in kept])
+            engine.expect_edus(["a.example"])
+            bodies = [await world.fact("a.example") for _ in range(40)]
+            await trio.sleep(DAY)  # the last one is alone, and nothing shows whether others would be accepted
+            assert engine.statistics().parked == 4
+            bodies.append(await world.fact("a.example"))
+            await trio.sleep(DAY)
+            assert engine.statistics().parked == len(bad)
+            assert not engine.statistics().backing_off
+    assert world.transport.bodies("a.example") == [body for body in bodies if body not in bad]
+    got = [body for made in world.transport.taken["a.example"].values() for body in made.edus]
+    assert got == [edu.body for edu in kept if edu.body not in bad]
+    assert sorted(world.store.shelves["a.example"].parked) == sorted((body, "status 400") for body in bad)
+    said = [event for event in events if event["event"] == "parked"]
+    assert {(event["destination"], event["reason"], event["log_level"]) for event in said} == {
+        ("a.example", "status 400", "error")
+    }
+    assert sum(event["items"] for event in said) == len(bad)
+
+
+async def test_a_proxy_that_refuses_everything_for_a_morning_costs_nothing(jumping: MockClock) -> None:
+    async def answer(_destination: str, _made: Transaction) -> SendResult:
+        return REFUSED if HOUR < trio.current_time() < 7 * HOUR else TAKEN
+
+    world = World(answer, supersede=False)
+    bodies = []
     async with world.running():
-        await world.fact("a.example")
-        await wait_all_tasks_blocked()
-        bodies = [await world.fact("a.example") for _ in range(3)]
+        while trio.current_time() < 8 * HOUR:
+            bodies.append(await world.fact("a.example", room="r"))
+            await trio.sleep(97)
+    async with world.running() as engine:
         await trio.sleep(DAY)
+        assert engine.statistics().parked == 0
     assert world.transport.bodies("a.example") == bodies
-    assert len(world.transport.attempts["a.example"]) > 5, "it was not tried again"
+    assert not world.store.shelves["a.example"].parked
+    assert len(world.transport.attempts["a.example"]) < 1000
+
+
+async def test_a_transaction_that_is_too_large_is_split_at_once(jumping: MockClock) -> None:
+    async def answer(_destination: str, made: Transaction) -> SendResult:
+        return SendResult(False, "status 413", refused=True) if len(made.pdus) > 7 else TAKEN
+
+    world = World(answer)
+    async with world.running():
+        bodies = [await world.fact("a.example") for _ in range(100)]
+        await trio.sleep(1)
+        assert world.transport.bodies("a.example") == bodies
+
+
+async def test_what_may_have_been_taken_is_never_sent_again_in_pieces(jumping: MockClock) -> None:
+    """The answer is lost; then a proxy refuses the same request, and accepts what follows it."""
+    first = True
+
+    async def answer(_destination: str, made: Transaction) -> SendResult:
+        nonlocal first
+        if first:
+            first = False
+            world.transport.taken["a.example"][made.id] = made
+            return DOWN
+        return REFUSED if '"f1"' in made.pdus else TAKEN
+
+    world = World(answer)
+    async with world.running():
+        before = [await world.fact("a.example") for _ in range(3)]
+        await trio.sleep(1)
+        after = [await world.fact("a.example") for _ in range(3)]
+        await trio.sleep(DAY)
+    assert world.transport.bodies("a.example") == [*before, *after]
+    assert [body for body, _ in world.store.shelves["a.example"].parked] == before[:1]
+
+
+async def test_with_kills_and_lost_answers_each_fact_is_taken_or_parked_and_none_twice(jumping: MockClock) -> None:
+    chance = Random(5)
+    bad: set[str] = set()
+
+    async def answer(_destination: str, made: Transaction) -> SendResult:
+        await trio.sleep(chance.random())
+        if chance.random() < 0.1:
+            return DOWN
+        return REFUSED if bad & {*made.pdus} else TAKEN
+
+    world = World(answer, backoff=Backoff(first=0.1, cap=1.0, jitter=0.2), catch_up_after=0.5, pdus=9, supersede=False)
+    bodies: list[str] = []
+    for _ in range(60):
+        async with world.running():
+            for _ in range(chance.randrange(8)):
+                bodies.append(await world.fact("a.example"))
+                if chance.random() < 0.2:
+                    bad.add(bodies[-1])
+            await trio.sleep(chance.random() * 20)
+        world.transport.in_flight.clear()
+    async with world.running():
+        await trio.sleep(HOUR)
+        bodies.append(await world.fact("a.example"))
+        await trio.sleep(HOUR)
+    parked = [body for body, _ in world.store.shelves["a.example"].parked]
+    taken = world.transport.bodies("a.example")
+    assert len(bad) > 20
+    assert bad <= {*parked}
+    assert taken == [body for body in bodies if body in taken], "out of order"
+    assert sorted([*taken, *parked]) == sorted(bodies), "lost, or twice"
 
 
 async def test_what_the_settings_forbid_is_kept_and_tried_after_the_longest_pause_or_when_it_is_reported_up(

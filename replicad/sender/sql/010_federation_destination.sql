@@ -21,6 +21,7 @@ CREATE TABLE IF NOT EXISTS federation_destination (
     last_error text,
     catching_up boolean NOT NULL DEFAULT false,                 -- of a room's facts only the latest is still wanted
     source text COLLATE "C" NOT NULL DEFAULT '',
+    txn_aside json,                                             -- what is parked once it is taken; else NULL
     PRIMARY KEY (source, name)
 );
 ALTER TABLE federation_destination SET (fillfactor = 60);  -- updated in place, again and again

@@ -1,20 +1,23 @@
 -- federation_source_write(source, entries): how destinations stand now. `entries` is a JSON array of objects with the
 -- columns of federation_destination and, as done_edus, the ids of updates that were taken. What a destination has taken
--- is removed. Writes federation_destination, federation_destination_room, federation_edu.
+-- is removed. `parked` is what it refuses: objects with token and part, up to where facts are refused, the numbers of
+-- updates, and the reason. Writes federation_destination, federation_destination_room, federation_edu, federation_parked.
 CREATE OR REPLACE FUNCTION federation_source_write(source text, entries json) RETURNS void
 LANGUAGE plpgsql AS $$
 #variable_conflict use_column
+DECLARE
+    refused record;
 BEGIN
     INSERT INTO federation_destination AS d (source, name, last_successful_stream_ordering, last_successful_part, serial,
-        txn_id, txn_ts, txn_stream_ordering, txn_part, txn_edus, txn_edu_ids, txn_pdus,
+        txn_id, txn_ts, txn_stream_ordering, txn_part, txn_edus, txn_edu_ids, txn_pdus, txn_aside,
         failures, failing_since, retry_at, last_error, catching_up)
     SELECT federation_source_write.source, e.name, e.token, e.part, e.serial,
-        e.txn_id, e.txn_ts, e.txn_token, e.txn_part, e.txn_edus, e.txn_edu_ids, e.txn_pdus,
+        e.txn_id, e.txn_ts, e.txn_token, e.txn_part, e.txn_edus, e.txn_edu_ids, e.txn_pdus, e.txn_aside,
         e.failures, CASE WHEN e.failures > 0 THEN clock_timestamp() END,
         clock_timestamp() + make_interval(secs => e.retry_in), e.last_error, e.catching_up
     FROM json_to_recordset(entries) AS e (name text, token bigint, part integer, serial bigint,
         txn_id text, txn_ts bigint, txn_token bigint, txn_part integer, txn_edus text[], txn_edu_ids bigint[],
-        txn_pdus text[], failures integer, retry_in double precision, last_error text, catching_up boolean)
+        txn_pdus text[], txn_aside json, failures integer, retry_in double precision, last_error text, catching_up boolean)
     ON CONFLICT (source, name) DO UPDATE SET
         last_successful_stream_ordering = excluded.last_successful_stream_ordering,
         last_successful_part = excluded.last_successful_part,
@@ -24,9 +27,38 @@ BEGIN
         txn_edus = excluded.txn_edus, txn_edu_ids = excluded.txn_edu_ids,
         txn_pdus = CASE WHEN d.txn_id = excluded.txn_id THEN coalesce(d.txn_pdus, excluded.txn_pdus)
             ELSE excluded.txn_pdus END,  -- federation_source_record may have kept them
+        txn_aside = excluded.txn_aside,
         failures = excluded.failures,
         failing_since = CASE WHEN excluded.failures > 0 THEN coalesce(d.failing_since, excluded.failing_since) END,
         retry_at = excluded.retry_at, last_error = excluded.last_error, catching_up = excluded.catching_up;
+    FOR refused IN
+        SELECT e.value ->> 'name' AS name, (p.value ->> 'token')::bigint AS token, (p.value ->> 'part')::integer AS part,
+            ARRAY(SELECT n::bigint FROM json_array_elements_text(p.value -> 'numbers') n) AS numbers,
+            p.value ->> 'reason' AS reason
+        FROM json_array_elements(entries) WITH ORDINALITY AS e (value, place)
+        CROSS JOIN LATERAL json_array_elements(coalesce(e.value -> 'parked', '[]')) WITH ORDINALITY AS p (value, number)
+        ORDER BY e.place, p.number
+    LOOP
+        WITH gone AS (
+            DELETE FROM federation_destination_room r
+            WHERE r.source = federation_source_write.source AND r.destination = refused.name
+                AND (r.stream_ordering, r.part) <= (refused.token, refused.part)
+            RETURNING r.*
+        )
+        INSERT INTO federation_parked (source, destination, stream_ordering, part, room, body, reason)
+        SELECT g.source, g.destination, g.stream_ordering, g.part, g.room, f.body, refused.reason
+        FROM gone g
+        JOIN federation_fact f ON f.source = g.source AND f.stream_ordering = g.stream_ordering AND f.part = g.part
+        ORDER BY g.stream_ordering, g.part
+        ON CONFLICT DO NOTHING;
+        WITH gone AS (
+            DELETE FROM federation_edu u
+            WHERE u.source = federation_source_write.source AND u.id = ANY (refused.numbers)
+            RETURNING u.*
+        )
+        INSERT INTO federation_parked (source, destination, room, body, reason)
+        SELECT g.source, g.destination, g.key, g.body, refused.reason FROM gone g ORDER BY g.id;
+    END LOOP;
     DELETE FROM federation_destination_room r
     USING json_to_recordset(entries) AS e (name text, token bigint, part integer)
     WHERE r.source = federation_source_write.source AND r.destination = e.name

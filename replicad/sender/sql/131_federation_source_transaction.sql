@@ -2,7 +2,7 @@
 -- where there is none.
 CREATE OR REPLACE FUNCTION federation_source_transaction(source text, destination text)
 RETURNS TABLE (id text, serial bigint, ts bigint, token bigint, part integer, edus text[], edu_ids bigint[],
-    pdus text[], substituted boolean)
+    pdus text[], substituted boolean, aside json)
 LANGUAGE sql STABLE AS $$
     SELECT d.txn_id, d.serial, d.txn_ts, d.txn_stream_ordering, d.txn_part, coalesce(d.txn_edus, '{}'),
         coalesce(d.txn_edu_ids, '{}'),
@@ -14,7 +14,7 @@ LANGUAGE sql STABLE AS $$
                 AND (r.stream_ordering, r.part) <= (d.txn_stream_ordering, d.txn_part)
             ORDER BY r.stream_ordering, r.part
         )),
-        d.txn_pdus IS NOT NULL
+        d.txn_pdus IS NOT NULL, d.txn_aside
     FROM federation_destination d
     WHERE d.source = federation_source_transaction.source AND d.name = federation_source_transaction.destination
         AND d.txn_id IS NOT NULL

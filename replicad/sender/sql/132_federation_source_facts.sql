@@ -1,6 +1,7 @@
--- federation_source_facts(source, destination, most, most_bytes): the oldest facts that it has yet to take, `most` rows
--- at most and not much more than most_bytes of bodies. `more`: there are facts after this one.
-CREATE OR REPLACE FUNCTION federation_source_facts(source text, destination text, most integer, most_bytes bigint)
+-- federation_source_facts(source, destination, most, most_bytes, token, part): the oldest facts above a place that it has
+-- yet to take, `most` rows at most and not much more than most_bytes of bodies. `more`: there are facts after this one.
+CREATE OR REPLACE FUNCTION federation_source_facts(source text, destination text, most integer, most_bytes bigint,
+    after_token bigint, after_part integer)
 RETURNS TABLE (token bigint, part integer, room text, body text, more boolean)
 LANGUAGE sql STABLE AS $$
     SELECT w.stream_ordering, w.part, w.room, w.body, w.more
@@ -14,6 +15,7 @@ LANGUAGE sql STABLE AS $$
             FROM (
                 SELECT * FROM federation_destination_room a
                 WHERE a.source = federation_source_facts.source AND a.destination = federation_source_facts.destination
+                    AND (a.stream_ordering, a.part) > (after_token, after_part)
                 ORDER BY a.stream_ordering, a.part
                 LIMIT federation_source_facts.most + 1
             ) h
@@ -26,5 +28,5 @@ LANGUAGE sql STABLE AS $$
     WHERE coalesce(w.before, 0) < federation_source_facts.most_bytes
     ORDER BY w.stream_ordering, w.part
 $$;
-COMMENT ON FUNCTION federation_source_facts(text, text, integer, bigint)
+COMMENT ON FUNCTION federation_source_facts(text, text, integer, bigint, bigint, integer)
     IS 'The oldest facts that a destination has yet to take';

@@ -14,7 +14,7 @@ BEGIN
         last_successful_part = CASE WHEN d.last_successful_stream_ordering > federation_source_rewind.token THEN 2147483647
             ELSE d.last_successful_part END,
         txn_id = NULL, txn_ts = NULL, txn_stream_ordering = NULL, txn_part = NULL, txn_edus = NULL, txn_edu_ids = NULL,
-        txn_pdus = NULL
+        txn_pdus = NULL, txn_aside = NULL
     WHERE d.source = federation_source_rewind.source AND d.name = ANY (names)
         AND greatest(d.last_successful_stream_ordering, d.txn_stream_ordering) > federation_source_rewind.token;
     DELETE FROM federation_destination_room r

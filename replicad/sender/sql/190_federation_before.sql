@@ -77,7 +77,7 @@ COMMENT ON FUNCTION federation_transaction(text) IS 'Version 1: the transaction 
 CREATE OR REPLACE FUNCTION federation_facts(destination text, most integer, most_bytes bigint)
 RETURNS TABLE (token bigint, part integer, room text, body text, more boolean)
 LANGUAGE sql STABLE AS $$
-    SELECT f.token, f.part, f.room, f.body, f.more FROM federation_source_facts('', destination, most, most_bytes) f
+    SELECT f.token, f.part, f.room, f.body, f.more FROM federation_source_facts('', destination, most, most_bytes, 0, 0) f
 $$;
 COMMENT ON FUNCTION federation_facts(text, integer, bigint)
     IS 'Version 1: the oldest facts that a destination has yet to take';

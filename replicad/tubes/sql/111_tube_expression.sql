@@ -49,13 +49,12 @@ COMMENT ON FUNCTION tube_where(text[]) IS 'Predicates as the end of a WHERE clau
 CREATE OR REPLACE FUNCTION tube_check_expression(tbl regclass, what text, expression text, path name[]) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    own_path text := current_setting('search_path');
     their_path text := tube_path_text(path);
     -- WHERE allows neither aggregates nor sets, and a number no OR behind a bracket that the expression closes. The
     -- alias is the one that the triggers use.
     trial text := format(
-        E'SELECT FROM %s AS tube_row WHERE num_nulls(\n%s\n) = 2 LIMIT 0', tube_qualified(tbl), expression);
-    typing text := format(E'SELECT pg_typeof((SELECT (\n%s\n) FROM %s AS tube_row LIMIT 0))',
+        E'SELECT ''''::text FROM %s AS tube_row WHERE num_nulls(\n%s\n) = 2 LIMIT 0', tube_qualified(tbl), expression);
+    typing text := format(E'SELECT pg_typeof((SELECT (\n%s\n) FROM %s AS tube_row LIMIT 0))::oid::text',
         expression, tube_qualified(tbl));
     remedy text := format('write SQL on the columns of %s alone; names were looked up along %s', tbl, their_path);
     kind regtype;
@@ -67,13 +66,11 @@ BEGIN
         PERFORM tube_refuse('RT005', format('the %s for table %s is empty', what, tbl), 'leave it out, or say NULL');
     END IF;
     BEGIN
-        PERFORM set_config('search_path', their_path, true);
-        EXECUTE trial;
-        EXECUTE typing INTO kind;
+        PERFORM tube_as_owner(tbl, trial, their_path);
+        kind := (SELECT named::oid::regtype FROM tube_as_owner(tbl, typing, their_path) AS named);
     EXCEPTION WHEN OTHERS THEN
         refusal := SQLERRM;
     END;
-    PERFORM set_config('search_path', own_path, true);
     IF refusal IS NULL AND what = 'predicate' AND kind <> 'boolean'::regtype THEN
         refusal := format('it yields %s instead of boolean', kind);
     ELSIF refusal IS NULL AND what = 'routing' AND kind NOT IN ('integer'::regtype, 'smallint'::regtype) THEN

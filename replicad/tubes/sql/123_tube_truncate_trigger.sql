@@ -2,7 +2,7 @@
 -- Writes the tube. Postgres fires it for each partition or heir that a TRUNCATE reaches, so each table touches its own
 -- rows, and those of partitions or heirs that were created after the attachment and have no trigger yet.
 --
--- It reads the table with its owner's rights. If row security would hide rows, it fails instead of missing them.
+-- It reads the table with the rights of the table's owner. If row security would hide rows, it fails instead of missing them.
 --
 -- TRUNCATE removes all rows, but a transaction above READ COMMITTED reads with its snapshot, in which rows that were
 -- committed later are missing. Their ids would not be touched, so there TRUNCATE is refused (RT005). Nothing in SQL shows
@@ -13,6 +13,7 @@ DECLARE
     a tube_attachment;
     t tube_registry;
     source text;
+    rows text;
     touch text;
 BEGIN
     SELECT * INTO a FROM tube_attachment x WHERE x.tube = TG_ARGV[0] AND x.tbl = TG_RELID;
@@ -30,8 +31,14 @@ BEGIN
         INTO source
         FROM tube_members(TG_RELID) m
         WHERE m = TG_RELID OR NOT EXISTS (SELECT FROM tube_attachment x WHERE x.tube = a.tube AND x.tbl = m);
-    touch := tube_insert_sql(a.tube, tube_op_sql('''D'''), a.shard::text,
-        tube_rows_sql(source, tube_where(t.predicate, a.predicate), a.routing), routed => a.routing IS NOT NULL);
+    rows := tube_rows_sql(source, tube_where(t.predicate, a.predicate), a.routing);
+    IF tube_runs_as(TG_RELID) IS NOT NULL THEN
+        rows := format('SELECT r.tube_shard, r.id FROM %I.tube_owner_rows(%L::oid::regclass, %L, %L) AS r', current_schema(),
+            TG_RELID, format('SELECT %s AS tube_shard, found.id, 0 AS n FROM (%s) AS found',
+                CASE WHEN a.routing IS NULL THEN 'NULL' ELSE 'found.tube_shard' END, rows),
+            tube_path_text(t.path || a.path));
+    END IF;
+    touch := tube_insert_sql(a.tube, tube_op_sql('''D'''), a.shard::text, rows, routed => a.routing IS NOT NULL);
     PERFORM set_config('search_path', tube_path_text(t.path || a.path), true);
     EXECUTE touch;
     RETURN NULL;

@@ -9,15 +9,9 @@ $$;
 COMMENT ON FUNCTION tube_backfill_source(tube_attachment, text, integer)
     IS 'The query of the rows that a backfill is of';
 
--- tube_backfill_shards(source, path): the shards that occur in source. Writes nothing.
-CREATE OR REPLACE FUNCTION tube_backfill_shards(source text, path text) RETURNS integer[]
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
-DECLARE
-    shards integer[];
-BEGIN
-    PERFORM set_config('search_path', path, true);
-    EXECUTE format('SELECT coalesce(array_agg(DISTINCT shard), ''{}'') FROM (%s) AS stored', source) INTO shards;
-    RETURN shards;
-END
+-- tube_backfill_shards(tbl, source, path): the shards that occur in source. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_backfill_shards(tbl regclass, source text, path text) RETURNS integer[]
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT ARRAY(SELECT tube_as_owner(tbl, format('SELECT DISTINCT shard::text FROM (%s) AS stored', source), path)::integer)
 $$;
-COMMENT ON FUNCTION tube_backfill_shards(text, text) IS 'The shards that occur in a backfill';
+COMMENT ON FUNCTION tube_backfill_shards(regclass, text, text) IS 'The shards that occur in a backfill';

@@ -51,28 +51,31 @@ COMMENT ON FUNCTION tube_backfill_chunk(text, text, regclass, text, integer, int
 CREATE OR REPLACE FUNCTION tube_backfill_page(
     a tube_attachment, b tube_backfill, max_ids integer, OUT ids bigint[], OUT shards integer[], OUT last_value text
 )
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     kind text := (SELECT format_type(c.atttypid, c.atttypmod) FROM pg_attribute c
         WHERE c.attrelid = a.tbl AND c.attname = b.order_col);
     path text := tube_path_text((tube_find(a.tube)).path || a.path);
     source text := tube_backfill_source(a, b.order_col, b.shard);
     with_key text := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NOT NULL%s ORDER BY sort_key, id LIMIT %s',
-        source, CASE WHEN b.after_value IS NOT NULL THEN format(' AND (sort_key, id) > ($1::%s, $2)', kind) END,
+        source, CASE WHEN b.after_value IS NOT NULL THEN format(' AND (sort_key, id) > (%L::%s, %L)', b.after_value, kind, b.after_id) END,
         max_ids);
     without_key text := format('SELECT * FROM (%s) AS stored WHERE sort_key IS NULL%s ORDER BY id LIMIT %s',
-        source, CASE WHEN b.after_value IS NULL AND b.after_id IS NOT NULL THEN ' AND id > $2' END, max_ids);
+        source, CASE WHEN b.after_value IS NULL AND b.after_id IS NOT NULL THEN format(' AND id > %L', b.after_id) END, max_ids);
+    read json;
 BEGIN
-    PERFORM set_config('search_path', path, true);
-    EXECUTE format('WITH page AS MATERIALIZED ('
+    read := tube_as_owner(a.tbl, format('WITH page AS MATERIALIZED ('
         'SELECT shard, id, sort_key, row_number() OVER (ORDER BY sort_key IS NULL, sort_key, id) AS n'
         ' FROM (%s) AS found'
         ' ORDER BY n LIMIT %s'
-        ') SELECT coalesce(array_agg(id ORDER BY n), ''{}''), array_agg(shard ORDER BY n),'
-        ' (SELECT sort_key::text FROM page ORDER BY n DESC LIMIT 1) FROM page',
+        ') SELECT json_build_object(''ids'', coalesce(array_agg(id ORDER BY n), ''{}''),'
+        ' ''shards'', coalesce(array_agg(shard ORDER BY n), ''{}''),'
+        ' ''last'', (SELECT sort_key::text FROM page ORDER BY n DESC LIMIT 1))::text FROM page',
         CASE WHEN b.after_value IS NULL AND b.after_id IS NOT NULL THEN without_key
-            ELSE format('(%s) UNION ALL (%s)', with_key, without_key) END, max_ids)
-        INTO ids, shards, last_value USING b.after_value, b.after_id;
+            ELSE format('(%s) UNION ALL (%s)', with_key, without_key) END, max_ids), path);
+    ids := ARRAY(SELECT json_array_elements_text(read -> 'ids')::bigint);
+    shards := ARRAY(SELECT json_array_elements_text(read -> 'shards')::integer);
+    last_value := read ->> 'last';
 END
 $$;
 COMMENT ON FUNCTION tube_backfill_page(tube_attachment, tube_backfill, integer) IS 'The next ids of a backfill';

@@ -37,7 +37,7 @@ BEGIN
         WHERE x.tube = tube_ensure_exists.tube AND x.tbl = x.root
     LOOP
         PERFORM tube_check_expression(a.tbl, 'predicate', predicate, safe);
-        PERFORM tube_trigger_ensure(tube, a.predicate, a.routing, a.path);
+        PERFORM tube_trigger_ensure(tube, a.predicate, a.routing, a.path, a.root);
     END LOOP;
     BEGIN
         PERFORM tube_trigger_ensure(tube, NULL, NULL, '{}');

@@ -39,10 +39,11 @@ BEGIN
                 ELSE format('shard %s: a shard is a whole number from 0 up', shard) END,
             'give the shard as the third argument');
     END IF;
+    PERFORM tube_reader_ensure(tbl);
     PERFORM tube_check_expression(tbl, 'predicate', t.predicate, t.path);
     PERFORM tube_check_expression(tbl, 'predicate', predicate, t.path || wanted.path);
     PERFORM tube_check_expression(tbl, 'routing', routing, t.path || wanted.path);
-    function := tube_trigger_ensure(t.tube, predicate, routing, wanted.path);
+    function := tube_trigger_ensure(t.tube, predicate, routing, wanted.path, tbl);
     FOR member IN SELECT m FROM tube_members(tbl) m LOOP
         PERFORM tube_triggers_ensure(t.tube, member, function, wanted.shard);
         wanted.tbl := member;

@@ -19,20 +19,25 @@ DECLARE
     path text := tube_path_text(t.path || a.path);
     source text := tube_backfill_source(a, order_col, home);
     shards integer[] := ARRAY[home];
+    numbered text;
     inserted bigint;
 BEGIN
     PERFORM tube_check_touch(home, 'B', insert_chunk_size);
     IF a.routing IS NOT NULL THEN
         shards := ARRAY(
-            SELECT unnest(tube_backfill_shards(source, path)) UNION SELECT unnest(tube_shards_past(a)) ORDER BY 1);
+            SELECT unnest(tube_backfill_shards(a.tbl, source, path)) UNION SELECT unnest(tube_shards_past(a)) ORDER BY 1);
     END IF;
     IF NOT tube_backfill_begin(a, step1, order_col, home, shards) THEN
         RETURN NULL;
     END IF;
-    inserted := tube_insert_numbered(ARRAY[a.tube],
-        format('SELECT stored.shard, stored.id, row_number() OVER (%s ORDER BY stored.sort_key) - 1 AS n'
-            ' FROM (%s) AS stored',
-            CASE WHEN a.routing IS NOT NULL THEN 'PARTITION BY stored.shard' END, source),
+    numbered := format('SELECT stored.shard, stored.id, row_number() OVER (%s ORDER BY stored.sort_key) - 1 AS n'
+        ' FROM (%s) AS stored', CASE WHEN a.routing IS NOT NULL THEN 'PARTITION BY stored.shard' END, source);
+    IF tube_runs_as(a.tbl) IS NOT NULL THEN
+        numbered := format('SELECT r.tube_shard AS shard, r.id, r.n FROM %I.tube_owner_rows(%L::oid::regclass, %L, %L) AS r',
+            current_schema(), a.tbl::oid,
+            format('SELECT owned.shard AS tube_shard, owned.id, owned.n FROM (%s) AS owned', numbered), path);
+    END IF;
+    inserted := tube_insert_numbered(ARRAY[a.tube], numbered,
         path, CASE WHEN a.routing IS NULL THEN home END, 'B',
         (SELECT b.approx_ids FROM tube_backfill b WHERE b.tube = a.tube AND b.tbl = a.tbl),
         greatest(fetch_chunk_size, 1), insert_chunk_size);

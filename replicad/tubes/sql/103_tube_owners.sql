@@ -1,0 +1,181 @@
+-- Predicates, routings and even the planning of a query on a table run code of the table's owner. So they run with the
+-- rights of the owner: in trigger functions that belong to him, and in readers, which are functions that run a query as
+-- their owner. replicad/streams/sql/public/126_stream_reader_ensure.sql says what a reader prevents, and how.
+
+-- tube_runs_as(tbl): the owner of a table as whom code on it must run; NULL where the asking role runs it itself: it is
+-- the owner, or the owner is a superuser. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_runs_as(tbl regclass) RETURNS oid
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT c.relowner FROM pg_class c JOIN pg_roles r ON r.oid = c.relowner
+    WHERE c.oid = tbl AND r.rolname <> current_user AND NOT r.rolsuper
+$$;
+COMMENT ON FUNCTION tube_runs_as(regclass) IS 'The owner as whom a table is read; NULL where the asking role may';
+
+-- tube_give(signature, owner): makes a function of ours another role's. Raises RT005 with the GRANT that is missing.
+-- CREATE on the schema is needed for a moment; no other session sees it. Writes the function's owner.
+CREATE OR REPLACE FUNCTION tube_give(signature text, owner oid) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    role name := pg_get_userbyid(owner);
+    granted boolean := has_schema_privilege(owner, current_schema(), 'CREATE');
+    keeper name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n WHERE n.nspname = current_schema());
+BEGIN
+    IF NOT granted THEN
+        EXECUTE format('GRANT CREATE ON SCHEMA %I TO %I', current_schema(), role);
+    END IF;
+    EXECUTE format('ALTER FUNCTION %s OWNER TO %I', signature, role);
+    IF NOT granted THEN
+        EXECUTE format('REVOKE CREATE ON SCHEMA %I FROM %I', current_schema(), role);
+    END IF;
+    EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', signature, keeper);
+EXCEPTION WHEN insufficient_privilege THEN
+    PERFORM tube_refuse('RT005', format('code on a table of role %I runs with the rights of that role alone, and role %I may not '
+            'prepare this: %s', role, current_user, SQLERRM),
+        format('run: GRANT %I TO %I, and call this as %2$I or as a superuser', role, keeper));
+END
+$$;
+COMMENT ON FUNCTION tube_give(text, oid) IS 'Makes a function belong to the owner of a table';
+
+-- tube_reader(owner): the function that runs queries as this role; NULL where there is none. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_reader(owner oid) RETURNS text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format('%I.%I', n.nspname, p.proname)
+    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    WHERE n.nspname = current_schema() AND p.proowner = owner AND p.proname ~ '^reader_1_[0-9a-f]{32}$'
+    LIMIT 1
+$$;
+COMMENT ON FUNCTION tube_reader(oid) IS 'The function that runs queries as a role; NULL where there is none';
+
+-- tube_reader_ensure(tbl): makes the reader of the table's owner, if one is needed and there is none. Raises RT005.
+CREATE OR REPLACE FUNCTION tube_reader_ensure(tbl regclass) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    owner oid := tube_runs_as(tbl);
+    signature text;
+BEGIN
+    IF owner IS NULL OR tube_reader(owner) IS NOT NULL THEN
+        RETURN;
+    END IF;
+    signature := format('%I.%I(oid, text, text, bigint)', current_schema(), 'reader_1_' || md5(pg_get_userbyid(owner)));
+    IF to_regprocedure(signature) IS NOT NULL THEN
+        EXECUTE format('DROP FUNCTION %s', signature);  -- of a role that had this name
+    END IF;
+    EXECUTE format('CREATE FUNCTION %I.%I(tbl oid, query text, path text, bound bigint) RETURNS SETOF text'
+        ' LANGUAGE plpgsql SECURITY DEFINER AS %L', current_schema(), 'reader_1_' || md5(pg_get_userbyid(owner)),
+        tube_reader_body());
+    EXECUTE format('COMMENT ON FUNCTION %s IS %L', signature, 'replicad: reads the tables of its owner');
+    EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', signature);
+    PERFORM tube_give(signature, owner);
+END
+$$;
+COMMENT ON FUNCTION tube_reader_ensure(regclass) IS 'Makes the function that reads a table as its owner';
+
+-- tube_as_owner(tbl, query, path): the rows of a query on this table, whose one column is text, run as the table's owner
+-- under the search_path path. Raises what the query raises. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_as_owner(tbl regclass, query text, path text) RETURNS SETOF text
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    owner oid := tube_runs_as(tbl);
+    line text;
+    failure json;
+BEGIN
+    IF owner IS NULL THEN
+        PERFORM set_config('search_path', path, true);
+        RETURN QUERY EXECUTE query;
+        RETURN;
+    END IF;
+    PERFORM tube_reader_ensure(tbl);
+    FOR line IN EXECUTE format('SELECT * FROM %s($1, $2, $3, $4)', tube_reader(owner))
+        USING tbl::oid, query, path, 9223372036854775807
+    LOOP
+        IF line LIKE '!%' THEN
+            failure := substr(line, 2);
+            RAISE EXCEPTION USING ERRCODE = failure ->> 'sqlstate', MESSAGE = failure ->> 'message',
+                DETAIL = failure ->> 'detail', HINT = failure ->> 'hint';
+        END IF;
+        RETURN NEXT line;
+    END LOOP;
+END
+$$;
+COMMENT ON FUNCTION tube_as_owner(regclass, text, text) IS 'Runs a query on a table as its owner';
+
+-- tube_owner_rows(tbl, query, path): the rows of a query on this table, of tube_shard, id and n, which are numbers, run as
+-- by tube_as_owner. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_owner_rows(tbl regclass, query text, path text)
+RETURNS TABLE (tube_shard integer, id bigint, n bigint)
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT nullif(split.parts[1], '')::integer, split.parts[2]::bigint, split.parts[3]::bigint
+    FROM (
+        SELECT string_to_array(line, ',') AS parts
+        FROM tube_as_owner(tbl, format(
+            'SELECT pg_catalog.concat(q.tube_shard, '','', q.id, '','', q.n) FROM (%s) AS q', query), path) AS line
+    ) AS split
+$$;
+COMMENT ON FUNCTION tube_owner_rows(regclass, text, text) IS 'Rows of numbers that are read as the owner of a table';
+
+-- tube_reader_body(): the body of each reader; the same as that of streams. Writes nothing.
+CREATE OR REPLACE FUNCTION tube_reader_body() RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$ SELECT $body$
+DECLARE
+    line pg_catalog.text;
+    size pg_catalog.int8 := 0;
+    guarded pg_catalog.bool := false;
+    finished pg_catalog.bool := false;
+    ending pg_catalog.text;
+    sentence pg_catalog.text;
+    more pg_catalog.text;
+    advice pg_catalog.text;
+    cancelled pg_catalog.text;
+    prepared pg_catalog.text;
+BEGIN
+    BEGIN
+        PERFORM pg_catalog.set_config('role', 'none', true);
+    EXCEPTION WHEN insufficient_privilege THEN
+        guarded := true;
+    END;
+    IF guarded AND CURRENT_USER OPERATOR(pg_catalog.=) (SELECT pg_catalog.pg_get_userbyid(c.relowner)
+            FROM pg_catalog.pg_class AS c WHERE c.oid OPERATOR(pg_catalog.=) tbl) THEN
+        NULL;
+    ELSE
+        RAISE EXCEPTION USING ERRCODE = 'RS006', MESSAGE = 'the table changed its owner, or its reader was altered',
+            HINT = 'drop the function and run stream_reader_ensure';
+    END IF;
+    BEGIN
+        SET LOCAL transaction_read_only = on;
+        PERFORM pg_catalog.set_config('search_path', path, true);
+        FOR line IN EXECUTE query LOOP
+            RETURN NEXT line;
+            size := size OPERATOR(pg_catalog.+) pg_catalog.octet_length(line);
+            IF size OPERATOR(pg_catalog.>) bound THEN
+                ending := '+';
+                EXIT;
+            END IF;
+        END LOOP;
+        finished := true;
+        RAISE EXCEPTION USING ERRCODE = 'RS099', MESSAGE = 'roll back';
+    EXCEPTION
+        WHEN query_canceled OR assert_failure THEN
+            cancelled := SQLSTATE;
+            GET STACKED DIAGNOSTICS sentence = MESSAGE_TEXT;
+        WHEN OTHERS THEN
+            IF NOT finished THEN
+                GET STACKED DIAGNOSTICS sentence = MESSAGE_TEXT, more = PG_EXCEPTION_DETAIL, advice = PG_EXCEPTION_HINT;
+                ending := '!' OPERATOR(pg_catalog.||) pg_catalog.json_build_object('sqlstate', SQLSTATE,
+                    'message', pg_catalog.left(sentence, 500), 'detail', pg_catalog.left(more, 300),
+                    'hint', pg_catalog.left(advice, 300))::pg_catalog.text;
+            END IF;
+    END;
+    FOR prepared IN SELECT p.name FROM pg_catalog.pg_prepared_statements AS p
+        WHERE p.from_sql AND p.prepare_time OPERATOR(pg_catalog.>=) pg_catalog.statement_timestamp()
+    LOOP
+        EXECUTE 'DEALLOCATE ' OPERATOR(pg_catalog.||) pg_catalog.quote_ident(prepared);
+    END LOOP;
+    IF cancelled IS NOT NULL THEN
+        RAISE EXCEPTION USING ERRCODE = cancelled, MESSAGE = sentence;
+    END IF;
+    IF ending IS NOT NULL THEN
+        RETURN NEXT ending;
+    END IF;
+END
+$body$::text $$;
+COMMENT ON FUNCTION tube_reader_body() IS 'The body of the functions that run queries as a role';

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
+import trio
 
 from replicad.config.settings import DatabaseSettings, ServerSettings
 from replicad.daemon import superuser
@@ -19,7 +21,7 @@ from replicad.streams.chunks import Chunk
 from tests.conftest import psql
 from tests.daemons import open_daemon
 
-from .conftest import Connect
+from .conftest import Connect, netcat_to
 
 # What the code of the owner tries; each line is what it reports.
 TRIES = """
@@ -206,6 +208,16 @@ async def test_nobody_else_may_call_a_reader_or_replace_it(database_url: str, te
         async with open_database(as_role(database_url, f"{team}_two"), size=1, application_name="two") as two:
             with pytest.raises(DatabaseError, match="permission denied for function reader_1"):
                 await two.fetch(f"SELECT * FROM {reader}($1::oid, 'SELECT 1::text', '', 1)", 1)
+            stream = await registry.load_stream(two, "moods")
+            needed = re.search(r"run: (GRANT EXECUTE ON FUNCTION \S*reader_1.*?) TO (\S+)", stream.denied or "")
+            assert needed is not None, stream.denied
+            with pytest.raises(DatabaseError, match="GRANT EXECUTE ON FUNCTION"):
+                await registry.row_source(stream).count(two, 0, 10)
+            psql(database_url, f"{needed[1]} TO {needed[2]}")
+            stream = await registry.load_stream(two, "moods")
+            assert "EXECUTE" not in (stream.denied or "")
+            assert await registry.row_source(stream).count(two, 0, 10) == 0
+            psql(database_url, f"REVOKE {needed[1][6:]} FROM {needed[2]}")
     finally:
         psql(database_url, f"DROP ROLE {team}_two")
     async with open_database(as_role(database_url, team), size=1, application_name="owner") as owner:
@@ -345,3 +357,44 @@ async def test_the_daemon_refuses_to_be_a_superuser_of_a_postgres_that_is_not_th
             pass
     async with open_daemon(replace(named, allow_superuser=True), database_url):
         """It is meant."""
+
+
+@pytest.mark.bare_database
+async def test_a_daemon_with_create_on_the_database_and_the_owners_role_serves_streams_and_tubes(
+    database: Database, database_url: str, postgres_url: str, team: str, settings: ServerSettings
+) -> None:
+    """As on a managed Postgres: nobody is a superuser, and the owner's role is all that was granted."""
+    role = f"{team}_daemon"
+    name = urlsplit(database_url).path[1:]
+    psql(database_url, f"CREATE ROLE {role} LOGIN; GRANT CREATE ON DATABASE {name} TO {role}; GRANT {team} TO {role}")
+    psql(database_url, attack(team))
+    url = as_role(database_url, role)
+    try:
+        async with open_daemon(settings, url) as daemon, open_database(url, size=1, application_name="admin") as admin:
+            for method in ("lock_watch", "reservation"):
+                await registry.add(admin, method, f"{team}.events", "id", method=method)
+                async with netcat_to(daemon) as nc:
+                    await nc.send(f"REPLICATE {method} NOW")
+                    await nc.until(f"POSITION {method} master .*")
+                    before = await database.fetch_value(f"SELECT coalesce(max(id), 0) FROM {team}.events")
+                    async with open_database(as_role(database_url, team), size=1, application_name="writer") as writer:
+                        await writer.execute(
+                            f"INSERT INTO {team}.events (by) VALUES ('one')"
+                            if method == "lock_watch"
+                            else f"INSERT INTO {team}.events (id, by) VALUES (replicad.stream_next('{method}'), 'one')"
+                        )
+                    line = (await nc.until(f"RDATA {method} master {before + 1} .*"))[-1]
+                assert json.loads(line.split(" ", 4)[4])["mood"]["user"] == team
+                await registry.remove(admin, method)
+            await admin.execute("SELECT tube.tube_ensure_exists('a')")
+            await admin.execute(f"SELECT tube.tube_table_ensure_attached('a', '{team}.events', 0, $$by = 'two'$$)")
+            await admin.execute("SELECT tube.tube_backfill_schedule('a', 'id', 0, 0)")
+            psql(database_url, f"SET ROLE {team}; INSERT INTO {team}.events (id, by) VALUES (900, 'two'), (901, 'one')")
+            assert await database.fetch_value("SELECT ids FROM tube.a WHERE op = 'I'") == [900]
+            with trio.fail_after(60):
+                while not await database.fetch_value("SELECT count(*) FROM tube.a WHERE op = 'B' AND ids = '{900}'"):
+                    await trio.sleep(0.05)
+            assert not daemon.troubles.of("database", "database")
+    finally:
+        psql(database_url, f"DROP OWNED BY {role} CASCADE")
+        psql(postgres_url, f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")

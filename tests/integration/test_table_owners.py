@@ -18,6 +18,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, rows, rows_probe, trimming
 from replicad.streams.chunks import Chunk
+from replicad.streams.serving.windows import PostgresWindows
 from tests.conftest import psql
 from tests.daemons import open_daemon
 
@@ -398,3 +399,43 @@ async def test_a_daemon_with_create_on_the_database_and_the_owners_role_serves_s
     finally:
         psql(database_url, f"DROP OWNED BY {role} CASCADE")
         psql(postgres_url, f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")
+
+
+async def test_positions_unused_sequences_and_looks_for_late_rows_are_read_as_the_owner(
+    events: Database, database_url: str, team: str, netcat: Connect
+) -> None:
+    psql(
+        database_url,
+        f"""SET ROLE {team};
+        CREATE FUNCTION {team}.trap(n int) RETURNS int LANGUAGE plpgsql IMMUTABLE AS $trap$
+        BEGIN
+            IF current_user <> '{team}' THEN RAISE EXCEPTION 'code of {team} runs as %', current_user; END IF;
+            RETURN n;
+        END $trap$;
+        CREATE TABLE {team}.plain (id bigserial PRIMARY KEY, by text);
+        CREATE TABLE {team}.positions (stream_name text, instance_name text, stream_id bigint);
+        CREATE INDEX ON {team}.plain ((id + {team}.trap(1)));
+        CREATE INDEX ON {team}.positions ((stream_id + {team}.trap(1)));
+        INSERT INTO {team}.positions VALUES ('published', 'w', 0);
+        ALTER SEQUENCE {team}.plain_id_seq RESTART WITH 41""",
+    )
+    await registry.add(
+        events, "published", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)",
+        method="positions_table", positions_table=f"{team}.positions",
+    )  # fmt: skip
+    await registry.add(events, "watched", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.id)")
+    async with netcat() as nc:
+        await nc.send("REPLICATE watched NOW")
+        await nc.until("POSITION watched master 40 40")  # the sequence has issued nothing, and will begin at 41
+        await nc.send("REPLICATE published NOW")
+        await nc.until("POSITION published .*")
+        psql(
+            database_url,
+            f"SET ROLE {team}; INSERT INTO {team}.plain (by) VALUES ('w');UPDATE {team}.positions SET stream_id = 41",
+        )
+        await nc.until("RDATA published w 41 41")
+    stream = await registry.load_stream(events, "watched")
+    async with PostgresWindows(events, 100).looking() as look:
+        window = await look.window(stream, 0, 100)
+        assert (list(window.ids), window.counts) == ([41], None)
+        assert await look.attached(stream, f"{team}.plain", 50, 50) == (1, 41, 41)

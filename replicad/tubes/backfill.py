@@ -17,7 +17,7 @@ import trio
 
 from replicad import sqlstates
 from replicad.daemon.troubles import Troubles
-from replicad.errors import DatabaseError, DatabaseUnavailable
+from replicad.errors import DatabaseError, DatabaseUnavailable, TubeRefused
 from replicad.postgres.bridge import Connection, Database, Row, quote_ident
 from replicad.postgres.statements import call_row, call_value
 from replicad.retry import Backoff
@@ -190,6 +190,7 @@ class Backfiller:
     async def _backfill(self, connection: Connection, job: Job, partitions: int) -> bool:
         """Run the backfill to its end. False if it stopped before, for another tube."""
         events = log.bind(tube=job.tube, table=job.table, shard=job.shard)
+        await self._check_attached(connection, job)
         if job.start_seq is None and await self._earlier_waits(connection, job):
             return True  # control pods of an earlier backfill are in the tube: wait until they are acked
         start_seq = job.start_seq or await self._begin(connection, job)
@@ -215,6 +216,18 @@ class Backfiller:
                 logged_at = now
                 events.info("backfill_progress", ids=done, seconds=round(now - began, 1))
         return False
+
+    async def _check_attached(self, connection: Connection, job: Job) -> None:
+        """Refuse a backfill whose table is no longer there; the reason names the remedy."""
+        query = (
+            f"SELECT EXISTS (SELECT FROM {self._table('tube_attachment')} AS a JOIN pg_class AS c ON c.oid = a.tbl "
+            "WHERE a.tube = $1 AND a.tbl = to_regclass($2))"
+        )
+        if not await connection.fetch_value(query, job.tube, job.table):
+            raise TubeRefused(
+                f"the backfill of table {job.table} cannot run: the table was dropped, or is not attached any more. "
+                f"Cancel it: replicad tubes backfill {job.tube} --shards {job.shard} --cancel"
+            )
 
     async def _earlier_waits(self, connection: Connection, job: Job) -> bool:
         """Whether the first piece would be skipped. Asking costs little; a piece may read the whole table first."""

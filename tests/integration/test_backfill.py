@@ -165,3 +165,26 @@ async def test_a_first_piece_that_reads_for_long_does_not_hold_the_position_of_t
         await until(lambda: items.fetch_value(reading))
         assert await items.fetch_value(f"SELECT count(*) FROM tube.tube_writers() WHERE pid = {pid}") == 0
     assert (await contents(items))[0] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_backfill_whose_table_was_dropped_names_the_command_that_cancels_it(
+    items: Database, start_daemon: Callable[..., Any], begun: bool
+) -> None:
+    await items.execute("SELECT tube.tube_backfill_schedule('items', 'id', 0, 0)")
+    if begun:
+        await items.fetch_row("SELECT * FROM tube.tube_backfill_chunk('1', 'items', 'items', 'id', NULL, 10)")
+        await items.execute("DELETE FROM tube.items WHERE payload ->> 'type' = 'backfill_schedule'")
+    await items.execute("DROP TABLE items")
+    async with start_daemon(at_pace(retry=0.1)) as daemon:
+
+        async def refused() -> bool:
+            return "replicad tubes backfill items --shards 0 --cancel" in (daemon.troubles.why("tube", "items") or "")
+
+        await until(refused)
+        assert await items.fetch_value("SELECT tube.tube_backfill_cancel('items', 0, 0)") == 1
+
+        async def over() -> bool:
+            return not await refused()
+
+        await until(over)

@@ -61,7 +61,7 @@ def main() -> None:
         run("streams", "add", "orders", "--table", "public.orders", "--id", "id", "--database", url)
 
         start(
-            stack, "sender", "--facts", "orders", "--start", "earliest", "--form", "webhook", "--retry-first", "200ms",
+            stack, "sender", "--facts", "orders", "--start", "earliest", "--retry-first", "200ms",
             "--destinations", f"http://127.0.0.1:{shop.server_port}/orders", "--allow-private", "127.0.0.1",
             "--server", server, "--database", url,
         )  # fmt: skip

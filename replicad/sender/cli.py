@@ -61,8 +61,8 @@ _config_option = option(
     short_help="Deliver the facts of a stream to many HTTP destinations.",
     epilog="""\b
 Examples:
-  replicad sender --facts orders --form webhook --destinations https://shop.example/hook
-  replicad sender --facts events --origin us.example --route app.federation:route
+  replicad sender --facts orders --destinations https://shop.example/hook
+  replicad sender --facts events --form matrix --origin us.example --route app.federation:route
   replicad sender --config sender.toml --sender-name s2 --senders s1,s2
   replicad sender secret --config sender.toml https://shop.example/hook""",
 )

@@ -112,7 +112,8 @@ class Destination:
         self.success = known.success  # the destination has all facts up to here
         self.serial = known.serial
         self.failures = known.failures  # in a row
-        self.retry_at = None if known.retry_in is None else now + known.retry_in
+        # The clock of Postgres may have been set back.
+        self.retry_at = None if known.retry_in is None else now + min(terms.backoff.cap, known.retry_in)
         self.proven = known.failures == 0 and known.serial > 0  # it accepted the last request
         self.catching_up = known.catching_up and known.outstanding  # else catch-up is complete
         self.behind = known.outstanding  # the store has facts beyond the queue
@@ -295,11 +296,10 @@ class Destination:
         """The transaction failed, or its outcome is unknown. The queue is dropped, and the store is read again. True if
         this very transaction is to be repeated after the back-off.
 
-        `chance` is as for `Backoff.delay`; `at_least` is the pause in seconds that the destination asked for.
-        `refused`: why it accepts no such request. Then a new transaction is split at once, until a single item is
-        refused; that is tried again. When the back-off has reached catch-up, it is set aside, and the next item is
-        tried, and so on. If one is accepted, those before it are parked. If none is, the destination refuses
-        everything, and nothing is parked.
+        `chance` is as for `Backoff.delay`; `at_least` is the pause in seconds that the destination asked for. `refused`:
+        why it accepts no such request. Then a new transaction is split at once, until a single item is refused; that is
+        tried again. When the back-off has reached catch-up, it is set aside, and the next item is tried, and so on. If
+        one is accepted, those before it are parked; if none is, the destination refuses everything.
         """
         units, on_trial = self._units, bool(self.aside)
         lost = self._finish()

@@ -117,10 +117,10 @@ class Delivery:
     """The form of requests, their limits, and the certificates of destinations."""
 
     form: str = choice(
-        MATRIX,
-        "matrix: PUT in the form of Matrix federation. webhook: POST of JSON, the destination being a URL.",
-        MATRIX,
         WEBHOOK,
+        "webhook: POST of JSON, the destination being a URL. matrix: PUT in the form of Matrix federation.",
+        WEBHOOK,
+        MATRIX,
     )
     url: str = setting(
         "",
@@ -186,9 +186,9 @@ class Delivery:
         if not re.match(r"https?://|{destination}", self.url):
             raise UsageError(f"--url {self.url} begins with neither http:// nor https://")
         if self.form == MATRIX and not self.origin:
-            raise UsageError(
-                "--form matrix needs --origin, the name of this server; for plain webhooks: --form webhook"
-            )
+            raise UsageError("--form matrix needs --origin, the name of this server")
+        if self.form != MATRIX and self.origin:
+            raise UsageError("--origin is for --form matrix only, and --form webhook is the default: say --form matrix")
         if (self.sign == "none") != (self.secrets.federation_secret is None):
             raise UsageError(
                 "--sign hmac and bearer need a secret, and a secret needs one of them: federation_secret in the "
@@ -270,7 +270,7 @@ class SenderSettings:
     start: str = choice("now", "Where to begin with a stream of which nothing was recorded yet.", "now", "earliest")
     sender_grace: float = _time(5.0, "On SIGTERM or SIGINT requests under way get this time to end.", 0.0, 600)
     routing: Routing = Routing()
-    delivery: Delivery = Delivery(form=WEBHOOK)  # a default that needs no --origin; reading settings makes its own
+    delivery: Delivery = Delivery()
     bounds: Bounds = Bounds()
 
     def __post_init__(self) -> None:

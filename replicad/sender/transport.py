@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from importlib.metadata import version
 from typing import Protocol
@@ -255,8 +257,19 @@ def _judge(response: httpx.Response) -> SendResult:
         delivered=200 <= status < 300,
         reason=f"status {status}",
         refused=status in _REFUSED,
-        retry_after=float(wait) if re.fullmatch(r"[0-9]{1,7}", wait) else 0.0,
+        retry_after=_seconds(wait, time.time()),
     )
+
+
+def _seconds(wait: str, now: float) -> float:
+    """The pause that a Retry-After asks for (RFC 9110, 10.2.3): seconds, also with a fraction, or a date. Else 0."""
+    if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{0,9})?", wait):
+        return float(wait)
+    try:
+        found = parsedate_to_datetime(wait)
+        return max(0.0, (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp() - now)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 async def _drain(response: httpx.Response) -> None:

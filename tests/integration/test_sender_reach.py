@@ -235,7 +235,9 @@ async def test_names_that_are_not_on_the_list_are_known_before_anything_is_store
         assert hooks.objection("https://A.EXAMPLE.:8443/hook") is None
         assert hooks.objection("https://a.example.org/") == "--allow-destinations does not name it"
         assert hooks.objection("https://user@evil.org/.example") == "--allow-destinations does not name it"
-    async with open_transport(Delivery(origin="us.example", allow_destinations=("*.example", "::1"))) as servers:
+    async with open_transport(
+        Delivery(form="matrix", origin="us.example", allow_destinations=("*.example", "::1"))
+    ) as servers:
         assert servers.objection("a.example:8448") is None
         assert servers.objection("[::1]:8448") is None
         assert servers.objection("a.example.org") == "--allow-destinations does not name it"

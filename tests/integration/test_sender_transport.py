@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import trio
 from replicad.sender import signing
 from replicad.sender.items import Order, make_transaction
 from replicad.sender.settings import Delivery, Secrets
-from replicad.sender.transport import HttpTransport, SendResult, open_transport
+from replicad.sender.transport import HttpTransport, SendResult, _seconds, open_transport
 from tests.conftest import PATIENCE
 
 from ..federation_receiver import Receiver, Reply
@@ -120,7 +121,7 @@ async def test_a_bearer_token_is_sent_as_such(receiver: Receiver) -> None:
         (Reply(204, body=b""), SendResult(True, "status 204")),
         (Reply(503), SendResult(False, "status 503")),
         (Reply(429, (("retry-after", "17"),)), SendResult(False, "status 429", retry_after=17.0)),
-        (Reply(503, (("retry-after", "Sat, 21 Nov 2026 00:00:00 GMT"),)), SendResult(False, "status 503")),
+        (Reply(503, (("retry-after", "Sun, 06 Nov 1994 08:49:37 GMT"),)), SendResult(False, "status 503")),
         (Reply(302, (("location", "http://127.0.0.1:1/"),)), SendResult(False, "status 302")),
         (Reply(404), SendResult(False, "status 404")),
         (Reply(413), SendResult(False, "status 413", refused=True)),
@@ -197,13 +198,36 @@ def test_what_can_be_no_destination_is_known_before_it_is_tried() -> None:
         "é.ex",
     ):
         assert matrix.objection(name), name
-    hook = checker(form="webhook")
+    hook = checker(form="webhook", origin="")
     assert hook.objection("https://a.example/hook?x=1") is None
     for name in ("ftp://a.example", "a.example", "http://", "https://a.example/ x", "http://[broken"):
         assert hook.objection(name), name
 
 
 def test_a_name_in_a_path_is_quoted() -> None:
-    hook = checker(form="webhook", url="https://hub.example/{destination}/{transaction}")
+    hook = checker(form="webhook", origin="", url="https://hub.example/{destination}/{transaction}")
     assert hook.objection("a/../b?c#d") is None
     assert hook.url("a/../b?c#d", "T") == "https://hub.example/a%2F..%2Fb%3Fc%23d/T"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0.0),
+        ("2.5", 2.5),
+        ("120.", 120.0),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 97.0),
+        ("Sunday, 06-Nov-94 08:49:37 GMT", 97.0),
+        ("Sun Nov  6 08:49:37 1994", 97.0),
+        ("Sun, 06 Nov 1994 08:46:00 GMT", 0.0),
+        ("-5", 0.0),
+        ("soon", 0.0),
+        ("nan", 0.0),
+        ("Sun, 99 Nov 1994 08:49:37 GMT", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_pause_may_be_asked_for_in_seconds_or_as_a_date(text: str, seconds: float) -> None:
+    """RFC 9110, 5.6.7 has the three forms of a date."""
+    now = datetime(1994, 11, 6, 8, 48, tzinfo=UTC).timestamp()
+    assert _seconds(text, now) == seconds

@@ -391,3 +391,9 @@ def test_what_is_in_a_transaction_that_is_repeated_is_not_taken_in_again() -> No
     assert deliver(destination) == made
     assert not destination.enqueue(Pdu(Order(5, 0), None, '"5"'))
     assert destination.enqueue(Pdu(Order(6, 0), None, '"6"'))
+
+
+def test_a_clock_of_postgres_that_was_set_back_makes_no_pause_longer_than_the_longest() -> None:
+    terms = Terms(backoff=Backoff(first=1.0, cap=20.0))
+    standing = Standing(failures=3, retry_in=86400.0 * 365, outstanding=True)
+    assert Destination("a.example", terms, Memory(10_000), 100.0, standing).retry_at == 120.0

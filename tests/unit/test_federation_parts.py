@@ -251,8 +251,9 @@ async def test_of_a_rooms_many_latest_facts_the_last_that_fit_stand_in() -> None
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--origin us.example", "--facts names no stream"),
-        ("--facts f", "--form matrix needs --origin"),
+        ("--retry-first 1s", "--facts names no stream"),
+        ("--facts f --form matrix", "--form matrix needs --origin"),
+        ("--facts f --origin us.example", "--origin is for --form matrix only"),
         ("--facts f --form webhook --sign hmac", "REPLICAD_FEDERATION_SECRET"),
         (
             "--facts f --form webhook --allow-private 10.0.0.1/8",

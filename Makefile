@@ -16,12 +16,13 @@ TIMES ?= 5
 BENCH_ARGS ?=
 TORTURE_ARGS ?= --schedules 200
 SPECS ?=
+FUZZ_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint specs docs bench stress torture dist clean distclean check-java
+.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +61,9 @@ stress: $(VENV)/.dev ## the long form of the concurrency checks
 		REPLICAD_STRESS_DESTINATIONS="$${REPLICAD_STRESS_DESTINATIONS:-10000}" \
 		$(RUN) -m pytest -m stress -s $(PYTEST_ARGS)
 	@REPLICAD_STRESS_SECONDS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup tests/unit
+
+fuzz: $(VENV)/.dev ## hostile lines against a running daemon for a minute; FUZZ_ARGS="--seconds 600 --seed 7"
+	@$(RUN) -m tests.fuzz.live $(FUZZ_ARGS)
 
 torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended daemons, promoted standbys, restored dumps
 	@$(RUN) -m tests.torture $(TORTURE_ARGS)

@@ -91,7 +91,11 @@ class MemoryBooks:
         return self.held[term]
 
     async def release(self, tube: str, part: Part, term: int) -> bool:
-        return self.held.pop(term, None) is not None
+        lease = self.held.get(term)
+        if lease is None or (lease.tube, lease.part) != (tube, part):
+            return False
+        del self.held[term]
+        return True
 
     # --- pods ---
 

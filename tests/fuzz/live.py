@@ -1,0 +1,206 @@
+"""Hostile lines against a running daemon: python -m tests.fuzz.live [--seconds N] [--seed S]   (`make fuzz`)
+
+The daemon and its Postgres are started for it, and are gone afterwards. Several connections send at once. After each
+round a bystander must be sent a new row and a new pod, and the daemon's memory must have stayed within a bound. Ends
+with status 1 and the seed, with which the same lines come again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+
+import psutil
+
+from replicad.errors import ReplicadError
+from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.protocol.words import Side
+from tests.fuzz import hostile
+from tests.vocabulary import parse
+
+PATIENCE = 60.0  # seconds: for what hangs, never for what is slow
+GROWTH = 192 << 20  # bytes by which the daemon may grow after the first round: its journals, caches and connections
+CONNECTIONS = 8
+LINES = 400  # of each connection in a round
+ENDS = ("ERROR", "AUTH", "NAME")  # a line after which the daemon may close, by the protocol
+TABLES = """
+CREATE TABLE events (id bigserial PRIMARY KEY, body integer); CREATE TABLE cities (id bigserial PRIMARY KEY);
+SELECT replicad.stream_add('events', 'events', 'id', row_sql => 'to_jsonb(t.body)');
+SELECT tube.tube_ensure_exists('t', 1), tube.tube_ensure_exists('quiet', 1);
+SELECT tube.tube_table_ensure_attached('quiet', 'cities', 0);
+"""
+
+
+class Finding(Exception):
+    """What must not happen has happened."""
+
+
+class Line:
+    """A connection of lines."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+        self._file = self._socket.makefile("rb")
+
+    def send(self, *lines: str) -> None:
+        self._socket.sendall("".join(f"{line}\n" for line in lines).encode())
+
+    def until(self, pattern: str) -> str:
+        """The first line that matches from its begin on. Raises Finding."""
+        deadline, last = time.monotonic() + PATIENCE, ""
+        while time.monotonic() < deadline:
+            try:
+                line = self._file.readline()
+            except OSError as error:
+                raise Finding(f"a bystander waited for {pattern}: {error}") from error
+            if not line:
+                raise Finding(f"a bystander waited for {pattern}, and its connection was closed after {last[:300]!r}")
+            last = line.decode()
+            if re.match(pattern, last):
+                return last
+        raise Finding(f"a bystander waited for {pattern}")
+
+    def answers(self) -> Iterator[str]:
+        """All lines until the connection ends."""
+        with suppress(OSError):
+            for line in self._file:
+                yield line.decode().removesuffix("\n")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def shoot(port: int, seed: int, answered: Counter[str], findings: list[str]) -> None:
+    """One connection after another, until all lines of the seed are sent."""
+    chance = random.Random(seed)
+    todo = list(islice(hostile.lines(seed, ["events", "t"]), LINES))
+    while todo:
+        piece, todo = todo[:40], todo[40:]
+        with suppress(OSError):
+            line = Line(port)
+            reader = threading.Thread(target=_check, args=(line, answered, findings, seed), daemon=True)
+            reader.start()
+            for one in piece:
+                line.send(one)
+                if one.startswith(ENDS):
+                    break
+            time.sleep(chance.choice((0.0, 0.05, 0.3)))
+            line.close()
+            reader.join(PATIENCE)
+
+
+def _check(line: Line, answered: Counter[str], findings: list[str], seed: int) -> None:
+    for text in line.answers():
+        try:
+            command = parse(text, Side.SERVER)
+        except ReplicadError as error:
+            findings.append(f"seed {seed}: the daemon sent {text[:300]!r}, which is no line of the protocol: {error}")
+            return
+        answered[command.NAME] += 1
+        if text.startswith("ERROR internal"):
+            findings.append(f"seed {seed}: {text[:300]}")
+
+
+@contextmanager
+def daemon() -> Iterator[tuple[psutil.Process, int, str]]:
+    """A daemon with its own Postgres: its process, its port, the URL of Postgres."""
+    with tempfile.TemporaryDirectory(prefix="replicad-fuzz-") as name, ExitStack() as stack:
+        folder = Path(name)
+        folder.chmod(0o711)
+        ready, log = folder / "ready", folder / "log"
+        server = stack.enter_context(EmbeddedPostgres(folder / "postgres"))
+        listen = ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+        words = ["serve", "--database", server.url, *listen]
+        with log.open("wb") as file:
+            process = subprocess.Popen([sys.executable, "-m", "replicad", *words], stdout=file, stderr=file)
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise Finding(f"the daemon did not start:\n{log.read_text()[-3000:]}")
+                time.sleep(0.05)
+            port = int(ready.read_text().split()[0].rpartition(":")[2])
+            yield psutil.Process(process.pid), port, server.url
+            if "Traceback" in log.read_text():
+                raise Finding(f"the log has a traceback:\n{log.read_text()[-3000:]}")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE)
+
+
+def sql(url: str, text: str) -> None:
+    command = [str(find_programs() / "psql"), "-qX", "-v", "ON_ERROR_STOP=1", "-d", url, "-c", text]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    if done.returncode != 0:
+        raise Finding(f"psql failed: {done.stderr}")
+
+
+def run(seconds: float, seed: int) -> Counter[str]:
+    """Rounds until the time is over; returns how often each command was answered. Raises Finding."""
+    answered: Counter[str] = Counter()
+    findings: list[str] = []
+    with daemon() as (process, port, url):
+        sql(url, TABLES)
+        reader, worker = Line(port), Line(port)
+        time.sleep(2)  # the daemon looks at the registry once a second
+        reader.send("REPLICATE events NOW")
+        reader.until("POSITION events ")
+        worker.send("CLAIM quiet 0/1 ttl=3600")
+        term = worker.until("LEASE quiet ").split()[3]
+        deadline, number, first = time.monotonic() + seconds, 0, 0
+        while number == 0 or time.monotonic() < deadline:
+            seeds = [seed + number * CONNECTIONS + each for each in range(CONNECTIONS)]
+            threads = [threading.Thread(target=shoot, args=(port, each, answered, findings)) for each in seeds]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            number += 1
+            sql(url, f"INSERT INTO events (body) VALUES ({number}); INSERT INTO cities DEFAULT VALUES")
+            reader.send("PING 1")
+            reader.until(rf"RDATA events master \d+ {number}\b")
+            worker.send(f"PODS quiet 0/1 {term} wait=30")
+            worker.until("CURSOR quiet ")
+            memory = process.memory_info().rss
+            first = first or memory
+            if memory > first + GROWTH:
+                findings.append(f"the daemon has grown from {first >> 20} to {memory >> 20} MiB in {number} rounds")
+            if findings:
+                raise Finding("; ".join(findings[:5]) + f"; the round began with the seed {seeds[0]}")
+    return answered
+
+
+def main() -> int:
+    """The command."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--seconds", type=float, default=60.0)
+    options.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "big"))
+    given = options.parse_args()
+    print(f"seed {given.seed}, {given.seconds:g} seconds")
+    try:
+        answered = run(given.seconds, given.seed)
+    except Finding as finding:
+        print(f"FOUND: {finding}")
+        return 1
+    print("answered: " + ", ".join(f"{name} {count}" for name, count in sorted(answered.items())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

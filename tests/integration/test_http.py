@@ -538,3 +538,41 @@ async def test_a_port_that_is_in_use_and_a_missing_extra_are_sentences_at_the_st
     with pytest.raises(UsageError, match=r"--http needs no_such_package: pip install 'replicad\[http\]'"):
         async with open_daemon(settings, database_url):
             pass
+
+
+async def test_http_that_fails_is_started_again_on_its_port_and_clients_notice_nothing(
+    start_daemon: Start, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, fail, starts = server.Server.run, trio.Event(), 0
+
+    async def run(self: server.Server, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        nonlocal starts
+        starts += 1
+        if starts > 1:
+            await real(self, task_status)
+            return
+        async with trio.open_nursery() as nursery:
+            await nursery.start(real, self)
+            task_status.started()
+            await fail.wait()
+            raise RuntimeError("a defect")
+
+    monkeypatch.setattr(server.Server, "run", run)
+    async with start_daemon() as daemon:
+        address = daemon.addresses[0]
+        async with await trio.open_tcp_stream(address.host, address.port) as client:
+            await client.receive_some(1000)
+            assert (await ask(daemon.http, "/livez")).status == 200
+            fail.set()
+            with trio.fail_after(PATIENCE):
+                while starts < 2:
+                    await trio.sleep(0.01)
+                while True:
+                    try:
+                        found = await ask(daemon.http, "/metrics")
+                        break
+                    except OSError:
+                        await trio.sleep(0.05)
+                await client.send_all(b"STREAMS\n")
+                assert b"STREAMS" in await client.receive_some(1000)
+        assert found.value('replicad_service_failures_total{service="http"}') == 1

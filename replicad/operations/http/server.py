@@ -69,6 +69,7 @@ class Server:
                 secure=None if host.handshakes is None else host.handshakes.shake,
                 first_line=HEADER_BYTES,
                 too_long=TOO_LONG,
+                name="http",
             )
             nursery.start_soon(keep_running, self._looks.run, "service", "figures", host.troubles)
             for listener in listeners:

@@ -378,7 +378,6 @@ async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
             for administration in (
                 "SELECT replicad.stream_add('x', 'public.hidden', 'id')",
                 "SELECT replicad.stream_remove('facts')",
-                "SELECT replicad.stream_trim('facts', 1)",
                 "SELECT replicad.stream_publish(1, 0, 9, '{}', '{}')",
                 "SELECT replicad.stream_reset(1, 0, 0)",
                 "INSERT INTO replicad.stream_writer VALUES (1, 5, 'x')",

@@ -10,7 +10,7 @@ BEGIN
         BEGIN
             PERFORM stream_reader_ensure(wanted);
         EXCEPTION WHEN SQLSTATE 'RS002' OR undefined_object OR undefined_table THEN
-            NULL;  -- stream_denied says what is missing
+            NULL;  -- stream_load shows what is missing
         END;
     END LOOP;
 END

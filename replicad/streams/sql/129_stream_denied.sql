@@ -1,6 +1,6 @@
 -- stream_denied(s): what the role that asks may not read of a stream, with the GRANT that mends it; NULL where it may read
 -- all. A role may have rights on single columns, so a table counts as denied where it may read none of them. A table that
--- is read as its owner needs no right on it.
+-- is read as its owner needs no right on it; stream_reader_wanted says what else it needs.
 CREATE OR REPLACE FUNCTION stream_denied(s stream) RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT string_agg(n.sentence, '. ' ORDER BY n.place)
@@ -17,9 +17,6 @@ LANGUAGE sql STABLE AS $$
         UNION ALL
         SELECT 3, stream_denial(format('sequence %s', s.sequence), format('SELECT ON SEQUENCE %s', s.sequence))
         WHERE NOT has_sequence_privilege(s.sequence, 'SELECT')
-        UNION ALL
-        SELECT 4, min(stream_reader_wanted(r))
-        FROM unnest(ARRAY[s.relation, s.sequence, s.positions]) r GROUP BY stream_runs_as(r)
     ) n
 $$;
 COMMENT ON FUNCTION stream_denied(stream) IS 'What the asking role may not read of a stream, and the remedy';

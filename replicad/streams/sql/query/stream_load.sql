@@ -1,4 +1,19 @@
--- Registered streams, all of them or the one that is named, with what serving them needs.
+-- Registered streams, all of them or the one that is named, with what serving them needs. Each of `readers` is what
+-- stream_reader(stream_runs_as()) gives, once for all streams.
+WITH home (schema) AS (
+    SELECT c.relnamespace FROM pg_class c WHERE c.oid = (SELECT x.tableoid FROM {schema}.stream x LIMIT 1)
+), missing (name) AS (
+    SELECT format('%I.stream_reader_missing', n.nspname) FROM home JOIN pg_namespace n ON n.oid = home.schema
+), readers (owner, name) AS MATERIALIZED (
+    SELECT r.oid, coalesce((
+        SELECT format('%I.%I', n.nspname, p.proname)
+        FROM home JOIN pg_namespace n ON n.oid = home.schema JOIN pg_proc p ON p.pronamespace = n.oid
+        WHERE p.proowner = r.oid AND p.proname ~ '^reader_1_[0-9a-f]{{32}}$' AND has_function_privilege(p.oid, 'EXECUTE')
+        LIMIT 1), missing.name)
+    FROM pg_roles r, missing
+    WHERE NOT r.rolsuper AND r.rolname <> current_user AND r.oid IN (
+        SELECT c.relowner FROM {schema}.stream s JOIN pg_class c ON c.oid IN (s.relation, s.sequence, s.positions))
+)
 SELECT s.number::integer AS number,
     s.name,
     CASE WHEN tc.oid IS NOT NULL THEN format('%I.%I', tn.nspname, tc.relname) END AS table,
@@ -19,19 +34,22 @@ SELECT s.number::integer AS number,
             AND a.attname = s.id_column
             AND (tc.relkind = 'p' OR NOT EXISTS (SELECT FROM pg_inherits h WHERE h.inhparent = s.relation))
     ) AS unique_ids,
-    {schema}.stream_reader({schema}.stream_runs_as(s.relation)) AS reader,
-    {schema}.stream_reader({schema}.stream_runs_as(s.sequence)) AS sequence_reader,
-    {schema}.stream_reader({schema}.stream_runs_as(s.positions)) AS positions_reader,
+    tr.name AS reader,
+    qr.name AS sequence_reader,
+    pr.name AS positions_reader,
     coalesce(g.id, '') AS epoch,
     coalesce({schema}.stream_continues(s, g), false) AS continues,
     g.file::bigint AS sequence_file,
     (SELECT p.position FROM {schema}.stream_position p WHERE p.stream = s.number AND p.writer = 0) AS noted,
     {schema}.stream_fault(s) AS fault,
-    {schema}.stream_denied(s) AS denied,
+    nullif(concat_ws('. ', {schema}.stream_denied(s), CASE missing.name
+        WHEN tr.name THEN {schema}.stream_reader_wanted(s.relation)
+        WHEN qr.name THEN {schema}.stream_reader_wanted(s.sequence)
+        WHEN pr.name THEN {schema}.stream_reader_wanted(s.positions) END), '') AS denied,
     -- where the proofs of reservations can be checked; NULL: this role may not, so every lock counts
-    (SELECT format('%I.%I', kn.nspname, kc.relname) FROM pg_class kc JOIN pg_namespace kn ON kn.oid = kc.relnamespace
-        WHERE kc.relname = 'stream_reservation_key' AND has_table_privilege(kc.oid, 'SELECT')
-            AND kc.relnamespace = (SELECT sc.relnamespace FROM pg_class sc WHERE sc.oid = s.tableoid)) AS proof_key,
+    (SELECT format('%I.%I', kn.nspname, kc.relname)
+        FROM home JOIN pg_namespace kn ON kn.oid = home.schema JOIN pg_class kc ON kc.relnamespace = kn.oid
+        WHERE kc.relname = 'stream_reservation_key' AND has_table_privilege(kc.oid, 'SELECT')) AS proof_key,
     s.resets,
     s.trimmed_upto,
     s.max_row,
@@ -49,5 +67,9 @@ LEFT JOIN pg_class qc ON qc.oid = s.sequence
 LEFT JOIN pg_namespace qn ON qn.oid = qc.relnamespace
 LEFT JOIN pg_class pc ON pc.oid = s.positions
 LEFT JOIN pg_namespace pn ON pn.oid = pc.relnamespace
+LEFT JOIN readers tr ON tr.owner = tc.relowner
+LEFT JOIN readers qr ON qr.owner = qc.relowner
+LEFT JOIN readers pr ON pr.owner = pc.relowner
+CROSS JOIN missing
 WHERE $1::text IS NULL OR s.name = $1
 ORDER BY s.name

@@ -106,8 +106,7 @@ class Destination:
         *,
         source: str = "",
     ) -> None:
-        """`source` is the one of the sender; ids are made of it."""
-        known = standing or Standing()
+        known = standing or Standing()  # `source` is the one of the sender; ids are made of it
         self.name = name
         self.success = known.success  # the destination has all facts up to here
         self.serial = known.serial
@@ -296,8 +295,8 @@ class Destination:
         """The transaction failed, or its outcome is unknown. The queue is dropped, and the store is read again. True if
         this very transaction is to be repeated after the back-off.
 
-        `chance` is as for `Backoff.delay`; `at_least` is the pause in seconds that the destination asked for. `refused`:
-        why it accepts no such request. Then a new transaction is split at once, until a single item is refused; that is
+        `chance` is as for `Backoff.delay`; `at_least` is the pause that the destination asked for (s); `refused` is why
+        it accepts no such request. Then a new transaction is split at once, until a single item is refused; that is
         tried again. When the back-off has reached catch-up, it is set aside, and the next item is tried, and so on. If
         one is accepted, those before it are parked; if none is, the destination refuses everything.
         """

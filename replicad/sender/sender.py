@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -103,7 +103,8 @@ class Sender:
         self._scope.cancel()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Deliver until `stop` or cancelled. `started` is called when the daemon has been reached.
+        """Deliver until `stop` or cancelled. `started` is called when the daemon has been reached, or when another
+        sender has the name, so that this one stands by.
 
         Raises:
             ReplicadError: it could not start, or another try would not help.
@@ -151,7 +152,20 @@ class Sender:
             remark = schemas.remark(present, "federation", self._schema)
             if remark is not None:
                 log.warning("schema_other", part="federation", schema=self._schema, reason=remark)
-            async with open_store(db, self._schema, settings.sender_name, settings.senders, settings.streams) as store:
+            async with AsyncExitStack() as stack:
+                with self._until_stop():
+                    store = await stack.enter_async_context(
+                        open_store(
+                            db,
+                            self._schema,
+                            settings.sender_name,
+                            settings.senders,
+                            settings.streams,
+                            standing_by=self._standing_by,
+                        )
+                    )
+                if self.stopping:
+                    return
                 bounds, delivery = settings.bounds, settings.delivery
                 router, latest = await _open_routing(db, settings.routing, settings.facts)
                 engine = Engine(
@@ -214,6 +228,10 @@ class Sender:
             engine.expect_edus(possible, pdus=True)
         for name in set(names) - set(possible):
             log.warning("destination_refused", destination=name[:200], reason=objection(name))
+
+    def _standing_by(self, reason: str) -> None:
+        log.warning("standby", reason=f"{reason}; this one waits until that one has ended")
+        self._connected()
 
     def _connected(self) -> None:
         if self._task_status is not None:

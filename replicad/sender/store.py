@@ -22,7 +22,7 @@ from replicad.protocol.tokens import Vector
 from replicad.sender.items import Aside, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
 
 PATIENCE = 10.0  # seconds to wait for the connection of an earlier process: Postgres may notice late that it was killed
-LOOK = 0.1  # seconds between two tries meanwhile
+LOOK = 0.25  # seconds between two tries meanwhile, and between those of a sender that stands by
 _STANDINGS = 2000  # destinations read at once when a sender starts
 _COLLAPSE = 200  # destinations whose facts are collapsed by one statement
 
@@ -283,34 +283,45 @@ class Store:
 
 @asynccontextmanager
 async def open_store(
-    db: Database, schema: str, sender: str, senders: Sequence[str], streams: Sequence[str]
+    db: Database,
+    schema: str,
+    sender: str,
+    senders: Sequence[str],
+    streams: Sequence[str],
+    *,
+    standing_by: Callable[[str], None] = lambda _reason: None,
 ) -> AsyncIterator[Store]:
     """The store of `sender`, one of `senders`, for the length of the block. `streams[0]` is its source. No other
     process can use that name for that source meanwhile.
 
+    While another one does, it waits, however long; it calls `standing_by` once, with the reason.
+
     Raises:
-        SenderRefused: another process uses the name, or running senders have another list of senders; or the operator
-            has to say whose the state is that an older version has left.
+        SenderRefused: running senders have another list of senders; or the operator has to say whose the state is that
+            an older version has left.
     """
-    source = streams[0]
     async with db.connection() as keeper:
         await keeper.execute(load_sql("federation_keepalive"))
-        refused = None
-        with trio.move_on_after(PATIENCE):
-            while True:
-                refused = await call_row(
-                    keeper, schema, "federation_source_enlist", source, sender, sorted(senders), list(streams)
-                )
-                if refused["refusal"] is None or refused["until"] == "operator":
-                    break
-                await trio.sleep(LOOK)
-        if refused is not None and refused["until"] == "operator":
-            raise SenderRefused(refused["refusal"])
-        if refused is not None and refused["refusal"] is not None:
-            raise SenderRefused(
-                f"{refused['refusal']}; stop it first, or give this one a name of its own (--sender-name, --senders)"
+        said, refused_since = False, None
+        while True:
+            row = await call_row(
+                keeper, schema, "federation_source_enlist", streams[0], sender, sorted(senders), list(streams)
             )
-        yield Store(db, keeper, schema, source, sender)
+            if row["refusal"] is None:
+                break
+            if row["until"] == "operator":
+                raise SenderRefused(row["refusal"])
+            if row["until"] == "gone":
+                refused_since = None
+                if not said:
+                    standing_by(row["refusal"])
+                    said = True
+            else:
+                refused_since = refused_since or trio.current_time()
+                if trio.current_time() - refused_since > PATIENCE:
+                    raise SenderRefused(f"{row['refusal']}; stop it first, or give all the same --senders")
+            await trio.sleep(LOOK)
+        yield Store(db, keeper, schema, streams[0], sender)
 
 
 def _aside_columns(aside: Sequence[Aside]) -> list[dict[str, Any]]:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
+import pytest
+import trio
+from structlog.testing import capture_logs
+
 from replicad.postgres.bridge import Database
 from replicad.sender.settings import Routing
 
@@ -61,3 +67,34 @@ async def test_what_was_taken_under_the_old_list_is_repeated_as_it_was_and_comes
         sent = [request for request in receiver.requests if request.transaction == repeated]
         assert len(sent) > 1, "the transaction under way was not repeated"
         assert len({request.body for request in sent}) == 1
+
+
+async def test_the_second_of_one_name_is_a_hot_standby_however_long_and_takes_over_when_the_first_has_ended(
+    facts: Database,  # noqa: F811
+    receiver: Receiver,  # noqa: F811
+    start_sender: StartSender,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("replicad.sender.store.PATIENCE", 0.1)
+    with capture_logs() as events:
+        async with AsyncExitStack() as first:
+            one = await first.enter_async_context(start_sender(updates=()))
+            async with start_sender(updates=()) as two:
+                async with start_sender(updates=()):
+                    await trio.sleep(1.0)  # longer than the patience
+                await write(facts, "facts", fact(1, "a"))
+                await receiver.expect(lambda: numbers(receiver, "a") == [1])
+                assert (one.statistics().engine is not None, two.statistics().engine) == (True, None)
+                cut = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()
+                    AND application_name LIKE 'replicad sender%'"""
+                await facts.execute(cut)  # both lose their connections: a standby does not end by that
+                await write(facts, "facts", fact(2, "a"))
+                await receiver.expect(lambda: numbers(receiver, "a") == [1, 2])
+                one.stop()
+                await write(facts, "facts", fact(3, "a"))
+                await receiver.expect(lambda: numbers(receiver, "a") == [1, 2, 3])
+    said = [event["reason"] for event in events if event["event"] == "standby"]
+    assert said
+    assert set(said) == {
+        "a sender named sender is running on this database already; this one waits until that one has ended"
+    }

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import trio
 
 from replicad.errors import DatabaseError, SenderRefused
 from replicad.postgres import schema
@@ -336,9 +337,12 @@ async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(
     real: Store, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicad.sender.store.PATIENCE", 0.2)
-    with pytest.raises(SenderRefused, match="named s1 is running"):
-        async with open_store(database, SCHEMA, "s1", ["s1"], ["facts"]):
+    said: list[str] = []
+    with trio.move_on_after(1.0) as scope:
+        async with open_store(database, SCHEMA, "s1", ["s1"], ["facts"], standing_by=said.append):
             pass
+    assert scope.cancelled_caught, "two of one name"
+    assert said == ["a sender named s1 is running on this database already"]
     with pytest.raises(SenderRefused, match="s1 is running and shares the destinations among s1, not among s1, s2"):
         async with open_store(database, SCHEMA, "s2", ["s1", "s2"], ["facts"]):
             pass

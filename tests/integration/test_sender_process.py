@@ -132,6 +132,60 @@ async def test_killed_at_any_moment_it_delivers_every_fact_in_order_and_repeats_
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+async def test_senders_of_two_streams_that_are_killed_lose_nothing_though_receivers_refuse_facts(
+    facts: Database, daemon: Daemon, receiver: Receiver, arguments: Arguments, tmp_path: Path
+) -> None:
+    """Each fact is taken once or parked, and what is taken comes in order, for each stream by itself."""
+    await facts.execute("CREATE TABLE more (id bigserial PRIMARY KEY, body json)")
+    await registry.add(facts, "more", "public.more", "id", row="body")
+    await daemon.publisher.find("more")
+    chance = Random(17)
+    names = ["a", "b", "c"]
+    bad = {number for number in range(240) if chance.random() < 0.04}
+
+    def behave(request: Request) -> Reply:
+        if any(found["n"] in bad for found in request.facts):
+            return Reply(chance.choice([400, 413, 422]))
+        return Reply(503) if chance.random() < 0.03 else Reply(reset=chance.random() < 0.03)
+
+    receiver.behave = behave
+    streams = ["facts", "more"]
+
+    async def write_to(stream: str, numbers: range) -> None:
+        for number in numbers:
+            row = json.dumps({"destinations": names, "pdu": {"n": number, "of": stream}})
+            await facts.execute(f"INSERT INTO {stream} (body) VALUES ($1::text::json)", row)
+
+    with (tmp_path / "log").open("ab") as log:
+        for part in range(2):
+            async with process(arguments(), stderr=log) as one, process(arguments(facts="more"), stderr=log) as two:
+                for stream in streams:
+                    await write_to(stream, range(120 * part, 120 * part + 120))
+                before = len(receiver.requests)
+                await receiver.expect(lambda before=before: len(receiver.requests) > before + 4)
+                for sender in (one, two):
+                    sender.send_signal(signal.SIGKILL)
+                    await sender.wait()
+        async with process(arguments(), stderr=log), process(arguments(facts="more"), stderr=log):
+            for stream in streams:
+                await write_to(stream, range(240, 243))  # what is refused last is parked when these are accepted
+
+            def last() -> bool:
+                return all({"n": 242, "of": stream} in receiver.facts(name) for name in names for stream in streams)
+
+            await receiver.expect(last, 90)
+    rows = await facts.fetch("SELECT destination, body::text FROM replicad.federation_parked ORDER BY id")
+    for name in names:
+        for stream in streams:
+            taken = [found["n"] for found in receiver.facts(name) if found["of"] == stream]
+            found = [json.loads(row["body"]) for row in rows if row["destination"] == name]
+            parked = [one["n"] for one in found if one["of"] == stream]
+            assert taken == sorted(taken), "out of order"
+            assert sorted([*taken, *parked]) == list(range(243)), "lost, or twice"
+            assert bad <= {*parked}
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 async def test_sigterm_lets_what_is_under_way_end_and_the_secret_of_the_file_is_in_no_log(
     facts: Database, receiver: Receiver, arguments: Arguments, tmp_path: Path
 ) -> None:

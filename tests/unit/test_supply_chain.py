@@ -58,3 +58,10 @@ def test_ci_and_the_image_install_by_the_locks() -> None:
     installs = re.findall(r"pip install (.*)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     assert len(installs) == 3
     assert all("--require-hashes" in one or "--no-deps" in one for one in installs)
+
+
+def test_all_that_the_image_is_built_from_reaches_the_builder() -> None:
+    lines = re.findall(r"^COPY (?!--)(.*) \S+$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    copied = {word.removeprefix("./") for line in lines for word in line.split()}
+    allowed = {line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text("utf-8").split() if line[0] == "!"}
+    assert copied == allowed

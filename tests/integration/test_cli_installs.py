@@ -72,6 +72,9 @@ READERS = {
     "tubes parked drop": "cities 1",
     "top": "--once",
     "status": "",
+    "sender parked list": "",
+    "sender parked replay": "1",
+    "sender parked drop": "1",
     "sender": "--facts nosuch --form webhook --destinations http://127.0.0.1:1/ --server 127.0.0.1:1",
 }
 INSTALLERS = {"caches enable": "cache", "presence enable": "presence"}

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from replicad.postgres.embedded import embedded_postgres, find_programs
+from replicad.postgres.embedded import embedded_postgres
+from replicad.postgres.programs import find_programs
 
 START = 60.0  # seconds for a process to listen; the machine may be busy
 STREAM = "bench"

@@ -24,7 +24,8 @@ from hypothesis import settings
 
 from replicad.config.logs import FromLibraries
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.programs import find_programs
 from replicad.postgres.schema import PARTS, Part, script
 from tests.lengths import LONG, examples
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 
 from replicad import embedded_postgres
-from replicad.postgres.embedded import find_programs
+from replicad.postgres.programs import find_programs
 
 ORDERS = 5
 received: list[int] = []

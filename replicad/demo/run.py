@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 import trio
@@ -27,7 +28,8 @@ from replicad.demo.words import QUERY, next_steps
 from replicad.errors import EnvironmentRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.embedded import embedded_postgres
+from replicad.postgres.embedded import embedded_postgres, reachable
+from replicad.postgres.programs import SHARED
 from replicad.spark.java import find_java
 
 PARTITIONS = 4  # of the tube: as many tasks as Spark runs at once on a usual machine
@@ -74,6 +76,8 @@ class Demo:
 
     async def _database(self, stack: AsyncExitStack) -> Database:
         folder = self.folder / "postgres"
+        if not reachable(folder):  # in the closed home of root
+            folder = SHARED / f"demo-{sha256(os.fsencode(folder.absolute())).hexdigest()[:12]}"
         self.show.step(f"Starting an embedded Postgres in {folder}")
         self.url = stack.enter_context(embedded_postgres(folder))
         db = await stack.enter_async_context(open_database(self.url, size=3, application_name="replicad demo"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from replicad.demo.show import near, program
-from replicad.postgres.embedded import find_programs
+from replicad.postgres.programs import find_programs
 
 QUERY = """\
 from replicad.spark.sinks import parquet

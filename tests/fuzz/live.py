@@ -27,7 +27,8 @@ from pathlib import Path
 import psutil
 
 from replicad.errors import ReplicadError
-from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.programs import find_programs
 from replicad.protocol.words import Side
 from tests.fuzz import hostile
 from tests.vocabulary import parse

@@ -18,7 +18,8 @@ import pytest
 
 from replicad.cli import app
 from replicad.operations.psql import without_password
-from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.programs import find_programs
 from tests.conftest import PATIENCE, install, psql
 
 Run = Callable[..., Any]

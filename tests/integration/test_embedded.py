@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pwd
 import signal
@@ -18,6 +19,7 @@ import pytest
 from replicad.errors import EnvironmentRefused
 from replicad.postgres import embedded
 from replicad.postgres.embedded import EmbeddedPostgres, embedded_postgres
+from replicad.postgres.programs import barrier, usable_programs
 from tests.conftest import PATIENCE, psql, server_folder
 
 pytestmark = pytest.mark.postgres
@@ -239,16 +241,29 @@ def test_folders_that_root_makes_let_the_server_pass_whatever_the_umask(postgres
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand things to others")
-def test_programs_that_only_root_may_run_are_refused_and_left_alone(postgres_folder: Path) -> None:
+@pytest.mark.parametrize("closed", ["the programs", "a folder above"])
+def test_programs_that_only_root_may_run_are_copied_and_left_alone(postgres_folder: Path, closed: str) -> None:
     account = pwd.getpwnam("nobody")
-    program = postgres_folder / "pginstall" / "bin" / "postgres"
-    program.parent.mkdir(parents=True)
-    program.touch(mode=0o700)
-    with pytest.raises(EnvironmentRefused, match=r"may not run .*chmod -R o\+rX"):
-        embedded._check_programs(program.parents[1], account)
-    assert stat.S_IMODE(program.stat().st_mode) == 0o700
-    program.chmod(0o755)
-    embedded._check_programs(program.parents[1], account)
+    programs, shared = postgres_folder / "home" / "pginstall" / "bin", postgres_folder / "shared"
+    programs.mkdir(parents=True)
+    (programs / "postgres").touch(mode=0o700 if closed == "the programs" else 0o755)
+    (programs.parent / "data").touch(mode=0o600)
+    if closed == "a folder above":
+        programs.parents[1].chmod(0o700)
+    before = os.umask(0o077)
+    try:
+        copies = [usable_programs(programs, account, shared) for _ in range(2)]
+    finally:
+        os.umask(before)
+    assert copies[0] == copies[1] != programs
+    assert barrier(copies[0], account) is None
+    assert stat.S_IMODE((copies[0] / "postgres").stat().st_mode) & 0o005 == 0o005
+    assert stat.S_IMODE((copies[0].parent / "data").stat().st_mode) == 0o604
+    assert [path.name for path in shared.iterdir()] == [copies[0].parent.name], "nothing is left of making it"
+    assert stat.S_IMODE(programs.parents[1].stat().st_mode) == (0o700 if closed == "a folder above" else 0o755)
+    shared.chmod(0o777)
+    with pytest.raises(EnvironmentRefused, match="others may write in it"):
+        usable_programs(programs, account, shared)
 
 
 def test_data_of_another_major_version_is_refused_with_both_remedies(folder: Path) -> None:
@@ -275,7 +290,7 @@ def test_setting_that_does_not_exist_is_told_with_the_servers_own_words(folder: 
 def test_missing_package_is_told_with_the_command_that_installs_it(
     postgres_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentRefused, match=r"pip install 'replicad\[embedded\]'"):
         EmbeddedPostgres(postgres_folder).__enter__()
 

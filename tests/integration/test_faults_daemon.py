@@ -19,7 +19,8 @@ import trio
 
 from replicad.config.settings import parse_address
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.programs import find_programs
 from replicad.streams import registry
 from tests.daemons import Daemon
 

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from replicad.postgres.bridge import Database
-from replicad.postgres.embedded import find_programs
+from replicad.postgres.programs import find_programs
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry
 from tests.daemons import Daemon

@@ -18,7 +18,8 @@ import trio
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.programs import find_programs
 from replicad.streams import registry, status
 from replicad.streams.serving.feed import Feed
 from tests.conftest import PATIENCE, psql

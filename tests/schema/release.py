@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from replicad.postgres import schema_text
-from replicad.postgres.embedded import EmbeddedPostgres, find_programs
+from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.programs import find_programs
 from tests.schema import older, pin
 
 FOLDER = Path(__file__).parent

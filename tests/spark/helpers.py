@@ -6,7 +6,7 @@ import subprocess
 
 from fake_daemon import FakeDaemon
 
-from replicad.postgres.embedded import find_programs
+from replicad.postgres.programs import find_programs
 
 
 def psql(url: str, sql: str) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 
 from replicad.postgres.bridge import Database, open_database, quote_ident
-from replicad.postgres.embedded import find_programs
+from replicad.postgres.programs import find_programs
 from replicad.postgres.schema import script
 from tests.conftest import PATIENCE
 

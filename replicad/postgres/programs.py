@@ -48,7 +48,7 @@ def usable_programs(programs: Path, account: pwd.struct_passwd, shared: Path = S
     """
     if barrier(programs, account) is None and (programs / "postgres").stat().st_mode & stat.S_IXOTH:
         return programs
-    install = programs.parent
+    install = programs.parent.parent  # the package; beside it lie libraries that programs look for there
     found = (programs / "postgres").stat()
     name = f"postgres-{sha256(f'{install} {found.st_size} {found.st_mtime_ns}'.encode()).hexdigest()[:16]}"
     copy = shared / name
@@ -63,7 +63,7 @@ def usable_programs(programs: Path, account: pwd.struct_passwd, shared: Path = S
             f"the server of root runs as {account.pw_name}, who may not run the programs in {install}, and they cannot "
             f"be copied to {copy}: {error.strerror}; install replicad where every account may go, or do not run as root"
         ) from error
-    return copy / programs.name
+    return copy / install.name / programs.parent.name / programs.name
 
 
 def barrier(folder: Path, account: pwd.struct_passwd) -> Path | None:
@@ -91,11 +91,13 @@ def _check_shared(shared: Path) -> None:
 
 
 def _copy(install: Path, copy: Path) -> None:
-    """Copy the programs with rights for everybody; the copy appears as a whole."""
+    """Copy a package and its libraries with rights for everybody; the copy appears as a whole."""
     _check_shared(copy.parent)
     fresh = Path(tempfile.mkdtemp(prefix=f".{copy.name}.", dir=copy.parent))
     try:
-        shutil.copytree(install, fresh, symlinks=True, dirs_exist_ok=True)
+        for part in (install, install.with_name(f"{install.name}.libs")):
+            if part.exists():
+                shutil.copytree(part, fresh / part.name, symlinks=True)
         for path in (fresh, *fresh.rglob("*")):
             if not path.is_symlink():
                 mode = stat.S_IMODE(path.stat().st_mode)

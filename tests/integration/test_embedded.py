@@ -244,12 +244,13 @@ def test_folders_that_root_makes_let_the_server_pass_whatever_the_umask(postgres
 @pytest.mark.parametrize("closed", ["the programs", "a folder above"])
 def test_programs_that_only_root_may_run_are_copied_and_left_alone(postgres_folder: Path, closed: str) -> None:
     account = pwd.getpwnam("nobody")
-    programs, shared = postgres_folder / "home" / "pginstall" / "bin", postgres_folder / "shared"
+    programs, shared = postgres_folder / "home" / "package" / "pginstall" / "bin", postgres_folder / "shared"
     programs.mkdir(parents=True)
     (programs / "postgres").touch(mode=0o700 if closed == "the programs" else 0o755)
-    (programs.parent / "data").touch(mode=0o600)
+    (programs.parents[2] / "package.libs").mkdir()
+    (programs.parents[2] / "package.libs" / "libpq.so").touch(mode=0o600)
     if closed == "a folder above":
-        programs.parents[1].chmod(0o700)
+        programs.parents[2].chmod(0o700)
     before = os.umask(0o077)
     try:
         copies = [usable_programs(programs, account, shared) for _ in range(2)]
@@ -258,9 +259,9 @@ def test_programs_that_only_root_may_run_are_copied_and_left_alone(postgres_fold
     assert copies[0] == copies[1] != programs
     assert barrier(copies[0], account) is None
     assert stat.S_IMODE((copies[0] / "postgres").stat().st_mode) & 0o005 == 0o005
-    assert stat.S_IMODE((copies[0].parent / "data").stat().st_mode) == 0o604
-    assert [path.name for path in shared.iterdir()] == [copies[0].parent.name], "nothing is left of making it"
-    assert stat.S_IMODE(programs.parents[1].stat().st_mode) == (0o700 if closed == "a folder above" else 0o755)
+    [copy] = shared.iterdir()  # nothing is left of making it
+    assert stat.S_IMODE((copy / "package.libs" / "libpq.so").stat().st_mode) == 0o604
+    assert stat.S_IMODE(programs.parents[2].stat().st_mode) == (0o700 if closed == "a folder above" else 0o755)
     shared.chmod(0o777)
     with pytest.raises(EnvironmentRefused, match="others may write in it"):
         usable_programs(programs, account, shared)

@@ -180,3 +180,30 @@ async def test_an_ack_of_the_history_before_a_fork_removes_no_row_of_the_one_aft
         await reader.until("ERROR token_ahead: FEDERATION_ACK 131 .*")
         await known(filled, "events", s1=120)
         assert (await trimming.trim(filled, "events", acked=True)).rows == 30
+
+
+async def test_a_fork_leaves_all_rows_before_it_to_readers_that_come_later(
+    filled: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    """Rows that nobody has trimmed are not taken for trimmed, whether the daemon has noticed the fork or not."""
+    await filled.execute(
+        "SELECT replicad.stream_fork(s.number, replicad.stream_epoch(s), 'promoted') FROM replicad.stream s"
+    )
+    async with netcat() as early:
+        await early.send("REPLICATE events EARLIEST")
+        await early.until("RDATA events master 1 1")
+        await early.until("RDATA events master 100 1")
+    with trio.fail_after(PATIENCE):
+        while daemon.publisher.feeds["events"].lineage.shared_by_all is None:
+            await trio.sleep(0.02)
+    for token in ("EARLIEST", "0"):
+        async with netcat() as late:
+            await late.send(f"REPLICATE events {token}")
+            await late.until("RDATA events master 1 1")
+            await late.until("RDATA events master 100 1")
+    assert await filled.fetch_value("SELECT trimmed_upto FROM replicad.stream") is None
+    await filled.execute("UPDATE replicad.stream SET trimmed_upto = 40")
+    await filled.execute(
+        "SELECT replicad.stream_fork(s.number, replicad.stream_epoch(s), 'promoted') FROM replicad.stream s"
+    )
+    assert await filled.fetch_value("SELECT trimmed_upto FROM replicad.stream") == 40

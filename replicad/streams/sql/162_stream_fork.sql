@@ -64,7 +64,9 @@ BEGIN
         FROM stream_position p WHERE p.stream = s.number AND p.writer <> 0 AND p.position > shared;
     END IF;
     new_id := stream_generation_add(s, shared, ahead, upto, reason);
-    UPDATE stream x SET resets = x.resets + 1, trimmed_upto = least(x.trimmed_upto, shared) WHERE x.number = s.number;
+    UPDATE stream x SET resets = x.resets + 1,
+        trimmed_upto = CASE WHEN x.trimmed_upto > shared THEN shared ELSE x.trimmed_upto END  -- NULL: nothing was trimmed
+    WHERE x.number = s.number;
     DELETE FROM stream_mark m WHERE m.stream = s.number AND m.position > shared;
     DELETE FROM stream_skip k WHERE k.stream = s.number AND k.id > shared;  -- these ids are other rows now
     UPDATE stream_position p SET published_at = clock_timestamp(),

@@ -155,6 +155,7 @@ class System:
 def system() -> Iterator[System]:
     """A fresh Postgres with the settings that replicad gives its own; it and its folder are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="replicad-bench-") as name:
+        Path(name).chmod(0o711)  # the server of root has an account of its own
         Path(name).chmod(0o711)  # the account of root's Postgres passes through
         with embedded_postgres(Path(name) / "postgres") as url:
             yield System(url, Path(name))

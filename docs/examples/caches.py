@@ -60,7 +60,7 @@ async def work(url: str, host: str, port: int) -> None:
 def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url = stack.enter_context(embedded_postgres(folder / "postgres"))
+        url = stack.enter_context(embedded_postgres(None))
         ready = folder / "ready"
         command = [sys.executable, "-m", "replicad", "serve", "--database", url, "--listen", "127.0.0.1:0"]
         daemon = subprocess.Popen([*command, "--ready-file", str(ready), "--log-level", "warning"])

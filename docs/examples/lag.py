@@ -51,7 +51,7 @@ def main() -> None:
 def measure(rows: int, seconds: float) -> list[Sample]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url = stack.enter_context(embedded_postgres(folder / "postgres"))
+        url = stack.enter_context(embedded_postgres(None))
         port = serve(stack, folder, url)
         sql(url, "CREATE SCHEMA shard_1", "CREATE TABLE shard_1.items (id bigint PRIMARY KEY, value int)")
         sql(url, f"INSERT INTO shard_1.items SELECT n, 0 FROM generate_series(1, {rows}) AS n")

@@ -70,7 +70,7 @@ def connect(server: str, name: str) -> AbstractAsyncContextManager[TrioClient]:
 def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url = stack.enter_context(embedded_postgres(folder / "postgres"))
+        url = stack.enter_context(embedded_postgres(None))
         run("presence", "enable", "--grace", "5s", "--lost-grace", "1s", "--database", url)
         servers = [serve(stack, url, folder / f"ready{number}") for number in (1, 2)]
         trio.run(play, *servers)

@@ -47,7 +47,7 @@ class Shop(BaseHTTPRequestHandler):
 def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        url = stack.enter_context(embedded_postgres(folder / "postgres"))
+        url = stack.enter_context(embedded_postgres(None))
         psql(url, "CREATE TABLE orders (id bigserial PRIMARY KEY, item text)")
 
         shop = ThreadingHTTPServer(("127.0.0.1", 0), Shop)

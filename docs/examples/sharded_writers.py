@@ -15,10 +15,8 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import trio
 
@@ -110,5 +108,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         trio.run(write, *sys.argv[1:])
     else:
-        with tempfile.TemporaryDirectory() as folder, embedded_postgres(Path(folder) / "postgres") as own:
+        with embedded_postgres(None) as own:
             trio.run(main, own)

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
@@ -277,10 +277,13 @@ class EmbeddedPostgres:
 
 
 @contextmanager
-def embedded_postgres(folder: Path = DEFAULT_FOLDER, settings: Mapping[str, str] | None = None) -> Iterator[str]:
-    """`EmbeddedPostgres` as a context manager that returns the URL."""
-    with EmbeddedPostgres(folder, settings) as server:
-        yield server.url
+def embedded_postgres(folder: Path | None = DEFAULT_FOLDER, settings: Mapping[str, str] | None = None) -> Iterator[str]:
+    """`EmbeddedPostgres` as a context manager that returns the URL. `folder` None: one of its own, gone afterwards."""
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replicad-")))
+            folder.chmod(0o711)  # the server of root has an account of its own
+        yield stack.enter_context(EmbeddedPostgres(folder, settings)).url
 
 
 def _make_folder(folder: Path) -> None:

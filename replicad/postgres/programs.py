@@ -17,13 +17,12 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-import structlog
-
 from replicad.errors import EnvironmentRefused
+from replicad.eventlog import get_logger
 
 SHARED = Path("/var/lib/replicad")  # of root; every account may read in it
 
-log = structlog.get_logger()
+log = get_logger(__name__)
 
 
 def find_programs() -> Path:

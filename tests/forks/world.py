@@ -121,11 +121,14 @@ class World:
         """Start a client."""
         assert self._nursery is not None
         names = [table.name for table in self.tables] if streams is None else streams
-        holder = Holder(name, order, names, [server.address for server in self.servers], self.rng)
+        holder = self._holder(name, order, names)
         holder.place = place
         self.holders.append(holder)
         self._nursery.start_soon(holder.run)
         return holder
+
+    def _holder(self, name: str, order: Order, streams: Sequence[str]) -> Holder:
+        return Holder(name, order, streams, [server.address for server in self.servers], self.rng)
 
     def hold_all_kinds(self, place: int = 0) -> list[Holder]:
         """A client of each kind at one daemon."""
@@ -147,11 +150,27 @@ class World:
                 break
             await trio.sleep(0.02)
         self.check(tables, what)
+        await self.newcomer(tables, what)
+
+    async def newcomer(self, tables: dict[str, Any], what: str) -> None:
+        """A client that comes only now has what the tables have, too. Nobody writes. Raises Disagreement."""
+        order = random.Random(f"newcomer {what}").choice([Order.NAMED, Order.LINEAR])  # a plain one gets new rows only
+        holder = self._holder(f"newcomer {order.value}", order, list(tables))
+        deadline = trio.current_time() + AGREEMENT
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(holder.run)
+            while holder.compare(tables) and trio.current_time() < deadline:
+                await trio.sleep(0.02)
+            nursery.cancel_scope.cancel()
+        self._check([holder], tables, what)
 
     def check(self, tables: dict[str, Any], what: str) -> None:
         """Raise Disagreement where a client has not what the tables have, or has a finding."""
+        self._check(self.holders, tables, what)
+
+    def _check(self, holders: list[Holder], tables: dict[str, Any], what: str) -> None:
         told: list[str] = []
-        for holder in self.holders:
+        for holder in holders:
             for stream, difference in holder.compare(tables).items():
                 told += [f"{holder.name} {stream}: {difference}; {holder.counts()}", holder.trace(stream)]
             for finding in dict.fromkeys(holder.findings()):

@@ -41,6 +41,7 @@ def check_downstream(config: PipelineConfig) -> None:
                 "schedules a backfill of all rows; or bring the old one back"
             )
         _schedule_backfill(config)
+        file.unlink()  # if there is none yet (an index without documents), a later start takes the new one
     if found is not None and found != known:
         _write(file, found)
 

@@ -13,7 +13,7 @@ import pytest
 from helpers import psql
 from index_server import IndexServer
 
-from replicad.errors import UsageError
+from replicad.errors import DownstreamError, UsageError
 from replicad.spark.database import forget
 from replicad.spark.downstream import FILE, check_downstream
 from replicad.spark.pipeline_config import PipelineConfig
@@ -136,7 +136,20 @@ def test_an_index_that_is_gone_is_missed_and_one_that_comes_with_its_first_docum
     server.documents.clear()
     with pytest.raises(UsageError, match="is not the one"):
         start(url, sink, tmp_path / "c")
+    psql(url, "SELECT tube.tube_ensure_exists('cities')")
+    start(url, sink, tmp_path / "c", rebuild=True)
+    server.documents["1:1"], server.uuid = {}, "second"
+    start(url, sink, tmp_path / "c")
     server.close()
+
+
+def test_a_class_whose_identity_fails_is_named(url: str, tmp_path: Path) -> None:
+    class Failing(Mine):
+        def identity(self) -> int:
+            raise OSError("no route")
+
+    with pytest.raises(DownstreamError, match=r"Failing.identity\(\) failed: OSError: no route"):
+        start(url, CustomSink(Failing()), tmp_path / "c")
 
 
 def test_a_class_that_cannot_tell_is_taken_as_it_is(url: str, tmp_path: Path) -> None:

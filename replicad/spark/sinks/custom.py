@@ -64,7 +64,16 @@ class CustomSink(Sink):
     def identity(self) -> str | None:
         """What the class says, if it has the method."""
         says = getattr(self.target, "identity", None)
-        return " ".join(str(says()).split()) or None if callable(says) else None
+        if not callable(says):
+            return None
+        try:
+            return " ".join(str(says()).split()) or None
+        except ReplicadError:
+            raise
+        except Exception as error:
+            raise DownstreamError(
+                f"{type(self.target).__qualname__}.identity() failed: {type(error).__name__}: {error}"
+            ) from error
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Pass the changes to the class, chunk by chunk."""

@@ -91,10 +91,17 @@ class Subscriptions:
         if command.stream is None:
             await self._replicate_all()
             return
-        try:
-            await self._replicate_one(command, command.stream)
-        except TableReplaced as error:
-            raise StreamRefused(f"stream {command.stream} cannot be served now: {error}") from error
+        began = trio.current_time()
+        while True:
+            try:
+                await self._replicate_one(command, command.stream)
+            except TableReplaced as error:  # seen before the registry was looked at; the client need not know
+                if trio.current_time() >= began + self._pace.ahead:
+                    raise StreamRefused(f"stream {command.stream} cannot be served now: {error}") from error
+            else:
+                return
+            await self._publisher.look_at(command.stream)
+            await trio.sleep(self._pace.look_pause)
 
     # --- every stream, from now on (as in Synapse) ---
 

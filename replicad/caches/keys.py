@@ -19,6 +19,7 @@ Key = tuple[Hashable, ...]  # of an entry: all its keys, frozen
 _decode = json.JSONDecoder().decode  # a third faster than json.loads
 _PLAIN = frozenset({str, int, type(None)})
 _ORDERED = frozenset({tuple, list})  # known at a glance
+_DEEPEST = 100  # lists and objects inside of each other; the interpreter's own limit differs from process to process
 _EXACT = 1 << 53  # up to here a float that is a whole number equals the one that is written in its digits
 
 
@@ -48,15 +49,13 @@ def freeze(keys: Iterable[object]) -> Key:
     """The keys of one entry, each a JSON value: str, int, float, bool, None, or lists, tuples and dicts of them.
 
     Raises:
-        TypeError: a value has no form in JSON, or `keys` is no list of values (see `listed`).
+        TypeError: a value has no form in JSON or is nested deeper than 100, or `keys` is no list of values (see
+            `listed`).
     """
     found = listed(keys)
     for value in found:
         if type(value) not in _PLAIN:
-            try:
-                return tuple(_frozen(value) for value in found)
-            except RecursionError:
-                raise TypeError("a key of an entry is nested too deeply") from None
+            return tuple(_frozen(value) for value in found)
     return found
 
 
@@ -78,7 +77,7 @@ def parse_row(row: str) -> Invalidation:
     return Invalidation(func, keys)
 
 
-def _frozen(value: object) -> Hashable:  # noqa: PLR0911 - one return per type
+def _frozen(value: object, depth: int = 0) -> Hashable:  # noqa: PLR0911 - one return per type
     """Values other than strings and plain numbers become tuples that begin with the type, so that none are equal."""
     if value is None:
         return None
@@ -92,10 +91,12 @@ def _frozen(value: object) -> Hashable:  # noqa: PLR0911 - one return per type
         if abs(value) > _EXACT:  # jsonb writes 1e23 in digits, which are read as 10**23; the float 1e23 is less
             return int(Decimal(repr(float(value))))
         return float(value)
+    if depth == _DEEPEST:
+        raise TypeError(f"a key of an entry is nested too deeply: more than {_DEEPEST} lists and objects in each other")
     if isinstance(value, list | tuple):
-        return (list, *map(_frozen, value))
+        return (list, *(_frozen(member, depth + 1) for member in value))
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-        return (dict, frozenset((name, _frozen(member)) for name, member in value.items()))
+        return (dict, frozenset((name, _frozen(member, depth + 1)) for name, member in value.items()))
     raise TypeError(
         f"{type(value).__name__} is no JSON value and cannot be a key: give key=, a function from the arguments "
         "to a list of strings, numbers, booleans and None"

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -122,16 +123,40 @@ def test_a_large_number_names_one_entry_as_a_float_and_in_the_digits_of_jsonb(ca
         f'["f", [1{"0" * 400}.5], 0]',
         '["f", [1e999], 0]',
         f'["f", [{"[" * 5000}{"]" * 5000}], 0]',
+        f'["f", [{"[" * 101}{"]" * 101}], 0]',
         '["f", [NaN], 0]',
         f'["f", [{"9" * 5000}], 0]',
     ],
-    ids=["beyond a double", "an exponent", "nested", "no number", "many digits"],
+    ids=["beyond a double", "an exponent", "nested", "nested a little", "no number", "many digits"],
 )
 def test_a_key_that_no_value_can_have_empties_everything_and_ends_nothing(caches: Caches, row: str) -> None:
     cache = caches.cache("f")
     cache.store(cache.begin((1,)), "kept")
     caches.apply([row, '["f", [2], 0]'])
     assert (cache.statistics().entries, cache.statistics().invalidated, caches.statistics().malformed) == (0, 1, 1)
+
+
+@pytest.fixture
+def high_recursion_limit() -> Iterator[None]:
+    """As other code of the process may set it, hypothesis among it."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("high_recursion_limit")
+@pytest.mark.parametrize("depth", [101, 5000])
+def test_how_deep_a_key_may_be_does_not_depend_on_the_interpreters_limit(caches: Caches, depth: int) -> None:
+    cache = caches.cache("f")
+    deepest = json.loads("[" * 100 + "]" * 100)
+    cache.store(cache.begin(freeze([deepest])), "kept")
+    caches.apply([json.dumps(["f", [deepest], 0])])
+    assert (cache.statistics().entries, caches.statistics().malformed) == (0, 0)
+    with pytest.raises(TypeError, match="nested too deeply"):
+        freeze([json.loads("[" * depth + "]" * depth)])
+    caches.apply([f'["f", [{"[" * depth}{"]" * depth}], 0]'])
+    assert caches.statistics().malformed == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -95,22 +95,22 @@ def _by_sender(ours: System, daemon: Daemon, receiver: Receiver, name: str, fact
     command = [
         sys.executable, "-m", "replicad", "sender", "--facts", "facts", "--form", "webhook", "--server",
         f"{daemon.host}:{daemon.port}", "--database", ours.url, "--from", "now", "--sender-name", name,
-        "--url", f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}", "--log-level", "warning",
+        "--url", f"http://127.0.0.1:{receiver.port}/{{destination}}/{{transaction}}", "--allow-private", "127.0.0.1",
+        "--log-level", "warning",
     ]  # fmt: skip
     with (ours.folder / "sender.log").open("ab") as log, process(command, output=log) as sender:
 
-        def wait_for(taken: int) -> None:
+        def wait_for(taken: int, pause: float = 0.01, nudge: Callable[[], None] = lambda: None) -> None:
             deadline = time.monotonic() + DONE
             while receiver.taken() < taken:
                 if time.monotonic() > deadline or sender.poll() is not None:
                     said = (ours.folder / "sender.log").read_text(encoding="utf-8")[-500:]
                     raise RuntimeError(f"only {receiver.taken()} of {taken} facts were delivered; {said}")
-                time.sleep(0.01)
+                nudge()
+                time.sleep(pause)
 
         receiver.reset()
-        while not receiver.taken():  # it is not told when the sender has begun to follow
-            _commit(ours, 1, 1)
-            time.sleep(0.2)
+        wait_for(1, 0.2, lambda: _commit(ours, 1, 1))  # it is not told when the sender has begun to follow
         receiver.reset()
         _commit(ours, 1, DESTINATIONS)
         wait_for(DESTINATIONS)

@@ -185,11 +185,13 @@ class Horizon:
         changed = bool(self._blocked)
         if self._blocked and now >= self._look_again_at:
             await self._find_blockers(connection)
-        changed |= await self._poll_sequences(connection, watched, now)
-        changed |= await self._poll_tables(connection, watched)
-        changed |= await self._flush(connection, watched, now)
-        if self._recorder is not None:
-            self._record(watched)
+        try:
+            changed |= await self._poll_sequences(connection, watched, now)
+            changed |= await self._poll_tables(connection, watched)
+            changed |= await self._flush(connection, watched, now)
+        finally:
+            if self._recorder is not None:
+                self._record(watched)  # also what was read before a step failed: the next poll may build on it
         changed |= self._refusals_changed
         self._refusals_changed = False
         if changed or len(self._readings) != len(watched):

@@ -13,9 +13,11 @@ import pytest
 import trio
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, StandbyRefused
+from replicad.postgres import recording
 from replicad.postgres.bridge import Connection, Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import HolderKind, Horizon, LockSource, Reading
+from replicad.postgres.recording import Recorder
 from tests.conftest import PATIENCE, server_folder
 
 pytestmark = pytest.mark.postgres
@@ -219,6 +221,30 @@ async def test_cancelled_poll_costs_no_position(db: Database, horizon: Horizon) 
         assert (await poll(horizon)).position == 1
         await writer.execute("COMMIT")
     assert (await poll(horizon)).position == 14
+
+
+async def test_a_recording_has_what_a_poll_has_read_that_failed_at_its_end(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch_value = Connection.fetch_value
+
+    async def refuse_to_flush(self: Connection, query: str, *values: object) -> object:
+        if "pg_logical_emit_message" in query:
+            raise DatabaseError("no space left for the WAL")
+        return await fetch_value(self, query, *values)
+
+    with Recorder(tmp_path / "polls") as recorder:
+        async with Horizon(db, now=count(0, 0.1).__next__, recorder=recorder) as horizon:
+            await watch(db, horizon)
+            assert (await poll(horizon)).position == 0
+            await db.execute("BEGIN; INSERT INTO t DEFAULT VALUES; ROLLBACK")
+            with monkeypatch.context() as patch, pytest.raises(DatabaseError):
+                patch.setattr(Connection, "fetch_value", refuse_to_flush)
+                await poll(horizon)
+            await db.execute("CREATE TABLE now ()")  # flushes; what follows is not on disk when the next poll looks
+            await db.execute("BEGIN; CREATE TABLE later (); ROLLBACK")
+            assert (await poll(horizon)).position == 1
+    assert list(recording.check((tmp_path / "polls").read_text().splitlines())) == []
 
 
 async def cancel_after(scope: trio.CancelScope, steps: int) -> None:

@@ -32,6 +32,7 @@ from replicad.daemon.session import Session
 from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
 from replicad.daemon.superuser import refuse_superuser
 from replicad.daemon.supervision import Restarts, keep_running, keep_service
+from replicad.daemon.supervisor import Supervisor, take_supervisor
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
 from replicad.errors import EnvironmentRefused, ReplicadError, UsageError
@@ -61,11 +62,12 @@ def serve(settings: ServerSettings, features: Sequence[Feature]) -> None:
     settings.refuse_careless()
     if settings.exposure is not None:
         log.warning("exposed", listen=settings.exposed.partition(" ")[2], without=settings.exposure)
+    parent = take_supervisor()
     gc.set_threshold(GC_THRESHOLD)
     gc.freeze()  # modules are never collected
     with interruptible(), _postgres(settings) as (url, recover):
         try:
-            trio.run(_serve_until_signal, settings, url, features, recover)
+            trio.run(_serve_until_signal, settings, url, features, recover, parent)
         except BaseExceptionGroup as group:  # the operator needs the message, not the nursery's group
             errors = leaves(group)
             if not all(isinstance(error, ReplicadError) for error in errors):
@@ -93,7 +95,7 @@ def _postgres(settings: ServerSettings) -> Iterator[tuple[str, Recover | None]]:
 
 
 async def _serve_until_signal(
-    settings: ServerSettings, url: str, features: Sequence[Feature], recover: Recover | None
+    settings: ServerSettings, url: str, features: Sequence[Feature], recover: Recover | None, parent: Supervisor
 ) -> None:
     stop = trio.Event()
     running: list[Daemon] = []
@@ -105,7 +107,10 @@ async def _serve_until_signal(
         await nursery.start(stop_on_signal, stop.set, reload)
         async with open_daemon(settings, url, features, recover) as daemon:
             running.append(daemon)
+            nursery.start_soon(parent.run)
+            parent.tell("READY=1", f"STATUS=serves at {' '.join(map(str, daemon.addresses))}")
             await stop.wait()
+            parent.tell("STOPPING=1")
         nursery.cancel_scope.cancel()
     log.info("stopped")
 
@@ -184,7 +189,8 @@ async def open_daemon(
         tls = settings.ssl_context()
         handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
         figures = Figures()
-        figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits))
+        folder = settings.database.data_folder if settings.database.database is None else None
+        figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, folder))
         host = Host(settings, pools, poller, hub, relay, troubles, access, figures, handshakes)
         services = {feature.name: feature.open(host) for feature in features}
         async with trio.open_nursery() as nursery:

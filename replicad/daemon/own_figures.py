@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from replicad.config.limits import Limits
 from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, Look, Obstacle, Sample
@@ -13,6 +15,7 @@ from replicad.daemon.pools import Pools
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseUnavailable
 from replicad.postgres.bridge import Database
+from replicad.protocol.states import CloseReason
 
 LATELY = 10.0  # seconds; a poll is made every two seconds at least, unless --poll-max is longer
 
@@ -43,24 +46,27 @@ FAILURES = Family(
     ("kind", "cause", "code"),
 )  # fmt: skip
 SERVICE_FAILURES = Family("replicad_service_failures_total", COUNTER, "Failures of each service.", ("service",))
+FOLDER_SIZE = Family("replicad_data_folder_size_bytes", GAUGE, "Size of the disk below the embedded Postgres.")
+FOLDER_FREE = Family("replicad_data_folder_free_bytes", GAUGE, "Bytes of it that are free.")
 
 KINDS = ("stream", "tube", "service", "session", DATABASE)  # of troubles that are always shown, with 0
 FAMILIES = (
     DATABASE_UP, OUTAGE, POLLS, POLL_FAILURES, POOL_SIZE, POOL, POOL_WAITING, POOL_LOST, POOL_STATEMENTS,
     CONNECTIONS, CONNECTIONS_LIMIT, ACCEPTED, REFUSED, CLOSED, SENT, UNFINISHED, TROUBLES, FAILURES,
-    SERVICE_FAILURES,
+    SERVICE_FAILURES, FOLDER_SIZE, FOLDER_FREE,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class OwnFigures:
-    """`Source` for what is in the daemon whatever it serves."""
+    """`Source` for what is in the daemon whatever it serves. `folder`: of the embedded Postgres, if there is one."""
 
     hub: Hub
     poller: Poller
     pools: Pools
     troubles: Troubles
     limits: Limits
+    folder: Path | None = None
 
     @property
     def families(self) -> Sequence[Family]:
@@ -87,6 +93,10 @@ class OwnFigures:
             yield FAILURES(number, *labels)
         for service, number in list(self.troubles.by_service.items()):
             yield SERVICE_FAILURES(number, service)
+        if self.folder is not None and self.folder.exists():
+            disk = shutil.disk_usage(self.folder)
+            yield FOLDER_SIZE(disk.total)
+            yield FOLDER_FREE(disk.free)
 
     def _database(self) -> Iterable[Sample]:
         polls, silent = self.poller.statistics(), self.silent_s
@@ -114,8 +124,8 @@ class OwnFigures:
         yield REFUSED(found.refused)
         yield SENT(self.hub.sent_bytes())
         yield UNFINISHED(found.unfinished)
-        for reason, number in found.closed.items():
-            yield CLOSED(number, reason)
+        for reason in CloseReason:  # also with 0: Prometheus does not notice that a counter begins at 1
+            yield CLOSED(found.closed.get(reason.value, 0), reason.value)
 
     def obstacles(self) -> Iterable[Obstacle]:
         """`Source.obstacles`."""

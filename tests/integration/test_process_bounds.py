@@ -6,12 +6,14 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+import pytest
 import trio
 
 from replicad.config.settings import parse_address
@@ -86,7 +88,19 @@ def serving(served: Served) -> Iterator[Served]:
         served.process.wait()
 
 
-async def test_signals_that_ask_for_nothing_are_logged_and_do_no_harm(database_url: str, tmp_path: Path) -> None:
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of a service manager, as systemd has one for a unit of Type=notify."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield manager
+
+
+async def test_signals_that_ask_for_nothing_are_logged_and_do_no_harm(
+    database_url: str, tmp_path: Path, manager: socket.socket
+) -> None:
     harmless = [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF]
     with serving(Served(tmp_path, database_url)) as served:
         await served.wait_ready()
@@ -98,8 +112,12 @@ async def test_signals_that_ask_for_nothing_are_logged_and_do_no_harm(database_u
                 await nc.expect("STREAMS.*")
             found = await served.wait_event("signal_ignored", len(harmless))
             assert [entry["signal"] for entry in found] == [number.name for number in harmless]
+            assert manager.recv(1000).startswith(b"READY=1\nSTATUS=serves at 127.0.0.1:")
+            with pytest.raises(BlockingIOError):
+                manager.recv(1000)
             assert await served.end(signal.SIGTERM) == 0
             assert (await nc.until("ERROR .*"))[-1] == "ERROR server stopping"
+            assert manager.recv(1000) == b"STOPPING=1"
 
 
 async def test_signals_before_it_is_ready_do_no_harm_either(database_url: str, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@
 # of the container, so it does not start without a secret (REPLICAD_TOKEN, REPLICAD_TOKEN_FILE or REPLICAD_ACCESS_FILE) or
 # TLS. It says so and ends; REPLICAD_INSECURE=true lets everybody who can reach the port do everything (docs/access.md).
 
-# All packages are those of requirements-image.lock (`make lock` renews it). To pin the base image as well, name it by its
-# digest: docker build --build-arg BASE=python@sha256:...
+# All packages are those of requirements-image.lock (`make lock` renews it), and the base image is named by its digest: Python
+# 3.12.15 on Debian 13, for all platforms. It gets no security fixes by itself. To renew it, before each release:
+# docker buildx imagetools inspect python:3.12-slim
 
-ARG BASE=python:3.12-slim
+ARG BASE=python:3.12-slim@sha256:dddfd7e07f9d15aeeca61529320492139d21cac7f0070c00609243e51e4e0016
 FROM ${BASE} AS build
 WORKDIR /src
 COPY requirements-image.lock ./

@@ -97,7 +97,7 @@ class Client:
     def may(self, verb: str, name: str | None = None) -> bool:
         """Whether the client may do this. `name` is that of a stream or tube; None for a verb that takes none.
 
-        `deny` goes before `allow`. Whoever may do anything else with a name may `list` it, unless that is denied.
+        `deny` goes before `allow`. Whoever may do anything else with a name may `list` it; to deny `list` denies all.
         """
         key = (verb, name)
         found = self._decided.get(key)
@@ -118,8 +118,14 @@ class Client:
         return any(self.denied_by(other, name) is None for other in others)
 
     def denied_by(self, verb: str, name: str | None) -> Rule | None:
-        """The line of `deny` that forbids it, if there is one."""
-        return next((rule for rule in self.deny if rule.covers(verb, name)), None)
+        """The line of `deny` that forbids it, if there is one.
+
+        What may not be listed does not exist for the client, so nothing may be done with it either.
+        """
+        return next(
+            (rule for rule in self.deny if rule.covers(verb, name) or (name is not None and rule.covers(LIST, name))),
+            None,
+        )
 
     def speaks_for(self, instance: str) -> bool:
         """Whether the client may acknowledge rows and report users as this instance.

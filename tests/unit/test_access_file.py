@@ -210,7 +210,7 @@ def said(lines: list[str], verb: str, name: str | None) -> bool:
 
 
 def oracle(allow: list[str], deny: list[str], verb: str, name: str | None) -> bool:
-    if said(deny, verb, name):
+    if said(deny, verb, name) or (name is not None and said(deny, "list", name)):
         return False
     if said(allow, verb, name):
         return True

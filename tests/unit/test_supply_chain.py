@@ -55,7 +55,10 @@ def test_ci_and_the_image_install_by_the_locks() -> None:
     assert 'LOCK="${LOCK-requirements.lock}"' in (ROOT / ".ci/run").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "--require-hashes --requirement $(LOCK)" in makefile
-    installs = re.findall(r"pip install (.*)", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)) == {"${BASE}"}
+    assert re.search(r"^ARG BASE=python:[\w.-]+@sha256:[0-9a-f]{64}$", dockerfile, re.MULTILINE)
+    installs = re.findall(r"pip install (.*)", dockerfile)
     assert len(installs) == 3
     assert all("--require-hashes" in one or "--no-deps" in one for one in installs)
 

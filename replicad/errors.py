@@ -14,17 +14,15 @@ class ReplicadError(Exception):
     """Root of the tree. `str(error)` is one or two sentences that an operator can act on."""
 
     code: ClassVar[str] = "error"
-    exit_status: ClassVar[int] = 1
 
 
 # --- the person or program that started us ---------------------------------------------------------
 
 
 class UsageError(ReplicadError):
-    """Wrong options or a contradictory configuration; the command line ends with status 2."""
+    """Wrong options or a contradictory configuration."""
 
     code = "usage"
-    exit_status = 2
 
 
 class EnvironmentRefused(ReplicadError):

@@ -20,8 +20,11 @@ _PATTERNS = (
         re.compile(r"(?P<keep>\b[a-z_]*(?:password|passwd|token|secret)\s*=\s*)(?:'(?:[^'\\]|\\.)*'|[^\s&,;)]+)", re.I),
         rf"\g<keep>{MASK}",
     ),
-    # the line that carries the daemon's token
-    (re.compile(r"(?P<keep>\bAUTH )\S+"), rf"\g<keep>{MASK}"),
+    # the line that carries the daemon's token; in sentences about it (`AUTH token`) the word stands for the secret
+    (
+        re.compile(r"(?P<keep>\bAUTH )(?!(?:token|word|NAME\.SECRET)[`'\",.:;)]*(?:\s|$))\S+"),
+        rf"\g<keep>{MASK}",
+    ),
 )
 
 

@@ -13,14 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from replicad import features
+from replicad.protocol import helping
 from replicad.protocol.command import Command
 from replicad.protocol.commands import CORE
 from replicad.protocol.words import Side
 
 PAGE = Path(__file__).parents[1] / "protocol.md"
 SECTION = re.compile(r"(<!-- commands of ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_DOCSTRING = re.compile(r"(?P<name>[A-Z_]+)(?P<ours> \(ours\))?: (?P<text>.+)", re.DOTALL)
-_SENTENCE = re.compile(r".+?[.](?=\s|$)", re.DOTALL)
 _FROM = {Side.SERVER: "S", Side.CLIENT: "C", Side.BOTH: "S, C"}
 _HEAD = ["| command | from | arguments | right | answer | meaning |", "|---|---|---|---|---|---|"]
 
@@ -54,13 +53,11 @@ def right(kind: type[Command]) -> str:
 
 def meaning(kind: type[Command]) -> str:
     """The first sentence of the docstring, which opens with the command's name."""
-    found = _DOCSTRING.fullmatch(kind.__doc__ or "")
-    assert found is not None, f"the docstring of {kind.__name__} opens with `{kind.NAME}: `"
-    assert found["name"] == kind.NAME, kind.__name__
-    first = _SENTENCE.match(found["text"])
-    assert first is not None, f"the docstring of {kind.__name__} has no sentence"
-    said = " ".join(first.group().split()).replace("|", "\\|")
-    return f"**Ours**: {said}" if found["ours"] else said[0].upper() + said[1:]
+    said, ours = helping.meaning(kind)
+    assert said, f"the docstring of {kind.__name__} opens with `{kind.NAME}: ` and has a sentence"
+    assert (kind.__doc__ or "").startswith((f"{kind.NAME}: ", f"{kind.NAME} (ours): ")), kind.__name__
+    said = said.replace("|", "\\|")
+    return f"**Ours**: {said}" if ours else said[0].upper() + said[1:]
 
 
 if __name__ == "__main__":

@@ -67,10 +67,16 @@ def disable(**options: Any) -> None:
     Workers that follow it empty their caches and do not use them any more.
     """
 
-    async def work(db: Database, schema: str) -> bool:
-        return bool(await db.fetch_value(f"SELECT {schema}.cache_disable()"))
+    async def work(db: Database, settings: DatabaseSettings) -> bool:
+        from replicad.postgres import schema as schemas
+        from replicad.postgres.statements import call_value
 
-    found = _on_caches(options, work)
+        if await schemas.read_installed(db, "cache", settings.stream_schema) is None:
+            return False
+        await schemas.require(db, "cache", settings.stream_schema)
+        return bool(await call_value(db, settings.stream_schema, "cache_disable"))
+
+    found = on_database(options, work, part="stream")
     echo("stream caches is removed; invalidations write nothing" if found else "there was no stream caches")
 
 

@@ -15,8 +15,10 @@ from replicad.terminal.failures import report
 COMMANDS = {
     "serve": "replicad.cli.serve",
     **command_modules(),
+    "contexts": "replicad.cli.contexts",
     "sql": "replicad.cli.sql",
     "access": "replicad.cli.access",
+    "completion": "replicad.cli.completion",
     "demo": "replicad.cli.demo",
     "version": "replicad.cli.version",
 }
@@ -62,11 +64,13 @@ class LazyGroup(click.Group):
     context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
 @click.option("--debug", is_flag=True, help="Show the traceback if a command fails.")
+@click.option("--context", metavar="NAME", help="Work on the database and the daemon of this context.")
 @click.version_option(package_name="replicad", message="%(prog)s %(version)s")
 @click.pass_obj
-def root(session: Session, debug: bool) -> None:
+def root(session: Session, debug: bool, context: str | None) -> None:
     """Report changes in Postgres to the processes that need them: streams and tubes over a TCP line protocol."""
     session.debug = session.debug or debug
+    session.context = context
 
 
 def run(arguments: Sequence[str]) -> int:

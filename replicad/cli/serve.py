@@ -41,8 +41,8 @@ def command(config: Path | None, **options: Any) -> None:
     Without --database it starts an embedded Postgres. It installs the SQL that it needs if it is missing, upgrades an
     older version, and logs that.
 
-    Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m). Every option is also a variable: --max-line is
-    REPLICAD_MAX_LINE. The command line overrides the environment, and the environment overrides the file.
+    Sizes are bytes (128KiB, 1MiB), times are seconds (0.5, 500ms, 2m, 7d). Every option is also a variable: --max-line
+    is REPLICAD_MAX_LINE. The command line overrides the environment, and the environment overrides the file.
     The secret for AUTH comes from --token-file or from REPLICAD_TOKEN.
     """
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # until the daemon handles them

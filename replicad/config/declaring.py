@@ -21,6 +21,7 @@ from replicad.masking import mask_secrets
 T = TypeVar("T")
 
 _KEY = "replicad.setting"
+_SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86_400}
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -218,11 +219,11 @@ def whole_number(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Seconds: `30`, `0.5`, also `500ms`, `2m` and `1h`."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)", text)
+    """Seconds: `30`, `0.5`, also `500ms`, `2m`, `1h` and `7d`."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|d|)", text)
     if found is None:
-        raise ValueError("give seconds such as 30 or 0.5, or 500ms, 2m, 1h")
-    return float(found[1]) * {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600}[found[2]]
+        raise ValueError("give seconds such as 30 or 0.5, or 500ms, 2m, 1h, 7d")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def yes_or_no(text: str) -> bool:

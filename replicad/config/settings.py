@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from replicad.config.declaring import choice, flag, load, path, read_file, setting, text_of
+from replicad.config.declaring import choice, duration, flag, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
 from replicad.config.permissions import refuse_readable_by_others
 from replicad.config.secrets import read_token, trust, word
@@ -164,6 +164,9 @@ class ServerSettings:
         "Default: none. With TLS and secrets as for clients.",
         "HOST:PORT",
         parse_address,
+    )
+    wait_for_database: float = duration(
+        0, "How long to wait at the start for a Postgres that does not answer yet. 0: end at once.", 0, 86_400
     )
     ready_file: Path | None = setting(
         None, "File to write HOST:PORT to when clients may connect; removed at the end.", "FILE", path

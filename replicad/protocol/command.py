@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
@@ -149,6 +149,13 @@ class Vocabulary:
 
     def __iter__(self) -> Iterator[type[Command]]:
         return iter(self._kinds.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kinds
+
+    def of(self, sender: Side) -> Mapping[str, type[Command]]:
+        """The commands that this side may send, by name."""
+        return self._from[sender]
 
     def with_(self, *kinds: type[Command]) -> Vocabulary:
         """A vocabulary with more commands."""

@@ -10,7 +10,7 @@ from replicad.protocol.fields import Kind, json_array_of, text, word
 from replicad.protocol.words import MAX_WORD, Side
 
 __all__ = [
-    "CORE", "Auth", "Command", "Error", "LockReleased", "Name", "Ping", "RemoteServerUp", "Server", "Side",
+    "CORE", "Auth", "Command", "Error", "Help", "LockReleased", "Name", "Ping", "RemoteServerUp", "Server", "Side",
     "Vocabulary",
 ]  # fmt: skip
 
@@ -44,6 +44,13 @@ class Auth(Command):
 
     def __repr__(self) -> str:  # a secret must never reach a log
         return "Auth(token=...)"
+
+
+@command("HELP", Side.BOTH, answer="HELP")
+class Help(Command):
+    """HELP (ours): the commands that a client may send, or the named one: a HELP for each, an empty one at the end."""
+
+    text: str = text("command", empty=True, default="")
 
 
 @command("ERROR", Side.BOTH)

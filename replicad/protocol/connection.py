@@ -9,13 +9,15 @@ import enum
 from dataclasses import dataclass
 
 from replicad.errors import LocalProtocolError, RemoteProtocolError
-from replicad.protocol.commands import CORE, Command, Ping, Side, Vocabulary
+from replicad.protocol.commands import CORE, Command, Help, Name, Ping, Side, Vocabulary
+from replicad.protocol.helping import typed_word
 from replicad.protocol.lines import MAX_LINE, LineTooLong, MixedBuffer
 from replicad.protocol.states import State, after
 from replicad.protocol.words import refuse_controls
 
 PING_INTERVAL = 5.0  # seconds; at least one command is sent in each, as in Synapse (protocol.md, Keep-alive)
 PEER_TIMEOUT = 15.0  # seconds without a command from a peer that has sent PING, as in Synapse
+STRAYS = 3  # unknown words of a person that are answered by the list of commands; the next one ends the connection
 LINE_TIMEOUT = 30.0  # seconds within which a line must end; a person may be typing it
 
 
@@ -49,12 +51,13 @@ class Connection:
         "_lines",
         "_peer",
         "_peer_pings",
+        "_strays",
         "_timing",
-        "_vocabulary",
         "_waiting",
         "line_bytes",
         "side",
         "state",
+        "vocabulary",
     )
 
     def __init__(
@@ -69,7 +72,7 @@ class Connection:
     ) -> None:
         """`side` is this end, `vocabulary` the commands of both sides. `wants_auth`: this server needs AUTH first."""
         self.side = side
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         if side is Side.CLIENT:
             self.state = State.AWAIT_SERVER
         else:
@@ -83,6 +86,7 @@ class Connection:
         self._last_received = now
         self._line_began: float | None = None
         self._peer_pings = False
+        self._strays = STRAYS if side is Side.SERVER else 0  # unknown words that are still answered
 
     # --- receiving ---
 
@@ -180,14 +184,31 @@ class Connection:
             return None
         self.line_bytes = len(line)
         try:
-            command = self._vocabulary.parse(self._decode(line), self._peer)
+            command = self._parse(self._decode(line))
             self.state = after(self.state, command)
         except Exception:
             self._fail()
             raise
         if type(command) is Ping:
             self._peer_pings = True
+            self._strays = 0
+        elif type(command) is Name:
+            self._strays = 0
         return command
+
+    def _parse(self, line: str) -> Command:
+        """The command of a line. A word that is none is read as `HELP word`, if a person seems to have typed it.
+
+        Programs send PING or NAME: to them an unknown command is an error, and so it is before AUTH.
+        """
+        try:
+            return self.vocabulary.parse(line, self._peer)
+        except RemoteProtocolError:
+            word = typed_word(line) if self._strays and self.state is State.OPEN else None
+            if word is None or word in self.vocabulary:
+                raise
+            self._strays -= 1
+            return Help(word)
 
     def check(self) -> None:
         """Raise LineTooLong if the unfinished line is already too long. The connection is then CLOSED."""

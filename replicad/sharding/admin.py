@@ -64,19 +64,29 @@ async def enable(db: Database, stream: str, slots: int = SLOTS, *, schema: str =
     return made
 
 
-async def disable(db: Database, stream: str, *, schema: str = SCHEMA) -> None:
-    """End the sharing. Writers that still take part are refused from now on. Raises UnknownStream, StreamRefused."""
-    await require_installed(db, stream, schema)
+async def disable(db: Database, stream: str, *, schema: str = SCHEMA) -> bool:
+    """End the sharing. Writers that still take part are refused from now on. False if they share nothing.
+
+    Raises UnknownStream.
+    """
+    await load_stream(db, stream, schema=schema)
+    if stream not in await _shared(db, schema):
+        return False
     await call_value(db, schema, "writer_disable", stream)
+    return True
 
 
 async def list_shared(db: Database, *, schema: str = SCHEMA) -> list[SharingStatus]:
     """All streams whose writers share the keys, by name; none if sharing was never installed."""
+    return [await _status(db, name, schema) for name in await _shared(db, schema)]
+
+
+async def _shared(db: Database, schema: str) -> list[str]:
+    """The names of the streams whose writers share the keys."""
     if await schemas.read_installed(db, "ownership", schema) is None:
         return []
     await schemas.require(db, "ownership", schema)
-    names = await db.fetch(statement("ownership_streams", schema))
-    return [await _status(db, row["name"], schema) for row in names]
+    return [row["name"] for row in await db.fetch(statement("ownership_streams", schema))]
 
 
 async def show(db: Database, stream: str, *, schema: str = SCHEMA) -> SharingStatus:

@@ -58,8 +58,8 @@ def disable(stream: str, **options: Any) -> None:
 
     from replicad.sharding import admin
 
-    on_streams(options, lambda db, schema: admin.disable(db, stream, schema=schema))
-    echo(f"stream {stream}: sharing has ended")
+    ended = on_streams(options, lambda db, schema: admin.disable(db, stream, schema=schema))
+    echo(f"stream {stream}: sharing has ended" if ended else f"stream {stream}: its writers share nothing")
 
 
 @command.command("list")

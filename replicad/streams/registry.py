@@ -14,9 +14,9 @@ from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
+from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import Queries, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
-from replicad.sqlstates import NOT_A_NAME, means
 from replicad.streams.chunks import MAX_ROW
 from replicad.streams.lineage import Generation, Lineage, lineage_of
 from replicad.streams.queries import SCHEMA, installed
@@ -391,17 +391,9 @@ async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published
 async def _resolve(db: Queries, relation: str | None) -> int | None:
     if relation is None:
         return None
-    try:
-        oid: int | None = await call_value(db, "pg_catalog", "to_regclass", relation, result="oid::bigint")
-    except DatabaseError as error:
-        if not means(error.sqlstate, NOT_A_NAME):
-            raise
-        oid = None
+    oid = await find_relation(db, relation)
     if oid is None:
-        raise StreamRefused(
-            f"there is no table or sequence {relation} in this database: name it with its schema, as in public.events; "
-            'capitals and blanks need double quotes, as in public."My Events".'
-        )
+        raise StreamRefused(f"there is no table or sequence {relation} in this database: {HOW}.")
     return oid
 
 

@@ -23,6 +23,7 @@ from replicad.streams.queries import SCHEMA, Impatient, is_locked
 from replicad.streams.registry import Method, Published, Stream, horizon_source, row_source
 from replicad.streams.rows import COUNT_LIMIT
 from replicad.streams.troubles import Reported
+from replicad.terminal.remedies import as_commands
 
 OK = "ok"
 NO_DAEMON = "no_daemon"  # rows wait, and no daemon is connected that could send them
@@ -209,7 +210,7 @@ async def _status(db: Database, stream: Stream, seen: _Seen, schema: str) -> Str
         lag_seconds=_lag_seconds(stream, waiting, held_by, last, seen),
         held_by=held_by,
         state=state,
-        problem=problem,
+        problem=None if problem is None else as_commands(problem),
     )
 
 

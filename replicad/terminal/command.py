@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
+from replicad.config.contexts import FILE_VARIABLE, KEYS, VARIABLE
 from replicad.config.declaring import Setting, plain, seconds, settings_of
 from replicad.config.limits import Limits
 from replicad.config.settings import (
@@ -28,6 +29,7 @@ from replicad.config.settings import (
 )
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
+from replicad.terminal.contexts import apply_context
 from replicad.terminal.failures import say
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,6 +43,7 @@ class Session:
     """The state of one run of the command line; click's `obj`."""
 
     debug: bool = False
+    context: str | None = None
 
 
 class SectionOption(click.Option):
@@ -68,14 +71,21 @@ class ReplicadCommand(click.Command):
             for made in settings_of(LogSettings):
                 default = log_level if made.name == "log_level" else made.default
                 self.params.append(SectionOption([made.option], section=_COMMON, **_option_of(made, default)))
+        elif any(param.name in KEYS for param in self.params):
+            self.params.append(_context_option())
         self.params.append(_debug_option())
 
     def invoke(self, ctx: click.Context) -> Any:
         """Configure the logs, if the command has any, then run it."""
         _warn_of_secrets(ctx)
         _warn_of_variables(ctx)
+        session = ctx.find_object(Session)
+        context = session.context if session is not None else None
         if self.log_level is None:
+            apply_context(ctx, context)
             return super().invoke(ctx)
+        if context is not None:
+            raise UsageError(f"--context is for commands that administer; {ctx.command_path} has options and a file")
         chosen = {name: ctx.params.pop(name) for name in ("log_level", "log_format")}
         logs = read_settings(LogSettings, chosen, defaults={"log_level": self.log_level})
         from replicad.config.logs import configure_logs
@@ -114,6 +124,7 @@ def _warn_of_variables(ctx: click.Context) -> None:
     kinds = (ServerSettings, DatabaseSettings, Limits, ClientSettings, LogSettings)
     known = {made.variable for kind in kinds for made in settings_of(kind)}
     of_command = {f"REPLICAD_{param.name.upper()}" for param in ctx.command.params if param.name}
+    of_command |= {VARIABLE, FILE_VARIABLE} if any(param.name in KEYS for param in ctx.command.params) else set()
     of_command |= {"REPLICAD_TOKEN"} if {"REPLICAD_TOKEN_FILE"} & of_command else set()
     for name in sorted(os.environ.keys() - known - of_command):
         if name.startswith("REPLICAD_"):
@@ -150,6 +161,23 @@ def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None
     session = ctx.find_object(Session)
     if value and session is not None:
         session.debug = True
+
+
+def _set_context(ctx: click.Context, _param: click.Parameter, value: str | None) -> None:
+    session = ctx.find_object(Session)
+    if value is not None and session is not None:
+        session.context = value
+
+
+def _context_option() -> click.Option:
+    return SectionOption(
+        ["--context"],
+        metavar="NAME",
+        expose_value=False,
+        callback=_set_context,
+        help="Work on the database and the daemon of this context; `replicad contexts` lists them.",
+        section=_COMMON,
+    )
 
 
 def _debug_option() -> click.Option:
@@ -192,7 +220,7 @@ json_option = option("--json", "as_json", is_flag=True, help="Print one JSON obj
 
 
 class Seconds(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
-    """The type of an option that is a time: `30`, `0.5`, `500ms`, `2m` or `1h`, as a number of seconds."""
+    """The type of an option that is a time: `30`, `0.5`, `500ms`, `2m`, `1h` or `7d`, as a number of seconds."""
 
     name = "seconds"
 

@@ -1,6 +1,6 @@
 """The end of a command that fails: one line on stderr and the exit status, without a traceback.
 
-The exit status is 0 for success, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C.
+exits.py says which status belongs to which failure.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 
 import click
 
 from replicad.errors import ReplicadError
 from replicad.groups import leaves
 from replicad.masking import mask_secrets, visible
-
-INTERRUPTED = 130  # 128 + SIGINT, as in shells
+from replicad.terminal.exits import FAILED, INTERRUPTED, MACHINE, exit_of, of_the_machine
+from replicad.terminal.remedies import as_commands
 
 
 def report(error: BaseException, *, debug: bool) -> int:
@@ -26,26 +27,35 @@ def report(error: BaseException, *, debug: bool) -> int:
         say(mask_secrets("".join(traceback.format_exception(error))).rstrip())
     for leaf in found:
         if isinstance(leaf, (KeyboardInterrupt, click.Abort)):
-            return INTERRUPTED
+            return INTERRUPTED.status
     for leaf in found:
         if isinstance(leaf, BrokenPipeError):
             abandon_stdout()
-            return 1
+            return FAILED.status
     if isinstance(found[0], click.exceptions.NoArgsIsHelpError):
         say(found[0].format_message())
         return found[0].exit_code
     if isinstance(found[0], click.ClickException):
         say(f"replicad: {_usage_line(found[0])}")
         return found[0].exit_code
-    ours = [leaf for leaf in found if isinstance(leaf, ReplicadError)]
-    if len(ours) == len(found):
-        say(f"replicad: {one_line(str(ours[0]))}")
-        return ours[0].exit_status
-    foreign = next(leaf for leaf in found if not isinstance(leaf, ReplicadError))
+    return _report_failure(found, debug=debug)
+
+
+def _report_failure(found: Sequence[BaseException], *, debug: bool) -> int:
+    foreign = next((leaf for leaf in found if not isinstance(leaf, ReplicadError)), None)
+    if foreign is None:
+        say(f"replicad: {one_line(as_commands(str(found[0])))}")
+        return exit_of(type(found[0])).status
+    sentence = of_the_machine(foreign)
+    if sentence is not None:
+        say(f"replicad: {one_line(sentence)}")
+        if getattr(foreign, "filename", None) is None:
+            abandon_stdout()  # it may be what cannot be written
+        return MACHINE.status
     what = one_line(f"{type(foreign).__name__}: {foreign}")
     hint = "" if debug else "; run it again with --debug for the traceback, and please report it"
     say(f"replicad: unexpected {what}{hint}")
-    return 1
+    return FAILED.status
 
 
 def _usage_line(error: click.ClickException) -> str:

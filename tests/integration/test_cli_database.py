@@ -72,7 +72,7 @@ def test_a_tube_is_created_altered_listed_and_dropped(run: Run) -> None:
     assert "cities" in run("tubes", "list")
     run("tubes", "drop", "cities")
     assert "no tubes" in run("tubes", "list")
-    assert "no tube" in run("tubes", "drop", "cities", status=1)
+    assert "no tube" in run("tubes", "drop", "cities", status=6)
     assert "nothing to change" in run("tubes", "alter", "cities", status=2)
 
 
@@ -91,7 +91,7 @@ def test_tables_are_attached_by_shards_or_by_name(run: Run, database_url: str) -
     assert "2 pods" in run("tubes", "drop", "t", status=2)
     run("tubes", "detach", "t", "cities", "--shards", "all")
     assert [row["tbl"] for row in run("tubes", "list", "--json")] == ["cities"]
-    assert "no schema" in run("tubes", "attach", "t", "cities", "--shards", "3-6", status=1)
+    assert "no schema" in run("tubes", "attach", "t", "cities", "--shards", "3-6", status=7)
     assert "give the table's name alone" in run("tubes", "attach", "t", "a.cities", "--shards", "all", status=2)
     run("tubes", "drop", "t", "--yes")
 
@@ -128,7 +128,7 @@ def test_ids_are_touched_from_arguments_stdin_and_queries(
     assert (out, err) == ("250,000 ids\n", "100000 ids\n200000 ids\n")
     assert "'x'" in run("tubes", "touch", "My-Tube", "--shard", "3", "x", status=2)
     assert "nothing to touch" in run("tubes", "touch", "My-Tube", "--shard", "3", status=2)
-    assert "there is no tube" in run("tubes", "touch", "other", "--shard", "3", "1", status=1)
+    assert "there is no tube" in run("tubes", "touch", "other", "--shard", "3", "1", status=6)
 
 
 def test_what_is_parked_is_listed_replayed_and_dropped(run: Run, database_url: str) -> None:
@@ -198,7 +198,7 @@ def test_a_recording_of_polls_is_checked_and_what_was_not_safe_is_printed(run: R
     run("streams", "check-polls", str(polls))
     with polls.open("a") as file:
         file.write(json.dumps({**values, "last_value": 6, "position": 7}) + "\n")
-    assert "1 line breaks a rule" in run("streams", "check-polls", str(polls), status=1)
+    assert "1 line breaks a rule" in run("streams", "check-polls", str(polls), status=7)
 
 
 def test_streams_that_cannot_be_are_refused_with_the_remedy(run: Run, database_url: str) -> None:
@@ -206,10 +206,10 @@ def test_streams_that_cannot_be_are_refused_with_the_remedy(run: Run, database_u
         database_url,
         "CREATE SEQUENCE s CACHE 10; CREATE TABLE c (id bigint PRIMARY KEY DEFAULT nextval('s'), plain bigint UNIQUE)",
     )
-    assert "public.nothing" in run("streams", "add", "x", "--table", "public.nothing", "--id", "id", status=1)
-    assert "ALTER SEQUENCE" in run("streams", "add", "x", "--table", "public.c", "--id", "id", status=1)
-    assert "plain" in run("streams", "add", "x", "--table", "public.c", "--id", "plain", status=1)
-    assert "no stream 'x'" in run("streams", "show", "x", status=1)
+    assert "public.nothing" in run("streams", "add", "x", "--table", "public.nothing", "--id", "id", status=7)
+    assert "ALTER SEQUENCE" in run("streams", "add", "x", "--table", "public.c", "--id", "id", status=7)
+    assert "plain" in run("streams", "add", "x", "--table", "public.c", "--id", "plain", status=7)
+    assert "no stream 'x'" in run("streams", "show", "x", status=6)
     assert "one of them" in run("streams", "trim", "x", status=2)
     assert "--older-than" in run("streams", "trim", "x", "--older-than", "often", status=2)
 
@@ -259,7 +259,7 @@ def test_the_scripts_install_and_remove_without_a_trace_by_plain_psql(
 
 
 def test_a_database_that_cannot_be_reached_is_one_sentence(run: Run) -> None:
-    line = run("tubes", "list", "--database", "postgresql://u:hunter2@127.0.0.1:1/x", status=1)
+    line = run("tubes", "list", "--database", "postgresql://u:hunter2@127.0.0.1:1/x", status=4)
     assert "127.0.0.1:1" in line
     assert "hunter2" not in line
 
@@ -311,7 +311,7 @@ def without_database(*words: str, folder: Path) -> subprocess.CompletedProcess[s
 )  # fmt: skip
 def test_no_command_starts_a_postgres_of_its_own(words: str, tmp_path: Path) -> None:
     done = without_database(*words.split(), folder=tmp_path)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 3, done.stderr
     assert "no database is named, and no `replicad serve` runs one in" in done.stderr
     assert "--database" in done.stderr
     assert not list(tmp_path.iterdir()), "nothing is made"
@@ -329,6 +329,84 @@ def test_commands_find_the_embedded_postgres_that_runs_and_say_so(postgres_folde
         assert (done.returncode, done.stdout) == (0, "t\n")
         assert without_database("psql", "-c", "SELECT nonsense", folder=postgres_folder).returncode == 1
     assert "no `replicad serve` runs one" in without_database("tubes", "list", folder=postgres_folder).stderr
+
+
+# --- said twice ---
+
+
+def test_what_is_said_twice_is_done_and_what_does_not_exist_is_not_found(run: Run, database_url: str) -> None:
+    """Each of the first lines twice: the second time there is nothing to do. Then what names nothing ends with 6."""
+    psql(database_url, "CREATE TABLE t (id bigserial PRIMARY KEY, n int); CREATE ROLE said_twice")
+    try:
+        for words in (
+            "streams add s --table public.t --id id",
+            "streams skip s 7 --yes",
+            "streams skip s 7 --undo",
+            "streams alter s --max-row 100000",
+            "streams acks s --forget nobody",
+            "tubes create q --partitions 2",
+            "tubes attach q public.t --shard 0",
+            "tubes backfill q",
+            "tubes backfill q --cancel",
+            "tubes detach q public.t",
+            "writers enable s",
+            "writers disable s",
+            "caches enable",
+            "caches grant said_twice",
+            "caches revoke said_twice",
+            "caches disable",
+            "presence enable --grace 1m",
+            "presence disable --yes",
+        ):
+            run(*words.split())
+            run(*words.split())
+        run("streams", "remove", "s")
+        run("tubes", "drop", "q")
+        for words in (
+            "streams remove s", "streams show s", "streams skip s 7 --undo", "streams acks s", "streams trim s --acked",
+            "streams writers s", "streams alter s --max-row 100000", "tubes drop q", "tubes detach q public.t",
+            "tubes attach q public.t --shard 0", "tubes backfill q", "tubes parked list q", "tubes parked drop q --all",
+            "tubes stats q",
+            "tubes touch q --shard 0 1",
+            "writers enable s", "writers disable s", "writers show s",
+        ):  # fmt: skip
+            run(*words.split(), status=6)
+    finally:
+        psql(database_url, "DROP OWNED BY said_twice; DROP ROLE said_twice")
+
+
+@pytest.mark.bare_database
+def test_disabling_what_was_never_installed_is_done(run: Run) -> None:
+    assert "there was no stream caches" in run("caches", "disable")
+    assert "presence was not enabled" in run("presence", "disable", "--yes")
+
+
+def test_the_command_line_names_commands_and_not_sql(run: Run, database_url: str) -> None:
+    psql(database_url, "CREATE TABLE t (id bigserial PRIMARY KEY, n int); CREATE TABLE u (id bigserial PRIMARY KEY)")
+    run("streams", "add", "s", "--table", "public.t", "--id", "id")
+    run("streams", "add", "presence", "--table", "public.u", "--id", "id")
+    run("tubes", "create", "q")
+    run("writers", "enable", "presence")
+    told = [
+        run("streams", "add", "s", "--table", "public.u", "--id", "id", status=7),
+        run("presence", "enable", status=7),
+        run("writers", "show", "s", status=7),
+        run("tubes", "attach", "q", "public.t", status=7),
+        run("tubes", "attach", "q", "public.nothing", status=7),
+        run("streams", "add", "x", "--table", "nothing", "--id", "id", status=7),
+    ]
+    psql(database_url, "DROP TABLE t")
+    told.append(run("streams", "list"))
+    for text, remedy in zip(
+        told,
+        (
+            "replicad streams remove s", "replicad streams remove presence", "replicad writers enable s", "--shard",
+            "there is no table public.nothing", "there is no table or sequence nothing", "replicad streams remove s",
+        ),
+        strict=True,
+    ):  # fmt: skip
+        assert remedy in text
+        assert not re.search(r"SELECT|\b(stream|tube|writer|presence|cache)_\w+\(", text), text
 
 
 def test_psql_gets_a_password_where_no_other_account_sees_it() -> None:

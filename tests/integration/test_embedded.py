@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from replicad.cli import app
 from replicad.errors import EnvironmentRefused
 from replicad.postgres import embedded
 from replicad.postgres.embedded import EmbeddedPostgres, embedded_postgres
@@ -303,3 +304,42 @@ def test_large_log_is_put_aside_at_the_next_start(folder: Path, monkeypatch: pyt
     with server:
         pass
     assert (server.data / "server.log.old").exists()
+
+
+@pytest.mark.parametrize(
+    "odd", ["a file", "a file in the way", "no cluster", "no version", "a link to itself", "too long"]
+)
+def test_an_odd_folder_for_the_embedded_postgres_is_a_sentence(
+    odd: str, postgres_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REPLICAD_DATABASE", raising=False)
+    folder = postgres_folder / "odd"
+    match odd:
+        case "a file":
+            folder.write_text("")
+        case "a file in the way":
+            folder.write_text("")
+            folder = folder / "below"
+        case "no cluster":
+            (folder / "data").mkdir(parents=True)
+        case "no version":
+            (folder / "data").mkdir(parents=True)
+            (folder / "data/PG_VERSION").write_text("")
+        case "a link to itself":
+            folder.symlink_to(folder)
+        case "too long":
+            folder = postgres_folder / ("x" * 300)
+    for words in (["serve", "--listen", "127.0.0.1:0"], ["streams", "list"]):
+        assert app.run([*words, "--data-folder", str(folder)]) == 3, capfd.readouterr().err
+        said = capfd.readouterr().err.splitlines()[-1]
+        assert said.startswith("replicad: "), said
+        assert "unexpected" not in said
+
+
+def test_a_disk_so_full_that_no_program_can_say_why_is_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddedPostgres, "_run", lambda *_, **__: 0)  # nothing reaches tools.log
+    monkeypatch.setattr(embedded, "_is_full", lambda _: True)
+    with pytest.raises(EnvironmentRefused, match=r"The disk is full: free some room"), EmbeddedPostgres(folder):
+        pass

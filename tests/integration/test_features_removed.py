@@ -142,7 +142,7 @@ def test_the_contracts_of_imports_are_kept(copy: Copy) -> None:
 def test_a_daemon_serves_and_knows_no_command_of_the_feature(copy: Copy, feature: str, database_url: str) -> None:
     line = LINES.get(feature, f"{feature.upper()} 1")
     with copy.daemon(database_url) as address, socket.create_connection(address, timeout=PATIENCE) as connection:
-        connection.sendall(f"STREAMS\nREPLICATE\n{line}\n".encode())
+        connection.sendall(f"NAME program\nSTREAMS\nREPLICATE\n{line}\n".encode())
         said = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
     assert re.search(r"^STREAMS$", said, re.MULTILINE)
     assert "PING no stream" in said

@@ -253,7 +253,7 @@ async def test_what_was_asked_is_answered_before_a_broken_line_or_the_peers_end_
 ) -> None:
     async with netcat() as nc:
         await nc.expect(*HELLO)
-        lines = ["CLAIM cities 0/2", "TUBE cities", "PODS cities 0/2 1", *(["BLAH"] if broken else [])]
+        lines = ["NAME program", "CLAIM cities 0/2", "TUBE cities", "PODS cities 0/2 1", *(["BLAH"] if broken else [])]
         await nc.send(*lines)
         await nc.stream.send_eof()
         await nc.expect("LEASE cities 0/2 1 30", "TUBE cities 2", "CURSOR cities 0/2 .*")

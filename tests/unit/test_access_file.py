@@ -143,7 +143,7 @@ def test_a_file_that_others_can_change_is_refused(tmp_path: Path) -> None:
 
 def test_every_command_of_a_client_has_a_decision() -> None:
     sent = {name for name, kind in COMMANDS.items() if kind.SENDER & Side.CLIENT and kind.VERB is None}
-    assert sent == {"PING", "NAME", "AUTH", "ERROR"}, "every other command of a client needs a verb"
+    assert sent == {"PING", "NAME", "AUTH", "HELP", "ERROR"}, "every other command of a client needs a verb"
     for kind in COMMANDS.values():
         if kind.VERB is not None:
             names = {argument.name for argument in kind.FORM.arguments}

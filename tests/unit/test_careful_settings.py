@@ -127,11 +127,10 @@ def daemon(answers: dict[str, str]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("answers", "status", "said"),
     [
-        ({f"AUTH {LONG}": "ERROR not_authorised: the token is wrong\n"}, 1, "the token is wrong"),
-        ({"STREAMS": "PING 5\nSTREAMS a b\n"}, 0, "here at"),
-        ({"STREAMS": f"STREAMS {'x' * 100_000}\n"}, 0, "here at"),
-        ({"STREAMS": "ERROR too_many_connections: later\n"}, 0, "here at"),
-        ({}, 1, "no answer from"),
+        ({f"AUTH {LONG}": "ERROR not_authorised: the token is wrong\n"}, 5, "the token is wrong"),
+        ({"HELP PING": "PING 5\nHELP PING [text]: shows\nHELP\n"}, 0, "here at"),
+        ({"HELP PING": "ERROR too_many_connections: later\n"}, 0, "here at"),
+        ({}, 4, "no answer from"),
     ],
 )
 def test_ping_with_a_token_waits_for_the_proof_that_it_is_right(

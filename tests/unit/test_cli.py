@@ -85,7 +85,7 @@ def test_help_and_ping_load_neither_trio_nor_drivers_nor_spark() -> None:
     script = (
         "import sys\n"
         "from replicad.cli.app import run\n"
-        "assert run(['--help']) == 0 and run(['serve', '--help']) == 0 and run(['ping', '127.0.0.1:1']) == 1\n"
+        "assert run(['--help']) == 0 and run(['serve', '--help']) == 0 and run(['ping', '127.0.0.1:1']) == 4\n"
         "heavy = {'trio', 'trio_asyncio', 'asyncio', 'asyncpg', 'pyspark', 'pyarrow', 'structlog'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
@@ -99,7 +99,7 @@ def test_help_and_ping_load_neither_trio_nor_drivers_nor_spark() -> None:
         (["nonsense"], 2, ["nonsense", "--help"]),
         (["ping", "--nonsense"], 2, ["--nonsense", "replicad ping --help"]),
         (["ping", "127.0.0.1:x"], 2, ["--server", "'127.0.0.1:x'", "HOST:PORT"]),
-        (["ping", "127.0.0.1:1"], 1, ["127.0.0.1:1", "replicad serve"]),
+        (["ping", "127.0.0.1:1"], 4, ["127.0.0.1:1", "replicad serve"]),
         (["serve", "--max-line", "1"], 2, ["--max-line", "4096"]),
         (["serve", "--log-level", "loud"], 2, ["--log-level", "debug"]),
         (["serve", "--config", "/does/not/exist"], 2, ["/does/not/exist"]),
@@ -121,7 +121,7 @@ def test_the_module_runs_as_the_command_does() -> None:
     done = run("--version")
     assert done.returncode == 0
     assert done.stdout.startswith("replicad ")
-    assert run("ping", "127.0.0.1:1").returncode == 1
+    assert run("ping", "127.0.0.1:1").returncode == 4
     assert run("serve", REPLICAD_POLL_MIN="fast").stderr.startswith("replicad: REPLICAD_POLL_MIN: 'fast'")
 
 
@@ -154,7 +154,7 @@ def test_ping_fails_where_something_else_answers(
 def test_ping_gives_up_on_a_silent_server(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        assert app.run(["ping", address, "--timeout", "50ms"]) == 1
+        assert app.run(["ping", address, "--timeout", "50ms"]) == 4
     assert "no answer" in capsys.readouterr().err
 
 
@@ -169,10 +169,10 @@ def raised(error: BaseException) -> BaseException:
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
-        (errors.UnknownTube("no tube x;\n create it"), 1, "replicad: no tube x; create it\n"),
+        (errors.UnknownTube("no tube x;\n create it"), 6, "replicad: no tube x; create it\n"),
         (errors.UsageError("--x: bad"), 2, "replicad: --x: bad\n"),
-        (errors.DatabaseRefused("postgresql://u:hunter2@h said no"), 1, "replicad: postgresql://u:***@h said no\n"),
-        (ExceptionGroup("", [ExceptionGroup("", [errors.LeaseHeld("held by w1")])]), 1, "replicad: held by w1\n"),
+        (errors.DatabaseRefused("postgresql://u:hunter2@h said no"), 5, "replicad: postgresql://u:***@h said no\n"),
+        (ExceptionGroup("", [ExceptionGroup("", [errors.LeaseHeld("held by w1")])]), 7, "replicad: held by w1\n"),
         (KeyboardInterrupt(), 130, ""),
         (BaseExceptionGroup("", [errors.LeaseHeld("x"), KeyboardInterrupt()]), 130, ""),
     ],
@@ -214,9 +214,9 @@ def test_debug_may_stand_before_or_after_the_command(
     arguments: list[str], failing: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing(errors.EnvironmentRefused("no luck"))
-    assert app.run(["version"]) == 1
+    assert app.run(["version"]) == 3
     assert capsys.readouterr().err == "replicad: no luck\n"
-    assert app.run(arguments) == 1
+    assert app.run(arguments) == 3
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert err.endswith("replicad: no luck\n")
@@ -278,6 +278,6 @@ def test_a_password_on_the_command_line_is_warned_of_and_never_printed(
     words: list[str], environ: dict[str, str], warned: bool
 ) -> None:
     ended = run("streams", "list", *words, **environ)
-    assert ended.returncode == 1
+    assert ended.returncode == 4
     assert ("warning: --database contains a password" in ended.stderr) == warned
     assert "hidden" not in ended.stdout + ended.stderr

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from replicad.cli import app
+from replicad.cli.completion import VARIABLE, place_of
+from replicad.client.cli.tail import command as tail
+from replicad.client.cli.tail import options_again
 from replicad.config.settings import Address, parse_server
+from replicad.masking import mask_secrets
+from replicad.terminal.command import Session
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("srve", "serve"), ("stream", "streams"), ("docter", "doctor")])
@@ -75,3 +84,71 @@ def test_ping_takes_a_host(capsys: pytest.CaptureFixture[str]) -> None:
     app.run(["ping", "localhost", "--timeout", "1"])
     captured = capsys.readouterr()
     assert "localhost:9009" in captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("given", "again"),
+    [
+        ("events", ""),
+        ("events --from 5 --count 3", ""),
+        ("events --server db1 --json --from NOW", " --json --server db1"),
+        ("events --token-file 'my secrets' --linear", " --linear --token-file 'my secrets'"),
+        ("events --context prod --debug", " --context prod"),
+    ],
+)
+def test_the_command_that_goes_on_names_the_same_daemon(given: str, again: str) -> None:
+    import shlex
+
+    with tail.make_context("tail", shlex.split(given), obj=Session()) as ctx:
+        assert options_again(ctx) == again
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("REPLICATE before AUTH: this server wants `AUTH token` first", None),
+        ("the client must send `AUTH word` within 10 s", None),
+        ("send AUTH token.", None),
+        ("AUTH tokenlike-9f3c", "AUTH ***"),
+        ("AUTH token.9f3c", "AUTH ***"),
+        ("AUTH words", "AUTH ***"),
+        ("> AUTH 9f3c <", "> AUTH *** <"),
+    ],
+)
+def test_the_mask_eats_secrets_and_not_sentences_about_them(text: str, masked: str | None) -> None:
+    assert mask_secrets(text) == (text if masked is None else masked)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_printed_and_installed_where_the_shell_looks(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "ZDOTDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert app.run(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert VARIABLE in script
+    for _ in range(2):
+        assert app.run(["completion", shell, "--install"]) == 0
+    assert place_of(shell).read_text() == script
+    assert place_of(shell).is_relative_to(tmp_path)
+    place_of(shell).parent.chmod(0o700)
+
+
+def test_the_shell_is_given_the_commands_and_options() -> None:
+    def complete(*words: str) -> set[str]:
+        asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1), VARIABLE: "bash_complete"}
+        done = subprocess.run(
+            [sys.executable, "-m", "replicad"], env={**_plain(), **asked}, capture_output=True, text=True, check=True
+        )
+        return {line.partition(",")[2] for line in done.stdout.splitlines()}
+
+    assert {"streams", "status"} <= complete("replicad", "st")
+    assert complete("replicad", "streams", "ad") == {"add"}
+    assert "--wait-for-database" in complete("replicad", "serve", "--wait")
+
+
+def _plain() -> dict[str, str]:
+    import os
+
+    return {name: value for name, value in os.environ.items() if not name.startswith(("REPLICAD_", "COMP_"))}

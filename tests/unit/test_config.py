@@ -201,7 +201,7 @@ def test_the_default_server_name_is_one_word() -> None:
 
 def test_sizes_seconds_and_whole_numbers_have_the_usual_units() -> None:
     assert [size(text) for text in ("0", "7B", "128KiB", "1MiB", "2GB")] == [0, 7, 131072, 1048576, 2 * 10**9]
-    assert [seconds(text) for text in ("30", "0.5", "500ms", "2m", "1h")] == [30, 0.5, 0.5, 120, 3600]
+    assert [seconds(text) for text in ("30", "0.5", "500ms", "2m", "1h", "7d")] == [30, 0.5, 0.5, 120, 3600, 604800]
     assert whole_number("-5") == -5
 
 

@@ -74,6 +74,10 @@ CASES = [
     Case('LOCK_RELEASED ["w1", "name", "a key"]', S, c.LockReleased('["w1", "name", "a key"]')),
     Case('LOCK_RELEASED ["w1", "name", "a key"]', C, c.LockReleased('["w1", "name", "a key"]')),
     Case("AUTH s3cret", C, c.Auth("s3cret")),
+    Case("HELP", C, c.Help()),
+    Case("HELP PODS", C, c.Help("PODS")),
+    Case("HELP", S, c.Help()),
+    Case("HELP DOORBELL: rings", S, c.Help("DOORBELL: rings")),
     Case("STREAMS", C, c.Streams()),
     Case("STREAMS caches events", S, c.Streams(("caches", "events"))),
     Case("WRITERS events a1b2c3d4", S, c.Writers("events", "a1b2c3d4", ())),
@@ -280,8 +284,8 @@ def test_a_malformed_line_is_the_peers_fault_and_the_error_names_the_form(line: 
 
 
 def test_an_unknown_command_is_answered_with_the_list_of_those_that_this_side_may_send() -> None:
-    with pytest.raises(RemoteProtocolError, match=r"unknown command 'HELP'; there are .*REPLICATE") as caught:
-        parse("HELP me", C)
+    with pytest.raises(RemoteProtocolError, match=r"unknown command 'FROB'; there are .*REPLICATE") as caught:
+        parse("FROB me", C)
     assert "RDATA" not in str(caught.value)
 
 

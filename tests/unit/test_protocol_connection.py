@@ -140,7 +140,7 @@ def test_a_refused_request_leaves_the_connection_open() -> None:
 
 def test_after_a_broken_line_a_client_says_error_at_most_and_a_server_what_it_was_asked_before() -> None:
     for connection in (server(), client()):
-        connection.receive_data(b"HELLO\n", 0)
+        connection.receive_data(b"HELLO, you\n", 0)
         with pytest.raises(RemoteProtocolError):
             connection.next_command()
         assert connection.send(Error("bad_line: what?"), 0) == b"ERROR bad_line: what?\n"

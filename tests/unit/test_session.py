@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import structlog
 import trio
 import trio.testing
 
@@ -18,6 +19,7 @@ from replicad.errors import UnknownStream
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
 from replicad.protocol.states import CloseReason
+from replicad.protocol.words import Side
 from tests.vocabulary import EVERY
 
 Start = Callable[..., "Bench"]
@@ -90,6 +92,83 @@ async def test_it_names_itself_and_pings_first_and_every_five_seconds(start: Sta
     for tick in (1, 2, 3):
         assert (await bench.peer.lines(1))[0].startswith("PING ")
         assert trio.current_time() - began == pytest.approx(5 * tick)
+
+
+async def test_a_person_gets_the_list_of_commands_for_three_unknown_words_and_goes_on(
+    start: Start, autojump_clock: object
+) -> None:
+    bench = start()
+    await bench.peer.lines(2)
+    for typed, hint in (("help", "did you mean HELP?"), ("replicat events", "did you mean REPLICATE?"), ("xyzzy", "")):
+        await bench.peer.stream.send_all(f"{typed}\n".encode())
+        word = typed.partition(" ")[0]
+        (error,) = await bench.peer.lines(1)
+        assert error.startswith(f"ERROR unknown_command: there is no command '{word}'; {hint}")
+        listed = await bench.peer.lines(len(EVERY.of(Side.CLIENT)) + 1)
+        assert [line.partition(" ")[0] for line in listed] == ["HELP"] * len(listed)
+        assert any(line.startswith("HELP REPLICATE [stream_name] [token|NOW|EARLIEST] [linear]: ") for line in listed)
+        assert listed[-1] == "HELP"
+    await bench.peer.stream.send_all(b"TAKEN events\nHELP TAKEN\n")
+    one, end = await bench.peer.lines(2)
+    assert (one.startswith("HELP TAKEN stream_name [id]: "), end) == (True, "HELP")
+    assert [command.NAME for command in bench.commands] == ["TAKEN"]
+    await bench.peer.stream.send_all(b"again\n")
+    assert (await bench.peer.read_to_end())[-1].startswith("ERROR bad_line: unknown command 'again'")
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"NAME program\nFROB 1\n", "bad_line"),
+        (b"PING 1\nFROB 1\n", "bad_line"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\nREMOTE_SERVER_UP x\n", "bad_line"),
+        (b"Host: x\r\n", "bad_line"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "bad_line"),
+        (b"FROB " + b"x" * 300 + b"\n", "bad_line"),
+        (b"SERVER x\n", "bad_line"),
+    ],
+)
+async def test_programs_and_other_protocols_are_disconnected_with_their_first_unknown_word(
+    start: Start, autojump_clock: object, sent: bytes, code: str
+) -> None:
+    bench = start()
+    await bench.peer.stream.send_all(sent)
+    lines = await bench.peer.read_to_end()
+    assert lines[-1].startswith(f"ERROR {code}: ")
+    assert not any(line.startswith("HELP") for line in lines)
+    assert bench.commands == []
+
+
+async def test_before_auth_a_stranger_gets_no_list(start: Start, autojump_clock: object) -> None:
+    for sent in (b"xyzzy\n", b"HELP\n"):
+        bench = start(token="secret")
+        await bench.peer.stream.send_all(sent)
+        assert not any(line.startswith("HELP") for line in await bench.peer.read_to_end())
+
+
+@pytest.mark.parametrize(
+    ("sent", "token", "logged"),
+    [
+        (b"", None, []),
+        (b"NAME check\nAUTH secret\nHELP PING\n", "secret", []),
+        (b"TAKEN a\nTAKEN b\n", None, ["session_opened", "session_closed"]),
+        (b"FROB \x01\n", None, ["session_closed"]),
+        (b"AUTH guess\n", "secret", ["session_closed"]),
+    ],
+)
+async def test_health_checks_do_not_fill_the_log(
+    start: Start, autojump_clock: object, sent: bytes, token: str | None, logged: list[str]
+) -> None:
+    with structlog.testing.capture_logs() as events:
+        bench = start(token=token)
+        await bench.peer.lines(2)
+        if sent:
+            await bench.peer.stream.send_all(sent)
+        await trio.testing.wait_all_tasks_blocked()
+        await bench.peer.stream.aclose()
+        while bench.reason is None:
+            await trio.sleep(1)
+    assert [one["event"] for one in events if one["log_level"] != "debug"] == logged
 
 
 async def test_only_a_peer_that_pinged_is_timed_out(start: Start, autojump_clock: object) -> None:

@@ -16,7 +16,7 @@ from replicad.terminal.command import ReplicadCommand, Seconds, option, settings
 from replicad.terminal.output import echo
 
 _LONGEST_GREETING = 4096  # bytes; SERVER and a name
-_LONGEST_ANSWER = 16 << 20  # bytes; STREAMS with the names of all streams
+_LONGEST_ANSWER = 65536  # bytes; HELP, or an ERROR
 
 
 @click.command("ping", cls=ReplicadCommand, short_help="Check that a daemon answers; for health checks.")
@@ -30,7 +30,9 @@ _LONGEST_ANSWER = 16 << 20  # bytes; STREAMS with the names of all streams
     help="How long to wait for the answer.",
 )
 def command(address: str | None, timeout: float, **options: Any) -> None:
-    """Connect to a daemon, wait for its SERVER line and print its name. Exit status 0 if it came, 1 if not.
+    """Connect to a daemon, wait for its SERVER line and print its name.
+
+    The exit status is 0 if it came, 4 if nothing answers, 5 if the daemon does not accept us, 1 if it is no replicad.
 
     With a token (--token-file, REPLICAD_TOKEN) or a client certificate the daemon must also answer a request, which it
     does only if it knows them. Without, it is enough that it answers at all.
@@ -65,7 +67,7 @@ def greet(settings: ClientSettings, timeout: float) -> str:
             name = _server_name(first, server)
             if settings.token is not None or settings.tls_client_cert is not None:
                 auth = f"AUTH {settings.token}\n" if settings.token is not None else ""
-                stream.sendall(f"{auth}STREAMS\n".encode())  # it is always answered, if AUTH was accepted
+                stream.sendall(f"{auth}HELP PING\n".encode())  # it is always answered, if AUTH was accepted
                 _wait_accepted(lines, server)
     except ssl.SSLError as error:
         raise ConnectionLost(f"no TLS connection to {server}: {error.reason or error}; see --tls-ca") from error
@@ -105,11 +107,11 @@ def _server_name(line: str, server: Address) -> str:
 
 
 def _wait_accepted(lines: Iterator[str], server: Address) -> None:
-    """Wait for the answer to STREAMS. An ERROR other than `not_authorised` shows as well that the daemon is alive."""
+    """Wait for the answer to HELP. An ERROR other than `not_authorised` shows as well that the daemon is alive."""
     for line in lines:
         command_name, _, rest = line.partition(" ")
         if command_name == "ERROR" and rest.startswith(f"{NotAuthorised.code}: "):
             raise NotAuthorised(f"{server} answered: {rest[:200]}")
-        if command_name in ("STREAMS", "ERROR"):
+        if command_name in ("HELP", "ERROR"):
             return
     raise ConnectionLost(f"{server} closed the connection and did not answer")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from replicad.config.settings import ClientSettings, read_settings
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, option, settings_options
+from replicad.terminal.command import ReplicadCommand, Session, option, settings_options
 from replicad.terminal.failures import one_line, say
 from replicad.terminal.output import echo
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from replicad.client.events import Reset, RowBatch
 
 _WORDS = ("NOW", "EARLIEST")
+_NOT_AGAIN = ("token", "count")  # options that are of this run only
 
 
 @click.command(
@@ -70,15 +73,38 @@ def command(
 
     from replicad.client.blocking_client import BlockingClient
 
+    again = options_again(click.get_current_context())
     with BlockingClient(
         settings.server.host, settings.server.port, name="replicad tail", token=settings.token,
         tls=settings.ssl_context(), keepalive=False,
     ) as client:  # fmt: skip
-        _follow(client, streams, token, linear=linear, left=count, as_json=as_json)
+        _follow(client, streams, token, linear=linear, left=count, as_json=as_json, again=again)
+
+
+def options_again(ctx: click.Context) -> str:
+    """The options of this command line that a command which goes on from another token needs too, as in a shell."""
+    session = ctx.find_object(Session)
+    context = session.context if session is not None else None
+    words = ["--context", shlex.quote(context)] if context else []
+    for param in ctx.command.params:
+        name = param.name or ""
+        given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if not given or not isinstance(param, click.Option) or not param.expose_value or name in _NOT_AGAIN:
+            continue
+        value = ctx.params.get(name)
+        words += [param.opts[0]] if isinstance(value, bool) else [param.opts[0], shlex.quote(str(value))]
+    return "".join(f" {word}" for word in words)
 
 
 def _follow(
-    client: BlockingClient, names: Sequence[str], token: str, *, linear: bool, left: int | None, as_json: bool
+    client: BlockingClient,
+    names: Sequence[str],
+    token: str,
+    *,
+    linear: bool,
+    left: int | None,
+    as_json: bool,
+    again: str,
 ) -> None:
     from replicad.client.events import Connected, Disconnected, Reset, RowBatch, StreamsChanged, StreamStopped
 
@@ -115,7 +141,7 @@ def _follow(
         except KeyboardInterrupt:
             for name, reached in events.tokens().items():
                 if reached not in (None, *_WORDS):
-                    say(f"replicad: to go on: replicad tail {name} --from {reached}")
+                    say(f"replicad: to go on: replicad tail {name} --from {reached}{again}")
             raise
 
 

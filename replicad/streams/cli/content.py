@@ -102,11 +102,10 @@ def _skip(name: str, token: int, reason: str | None) -> Any:
 def _undo(name: str, token: int, options: dict[str, Any]) -> None:
     from replicad.streams import registry
 
-    if not on_streams(options, lambda db, schema: registry.unskip(db, name, token, schema=schema)):
-        raise UsageError(
-            f"id {token} of stream {name} is not skipped; `replicad streams skip {name} --list` shows what is"
-        )
-    echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
+    if on_streams(options, lambda db, schema: registry.unskip(db, name, token, schema=schema)):
+        echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
+    else:
+        echo(f"stream {name}: id {token} is not skipped; `replicad streams skip {name} --list` shows what is")
 
 
 def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:

@@ -197,7 +197,7 @@ def remove(name: str, **options: Any) -> None:
     "trim",
     epilog="""\b
 Examples:
-  replicad streams trim events --older-than 168h
+  replicad streams trim events --older-than 7d
   replicad streams trim events --before 120000
   replicad streams trim events --acked""",
 )
@@ -206,7 +206,7 @@ Examples:
 @option(
     "--older-than",
     type=Seconds(),
-    help="Remove rows that were published longer ago than this, such as 90m or 168h.",
+    help="Remove rows that were published longer ago than this, such as 90m or 7d.",
 )
 @option(
     "--acked",
@@ -263,7 +263,7 @@ def list_acks(name: str, forget: str | None, as_json: bool, **options: Any) -> N
 
     forgotten, senders = on_streams(options, work)
     if forget is not None and not forgotten:
-        raise UsageError(f"--forget: {forget!r} has acknowledged nothing of {name}; the senders: {_names(senders)}")
+        say(f"replicad: {forget!r} has acknowledged nothing of {name}, so there is nothing to forget")
     rows = [{"instance": one.instance, "token": one.token, "acked_at": one.acked_at} for one in senders]
     print_rows(["instance", "token", "acked_at"], rows, as_json=as_json, nothing=f"no sender has acknowledged {name}")
 
@@ -279,10 +279,6 @@ def _held_back(name: str, senders: list[SenderAck]) -> str:
     if last.token is None:
         return f"{last.instance} has acknowledged nothing, so nothing is removed"
     return f"{last.instance} is the furthest behind: it has acknowledged {last.token:,}, at {last.acked_at:%F %T} UTC"
-
-
-def _names(senders: list[SenderAck]) -> str:
-    return ", ".join(sender.instance for sender in senders) or "none"
 
 
 def _line(status: StreamStatus) -> dict[str, Any]:

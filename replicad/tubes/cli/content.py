@@ -162,6 +162,8 @@ def stats(tube: str | None, as_json: bool, **options: Any) -> None:
     """
 
     async def work(tubes: Tubes) -> list[dict[str, Any]]:
+        if tube is not None:
+            await tubes.value("tube_find", tube)
         states = await tubes.states()
         return [{**dict(row), "state": states.get(row["tube"], "ok")} for row in await tubes.rows("tube_stats")]
 
@@ -171,7 +173,7 @@ def stats(tube: str | None, as_json: bool, **options: Any) -> None:
         return
     now = datetime.now(UTC)
     shown = [_stats_row(row, now) for row in rows]
-    print_rows(list(shown[0]) if shown else [], shown, as_json=False, nothing="there is no such tube")
+    print_rows(list(shown[0]) if shown else [], shown, as_json=False, nothing="there are no tubes")
 
 
 def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
@@ -211,7 +213,12 @@ def parked() -> None:
 @island_options
 def parked_list(tube: str, as_json: bool, **options: Any) -> None:
     """List the parked ids of TUBE: since when, how often they were tried, and the error."""
-    rows = with_island(on_islands(options, lambda tubes: tubes.rows("tube_parked_list", tube)))
+
+    async def work(tubes: Tubes) -> list[Any]:
+        await tubes.value("tube_find", tube)
+        return await tubes.rows("tube_parked_list", tube)
+
+    rows = with_island(on_islands(options, work))
     columns = ["parked", "shard", "op", "ids", "tries", "parked_at", "error"]
     print_rows(
         [*(["island"] if rows and "island" in rows[0] else []), *columns],
@@ -249,7 +256,12 @@ def _parked(
     if numbers and len(options.get("database") or ()) > 1:
         raise UsageError("--database is given several times; numbers belong to one database")
     chosen = None if everything else list(numbers)
-    for island, count in on_islands(options, lambda tubes: tubes.value(function, tube, chosen)):
+
+    async def work(tubes: Tubes) -> int:
+        await tubes.value("tube_find", tube)
+        return int(await tubes.value(function, tube, chosen))
+
+    for island, count in on_islands(options, work):
         echo(f"{count:,} {what}" + (f" on {island}" if island else ""))
 
 

@@ -80,11 +80,15 @@ class Tubes:
 
         Raises:
             UsageError: a qualified name together with shards.
-            TubeRefused: none of the shards has the table.
+            TubeRefused: there is no such table, or none of the shards has it.
         """
         from replicad.postgres.bridge import load_sql
+        from replicad.postgres.relations import HOW, find_relation
 
         if shards is None:
+            for name in names:
+                if await find_relation(self.db, name) is None:
+                    raise TubeRefused(f"there is no table {name} in this database: {HOW}")
             return list(names)
         found = []
         for name in names:

@@ -30,7 +30,7 @@ FEATURES = (
     Listed(serves="replicad.presence.service", commands={"presence": "replicad.presence.cli"}),
     Listed(commands={"caches": "replicad.caches.cli"}),
     Listed(commands={"writers": "replicad.sharding.cli"}),
-    Listed(commands={"sender": "replicad.sender.cli"}),
+    Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),
     Listed(commands={"status": "replicad.operations.status", "clients": "replicad.operations.clients"}),

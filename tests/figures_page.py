@@ -14,6 +14,7 @@ from pathlib import Path
 from replicad.daemon import own_figures
 from replicad.daemon.figures import Family
 from replicad.operations.http import app, exposition
+from replicad.sender import figures as of_senders
 from replicad.streams.serving import figures as of_streams
 from replicad.tubes.serving import figures as of_tubes
 
@@ -24,6 +25,7 @@ PARTS: dict[str, Sequence[Family]] = {
     "the daemon": own_figures.FAMILIES,
     "streams": of_streams.FAMILIES,
     "tubes": of_tubes.FAMILIES,
+    "senders": of_senders.FAMILIES,
 }
 
 

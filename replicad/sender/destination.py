@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from replicad.errors import LocalProtocolError
-from replicad.retry import Backoff
 from replicad.sender.items import (
-    MAX_EDUS,
-    MAX_PDUS,
     START,
     Aside,
     Edu,
@@ -33,23 +30,9 @@ from replicad.sender.items import (
     make_transaction,
 )
 from replicad.sender.packing import Suspects, take_one, take_pdus, take_updates
+from replicad.sender.terms import Terms
 
 MOST_ASIDE = 50  # items in a row that are tried before the destination counts as one that refuses everything
-JITTER = 0.2  # the largest part of a pause that is randomly left off
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The bounds of a destination: counts, bytes and seconds."""
-
-    pdus: int = MAX_PDUS  # in a transaction
-    edus: int = MAX_EDUS  # in a transaction
-    transaction_bytes: int = 4 << 20  # bodies in a transaction; a larger body is sent alone
-    queue_pdus: int = 500  # held in memory; ten transactions, so that a busy destination seldom reads from the store
-    queue_edus: int = 200  # held in memory; two transactions
-    catch_up_after: float = 3600.0  # back-off in seconds above which catch-up takes over; Synapse's figure
-    supersede: bool = True  # False: catch-up delivers every fact, not only the latest of a room
-    backoff: Backoff = field(default_factory=lambda: Backoff(5.0, 6 * 3600.0, jitter=JITTER))
 
 
 class Phase(enum.Enum):
@@ -67,6 +50,7 @@ class Destination:
         "_durable",
         "_edus",
         "_held",
+        "_idle",
         "_memory",
         "_missed_edus",
         "_missed_pdus",
@@ -111,8 +95,8 @@ class Destination:
         self.success = known.success  # the destination has all facts up to here
         self.serial = known.serial
         self.failures = known.failures  # in a row
-        # The clock of Postgres may have been set back.
-        self.retry_at = None if known.retry_in is None else now + min(terms.backoff.cap, known.retry_in)
+        # The clock of Postgres may have been set back; and whether something new has come since is not stored.
+        self.retry_at = None if known.retry_in is None else now + min(terms.longest, known.retry_in)
         self.proven = known.failures == 0 and known.serial > 0  # it accepted the last request
         self.catching_up = known.catching_up and known.outstanding  # else catch-up is complete
         self.behind = known.outstanding  # the store has facts beyond the queue
@@ -130,6 +114,7 @@ class Destination:
         self._missed_pdus = False  # a fact came while the store was being read
         self._missed_edus = False
         self._woken = False
+        self._idle = True  # nothing that must be delivered has come since the last try
         self._pdus: deque[Pdu] = deque()
         self._durable: deque[Edu] = deque()
         self._edus: dict[object, Edu] = {}  # droppable updates, by key; one without a key under itself
@@ -139,11 +124,12 @@ class Destination:
         self.aside: tuple[Aside, ...] = ()  # each is refused; others are on trial
         self.refused: Transaction | None = None  # the transaction of the first of them
 
-    def enqueue(self, pdu: Pdu) -> bool:
+    def enqueue(self, pdu: Pdu, now: float) -> bool:
         """Queue a fact that was stored just now. False if the destination has had it already."""
         if pdu.order <= self.newest:
             return False
         self.newest = pdu.order
+        self._expect(now)
         failing = self.retry_at is not None
         if self.behind:
             self._missed_pdus = True
@@ -154,8 +140,9 @@ class Destination:
             self._pdus.append(pdu)
         return True
 
-    def expect_edus(self, *, pdus: bool = False) -> None:
+    def expect_edus(self, now: float, *, pdus: bool = False) -> None:
         """Note that updates for it were stored, and facts that were not enqueued."""
+        self._expect(now)
         self.edus_behind = self._missed_edus = True
         self.behind, self._missed_pdus = self.behind or pdus, self._missed_pdus or pdus
 
@@ -186,6 +173,11 @@ class Destination:
             or self.edus_behind
             or self._unread
         )
+
+    @property
+    def away(self) -> bool:
+        """Whether it is not expected to answer. While items are on trial it does."""
+        return not self.aside and self._terms.away(self.failures)
 
     def due(self, now: float) -> float | None:
         """When to visit it: `now`, or the end of its back-off. None while it is visited or has nothing to do."""
@@ -279,6 +271,7 @@ class Destination:
         self.phase = Phase.SENDING
         self.retry_at = None
         self._woken = False
+        self._idle = True
         return True
 
     def succeeded(self) -> Transaction:
@@ -308,23 +301,21 @@ class Destination:
             return False
         if not on_trial:
             self.failures = 1 if self._woken else self.failures + 1
-        backoff = self._terms.backoff
-        pause = max(backoff.delay(self.failures - 1, chance), at_least)
-        self.retry_at = now + min(backoff.cap, pause)
+        self.retry_at = now + self._terms.pause(self.failures, chance, at_least=at_least, idle=self._idle)
         self.proven = False
-        whole = backoff.whole(self.failures - 1)
-        if whole > self._terms.catch_up_after:
+        if self._terms.catches_up(self.failures):
             self.catching_up = True
             self.dropped += len(self._edus)
             self._release(list(self._edus.values()))
             self._edus.clear()
         self._stale = self.catching_up
-        if refused is None or not (self.catching_up or whole >= backoff.cap):
-            self.aside, self.refused = (), None  # the store has them, with the transaction
-            return True
-        if not lost.pdus and not lost.edu_numbers:
+        away = self.catching_up or self._terms.away(self.failures)
+        if away and not lost.pdus and not lost.edu_numbers:  # it would be tried for ever because of droppable updates
             self.dropped += len(lost.edus)
             return False
+        if refused is None or not away:
+            self.aside, self.refused = (), None  # the store has them, with the transaction
+            return True
         if self.refused is None:
             self.refused = lost
         self.aside = (*self.aside, Aside(lost.upto, lost.edu_numbers, refused))
@@ -333,6 +324,12 @@ class Destination:
         return False
 
     # --- inside ---
+
+    def _expect(self, now: float) -> None:
+        """Something has come that must be delivered: the destination is wanted."""
+        self._idle = False
+        if self.retry_at is not None:
+            self.retry_at = min(self.retry_at, now + self._terms.longest)
 
     def _require(self, phase: Phase) -> None:
         if self.phase is not phase:

@@ -1,14 +1,13 @@
 """Delivers to the destinations that are due, with a bounded number of workers. No intake, no SQL, no HTTP.
 
-A destination has no task of its own; ten thousand idle ones cost only entries in a table. One set of workers serves the
-destinations whose last request succeeded. Another set serves those that failed or are new. So destinations that are
-down, and their time-outs, do not delay the others.
+A destination has no task of its own; ten thousand idle ones cost only entries in a table. Sets of workers serve those
+that are due (`lanes`), so destinations that are down, and their time-outs, do not delay the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import random
@@ -20,10 +19,12 @@ import trio
 from replicad.errors import ReplicadError
 from replicad.sender.agenda import Agenda
 from replicad.sender.catchup import Latest, stand_in
-from replicad.sender.destination import Destination, Terms
+from replicad.sender.destination import Destination
 from replicad.sender.items import Edu, Memory, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.lanes import Lane, Lanes
 from replicad.sender.state_writer import StateWriter
 from replicad.sender.store import Entry
+from replicad.sender.terms import Terms
 from replicad.sender.transport import SendResult, Transport
 
 TURN = 4  # transactions in a row for one destination while others wait
@@ -62,42 +63,6 @@ class EngineStatistics:
     parked: int
 
 
-class _Lane:
-    """A queue of destinations that are due. Workers wait for them."""
-
-    def __init__(self) -> None:
-        self._due: deque[Destination] = deque()
-        self._names: set[str] = set()
-        self._idle = trio.lowlevel.ParkingLot()
-        self._closed = False
-
-    def __len__(self) -> int:
-        return len(self._due)
-
-    def __contains__(self, destination: Destination) -> bool:
-        return destination.name in self._names
-
-    def put(self, destination: Destination) -> None:
-        if destination.name not in self._names:
-            self._names.add(destination.name)
-            self._due.append(destination)
-            self._idle.unpark()
-
-    async def take(self) -> Destination | None:
-        """Wait for the next one. None after `close`."""
-        while not self._due and not self._closed:
-            await self._idle.park()
-        if self._closed:
-            return None
-        destination = self._due.popleft()
-        self._names.discard(destination.name)
-        return destination
-
-    def close(self) -> None:
-        self._closed = True
-        self._idle.unpark_all()
-
-
 class Engine:
     """See the module. All methods are called in one trio thread; `run` does the work."""
 
@@ -130,8 +95,7 @@ class Engine:
         self._now_ms = now_ms
         self._chance = chance
         self._destinations: dict[str, Destination] = {}
-        self._proven, self._probing = _Lane(), _Lane()
-        self._workers = ((self._proven, workers), (self._probing, probers))
+        self._lanes = Lanes(workers, probers)
         self._agenda = Agenda()
         self._sooner = trio.Event()
         self._in_flight = 0
@@ -157,9 +121,10 @@ class Engine:
 
     def accept(self, pdu: Pdu, names: Iterable[str]) -> None:
         """Deliver a fact to destinations. It is stored already."""
+        now = self._now()
         for name in names:
             destination = self._known(name)
-            if destination.enqueue(pdu):
+            if destination.enqueue(pdu, now):
                 self._arrange(destination)
 
     def accept_edu(self, edu: Edu, names: Iterable[str]) -> None:
@@ -173,7 +138,7 @@ class Engine:
         """Deliver updates that were stored, and facts that were stored but not given to `accept`."""
         for name in names:
             destination = self._known(name)
-            destination.expect_edus(pdus=pdus)
+            destination.expect_edus(self._now(), pdus=pdus)
             self._arrange(destination)
 
     def wake(self, name: str) -> None:
@@ -181,6 +146,7 @@ class Engine:
         destination = self._destinations.get(name)
         if destination is not None:
             destination.wake(self._now())
+            self._lanes.remove(destination)  # it may belong into another one now
             self._arrange(destination)
 
     # --- work ---
@@ -191,7 +157,7 @@ class Engine:
             services.start_soon(self.states.run)
             services.start_soon(self._watch_clock)
             async with trio.open_nursery() as workers:
-                for lane, count in self._workers:
+                for lane, count in self._lanes.crews:
                     for _ in range(count):
                         workers.start_soon(self._work, lane)
             await self.states.drain()
@@ -200,8 +166,7 @@ class Engine:
     def close(self) -> None:
         """Begin no new request. `run` returns when the requests under way have ended and their results are stored."""
         self._closed = True
-        self._proven.close()
-        self._probing.close()
+        self._lanes.close()
 
     async def collapse(self) -> None:
         """Remove from the store what destinations in catch-up no longer need. Call it now and then."""
@@ -215,7 +180,7 @@ class Engine:
         known = self._destinations.values()
         return EngineStatistics(
             destinations=len(known),
-            waiting=len(self._proven) + len(self._probing),
+            waiting=len(self._lanes),
             in_flight=self._in_flight,
             backing_off=sum(destination.retry_at is not None for destination in known),
             catching_up=sum(destination.catching_up for destination in known),
@@ -240,7 +205,7 @@ class Engine:
 
     def _arrange(self, destination: Destination) -> None:
         """Enter it in the agenda for the time at which it is due."""
-        if destination in self._proven or destination in self._probing:
+        if destination in self._lanes:
             return
         now = self._now()
         due = destination.due(now)
@@ -252,7 +217,7 @@ class Engine:
                 self._sooner.set()
         else:
             self._agenda.drop(destination.name)
-            (self._proven if destination.proven else self._probing).put(destination)
+            self._lanes.put(destination)
 
     async def _watch_clock(self) -> None:
         while True:
@@ -265,7 +230,7 @@ class Engine:
                     scope.deadline = trio.current_time() + max(0.0, due - self._now())
                 await self._sooner.wait()
 
-    async def _work(self, lane: _Lane) -> None:
+    async def _work(self, lane: Lane) -> None:
         while (destination := await lane.take()) is not None:
             for _ in range(TURN):
                 if not await self._visit(destination) or self._closed:

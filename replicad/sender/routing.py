@@ -85,7 +85,7 @@ class RowRouter(Router):
         found = _object(row)
         destinations = _names(row, found.get("destinations"))
         room = _text(row, "room", found.get("room"))
-        return Fact(destinations, room, found.get("pdu")) if destinations else None
+        return Fact(destinations, room, _body(found.get("pdu"))) if destinations else None
 
     @staticmethod
     def _update(row: SourceRow) -> Update | None:
@@ -94,7 +94,7 @@ class RowRouter(Router):
         key, droppable = _text(row, "key", found.get("key")), found.get("droppable", False)
         if not isinstance(droppable, bool):
             _fail(row, "its droppable is neither true nor false")
-        return Update(destinations, found.get("edu"), key, droppable) if destinations else None
+        return Update(destinations, _body(found.get("edu")), key, droppable) if destinations else None
 
 
 class FixedRouter(RowRouter):
@@ -259,6 +259,11 @@ def _value(row: SourceRow) -> Any:
 def _object(row: SourceRow) -> dict[str, Any]:
     found = _value(row)
     return found if isinstance(found, dict) else {}  # without destinations
+
+
+def _body(value: object) -> object:
+    """The body for a value of a row. Of a `Fact`, a str is JSON text; in a row it is a string like others."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value
 
 
 def _names(row: SourceRow, found: object) -> tuple[str, ...]:

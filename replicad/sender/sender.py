@@ -179,8 +179,7 @@ class Sender:
                     latest=latest,
                     now_ms=lambda: time.time_ns() // 1_000_000,
                 )
-                async for name, standing in store.standings(self._mine):
-                    engine.meet(name, standing)
+                await self._meet(store, engine)
                 intake = Intake(
                     store=store,
                     engine=engine,
@@ -194,6 +193,22 @@ class Sender:
                 )
                 self._engine, self._intake = engine, intake
                 await self._work(store, engine, intake, transport.objection)
+
+    async def _meet(self, store: Store, engine: Engine) -> None:
+        """Give the engine all destinations of the store.
+
+        A pause that lies further in the future than the longest one is stored anew: the clock of Postgres was ahead
+        when it began, or nothing new came for the destination, which is not stored. If it were only shortened in
+        memory, it would begin again with every start.
+        """
+        longest = self._settings.bounds.retry_max
+        late: list[str] = []
+        async for name, standing in store.standings(self._mine):
+            engine.meet(name, standing)
+            if standing.retry_in is not None and standing.retry_in > longest:
+                late.append(name)
+        if late:
+            await store.shorten(late, longest)
 
     async def _work(self, store: Store, engine: Engine, intake: Intake, objection: Objection) -> None:
         recorded = await store.recorded()

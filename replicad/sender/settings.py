@@ -11,9 +11,9 @@ from replicad.config.declaring import amount, check_ranges, choice, count, durat
 from replicad.config.secrets import trust
 from replicad.errors import UsageError
 from replicad.retry import Backoff
-from replicad.sender.destination import JITTER, Terms
 from replicad.sender.items import MAX_EDUS, MAX_PDUS
 from replicad.sender.reach import Places
+from replicad.sender.terms import GIVEN_UP, JITTER, Terms
 
 MATRIX = "matrix"
 WEBHOOK = "webhook"
@@ -226,6 +226,12 @@ class Bounds:
     retry_max: float = _time(  # four tries a day for a destination that may never come back
         6 * 3600.0, "The longest pause.", 0.01
     )
+    retry_idle: float = _time(  # it may have gone for good, and each try of it costs a time-out
+        7 * _DAY,
+        f"The longest pause of a destination that has failed {GIVEN_UP} times with --retry-max, until something new "
+        "comes for it.",
+        0.01,
+    )
     catch_up_after: float = _time(
         3600.0, "A destination whose pause is longer than this is caught up with: see --catch-up.", 0.0
     )
@@ -250,6 +256,7 @@ class Bounds:
             catch_up_after=self.catch_up_after,
             supersede=self.catch_up == "latest",
             backoff=Backoff(self.retry_first, self.retry_max, jitter=JITTER),
+            idle=self.retry_idle,
         )
 
 

@@ -148,6 +148,13 @@ class Store:
                 return
             after = rows[-1]["name"]
 
+    async def shorten(self, names: Sequence[str], seconds: float) -> None:
+        """Have the pauses of these destinations end in so many seconds."""
+        async with self._writing:
+            await self._keeper.execute(
+                statement("federation_shorten", self._schema), self._source, list(names), seconds
+            )
+
     async def begin(self, stream: str, token: int) -> None:
         """Store where all senders begin with a stream of which nothing was recorded yet."""
         await self._write("federation_source_begin", stream, token)

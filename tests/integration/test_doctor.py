@@ -239,6 +239,36 @@ async def _(world: World) -> None:
     world.thresholds = Thresholds(backfill=0.0)
 
 
+SENDER = (
+    "INSERT INTO replicad.federation_sender (source, name, stream, token, senders)"
+    " VALUES ('events', 's1', 'events', 1, '{s1}')",
+    "INSERT INTO replicad.federation_destination (source, name, txn_id, failures, failing_since, last_error)"
+    " SELECT 'events', n, nullif(n, 'quiet'), 3, now() - interval '2 hours', 'status 503'"
+    " FROM unnest('{a,b,quiet}'::text[]) n",
+)
+
+
+@scenario("senders", WARNING, "a has taken nothing for 2.0 h (status 503), and 1 other destination for more than")
+async def _(world: World) -> None:
+    await world.sql(*SENDER)
+
+
+@scenario("senders", FAILING, "stream events: facts or updates wait, and its sender s1 does not run -> start")
+async def _(world: World) -> None:
+    await world.sql(*SENDER)
+    await world.sql("INSERT INTO replicad.federation_destination_room VALUES ('a', 1, 0, NULL, 'events')")
+
+
+async def test_what_senders_have_parked_is_told_with_the_command_that_lists_it(world: World) -> None:
+    await world.sql(
+        "INSERT INTO replicad.federation_parked (source, destination, body, reason)"
+        " SELECT 'events', 'a', '{}', 'status 422' FROM generate_series(1, 2)"
+    )
+    (found,) = await world.find(BY_NAME["senders"])
+    assert (found.level, found.text) == (WARNING, "stream events: 2 items are parked")
+    assert found.remedy == "replicad sender parked list --stream events"
+
+
 APART = {("database", FAILING), ("holders", WARNING), ("holders", FAILING)}  # tests of their own
 
 

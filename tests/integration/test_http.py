@@ -27,6 +27,7 @@ from replicad.groups import sole_leaf
 from replicad.operations.http import server
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
+from replicad.sender.store import open_store
 from replicad.streams import registry
 from replicad.tubes.serving.figures import TubeFigures
 from tests.conftest import PATIENCE, install
@@ -313,6 +314,27 @@ async def test_backlogs_small_and_large_are_counted_by_partition_with_ages(event
         assert found.value('replicad_tube_backfill_oldest_pod_age_seconds{partition="1",tube="few"}') >= 200
         assert found.value('replicad_tube_pods{partition="0",tube="many"}') > 1000, "an estimate"
         assert found.value('replicad_tube_oldest_pod_age_seconds{partition="1",tube="many"}') >= 300
+
+
+async def test_what_senders_have_in_postgres_is_told(events: Database, daemon: Daemon) -> None:
+    await events.execute(
+        "INSERT INTO replicad.federation_parked (source, destination, stream_ordering, part, body, reason)"
+        " VALUES ('events', 'a', 1, 0, '{}', 'status 422'), ('events', 'a', NULL, NULL, '{}', 'status 422'),"
+        " ('events', 'b', 1, 0, '{}', 'status 422')"
+    )
+    await events.execute(
+        "INSERT INTO replicad.federation_destination (source, name, txn_id, failures, failing_since)"
+        " VALUES ('events', 'a', 'x', 2, now() - interval '1 hour'), ('events', 'b', NULL, 2, now())"
+    )
+    async with open_store(events, "replicad", "s1", ["s1", "s2"], ["events"]):
+        found = await ask_until(daemon.http, "/metrics", lambda found: "replicad_sender_running{" in found)
+    assert found.value('replicad_sender_running{sender="s1",stream="events"}') == 1
+    assert found.value('replicad_sender_running{sender="s2",stream="events"}') == 0
+    assert found.value('replicad_sender_parked_items{kind="fact",stream="events"}') == 2
+    assert found.value('replicad_sender_parked_items{kind="update",stream="events"}') == 1
+    assert found.value('replicad_sender_destinations{stream="events"}') == 2
+    assert found.value('replicad_sender_failing_destinations{stream="events"}') == 1
+    assert found.value('replicad_sender_failing_seconds{stream="events"}') >= 3600
 
 
 async def test_postgres_is_looked_at_only_for_scrapes_and_once_for_many(

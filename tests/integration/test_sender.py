@@ -330,6 +330,23 @@ async def test_remote_server_up_from_anybody_ends_a_back_off(
         await receiver.expect(lambda: numbers(receiver, "a") == [1])
 
 
+async def test_a_clock_that_was_ahead_makes_no_pause_longer_than_the_longest_over_any_number_of_starts(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    receiver.behave = lambda _: Reply(503)
+    slow = Bounds(retry_first=3600, retry_max=7200)
+    left = "SELECT extract(epoch FROM retry_at - now())::float8 FROM replicad.federation_destination"
+    async with start_sender(bounds=slow) as sender:
+        await write(facts, "facts", fact(1, "a"))
+        await receiver.expect(lambda: sender.statistics().engine.backing_off == 1)
+    await facts.execute("UPDATE replicad.federation_destination SET retry_at = now() + interval '10 years'")
+    async with start_sender(bounds=slow):
+        assert 7000 < await facts.fetch_value(left) <= 7200
+    await facts.execute("UPDATE replicad.federation_destination SET retry_at = retry_at - interval '1 hour'")
+    async with start_sender(bounds=slow):
+        assert await facts.fetch_value(left) <= 3600, "the pause goes on where it was"
+
+
 async def test_facts_for_a_forbidden_address_are_kept_and_shown_and_delivered_once_it_is_named(
     facts: Database, receiver: Receiver, start_sender: StartSender, netcat: Any
 ) -> None:

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from replicad.retry import Backoff
-from replicad.sender.destination import Terms
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu, Transaction
 from replicad.sender.store import Recording
+from replicad.sender.terms import GIVEN_UP, Terms
 from replicad.sender.transport import SendResult
 
 from ..federation_fakes import Answer, MemoryStore, ScriptedTransport
@@ -187,6 +187,87 @@ async def test_a_server_that_is_up_again_is_sent_to_at_once(jumping: MockClock) 
         await wait_all_tasks_blocked()
         assert world.transport.bodies("a.example") == [body]
         assert trio.current_time() == before
+
+
+async def test_destinations_that_are_away_for_long_take_no_probes_of_those_that_are_new_or_failed_once(
+    jumping: MockClock,
+) -> None:
+    """A sender starts after a night: hundreds that are down are due at once, and each try of them takes a minute."""
+    dead = [f"dead{number}.example" for number in range(400)]
+
+    async def answer(destination: str, transaction: Transaction) -> SendResult:
+        if destination in dead:
+            await trio.sleep(60)
+            return DOWN
+        return DOWN if destination == "hiccup.example" and transaction.serial == 1 and not failed_before() else TAKEN
+
+    def failed_before() -> bool:
+        return len(world.transport.attempts["hiccup.example"]) > 1
+
+    world = World(answer)
+    async with world.running(probers=16):
+        await world.fact(*dead)
+        await trio.sleep(2 * DAY)
+    await trio.sleep(8 * HOUR)
+    async with world.running(probers=16) as engine:
+        await trio.sleep(1)
+        began = trio.current_time()
+        await world.fact("new.example", "hiccup.example")
+        await trio.sleep(10)
+        assert world.transport.bodies("new.example") == world.transport.bodies("hiccup.example") == ['"f2"']
+        assert world.transport.attempts["new.example"] == [began]
+        assert engine.statistics().waiting > 300, "the dead are due, and wait for their own probes"
+        engine.wake(dead[-1])  # it waits behind the others that are away
+        await wait_all_tasks_blocked()
+        assert dead[-1] in world.transport.in_flight
+        await trio.sleep(DAY)
+    assert all(len(world.transport.attempts[name]) > 4 for name in dead), "none of them is forgotten"
+
+
+async def test_a_destination_that_is_given_up_is_tried_seldom_until_something_new_comes_for_it(
+    jumping: MockClock,
+) -> None:
+    back = False
+
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
+        return TAKEN if back else DOWN
+
+    world = World(answer)
+    attempts = world.transport.attempts["gone.example"]
+    longest = world.terms.longest
+    async with world.running() as engine:
+        bodies = [await world.fact("gone.example")]
+        await trio.sleep(30 * DAY)
+        tries = len(attempts)
+        pauses = [later - earlier for earlier, later in pairwise(attempts)]
+        assert sum(pause > longest / 2 for pause in pauses) > GIVEN_UP
+        assert max(pauses[: GIVEN_UP + 10]) <= longest
+        assert 0.7 * world.terms.idle < pauses[-1] <= world.terms.idle
+        bodies.append(await world.fact("gone.example"))
+        await trio.sleep(longest + 1)
+        assert len(attempts) == tries + 1, "somebody sends to it: it is tried as others are"
+        back = True
+        engine.expect_edus(["gone.example"])
+        await trio.sleep(longest + 1)
+    assert world.transport.bodies("gone.example") == bodies
+
+
+async def test_a_destination_is_not_tried_for_ever_because_of_updates_that_may_be_dropped(jumping: MockClock) -> None:
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
+        return DOWN
+
+    world = World(answer)
+    async with world.running() as engine:
+        engine.accept_edu(Edu('"typing"', "k"), ["gone.example"])
+        await trio.sleep(DAY)
+        tries = len(world.transport.attempts["gone.example"])
+        await trio.sleep(30 * DAY)
+        assert 5 < tries == len(world.transport.attempts["gone.example"])
+        assert engine.statistics().dropped_updates == 1
+    entry = world.store.shelves["gone.example"].entry
+    assert entry is not None
+    assert entry.transaction is None
+    assert entry.failures == tries
 
 
 async def test_a_transaction_whose_answer_was_lost_is_repeated_under_its_id_over_kills(jumping: MockClock) -> None:

@@ -166,6 +166,7 @@ def row(value: object) -> SourceRow:
     [
         ({"destinations": ["a", "b", "a"], "room": "r", "pdu": 1}, Fact(("a", "b"), "r", 1)),
         ({"destinations": ["a"]}, Fact(("a",), None, None)),
+        ({"destinations": ["a"], "pdu": "a string"}, Fact(("a",), None, '"a string"')),
         ({"destinations": []}, None),
         ({"destinations": None}, None),
         ({}, None),
@@ -178,7 +179,9 @@ async def test_rows_say_where_they_go(value: object, fact: Fact | None) -> None:
 
 async def test_updates_say_whether_they_may_be_dropped_and_are_kept_where_they_do_not() -> None:
     values = [{"destinations": ["a"], "edu": {"e": 1}, "key": "k", "droppable": True}, {"destinations": ["a"]}]
-    first, second = await RowRouter().updates("typing", [row(value) for value in values])
+    values += [{"destinations": ["a"], "edu": text} for text in ("é", "7", "[1]")]
+    first, second, *strings = await RowRouter().updates("typing", [row(value) for value in values])
+    assert [body_text(row("0"), update and update.body) for update in strings] == ['"é"', '"7"', '"[1]"']
     assert first == Update(("a",), {"e": 1}, "k", True)
     assert second == Update(("a",))
     assert second.droppable is False

@@ -10,11 +10,12 @@ from replicad.errors import ReplicadError
 from replicad.operations.doctor.database_checks import DATABASE_CHECKS
 from replicad.operations.doctor.declared import Check, Finding, Level, failing, warning
 from replicad.operations.doctor.seen import Seen
+from replicad.operations.doctor.sender_checks import SENDER_CHECKS
 from replicad.operations.doctor.stream_checks import STREAM_CHECKS
 from replicad.operations.doctor.tube_checks import TUBE_CHECKS
 
 LONGEST = 15.0  # seconds for a check; a second look at streams takes three
-CHECKS: tuple[Check, ...] = (*DATABASE_CHECKS[:4], *STREAM_CHECKS, *TUBE_CHECKS, *DATABASE_CHECKS[4:])
+CHECKS: tuple[Check, ...] = (*DATABASE_CHECKS[:4], *STREAM_CHECKS, *TUBE_CHECKS, *SENDER_CHECKS, *DATABASE_CHECKS[4:])
 
 
 async def examine(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from replicad.config.settings import DatabaseSettings
 from replicad.errors import ReplicadError
-from replicad.postgres.bridge import Database
+from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams import status, troubles
 from replicad.tubes.cli.states import tube_states
@@ -19,6 +19,8 @@ from replicad.tubes.serving.expired import CODE as EXPIRED
 if TYPE_CHECKING:
     from replicad.streams.status import Overview
     from replicad.streams.troubles import Reported
+
+MOST_PARKED = 10_000  # items that senders have parked and that are counted
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -37,6 +39,7 @@ class Thresholds:
     disk: float = 0.1  # free
     disk_full: float = 0.03
     clock: float = 5.0  # between this machine and the database
+    destination: float = 3600.0  # in which one of a sender's has taken nothing
 
 
 class Seen:
@@ -117,6 +120,19 @@ class Seen:
         """The backfills that are not finished."""
         query = statement("doctor_backfills", self.settings.tube_schema)
         return await self._once("backfills", lambda: self.db.fetch(query))
+
+    async def senders(self) -> Sequence[Row]:
+        """The rows of doctor_senders.sql; none where the tables of senders are not installed."""
+
+        async def look() -> Sequence[Row]:
+            schema = self.settings.stream_schema
+            installed = "SELECT to_regclass($1) IS NOT NULL"
+            if not await self.db.fetch_value(installed, f"{quote_ident(schema)}.federation_parked"):
+                return ()
+            longest = self.thresholds.destination
+            return await self.db.fetch(statement("doctor_senders", schema), MOST_PARKED, longest)
+
+        return await self._once("senders", look)
 
     async def troubles(self) -> Sequence[Reported]:
         """What running daemons report."""

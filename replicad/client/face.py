@@ -38,6 +38,8 @@ from replicad.tubes.commands import (
     Acked,
     Claim,
     CursorAt,
+    Keep,
+    Kept,
     Lease,
     Parked,
     Part,
@@ -152,15 +154,30 @@ class Requests:
 
     @asked
     def claim(
-        self, tube: str, part: Part, *, ttl: float | None = None, wait: float | None = None, holder: str | None = None
+        self,
+        tube: str,
+        part: Part,
+        *,
+        ttl: float | None = None,
+        wait: float | None = None,
+        holder: str | None = None,
+        ready: bool = False,
     ) -> Request[Lease]:
-        """The lease of a partition; waits up to `wait` if another client holds it. Raises LeaseHeld."""
-        return _one(Claim(tube, part, ttl, wait, holder), Lease, lambda answer: answer)
+        """The lease of a partition; waits up to `wait` if another client holds it. Raises LeaseHeld.
+
+        `ready`: do not wait; the daemon sends READY within that time (see `trio_client.when_ready`).
+        """
+        return _one(Claim(tube, part, ttl, wait, holder, ready), Lease, lambda answer: answer)
 
     @asked
     def renew(self, tube: str, part: Part, term: int) -> Request[Lease]:
         """Renew a lease. Raises LeaseLost."""
         return _one(Renew(tube, part, term), Lease, lambda answer: answer)
+
+    @asked
+    def keep(self, tube: str, terms: Sequence[int]) -> Request[list[int]]:
+        """Renew up to 1,000 leases of a tube at once; returns the terms of those that are still held."""
+        return _one(Keep(tube, tuple(terms)), Kept, lambda answer: list(answer.terms))
 
     @asked
     def release(self, tube: str, part: Part, term: int) -> Request[None]:

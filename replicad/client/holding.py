@@ -2,30 +2,26 @@
 
 The deadline counts from the moment at which the last granted request was *sent*. A CLAIM may wait longer than the lease
 lives; then its answer says only that the lease was given at some moment, and RENEW is sent before anything is trusted.
+keeping.py renews the leases of all partitions of a worker together.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 import trio
 
-from replicad.client.refusals import may_pass
-from replicad.client.trio_client import TrioClient
-from replicad.errors import LeaseLost, ReplicadError
-from replicad.eventlog import get_logger
+from replicad.client.trio_client import TrioClient, when_ready
+from replicad.errors import LeaseHeld, LeaseLost, ReplicadError
 from replicad.tubes.commands import Part
 
 OpenClient = Callable[[], AbstractAsyncContextManager[TrioClient]]
 
 RENEWALS = 3  # in a time to live: one may fail
 RETRIES = 10  # of a failed renewal in a time to live
-RELEASE_TIMEOUT = 1.0  # seconds to release the lease
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +32,21 @@ class Past:
     until: float
 
 
-class Holding:
-    """Claims, renews and releases the lease of one partition. `scope` is cancelled when the lease is over."""
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Where the partitions of a worker claim their leases: a connection, and the turns on it. A lease counts from the
+    moment at which CLAIM is sent, so a claim that waits for its turn must not have begun to count.
+    """
 
-    def __init__(self, open_client: OpenClient, tube: str, part: Part, key: str, ttl: float) -> None:
+    client: TrioClient
+    turn: trio.Lock = field(default_factory=trio.Lock)
+
+
+class Holding:
+    """The lease of one partition. `scope` is cancelled when it is over. `due`: when it should be renewed."""
+
+    def __init__(self, tube: str, part: Part, key: str, ttl: float) -> None:
         """`key` is that of the process: its next connection is the same holder."""
-        self._open_client = open_client
         self._tube = tube
         self._part = part
         self._key = key
@@ -49,23 +54,40 @@ class Holding:
         self._asked = 0.0
         self._lost: ReplicadError | None = None
         self.term = 0
+        self.due = 0.0
         self.scope = trio.CancelScope()
 
-    async def claim(self, client: TrioClient, wait: float, past: Past | None) -> None:
+    async def claim(self, desk: Desk, wait: float, past: Past | None) -> None:
         """Get the lease and a deadline that is not near. `past`: the lease before, which is given back first.
 
+        While another worker has it, the daemon sends READY when it is free; it is asked again every `wait` seconds as
+        well.
+
         Raises:
-            ReplicadError: the daemon's refusal, or ConnectionLost.
+            ReplicadError: the daemon's refusal but for LeaseHeld, or ConnectionLost.
             LeaseLost: RENEW takes longer than the lease lives.
         """
         if past is not None:
             await trio.sleep_until(past.until)
-            await client.release(self._tube, self._part, past.term)
+            await desk.client.release(self._tube, self._part, past.term)
+        while True:
+            ready = trio.Event()
+            when_ready(desk.client, self._tube, self._part, ready.set)
+            try:
+                async with desk.turn:
+                    await self._ask(desk.client, wait)
+            except LeaseHeld:
+                with trio.move_on_after(wait):
+                    await ready.wait()
+            else:
+                return
+
+    async def _ask(self, client: TrioClient, wait: float) -> None:
         self._asked = trio.current_time()
         holder = f"{word_of(client)}!{self._key}"
-        lease = await client.claim(self._tube, self._part, ttl=self._ttl, wait=wait, holder=holder)
+        lease = await client.claim(self._tube, self._part, ttl=self._ttl, wait=wait, holder=holder, ready=True)
         self.term = lease.term
-        if trio.current_time() >= self._next_renewal():  # CLAIM waited: when the lease was given is unknown
+        if trio.current_time() >= self._asked + self._ttl / RENEWALS:  # when in this time it was given is unknown
             self._asked = trio.current_time()
             await client.renew(self._tube, self._part, self.term)
         if trio.current_time() >= self._deadline():
@@ -73,28 +95,17 @@ class Holding:
                 f"RENEW of {self._part} of tube {self._tube} took longer than the lease lives ({self._ttl:g} s): "
                 "give the worker a longer lease_ttl"
             )
-        self.scope.deadline = self._deadline()
+        self.renewed(self._asked)
 
-    async def keep_renewing(self) -> None:
-        """Renew until the lease is lost, which cancels `scope`. On a connection of its own: the other one may wait."""
-        async with self._open_client() as client:
-            due = self._next_renewal()
-            while True:
-                await trio.sleep_until(due)
-                asked = trio.current_time()
-                try:
-                    await client.renew(self._tube, self._part, self.term)
-                except ReplicadError as error:
-                    if not may_pass(error):
-                        self.lose(error)
-                        return
-                    # The deadline stays; the next try may be in time.
-                    log.info("renewal_failed", tube=self._tube, part=str(self._part), error=str(error))
-                    due = trio.current_time() + self._ttl / RETRIES
-                else:
-                    self._asked = asked
-                    self.scope.deadline = self._deadline()
-                    due = self._next_renewal()
+    def renewed(self, asked: float) -> None:
+        """The lease was given or renewed by a request that was sent at `asked`."""
+        self._asked = asked
+        self.scope.deadline = self._deadline()
+        self.due = asked + self._ttl / RENEWALS
+
+    def try_again(self) -> None:
+        """A renewal has failed for a reason that may pass. The deadline stays; the next try may be in time."""
+        self.due = trio.current_time() + self._ttl / RETRIES
 
     def lose(self, error: ReplicadError) -> None:
         """The daemon refused the term: stop now. `error` is what `failure` returns."""
@@ -112,17 +123,6 @@ class Holding:
         A cancelled call may still take effect, so nobody may have its ids before the deadline.
         """
         return Past(self.term, self._deadline() if busy else 0.0)
-
-    async def release(self) -> bool:
-        """Release the lease so that another worker can begin at once; False if that failed, for it can expire too."""
-        with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
-            async with self._open_client() as client:  # the other connection may be in the middle of an answer
-                await client.release(self._tube, self._part, self.term)
-                return True
-        return False
-
-    def _next_renewal(self) -> float:
-        return self._asked + self._ttl / RENEWALS
 
     def _deadline(self) -> float:
         return self._asked + self._ttl

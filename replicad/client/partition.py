@@ -13,10 +13,11 @@ from typing import TypeVar
 import trio
 
 from replicad.client.garbage import FRUITLESS_STEPS, collect
-from replicad.client.holding import Holding
+from replicad.client.holding import Desk, Holding
+from replicad.client.keeping import Keeper
 from replicad.client.ledger import Ledger, Touch
 from replicad.client.pods import Pod, garbage_before
-from replicad.client.trio_client import TrioClient
+from replicad.client.trio_client import TrioClient, when_ready
 from replicad.client.work import Batch, Work
 from replicad.errors import DownstreamError, RemoteError, RemoteProtocolError, ReplicadError
 from replicad.eventlog import get_logger
@@ -35,23 +36,28 @@ log = get_logger(__name__)
 class Partition:
     """One partition under one lease."""
 
-    def __init__(self, work: Work, client: TrioClient, part: Part) -> None:
+    def __init__(self, work: Work, client: TrioClient, desk: Desk, keeper: Keeper, part: Part) -> None:
+        """`client` is for pods; other partitions may use it too. `desk` is for the claim, `keeper` renews the lease."""
         self._work_for = work
         self._settings = work.settings
         self._counts = work.statistics
         self._client = client
-        self._part = part
+        self.part = part
         self._tube = work.tube
         self._log = log.bind(tube=work.tube, part=str(part))
         self._ledger = Ledger()
         self._cursor = START
         self._one_by_one = 0  # pods to read alone, because a read of several has failed
         self._failed_reads = 0  # of the next pod
-        self._ended = trio.Event()  # set when a batch has ended; then replaced
+        self._stirred = trio.Event()  # set when a batch has ended, or pods have come; then replaced
+        self._read_at = 0.0  # when to read again, if nothing stirs before
+        self._ready = False  # READY came since the last read began
         self._processed = trio.Event()  # set when ids were processed; then replaced
         self._ends: dict[int, tuple[Pod, int]] = {}  # seq: held control pod of a backfill, and its start_seq
         self._successes = 0
-        self._lease = Holding(work.open_client, work.tube, part, work.key, work.settings.lease_ttl)
+        self._desk = desk
+        self._keeper = keeper
+        self._lease = Holding(work.tube, part, work.key, work.settings.lease_ttl)
 
     async def run(self, backoff: Backoff) -> None:
         """Claim the lease and work until it is lost.
@@ -61,61 +67,52 @@ class Partition:
         """
         lease = self._lease
         try:
-            await lease.claim(self._client, self._settings.poll, self._work_for.past.get(self._part))
+            await lease.claim(self._desk, self._settings.poll, self._work_for.past.get(self.part))
             backoff.reset()
-            with lease.scope:
+            with lease.scope, self._keeper.keeping(lease):
                 async with open_plain_nursery() as nursery:
-                    nursery.start_soon(lease.keep_renewing)
                     await self._work(nursery)
         finally:
-            await self._leave()
+            if lease.term:
+                self._work_for.past[self.part] = lease.past(busy=self._ledger.busy > 0)
         raise lease.failure
-
-    async def _leave(self) -> None:
-        """Release the lease, or keep its term for the next claim. A cancelled call of the user's function may still
-        take effect. So no worker may have its ids before the lease expires.
-        """
-        if not self._lease.term:
-            return  # none was had
-        busy = self._ledger.busy > 0
-        if busy or self._lease.scope.cancel_called or not await self._lease.release():
-            self._work_for.past[self._part] = self._lease.past(busy=busy)
-        else:
-            self._work_for.past.pop(self._part, None)
 
     async def _work(self, nursery: trio.Nursery) -> None:
         settings = self._settings
         calls = trio.CapacityLimiter(settings.parallelism)
         while True:
-            self._ended = trio.Event()
+            self._stirred = trio.Event()
             await self._ack()
             if (end := self._ends.pop(self._ledger.oldest or 0, None)) is not None:
                 nursery.start_soon(self._collect, *end)
             came = 0
-            if self._ledger.pods < settings.max_pods:
+            if self._ledger.pods < settings.max_pods and trio.current_time() >= self._read_at:
                 came = await self._read(nursery)
             while calls.available_tokens and (touches := self._ledger.take(settings.batch_ids)):
                 await calls.acquire_on_behalf_of(touches[0])
                 nursery.start_soon(self._process, touches, calls)
-            if not came and self._ledger.pods:
-                with trio.move_on_after(1.0):  # then read again, even if no batch has ended
-                    await self._ended.wait()
+            if not came:
+                with trio.move_on_at(self._read_at if self._ledger.pods < settings.max_pods else float("inf")):
+                    await self._stirred.wait()
 
     # --- pods ---
 
     async def _read(self, nursery: trio.Nursery) -> int:
-        """Read pods ahead; waits for them only if none is in progress."""
+        """Read pods ahead. If there are none, the daemon sends READY when there are."""
         settings = self._settings
+        self._ready, self._read_at = False, 0.0
+        when_ready(self._client, self._tube, self.part, self._read_soon)
         limit = 1 if self._one_by_one else settings.max_pods - self._ledger.pods
         try:
             found = await self._client.pods(
                 self._tube,
-                self._part,
+                self.part,
                 self._lease.term,
                 self._cursor,
                 limit=limit,
                 backfill=0 if settings.exclude_backfill else None,
-                wait=0.0 if self._ledger.pods else settings.poll,
+                wait=settings.poll,
+                ready=True,
             )
         except (RemoteProtocolError, RemoteError) as error:  # a pod that is too long, or is no pod
             await self._skip_unreadable(error, alone=limit == 1)
@@ -123,9 +120,16 @@ class Partition:
         self._failed_reads = 0
         self._one_by_one = max(0, self._one_by_one - 1)
         self._cursor = found.end.cursor
+        if not found.pods and not self._ready:
+            self._read_at = trio.current_time() + settings.poll
         for pod in found.pods:
             await self._take(pod, nursery)
         return len(found.pods)
+
+    def _read_soon(self) -> None:
+        """READY came, or the connection has ended."""
+        self._ready, self._read_at = True, 0.0
+        self._stirred.set()
 
     async def _skip_unreadable(self, error: ReplicadError, *, alone: bool) -> None:
         """Read one pod at a time from here on; park the pod that cannot be read alone."""
@@ -141,7 +145,7 @@ class Partition:
             return
         backfill = 0 if self._settings.exclude_backfill else None
         planned = await self._client.plan(
-            self._tube, self._part, self._lease.term, self._cursor, limit=1, backfill=backfill
+            self._tube, self.part, self._lease.term, self._cursor, limit=1, backfill=backfill
         )
         if planned.pods and await self._put_aside(_last(self._cursor, planned.cursor), [], self._failed_reads, error):
             self._cursor = planned.cursor
@@ -165,7 +169,7 @@ class Partition:
             self._ledger.let_go(pod.seq)
         else:
             self._ends[pod.seq] = (pod, before)
-        self._ended.set()
+        self._stirred.set()
 
     async def _retry_control(self, pod: Pod, before: int | None, failure: Exception) -> None:
         """Give a control pod to the user's function until it succeeds or is parked. Other pods go on meanwhile."""
@@ -176,7 +180,7 @@ class Partition:
             if self._may_park(tries, successes):
                 if await self._put_aside(pod.seq, [], tries, error):
                     self._ledger.forget(pod.seq)
-                    self._ended.set()
+                    self._stirred.set()
                 return
             await trio.sleep(self._pause(tries - 1))
             tries += 1
@@ -185,7 +189,7 @@ class Partition:
 
     async def _ack(self) -> None:
         if finished := self._ledger.take_finished():
-            acked = await self._client.ack(self._tube, self._part, self._lease.term, finished)
+            acked = await self._client.ack(self._tube, self.part, self._lease.term, finished)
             self._counts.acked_pods += acked
 
     # --- garbage ---
@@ -212,10 +216,10 @@ class Partition:
             say.info("garbage_collected", ids=garbage)
             self._counts.garbage += garbage
             self._ledger.let_go(pod.seq)
-        self._ended.set()
+        self._stirred.set()
 
     async def _wait_processed(self) -> None:
-        self._ended.set()  # there is something to process
+        self._stirred.set()  # there is something to process
         await self._processed.wait()
 
     # --- ids ---
@@ -225,11 +229,11 @@ class Partition:
         todo: list[tuple[list[Touch], int, int]] = [(touches, 0, self._successes)]  # ids, tries, successes before
         while todo:
             batch, tries, before = todo.pop(0)
-            whole = Batch(self._tube, tuple(batch), self._part, self._lease.term)
+            whole = Batch(self._tube, tuple(batch), self.part, self._lease.term)
             error = await self._attempt(self._work_for.handle, whole)
             if error is None:
                 self._successes += 1
-                self._work_for.unproven.discard(self._part.partition)
+                self._work_for.unproven.discard(self.part.partition)
                 self._counts.processed += len(batch)
                 self._finish(batch)
             elif len(batch) == 1 and self._may_park(tries + 1, before):
@@ -242,7 +246,7 @@ class Partition:
                 else:
                     todo.append((batch, tries + 1, before))
         calls.release_on_behalf_of(touches[0])
-        self._ended.set()
+        self._stirred.set()
 
     async def _attempt(self, function: Callable[[T], Awaitable[None]], what: T) -> Exception | None:
         """Call a function of the user; returns why it failed. One that hangs has failed."""
@@ -268,9 +272,9 @@ class Partition:
 
     def _unproven_once(self) -> bool:
         """True once, until a call succeeds: something may be parked although nothing else succeeds."""
-        if self._part.partition in self._work_for.unproven:
+        if self.part.partition in self._work_for.unproven:
             return False
-        self._work_for.unproven.add(self._part.partition)
+        self._work_for.unproven.add(self.part.partition)
         return True
 
     def _pause(self, tries: int) -> float:
@@ -280,13 +284,13 @@ class Partition:
         self._ledger.done(touches)
         self._processed.set()
         self._processed = trio.Event()
-        self._ended.set()
+        self._stirred.set()
 
     async def _put_aside(self, seq: int, ids: list[int], tries: int, error: Exception) -> bool:
         """Park ids of a pod, or all of it; False if the daemon refused, which ends the lease."""
         text = " ".join(repr(error).split())[:ERROR_LENGTH]
         try:
-            await self._client.park(self._tube, self._part, self._lease.term, seq, ids, tries=tries, error=text)
+            await self._client.park(self._tube, self.part, self._lease.term, seq, ids, tries=tries, error=text)
         except ReplicadError as refused:  # the lease is over; `run` raises it
             self._lease.lose(refused)
             return False

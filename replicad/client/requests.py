@@ -35,12 +35,16 @@ _ANSWERS = frozenset(kind.ANSWER for kind in VOCABULARY if kind.ANSWER) - _FOLLO
 
 
 class Bounds(TypedDict, total=False):
-    """Bounds of an answer to PODS: pods, ids, backfill pods; and seconds to wait if there are none."""
+    """Bounds of an answer to PODS: pods, ids, backfill pods; and seconds to wait if there are none.
+
+    `ready`: do not wait; the daemon sends READY within that time (see `trio_client.when_ready`).
+    """
 
     limit: int | None
     ids: int | None
     backfill: int | None
     wait: float | None
+    ready: bool
 
 
 class Extent(Bounds, total=False):
@@ -116,7 +120,7 @@ def ask(request: Command, connection: Connection, timeout: float) -> Steps[Comma
         RemoteProtocolError: the answer belongs to another request.
     """
     yield Send((request,))
-    block = yield Receive(timeout + (getattr(request, "wait", None) or 0.0))
+    block = yield Receive(timeout + _wait_of(request))
     while True:
         answer: Command | None = None
         for command in _commands(connection, block):
@@ -138,7 +142,7 @@ def ask_for_pods(request: Pods, connection: Connection, timeout: float) -> Steps
     between = b"\n" + label
     count = 0
     yield Send((request,))
-    within: float | None = timeout + (request.wait or 0.0)
+    within: float | None = timeout + _wait_of(request)
     while True:
         block = yield Receive(within)
         within = None
@@ -172,7 +176,7 @@ def ask_for_blocks(request: Pods, connection: Connection, timeout: float) -> Ste
     count = 0
     connection.stop_at(Arrow.NAME)  # first, since a driver may read while it sends
     yield Send((request,))
-    within: float | None = timeout + (request.wait or 0.0)
+    within: float | None = timeout + _wait_of(request)
     while True:
         block = yield Receive(within)
         within = None
@@ -205,6 +209,11 @@ def _ends_blocks(connection: Connection, request: Pods, command: Command) -> Com
     if isinstance(command, CursorAt | Error):
         connection.stop_at(None)
     return _answer(request, command)
+
+
+def _wait_of(request: Command) -> float:
+    """How long the daemon waits before it answers."""
+    return 0.0 if getattr(request, "ready", False) else getattr(request, "wait", None) or 0.0
 
 
 def _split(block: bytes, label: bytes) -> tuple[bytes, list[bytes]]:

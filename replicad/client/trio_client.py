@@ -8,7 +8,7 @@ request.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, Unpack, overload
 
@@ -19,6 +19,7 @@ from replicad.client.events import E, Reset, RowBatch
 from replicad.client.face import Reading, Request, Requests
 from replicad.client.following import Tokens
 from replicad.client.pursuit import FollowWishes
+from replicad.client.ready import ReadyCalls
 from replicad.client.refusals import keeps_in_step
 from replicad.client.requests import Introduction
 from replicad.client.sockets import Target
@@ -28,7 +29,7 @@ from replicad.client.trio_link import TrioLink, open_link
 from replicad.errors import ConnectionLost
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.connection import Timing
-from replicad.tubes.commands import CursorAt
+from replicad.tubes.commands import CursorAt, Part
 
 __all__ = ["PodBatch", "TrioClient", "TrioFollower", "open_client"]
 
@@ -72,6 +73,7 @@ class TrioClient(Requests):
         self._turn = trio.Lock()
         self._link: TrioLink | None = None
         self._closed = False
+        self._ready_calls = ReadyCalls()
 
     @overload
     def follow(
@@ -149,7 +151,15 @@ class TrioClient(Requests):
         if self._closed:
             raise ConnectionLost("this client was closed; make another one")
         if self._link is None or not self._link.begin():
-            self._link = await open_link(self._target, self._nursery)
+            self._link = await open_link(self._target, self._nursery, self._ready_calls)
             if self._closed:  # by another task, meanwhile
                 self._link.close()
         return self._link
+
+
+def when_ready(client: TrioClient, tube: str, part: Part, call: Callable[[], None]) -> None:
+    """Call `call` once, when the daemon sends READY for the partition or the connection ends.
+
+    Say so before the CLAIM or PODS with `ready`: READY may come before the answer.
+    """
+    client._ready_calls.when(tube, part, call)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import trio
 
 from replicad.client.link import Link
+from replicad.client.ready import ReadyCalls
 from replicad.client.requests import greet
 from replicad.client.sockets import READ_BYTES, Target, reason
 from replicad.client.steps import Receive, Send, Steps
@@ -30,10 +31,10 @@ _LAST_ERROR = 0.5  # seconds to receive an ERROR that was sent before the connec
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError, ssl.SSLError, OSError)
 
 
-async def open_link(target: Target, nursery: trio.Nursery) -> TrioLink:
+async def open_link(target: Target, nursery: trio.Nursery, ready: ReadyCalls | None = None) -> TrioLink:
     """Connect, make the TLS handshake, wait for SERVER and send our name, all within `connect_timeout`.
 
-    The link's tasks live in `nursery` until it is closed.
+    The link's tasks live in `nursery` until it is closed. `ready`: what to call for READY lines.
 
     Raises:
         ConnectionLost: it could not be made; the message says why.
@@ -42,7 +43,7 @@ async def open_link(target: Target, nursery: trio.Nursery) -> TrioLink:
     link: TrioLink | None = None
     try:
         with trio.fail_after(target.connect_timeout):
-            link = TrioLink(await _connect(target), target)
+            link = TrioLink(await _connect(target), target, ready)
             nursery.start_soon(link.serve)
             link.server_name = await link.run(greet(link.connection, target.us))
     except trio.TooSlowError as error:
@@ -86,8 +87,9 @@ class TrioLink(Link):
     accumulate and the end of the connection is noticed at once.
     """
 
-    def __init__(self, stream: trio.abc.Stream, target: Target) -> None:
+    def __init__(self, stream: trio.abc.Stream, target: Target, ready: ReadyCalls | None = None) -> None:
         super().__init__(target, trio.current_time())
+        self._ready = ready or ReadyCalls()
         self._stream = stream
         self._sending = trio.Lock()
         self._into, self._blocks = trio.open_memory_channel[bytes](1)
@@ -223,6 +225,7 @@ class TrioLink(Link):
             if self._busy:
                 await self._wanted.wait()
             block = self.connection.receive_block(data, trio.current_time())
+            self._ready.look_at(block)
             if block and self._busy:
                 self._wanted = trio.Event()
                 self._into.send_nowait(block)
@@ -266,3 +269,4 @@ class TrioLink(Link):
             self._ended = error
             self._into.close()
             self._scope.cancel()
+            self._ready.call_all()

@@ -41,7 +41,7 @@ class WorkerSettings:
     max_pods: int = 1000  # pods read and not acked
     exclude_backfill: bool = False  # leave backfill pods where they are, for a downstream under pressure
     lease_ttl: float = 30.0
-    poll: float = 20.0  # how long one request waits for pods
+    poll: float = 20.0  # after so long a partition without pods, or without its lease, asks again, though no READY came
     tries: int = 5  # of a single id, or of a pod that cannot be read, before it is parked; 0: without limit
     call_timeout: float = (
         600.0  # a call that takes longer is cancelled and has failed: a hanging one would keep its lease

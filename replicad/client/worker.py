@@ -4,22 +4,27 @@ It is a TCP client of the daemon. One task per partition claims the lease, reads
 their ids in parallel batches (an id only once at a time), and acks each pod as soon as all its ids are processed
 (partition.py). A worker that cannot renew its lease stops processing before another can claim it (holding.py). After a
 backfill it collects garbage (garbage.py), if the user gives `stale_ids`.
+
+All partitions share a few connections, and one request renews all leases (keeping.py). Nothing polls: the daemon sends
+READY when a partition has pods or its lease is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 
 import trio
 
 from replicad.client.garbage import StaleIds
-from replicad.client.holding import OpenClient, word_of
+from replicad.client.holding import Desk, OpenClient, word_of
+from replicad.client.keeping import Keeper
 from replicad.client.partition import Partition
 from replicad.client.refusals import may_pass
 from replicad.client.work import Batch, Handle, HandleControl, Work, WorkerSettings, WorkerStatistics
-from replicad.errors import CursorAhead, Forbidden, LeaseHeld, LeaseLost, PartitionsChanged, ReplicadError
+from replicad.errors import CursorAhead, Forbidden, LeaseLost, PartitionsChanged, ReplicadError
 from replicad.eventlog import get_logger
 from replicad.groups import leaves, raise_as_it_was
 from replicad.nurseries import open_plain_nursery
@@ -29,6 +34,8 @@ from replicad.tubes.commands import Part
 __all__ = ["Batch", "Worker", "WorkerSettings", "WorkerStatistics"]
 
 ASK_AGAIN = 5.0  # seconds before a worker whose partitions do not exist asks whether they do
+CONNECTIONS = 4  # for the pods of all partitions; one more is for claims, and one for renewals
+RELEASE_TIMEOUT = 3.0  # seconds to release all leases at the end
 REPORT_INTERVAL = 10.0  # seconds between two reports of the counts, for `replicad top`
 ROUND = 60.0  # seconds: a number of partitions that changes more often is followed with growing pauses
 
@@ -38,7 +45,7 @@ log = get_logger(__name__)
 class Worker:
     """Processes the partitions of one tube until cancelled.
 
-    `open_client` makes a client; it is called for each partition and for each lease's renewals. `handle` processes a
+    `open_client` makes a client; it is called a few times, whatever the number of partitions. `handle` processes a
     batch and returns when the downstream has it; if it raises or takes longer than `call_timeout`, the batch is tried
     again, in halves. An id that fails alone `tries` times is parked: while others succeed, always; while nothing else
     succeeds, the downstream may be unavailable, so only one id of a partition is parked until a call succeeds.
@@ -88,25 +95,43 @@ class Worker:
                 log.warning("no_such_partitions", tube=work.tube, chosen=chosen, partitions=partitions)
                 await trio.sleep(max(ASK_AGAIN, work.settings.poll))
                 continue
-            failures: list[Exception] = []
-            changed = trio.Event()
-            async with open_plain_nursery() as nursery:
-                nursery.start_soon(self._report)
-                for number in mine:
-                    nursery.start_soon(self._note_failure, Part(number, partitions), changed, failures)
-                await changed.wait()
-            if failures:
-                raise_as_it_was(failures[0])
+            try:
+                await self._work_until_changed([Part(number, partitions) for number in mine])
+            except BaseException:
+                await self._release_idle()
+                raise
             log.info("partitions_changed", tube=work.tube, before=partitions)
             await self._give_back()
             if trio.current_time() >= began + ROUND:
                 backoff.reset()
             await trio.sleep(backoff.next_delay())
 
-    async def _note_failure(self, part: Part, changed: trio.Event, failures: list[Exception]) -> None:
+    async def _work_until_changed(self, parts: Sequence[Part]) -> None:
+        """Work on these partitions until their number changes. Raises the first failure of one of them."""
+        work = self._work
+        failures: list[Exception] = []
+        changed = trio.Event()
+        keeper = Keeper(work.open_client, work.tube, work.settings.lease_ttl)
+        async with AsyncExitStack() as stack:
+            count = min(CONNECTIONS, len(parts))
+            clients = [await stack.enter_async_context(work.open_client()) for _ in range(count)]
+            desk = Desk(await stack.enter_async_context(work.open_client()))
+            async with open_plain_nursery() as nursery:
+                nursery.start_soon(self._report)
+                nursery.start_soon(keeper.run)
+                for part in parts:
+                    made = partial(Partition, work, clients[part.partition % count], desk, keeper, part)
+                    nursery.start_soon(self._note_failure, made, changed, failures)
+                await changed.wait()
+        if failures:
+            raise_as_it_was(failures[0])
+
+    async def _note_failure(
+        self, made: Callable[[], Partition], changed: trio.Event, failures: list[Exception]
+    ) -> None:
         """Work on a partition. The first failure ends the worker, and is the one that `run` raises."""
         try:
-            await self._keep_working(part, changed)
+            await self._keep_working(made, changed)
         except Exception as error:  # noqa: BLE001 - raised by `run`
             failures.append(error)
             changed.set()
@@ -139,6 +164,19 @@ class Worker:
                 async with self._work.open_client() as client:
                     await client.release(self._work.tube, part, past.term)
 
+    async def _release_idle(self) -> None:
+        """The worker ends: release its leases, so that others can begin at once.
+
+        A cancelled call may still take effect: the lease of a partition where there was one expires instead.
+        """
+        now = trio.current_time()
+        idle = {part: past for part, past in self._work.past.items() if past.until <= now}
+        if idle:
+            with trio.move_on_after(RELEASE_TIMEOUT, shield=True), suppress(ReplicadError):
+                async with self._work.open_client() as client:
+                    for part, past in idle.items():
+                        await client.release(self._work.tube, part, past.term)
+
     async def _ask_for_partitions(self) -> int:
         backoff = Backoff(first=0.2, cap=10.0)
         while True:
@@ -151,23 +189,27 @@ class Worker:
                 log.info("tube_unknown_yet", tube=self._work.tube, code=error.code, error=str(error))
             await trio.sleep(backoff.next_delay())
 
-    async def _keep_working(self, part: Part, changed: trio.Event) -> None:
+    async def _keep_working(self, made: Callable[[], Partition], changed: trio.Event) -> None:
         """Work on a partition until the number of partitions changes; begin again after lost leases and connections."""
         backoff = Backoff(first=0.2, cap=10.0)
         while True:
             try:
-                async with self._work.open_client() as client:
-                    await Partition(self._work, client, part).run(backoff)
+                partition = made()
+                await partition.run(backoff)
             except PartitionsChanged:
                 changed.set()
                 return
             except (ReplicadError, ExceptionGroup) as failure:
                 error = _first(failure)
-                if not isinstance(error, LeaseHeld | LeaseLost | CursorAhead) and not may_pass(error):
+                if not isinstance(error, LeaseLost | CursorAhead) and not may_pass(error):
                     raise_as_it_was(error)
                 self.statistics.leases_lost += isinstance(error, LeaseLost)
                 log.info(
-                    "partition_interrupted", tube=self._work.tube, part=str(part), code=error.code, error=str(error)
+                    "partition_interrupted",
+                    tube=self._work.tube,
+                    part=str(partition.part),
+                    code=error.code,
+                    error=str(error),
                 )
             await trio.sleep(backoff.next_delay())
 

@@ -30,6 +30,8 @@ LINES, ARROW = "lines", "arrow"
 ENCODINGS = (LINES, ARROW)  # of pods: one line each, or many in a block of Arrow IPC
 MAX_BLOCK = 64 << 20  # bytes in a block, as in the longest line that clients accept
 _PART = re.compile(r"[0-9]{1,5}/[0-9]{1,5}").fullmatch
+MAX_KEPT = 1000  # terms in a KEEP: a few milliseconds in Postgres
+LONGEST_KEEP = MAX_KEPT * 20 + 1024  # characters: terms of 19 digits, commas, and the words before
 MAX_COUNTS = 4096  # characters of what a REPORT counts
 
 
@@ -72,6 +74,7 @@ PART = Kind("part", lambda command, _, found: Part.parse(command, found))
 CURSOR = Kind("cursor", lambda _command, _, found: Cursor.parse(found))
 _COUNTS = Kind("json_object", _counts, longest=1 << 30)
 _PARTITION = "partition/partitions"
+_READY_WAITS = "ready needs wait: for how many seconds READY is wanted"
 
 
 @command("TUBE", Side.BOTH, verb="list", on="tube", answer="TUBE")
@@ -94,6 +97,7 @@ class Claim(Command):
     `ttl` is how long the lease lasts when its holder sends nothing. `wait` is how long to wait while another holder has
     it; after that the answer is ERROR lease_held. `holder` is a name that survives a reconnect (default: the
     connection's name and number). With `NAME!KEY` several connections that know the key share the lease.
+    `ready=1`: the answer comes at once; after lease_held READY is sent when the partition is free, within `wait`.
     """
 
     tube: str = word("tube")
@@ -101,6 +105,12 @@ class Claim(Command):
     ttl: float | None = option("seconds", SECONDS, default=None)
     wait: float | None = option("seconds", SECONDS, default=None)
     holder: str | None = option("word", default=None)
+    ready: bool = option("1", FLAG, default=False)
+
+    def check(self) -> None:
+        """`Command.check`."""
+        if self.ready and not self.wait:
+            raise bad(self.NAME, _READY_WAITS)
 
 
 @command("RENEW", Side.CLIENT, verb="work", on="tube", answer="LEASE")
@@ -110,6 +120,25 @@ class Renew(Command):
     tube: str = word("tube")
     part: Part = word(_PARTITION, PART)
     term: int = word("term", INTEGER)
+
+
+@command("KEEP", Side.CLIENT, verb="work", on="tube", answer="KEPT", longest=LONGEST_KEEP)
+class Keep(Command):
+    """KEEP: RENEW for many leases of a tube at once, each by its term. KEPT lists those that are still held.
+
+    At most MAX_KEPT terms.
+    """
+
+    tube: str = word("tube")
+    terms: Sequence[int] = word("term,term,...", INTEGERS)
+
+
+@command("KEPT", Side.SERVER, longest=LONGEST_KEEP)
+class Kept(Command):
+    """KEPT: the leases that a KEEP has renewed, by their terms. Those that are not listed are lost."""
+
+    tube: str = word("tube")
+    terms: Sequence[int] = optional("term,term,...", INTEGERS, default=())
 
 
 @command("RELEASE", Side.BOTH, verb="work", on="tube", answer="RELEASE")
@@ -139,7 +168,8 @@ class Pods(Command):
     most `limit` pods, at most `backfill` backfill pods among them (0: none), and about `ids` ids (at least one pod). If
     there are none, the server waits up to `wait` seconds. With `upto`: exactly the pods of (after, upto], for a replay.
     `plan=1`: the CURSOR alone, no pods. `encoding=arrow`: blocks instead of RDATA lines, each announced by ARROW;
-    `payload=1` adds the payloads, which lines always have.
+    `payload=1` adds the payloads, which lines always have. `ready=1`: the answer comes at once; if there are no pods,
+    READY is sent when there are some, within `wait`.
     """
 
     tube: str = word("tube")
@@ -154,9 +184,12 @@ class Pods(Command):
     plan: bool = option("1", FLAG, default=False)
     encoding: str | None = option("lines|arrow", one_of(*ENCODINGS), default=None)
     payload: bool = option("1", FLAG, default=False)
+    ready: bool = option("1", FLAG, default=False)
 
     def check(self) -> None:
         """`Command.check`."""
+        if self.ready and not self.wait:
+            raise bad(self.NAME, _READY_WAITS)
         if self.payload and self.encoding != ARROW:
             raise bad(self.NAME, "payload needs encoding=arrow; lines always have payloads")
         if self.plan and self.encoding is not None:
@@ -164,6 +197,17 @@ class Pods(Command):
         bounds = (self.limit, self.ids, self.backfill, self.wait)
         if self.upto is not None and (self.plan or any(bound is not None for bound in bounds)):
             raise bad(self.NAME, "upto names an exact range and excludes limit, ids, backfill, wait and plan")
+
+
+@command("READY", Side.SERVER)
+class Ready(Command):
+    """READY: the last CLAIM or PODS of this partition with `ready=1` should be sent again: it may succeed now.
+
+    It answers no request, and may come at any time, also before the answer to the request that asked for it.
+    """
+
+    tube: str = word("tube")
+    part: Part = word(_PARTITION, PART)
 
 
 @command("ARROW", Side.SERVER)

@@ -14,13 +14,12 @@ from datetime import timedelta
 import trio
 
 from replicad.beats import BeatWatch
-from replicad.errors import LeaseHeld, LeaseLost
+from replicad.errors import LeaseLost
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import call_row, call_value
 from replicad.tubes.commands import Lease, Part
 from replicad.tubes.holders import Holder
 
-RETRY_INTERVAL = 0.5  # seconds between two looks while a claim waits; a look is one cheap query
 LONGEST_GAP = 1.5  # seconds; a longer gap between two looks counts as this. A daemon looks every second
 
 
@@ -65,36 +64,27 @@ class LeaseBook:
         silent = self._watch.observe((row["beat"] for row in rows), self._now())
         return [LeaseView(**dict(row), silent=silent[row["beat"]]) for row in rows]
 
-    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, wait: float = 0.0) -> Lease:
-        """Get the lease of a partition. Wait up to `wait` seconds while another holder has it or a lease overlaps it.
+    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, expired: Sequence[int]) -> Lease:
+        """Get the lease of a partition. `expired`: beats of leases of the tube that a look has found expired.
 
         The holder of exactly this lease keeps its term. A lease of its name whose connection has ended gets a new term.
 
         Raises:
-            LeaseHeld: another holder still had it, or a lease that overlaps it, at the end of the wait.
+            LeaseHeld: another holder has it, or a lease that overlaps it.
             UnknownTube, PartitionsChanged: raised by the SQL.
         """
-        deadline = self._now() + wait
-        while True:
-            expired = [lease.beat for lease in await self.look() if lease.tube == tube and lease.expired]
-            try:
-                where = (tube, part.partitions, part.partition)
-                await self._db.execute(
-                    f"UPDATE {self._table} SET holder = $4, term = nextval('{self._sequence}') "
-                    "WHERE tube = $1 AND partitions = $2 AND partition = $3 AND holder = $5",
-                    *where,
-                    holder.stored,
-                    holder.name,
-                )
-                row = await call_row(
-                    self._db, self._schema, "tube_lease_claim", *where, holder.stored, timedelta(seconds=ttl), expired
-                )
-                return Lease(tube, part, row["term"], ttl)
-            except LeaseHeld:
-                remaining = deadline - self._now()
-                if remaining <= 0:
-                    raise
-                await trio.sleep(min(remaining, RETRY_INTERVAL))
+        where = (tube, part.partitions, part.partition)
+        await self._db.execute(
+            f"UPDATE {self._table} SET holder = $4, term = nextval('{self._sequence}') "
+            "WHERE tube = $1 AND partitions = $2 AND partition = $3 AND holder = $5",
+            *where,
+            holder.stored,
+            holder.name,
+        )
+        row = await call_row(
+            self._db, self._schema, "tube_lease_claim", *where, holder.stored, timedelta(seconds=ttl), list(expired)
+        )
+        return Lease(tube, part, row["term"], ttl)
 
     async def let_go(self, holders: Sequence[Holder]) -> None:
         """The connections that these holders are bound to have ended: another one under the name may have the lease."""
@@ -129,6 +119,26 @@ class LeaseBook:
         await call_value(self._db, self._schema, "tube_lease_renew", *where)
         assert row is not None  # else tube_lease_renew has raised
         return Lease(tube, claimed, term, row["ttl"])
+
+    async def keep(self, tube: str, terms: Sequence[int], client: str = "") -> list[Lease]:
+        """Renew many leases of a tube with one statement; returns those that are still held.
+
+        `client`: only leases of this client of the access file. The rows are locked in one order, because two of these
+        statements may concern the same leases.
+        """
+        rows = await self._db.fetch(
+            f"UPDATE {self._table} AS l SET beat = nextval('{self._sequence}') FROM ("
+            f"SELECT k.partitions, k.partition FROM {self._table} AS k WHERE k.tube = $1 "
+            "AND k.term = ANY ($2::bigint[]) AND ($3 = '' OR starts_with(k.holder, $3 || '/')) "
+            "ORDER BY 1, 2 FOR NO KEY UPDATE) AS held "
+            "WHERE l.tube = $1 AND (l.partitions, l.partition) = (held.partitions, held.partition) "
+            "AND l.term = ANY ($2::bigint[]) "
+            "RETURNING l.partitions, l.partition, l.term, extract(epoch FROM l.ttl)::float8 AS ttl",
+            tube,
+            list(terms),
+            client,
+        )
+        return [Lease(tube, Part(row["partition"], row["partitions"]), row["term"], row["ttl"]) for row in rows]
 
     async def release(self, tube: str, part: Part, term: int) -> bool:
         """Release the lease. False if it was no longer held under that term."""

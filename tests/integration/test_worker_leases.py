@@ -71,7 +71,7 @@ async def test_a_worker_does_not_wait_for_its_own_lease_after_it_was_disconnecte
             for session in list(daemon.hub):
                 session.hang_up(CloseReason.PEER_LOST)
         nursery.cancel_scope.cancel()
-    assert terms == sorted(set(terms))  # each connection has a lease of its own
+    assert terms == sorted(terms)  # it goes on under its term, or under a later one if a request was cut off
 
 
 async def test_a_call_that_was_cut_off_is_not_repeated_before_its_lease_has_expired(
@@ -104,7 +104,9 @@ async def test_a_call_that_was_cut_off_is_not_repeated_before_its_lease_has_expi
     assert began[1] >= cut_off[0] + 0.9  # it was renewed up to then, so two thirds of it were left, or nearly
 
 
-async def test_many_partitions_with_short_leases_are_drained(queue: Database, open_worker_client: OpenClient) -> None:
+async def test_many_partitions_with_short_leases_are_drained_over_few_connections(
+    queue: Database, open_worker_client: OpenClient, daemon: Daemon
+) -> None:
     await queue.execute("SELECT tube.tube_ensure_exists('queue', 64)")
     for shard in range(64):
         await queue.execute("SELECT tube.queue_touch($1, '{1,2}', 'T')", shard)
@@ -115,5 +117,6 @@ async def test_many_partitions_with_short_leases_are_drained(queue: Database, op
     async with trio.open_nursery() as nursery:
         nursery.start_soon(worker.run)
         await until_empty(queue)
+        assert len(list(daemon.hub)) <= 8  # for pods, claims, renewals, and perhaps a report and a question
         nursery.cancel_scope.cancel()
     assert worker.statistics.processed >= 128

@@ -6,6 +6,7 @@ When a connection ends, what it has claimed is let go: another connection may cl
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import trio
@@ -34,13 +35,18 @@ class Ownership:
         self._has_ended = trio.Event()
         self._clients: dict[tuple[str, int], str] = {}  # (tube, term): the stored holder
 
-    async def claim(self, session: Peer, command: Claim, ttl: float, wait: float) -> Lease:
-        """`LeaseBook.claim` for a client."""
+    def holder(self, session: Peer, command: Claim) -> Holder:
+        """The holder that the CLAIM of a client means."""
         connection = f"{self._daemon}.{session.number}"
-        holder = holder_of(command.holder or session.identity, session.access.name, connection)
+        return holder_of(command.holder or session.identity, session.access.name, connection)
+
+    async def claim(
+        self, session: Peer, command: Claim, holder: Holder, ttl: float, expired: Callable[[str], Sequence[int]]
+    ) -> Lease:
+        """`LeaseBook.claim` for a client. `expired`: the beats of the expired leases of a tube."""
         if self._ended:
             await self._let_go()
-        lease = await self._leases.claim(command.tube, command.part, holder, ttl, wait)
+        lease = await self._leases.claim(command.tube, command.part, holder, ttl, expired(command.tube))
         if holder.by_connection and holder not in self._bound:
             self._bound.add(holder)
             session.at_end(partial(self._end, holder))

@@ -6,7 +6,8 @@ and workers with an expired lease may send requests at once. The SQL keeps them 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,6 @@ from replicad.daemon.service import Answer, Answers, Feature, Host, Job, Peer, P
 from replicad.daemon.supervision import keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import (
-    CursorAhead,
     DatabaseError,
     DatabaseUnavailable,
     DataLoss,
@@ -29,20 +29,18 @@ from replicad.errors import (
 )
 from replicad.postgres.horizon import LockSource, Reading
 from replicad.protocol.command import Command
-from replicad.protocol.tokens import Cursor
 from replicad.tubes.backfill import Backfiller
-from replicad.tubes.bulk import BulkBook, Want
+from replicad.tubes.bulk import BulkBook
 from replicad.tubes.commands import (
-    ARROW,
     COMMANDS,
+    MAX_KEPT,
     Ack,
     Acked,
     Claim,
-    CursorAt,
-    Lease,
+    Keep,
+    Kept,
     Park,
     Parked,
-    Part,
     Pods,
     Release,
     Renew,
@@ -51,20 +49,20 @@ from replicad.tubes.commands import (
 )
 from replicad.tubes.holders import without_tags
 from replicad.tubes.leases import LeaseBook, LeaseView
-from replicad.tubes.pods import PodBook, Span, TubeInfo
+from replicad.tubes.pods import PodBook, TubeInfo
 from replicad.tubes.serving.books import Books
+from replicad.tubes.serving.claims import Claims
 from replicad.tubes.serving.expired import ExpiredLeases
 from replicad.tubes.serving.figures import TubeFigures
 from replicad.tubes.serving.listed import ack_listed, read_list
 from replicad.tubes.serving.ownership import Ownership
 from replicad.tubes.serving.pace import Pace
+from replicad.tubes.serving.readiness import Readiness
+from replicad.tubes.serving.reads import Reads
+from replicad.tubes.serving.renewals import Renewals
+from replicad.tubes.serving.vacancies import Vacancies
 from replicad.tubes.serving.waiters import Waiters
 from replicad.tubes.untouched import load_untouched
-
-MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
-DEFAULT_LIMIT = 1000
-RENEW_SHARE = 5  # a request renews its lease when ttl / RENEW_SHARE has passed since the last renewal
-WAIT_SHARE = 3  # the same while it waits for pods: hundreds may wait, and each renewal is a write
 
 TUBE = "tube"  # the kind of the troubles of one tube; a trouble of all tubes has the kind "service"
 
@@ -91,20 +89,23 @@ class TubeService:
         self._limits = limits
         self._pace = pace
         self._pods = books.pods
-        self._bulk = books.blocks
         self._untouched = books.untouched
         self._backfiller = books.backfiller
         self._poller = poller
         self._troubles = troubles
         self._ownership = Ownership(books.leases, troubles, pace.look)
         self._waiters = Waiters(self._pods, troubles, pace)
+        self._vacancies = Vacancies()
+        self._readiness = Readiness(self._waiters, self._vacancies)
+        self._renewals = Renewals(books.leases)
+        self._claims = Claims(self._ownership, self._vacancies, self._readiness, limits, self._partitions)
+        self._reads = Reads(books, self._waiters, self._readiness, self._renewals, self._served)
         self._watched: dict[str, LockSource] = {}
         self._refused: dict[str, str] = {}  # tube: why it has no position
         self.readings: dict[str, Reading] = {}  # the last one of each tube
         self.seen_leases: Sequence[LeaseView] = ()  # at the last look, which is made every second
         self._expired = ExpiredLeases(troubles)
         self._looks = self._newest_look = 0
-        self._renewed: dict[tuple[str, int], tuple[float, float]] = {}  # (tube, term): when renewed last, ttl
 
     # --- `Service` ---
 
@@ -118,6 +119,7 @@ class TubeService:
             Tube: self._tube,
             Claim: self._claim,
             Renew: self._renew,
+            Keep: self._keep,
             Release: self._release,
             Pods: self._read,
             Ack: self._ack,
@@ -211,8 +213,20 @@ class TubeService:
             self._troubles.end(TUBE, info.name, "table")
         else:
             self._troubles.begin(TUBE, info.name, "table", info.fault, code=TubeRefused.code)
-        if info.fault != (before.fault if before is not None else None):
-            self._waiters.wake(info.name)
+        if before is not None and info.fault != before.fault:
+            self._wake(info.name)
+        elif before is not None and info.partitions != before.partitions:
+            self._wake(info.name, but={1, info.partitions})
+
+    def _wake(self, tube: str, but: Container[int] = ()) -> None:
+        """Let requests that wait look again: their own statements show what has changed. `but`: as `Waiters.wake`."""
+        self._waiters.wake(tube, but)
+        self._vacancies.wake(tube, but)
+
+    def _partitions(self, tube: str) -> int | None:
+        """The number of partitions at the last look."""
+        info = self.tubes.get(tube)
+        return None if info is None else info.partitions
 
     def _unwatch(self, name: str) -> None:
         self._poller.unwatch(f"tube:{name}")
@@ -221,6 +235,7 @@ class TubeService:
         self.readings.pop(name, None)
         self._troubles.end(TUBE, name, "position")
         self._waiters.forget(name)
+        self._vacancies.wake(name)
 
     async def _look_at_triggers(self) -> None:
         """Report attached tables whose changes are not recorded. The pods of their tube are served all the same."""
@@ -232,10 +247,16 @@ class TubeService:
                 self._troubles.end(TUBE, name, "triggers")
 
     async def _look_at_leases(self) -> None:
-        self.seen_leases = await self.leases.look()
+        self._readiness.drop_late()
+        try:
+            self.seen_leases = await self.leases.look()
+        except Exception:
+            self._vacancies.forget()
+            raise
+        self._vacancies.note(self.seen_leases)
         self._expired.report(self.seen_leases, self.tubes)
         alive = {(lease.tube, lease.term) for lease in self.seen_leases}
-        self._renewed = {key: value for key, value in self._renewed.items() if key in alive}
+        self._renewals.keep_only(alive)
         self._ownership.keep_only(alive)
 
     async def _look_for_backfills(self, nursery: trio.Nursery) -> None:
@@ -250,7 +271,7 @@ class TubeService:
         elif self._refused.get(tube) != str(reading.refused):
             self._refused[tube] = str(reading.refused)
             self._troubles.begin(TUBE, tube, "position", str(reading.refused), code=TubeRefused.code)
-            self._waiters.wake(tube)
+            self._wake(tube)
         if reading.fork is not None:  # pods have no history: go on with the ids of now
             self._poller.watch(name, self._watched[tube], self._on_reading)
         elif reading.position is not None:
@@ -312,42 +333,43 @@ class TubeService:
 
     async def _claim(self, session: Peer, command: Claim) -> None:
         await self._served(command.tube)
-        limits = self._limits
-        ttl = limits.lease_ttl if command.ttl is None else command.ttl
-        if not 0 < ttl <= limits.lease_ttl_max:
-            raise TubeRefused(
-                f"ttl={ttl:g} is out of range; this server gives leases of up to {limits.lease_ttl_max:g} s"
-            )
-        wait = self._bounded_wait(command.wait)
-        lease = await self._ownership.claim(session, command, ttl, wait)
-        self._renewed[lease.tube, lease.term] = (trio.current_time(), ttl)
-        session.log.info("lease_claimed", tube=lease.tube, part=str(lease.part), term=lease.term, ttl=ttl)
+        asked = trio.current_time()
+        lease = await self._claims.claim(session, command, self._bounded_wait(command.wait))
+        self._renewals.note(lease, asked)
+        session.log.info("lease_claimed", tube=lease.tube, part=str(lease.part), term=lease.term, ttl=lease.ttl)
         session.post(lease)
 
     async def _renew(self, session: Peer, command: Renew) -> None:
-        lease = await self.leases.renew(command.tube, command.part, command.term)
-        self._renewed[lease.tube, lease.term] = (trio.current_time(), lease.ttl)
-        session.post(lease)
+        session.post(await self._renewals.renew(command.tube, command.part, command.term))
+
+    async def _keep(self, session: Peer, command: Keep) -> None:
+        if len(command.terms) > MAX_KEPT:
+            raise TubeRefused(f"{len(command.terms)} terms in one KEEP are too many; send up to {MAX_KEPT} at a time")
+        await self._info(command.tube)
+        terms = await read_list(command.terms, session.give_way)
+        session.post(Kept(command.tube, tuple(await self._renewals.keep(command.tube, terms, session.access.name))))
 
     async def _release(self, session: Peer, command: Release) -> None:
         released = await self.leases.release(command.tube, command.part, command.term)
-        self._renewed.pop((command.tube, command.term), None)
+        self._renewals.forget(command.tube, command.term)
+        if released:
+            self._vacancies.released(command.tube, command.part)
         session.log.info("lease_released", tube=command.tube, part=str(command.part), was_held=released)
         session.post(Release(command.tube, command.part, command.term))
 
     async def _ack(self, session: Peer, command: Ack) -> None:
         await self._refuse_broken(command.tube)
-        await self._renew_if_due(command.tube, command.part, command.term)
+        await self._renewals.renew_if_due(command.tube, command.part, command.term)
         if command.upto is None:
             pods = await ack_listed(self._pods, command, session.give_way)
         else:
-            await self._check(command.tube, command.upto)
+            await self._reads.check(command.tube, command.upto)
             pods = await self._pods.ack_upto(command.tube, command.part, command.term, command.after, command.upto)
         session.post(Acked(command.tube, command.part, pods))
 
     async def _park(self, session: Peer, command: Park) -> None:
         await self._refuse_broken(command.tube)
-        await self._renew_if_due(command.tube, command.part, command.term)
+        await self._renewals.renew_if_due(command.tube, command.part, command.term)
         ids = await self._pods.park(
             command.tube,
             command.part,
@@ -368,51 +390,14 @@ class TubeService:
         session.post(Report(command.tube, command.reporter))
 
     async def _read(self, session: Peer, command: Pods) -> None:
-        info = await self._served(command.tube)
-        await self._renew_if_due(command.tube, command.part, command.term)
-        await self._check(command.tube, command.after)
-        if command.upto is not None:
-            await self._check(command.tube, command.upto)
-            upto, pods = command.upto, 0
-        else:
-            planned = await self._plan_or_wait(info, command)
-            upto, pods = planned.cursor, planned.pods
-            if not session.access.require("work", "tube", command.tube):  # it may have been withdrawn meanwhile
-                await self._info(command.tube, session.access.lists)
-        if not command.plan and upto != command.after:
-            pods = await self._send(session, command, upto)
-        session.post(CursorAt(command.tube, command.part, upto, pods))
-
-    async def _send(self, session: Peer, command: Pods, upto: Cursor) -> int:
-        target = command.tube, command.part, command.term
-        renew = partial(self._renew_if_due, *target)
-        if command.encoding == ARROW:
-            return await self._bulk.send(Want(*target, command.after, upto, command.payload), session.send, renew)
-        return await self._pods.lines(*target, Span(command.after, upto), sink=session.send, renew=renew)
-
-    async def _plan_or_wait(self, info: TubeInfo, command: Pods) -> CursorAt:
-        deadline = trio.current_time() + self._bounded_wait(command.wait)
-        with self._waiters.waiting(info.name, command.part) as waiter:
-            while True:
-                waiter.event = trio.Event()
-                planned = await self._pods.plan(
-                    command.tube,
-                    command.part,
-                    command.term,
-                    command.after,
-                    await self._waiters.position(command.tube),
-                    limit=min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT),
-                    ids=command.ids,
-                    backfill=command.backfill,
-                )
-                if planned.pods or trio.current_time() >= deadline:
-                    return planned
-                while not waiter.event.is_set() and trio.current_time() < deadline:
-                    ttl = self._renewed.get((command.tube, command.term), (0.0, self._limits.lease_ttl))[1]
-                    with trio.move_on_at(min(deadline, trio.current_time() + ttl / WAIT_SHARE)):
-                        await waiter.event.wait()
-                    await self._renew_if_due(command.tube, command.part, command.term)
-                await self._served(command.tube)
+        await self._served(command.tube)
+        await self._renewals.renew_if_due(command.tube, command.part, command.term)
+        planned = await self._reads.plan(session, command, self._bounded_wait(command.wait))
+        if not session.access.require("work", "tube", command.tube):  # it may have been withdrawn meanwhile
+            await self._info(command.tube, session.access.lists)
+        if not command.plan and planned.cursor != command.after:
+            planned = replace(planned, pods=await self._reads.send(session, command, planned.cursor))
+        session.post(planned)
 
     # --- what requests share ---
 
@@ -420,22 +405,6 @@ class TubeService:
         if wait is not None and wait > self._limits.wait_max:
             raise TubeRefused(f"wait={wait:g} is too long; this server waits up to {self._limits.wait_max:g} s")
         return wait or 0.0
-
-    async def _check(self, tube: str, cursor: Cursor) -> None:
-        """Refuse a cursor above the position: pods can still appear below it, and a read behind it would skip them."""
-        position = await self._waiters.position(tube)
-        if max(cursor.regular, cursor.backfill) > position:
-            raise CursorAhead(
-                f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors from CURSOR answers"
-            )
-
-    async def _renew_if_due(self, tube: str, part: Part, term: int) -> None:
-        """Renew the lease of a request if part of its time to live has passed. The SQL statements check the lease."""
-        known = self._renewed.get((tube, term))
-        now = trio.current_time()
-        if known is None or now >= known[0] + known[1] / RENEW_SHARE:
-            lease: Lease = await self.leases.renew(tube, part, term)
-            self._renewed[tube, term] = (now, lease.ttl)
 
 
 def feature(pace: Pace = Pace()) -> Feature:

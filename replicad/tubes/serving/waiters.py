@@ -6,7 +6,7 @@ tubes. If the query fails, all requests that wait for the tube are woken; each t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ from replicad.tubes.serving.pace import Pace
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A waiting request. `event` is set when it should look again; to wait again it puts a new event in its place."""
+    """A waiting request. `wake` is called when it should look again."""
 
     tube: str
     part: Part
-    event: trio.Event
+    wake: Callable[[], None]
 
 
 class Waiters:
@@ -67,24 +67,30 @@ class Waiters:
         return self._positions.get(tube, 0)
 
     @contextmanager
-    def waiting(self, tube: str, part: Part) -> Iterator[Waiter]:
-        """A waiter that is woken during the block."""
-        waiter = Waiter(tube, part, trio.Event())
-        self._waiting.add(waiter)
+    def waiting(self, waiter: Waiter) -> Iterator[None]:
+        """Wake this request during the block."""
+        self.add(waiter)
         try:
-            yield waiter
+            yield
         finally:
-            self._waiting.discard(waiter)
+            self.remove(waiter)
+
+    def add(self, waiter: Waiter) -> None:
+        """Wake this request from now on."""
+        self._waiting.add(waiter)
+
+    def remove(self, waiter: Waiter) -> None:
+        """Wake it no more; safe to repeat."""
+        self._waiting.discard(waiter)
 
     def count(self, tube: str) -> int:
         """How many requests wait for pods of the tube."""
         return sum(waiter.tube == tube for waiter in self._waiting)
 
-    def wake(self, tube: str) -> None:
-        """Wake all requests that wait for pods of the tube."""
-        for waiter in self._waiting:
-            if waiter.tube == tube:
-                waiter.event.set()
+    def wake(self, tube: str, but: Container[int] = ()) -> None:
+        """Wake all requests that wait for pods of the tube, without those under such numbers of partitions."""
+        for waiter in [one for one in self._waiting if one.tube == tube and one.part.partitions not in but]:
+            waiter.wake()
 
     async def run(self) -> None:
         """Wake requests whose partitions got pods, until cancelled."""
@@ -118,10 +124,10 @@ class Waiters:
     async def _wake_partitions(self, tube: str, after: int, upto: int) -> None:
         waiting = [waiter for waiter in self._waiting if waiter.tube == tube]
         shards = await self._shards(tube, after, upto)
+        got = {n: {shard % n for shard in shards or ()} for n in {waiter.part.partitions for waiter in waiting}}
         for waiter in waiting:
-            part = waiter.part
-            if shards is None or any(shard % part.partitions == part.partition for shard in shards):
-                waiter.event.set()
+            if waiter in self._waiting and (shards is None or waiter.part.partition in got[waiter.part.partitions]):
+                waiter.wake()
 
     async def _shards(self, tube: str, after: int, upto: int) -> list[int] | None:
         """The shards that got pods. None if the query failed."""

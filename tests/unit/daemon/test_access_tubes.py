@@ -14,7 +14,7 @@ from .test_tube_service import MemoryBooks, World, open_tubes
 
 RIGHTS = '[client.billing]\nSECRET\nallow = ["work t"]\n'
 LINES = [
-    "TUBE {}", "CLAIM {} 0/1", "RENEW {} 0/1 1", "RELEASE {} 0/1 1", "PODS {} 0/1 1", "ACK {} 0/1 1 1",
+    "TUBE {}", "CLAIM {} 0/1", "RENEW {} 0/1 1", "KEEP {} 1", "RELEASE {} 0/1 1", "PODS {} 0/1 1", "ACK {} 0/1 1 1",
     "ACK {} 0/1 1 upto=0.0", "PARK {} 0/1 1 1 * 1 x", "REPORT {} me {{}}",
 ]  # fmt: skip
 

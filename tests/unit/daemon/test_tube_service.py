@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ class MemoryBooks:
     infos: dict[str, TubeInfo] = field(default_factory=lambda: {"t": TUBE})
     pods_of: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: {"t": []})
     held: dict[int, Lease] = field(default_factory=dict)
+    asked: Counter[str] = field(default_factory=Counter)  # statements, by what they are for
     renewals: int = 0
     reports: dict[str, str] = field(default_factory=dict)
     parked: list[tuple[int, Sequence[int], int, str]] = field(default_factory=list)
@@ -49,6 +51,7 @@ class MemoryBooks:
 
     async def _answer(self, what: str) -> None:
         await trio.lowlevel.checkpoint()
+        self.asked[what] += 1
         if what in self.fails:
             raise self.fails[what]
 
@@ -69,10 +72,9 @@ class MemoryBooks:
             for term, one in self.held.items()
         ]
 
-    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, wait: float = 0.0) -> Lease:
+    async def claim(self, tube: str, part: Part, holder: Holder, ttl: float, expired: Sequence[int]) -> Lease:
         await self._answer("claim")
         if any((lease.tube, lease.part) == (tube, part) for lease in self.held.values()):
-            await trio.sleep(wait)
             raise LeaseHeld(f"{part} of {tube} is held")
         term = len(self.held) + 1
         self.held[term] = Lease(tube, part, term, ttl)
@@ -89,6 +91,12 @@ class MemoryBooks:
         self._fence(tube, term)
         self.renewals += 1
         return self.held[term]
+
+    async def keep(self, tube: str, terms: Sequence[int], client: str = "") -> list[Lease]:
+        await self._answer("renew")
+        kept = [self.held[term] for term in terms if term in self.held]
+        self.renewals += len(kept)
+        return kept
 
     async def release(self, tube: str, part: Part, term: int) -> bool:
         lease = self.held.get(term)

@@ -24,6 +24,10 @@ LOCK ?=
 LOCK_COMPILE = $(VENV)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --custom-compile-command "make lock"
 
+# Python keeps what it compiles, wherever it was told otherwise: the tests start hundreds of processes, and to compile
+# replicad anew takes half of the start of a daemon.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-busy lint specs docs bench stress fuzz torture lock dist clean distclean check-java

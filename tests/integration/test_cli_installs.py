@@ -24,6 +24,8 @@ EVENTS = "--table public.events --id id"
 NO_DATABASE = {
     "sender secret": "https://shop.example/hook",
     "version": "",
+    "contexts": "",
+    "completion": "bash",
     "ping": "127.0.0.1:1",
     "tail": "events --server 127.0.0.1:1 --once",
     "sql up": "",
@@ -141,7 +143,7 @@ def test_on_an_empty_database_nothing_is_created(run: Run, database_url: str) ->
     for command, arguments in READERS.items():
         status, told = run(command, arguments)
         assert psql(database_url, OBJECTS) == before, command
-        assert status == 1, command
+        assert status == 7, command
         (line,) = told.strip().splitlines()
         assert "is not installed in schema" in line, command
         assert "`replicad serve`" in line or "enable`" in line, command
@@ -168,7 +170,7 @@ def test_an_older_installation_is_left_alone_and_the_sentence_says_what_upgrades
     for command, arguments in READERS.items():
         status, told = run(command, arguments)
         assert psql(database_url, OBJECTS) == before, command
-        assert status == 1, command
+        assert status == 7, command
         (line,) = told.strip().splitlines()
         assert "older than version" in line, command
         assert "`replicad serve`, which upgrades it" in line, command
@@ -192,7 +194,7 @@ def test_a_newer_installation_that_does_not_serve_this_program_is_left_alone(run
     for command in (*READERS, *INSTALLERS):
         status, told = run(command, READERS.get(command, ""))
         assert psql(database_url, OBJECTS) == before, command
-        assert status == 1, command
+        assert status == 7, command
         (line,) = told.strip().splitlines()
         assert "use the newer replicad" in line, command
 

@@ -138,5 +138,5 @@ def test_people_see_who_has_what_and_what_does_not_move(url: str, capsys: pytest
         assert "100.0%" in replicad(url, "writers", "show", "events")
     replicad(url, "writers", "disable", "events")
     assert "no stream's keys are shared" in replicad(url, "writers", "list")
-    replicad(url, "writers", "show", "events", status=1)
+    replicad(url, "writers", "show", "events", status=7)
     assert "writers enable events" in capsys.readouterr().err

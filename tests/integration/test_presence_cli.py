@@ -37,8 +37,8 @@ def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_presence_is_enabled_listed_and_disabled(run: Run, database_url: str) -> None:
-    assert "not enabled" in run("list", status=1)
-    assert "not enabled" in run("ips", status=1)
+    assert "not enabled" in run("list", status=7)
+    assert "not enabled" in run("ips", status=7)
     assert "presence is enabled" in run("enable", "--lost-grace", "0", "--ttl", "10s")
     assert "was enabled" in run("enable", "--grace", "1m")
     settings = "SELECT extract(epoch FROM grace), extract(epoch FROM lost_grace), extract(epoch FROM ttl)"

@@ -352,6 +352,24 @@ class DownstreamError(ReplicadError):
     code = "downstream"
 
 
+class DownstreamUnavailable(DownstreamError):
+    """It cannot be reached, is full or too busy; trying again may help."""
+
+    code = "downstream_unavailable"
+
+
+class RowRefused(DownstreamError):
+    """The downstream does not take a row for what is in it, and would take others."""
+
+    code = "row_refused"
+
+
+class ValueUnheld(DatabaseError):
+    """A row holds what a pipeline cannot carry unchanged. `reasons` has all such rows of the look-up, by id."""
+
+    code, reasons = "value_unheld", dict[int, str]()
+
+
 class SparkWorkerLost(ReplicadError):
     """A Python worker of Spark did not start within ten seconds, or died; the next try may find a less busy machine."""
 

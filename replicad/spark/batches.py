@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.eventlog import get_logger
-from replicad.spark.enrich import Enricher
+from replicad.spark.enrich import Changes, Enricher, conform
 from replicad.spark.reports import BatchReport, PipelineResult, StepResult
 from replicad.spark.sinks.base import BatchId, Shape, Sink
 from replicad.spark.tasks import (
@@ -194,6 +194,14 @@ def _touch(spark: SparkSession, control: Control, ids: pa.Array) -> DataFrame:
     """A pod of operation G, as the source would return it, in one partition: one task writes a shard here too."""
     row = {"seq": control.seq, "op": "G", "shard": control.shard, "ids": ids.to_pylist(), "payload": None, "ts": None}
     return spark.createDataFrame(pa.Table.from_pylist([row], schema=pods_schema(payload=True))).coalesce(1)
+
+
+def transform_changes(
+    spark: SparkSession, transform: Callable[[DataFrame], DataFrame], shape: Shape, changes: Changes
+) -> Changes:
+    """The changes after the transform, on the driver, without the deletes of rows that it leaves out."""
+    rows = transform(spark.createDataFrame(changes.writes)).select(*shape.schema.names).toArrow()
+    return Changes(conform(rows, shape.schema), changes.deletes)
 
 
 def _collect(frame: DataFrame) -> list[dict[str, Any]]:

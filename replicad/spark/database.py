@@ -120,7 +120,10 @@ def patiently(
 
 def _driver_error(error: Exception) -> DatabaseError | None:
     from adbc_driver_manager import Error  # noqa: PLC0415
+    from pyarrow import ArrowInvalid  # noqa: PLC0415
 
+    if isinstance(error, ArrowInvalid):  # the driver raises it for a value that Arrow does not have
+        return DatabaseError(f"a value cannot be read: {str(error)[:300]}")
     return _ours(error) if isinstance(error, Error) else None
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replicad.errors import UsageError
+from replicad.errors import UsageError, ValueUnheld
 from replicad.spark.database import PATIENCE, patiently
-from replicad.spark.tables import Layout
+from replicad.spark.tables import UNHELD, Layout
 from replicad.spark.touches import chunks_by_shard
 
 CHUNK = 10_000  # ids in one query; larger queries are not faster and hold more rows in memory
@@ -56,6 +56,7 @@ class Enricher:
 
         Raises:
             DatabaseError: the rows cannot be read, e.g. because a column was dropped.
+            ValueUnheld: some rows hold what Arrow cannot hold.
             UsageError: no rule has a table for the shard of a touch.
         """
         for shard, chunk in chunks_by_shard(touches, self.chunk):
@@ -69,6 +70,7 @@ class Enricher:
         ids = touched.column("id").combine_chunks()
         database, query = located
         found = patiently(database or self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
+        _check_held(found, self.layout.id, shard)
         rows = conform(found, self.layout.schema)
         known = rows.column(self.layout.id)
         absent = touched.filter(pc.invert(pc.is_in(ids, value_set=known.combine_chunks())))
@@ -82,6 +84,18 @@ def _fetch(driver: Any, query: str, ids: pa.Array) -> pa.Table:
     with driver.cursor() as cursor:
         cursor.execute(query, parameters=pa.record_batch([pa.array([ids], pa.list_(pa.int64()))], names=["ids"]))
         return cursor.fetch_arrow_table()
+
+
+def _check_held(rows: pa.Table, id_: str, shard: int) -> None:
+    if UNHELD not in rows.column_names:
+        return
+    bad = rows.filter(pc.is_valid(rows.column(UNHELD)))
+    if bad.num_rows:
+        reasons = dict(zip(bad.column(id_).to_pylist(), bad.column(UNHELD).to_pylist(), strict=True))
+        first, reason = next(iter(reasons.items()))
+        error = ValueUnheld(f"row {first} of shard {shard} cannot be carried: {reason} (docs/types.md)")
+        error.reasons = reasons
+        raise error
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -22,21 +22,23 @@ from replicad.errors import (
     DatabaseRefused,
     DatabaseUnavailable,
     DownstreamError,
+    DownstreamUnavailable,
     EnvironmentRefused,
     LeaseLost,
     ReplicadError,
     SparkWorkerLost,
     UsageError,
+    ValueUnheld,
 )
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 from replicad.spark.database import forget
 from replicad.spark.downstream import check_downstream
-from replicad.spark.enrich import KEYS, Enricher
+from replicad.spark.enrich import KEYS, Changes, Enricher
 from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
-from replicad.spark.poison import MARK, park_unreadable
+from replicad.spark.poison import MARK, park_refused
 from replicad.spark.reporter import Reporter
 from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.session import build_session, check_pyspark
@@ -56,6 +58,7 @@ log = get_logger("replicad.spark")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed is tried again; each pause doubles
 _PATIENCE = 60.0  # seconds to wait for the current batch when a pipeline ends
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
+_OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
 _RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # other errors end the run
 
 
@@ -104,6 +107,7 @@ class _Run:
         self._reporter = Reporter(config.source, config.name)
         # made once: a column that is dropped later must not change the downstream
         self._enricher = make_enricher(config)
+        self._shape: Shape | None = None  # known after the first start
         self._failures = 0  # since the last batch that succeeded
 
     def to_the_end(self) -> PipelineResult:
@@ -119,7 +123,8 @@ class _Run:
                     self._failures = 0
                     backoff.reset()
                 self._failures += 1
-                if self._failures >= self._config.tries:
+                unheld = isinstance(error, ValueUnheld)  # no later try ends otherwise
+                if (self._failures >= self._config.tries or unheld) and not self._waits_for(error):
                     if not self._park(error):
                         raise
                     self._failures = 0
@@ -140,6 +145,7 @@ class _Run:
             result=self._result,
             holder=self._holder,
         )
+        self._shape = runner.shape
         try:
             while not query.awaitTermination(_LOOK):
                 if self._until(runner.result):
@@ -160,16 +166,33 @@ class _Run:
             runner.mark.unlink(missing_ok=True)
         return self._result
 
+    def _waits_for(self, error: ReplicadError) -> bool:
+        """Whether the run goes on until this is over: an outage, which says nothing about rows."""
+        return isinstance(error, _OUTAGES) and self._config.trigger != AVAILABLE_NOW
+
     def _park(self, error: ReplicadError) -> bool:
-        """Park the ids that cannot be read. False if they are not the reason for the failures."""
-        if not isinstance(error, DatabaseError) or isinstance(error, DatabaseUnavailable):
+        """Park the ids that cannot be read or written. False if they are not the reason for the failures."""
+        if not isinstance(error, (DatabaseError, DownstreamError)) or isinstance(error, _OUTAGES):
             return False
         options = parse_options(_options(self._config, self._holder), streaming=True)
-        parked = [
-            park_unreadable(one, self._enricher, self._failures, self._config.checkpoint)
-            for one in options.by_island().values()
-        ]
+        try:
+            parked = [
+                park_refused(one, self._enricher, self._try_out, self._failures, self._config.checkpoint)
+                for one in options.by_island().values()
+            ]
+        except _OUTAGES as outage:
+            log.warning("parking_failed", error=str(outage))
+            return True  # tried again after the next failure
         return any(parked)
+
+    def _try_out(self, changes: Changes) -> None:
+        """Try one piece of rows out downstream, as a batch would write it."""
+        assert self._shape is not None
+        if self._config.transform is not None:
+            from replicad.spark.batches import transform_changes  # noqa: PLC0415 - needs Spark
+
+            changes = transform_changes(self._spark, self._config.transform, self._shape, changes)
+        self._config.sink.try_out(self._shape, changes)
 
     def _pause(self, pause: float) -> bool:
         """Wait before the next try. True if the run must end instead."""
@@ -249,7 +272,7 @@ def make_enricher(config: PipelineConfig) -> Enricher:
         DatabaseError: Postgres cannot be used.
     """
     columns = None if config.columns == ALL_COLUMNS else list(config.columns)
-    layout = find_layout(config.database, config.rules, config.id_column, columns, config.numeric)
+    layout = find_layout(config.database, config.rules, config.id_column, columns, config.reading)
     for url in {config.database, *(rule.database for rule in config.rules if rule.database)}:
         forget(url)  # this thread no longer needs the connection
     return Enricher(config.database, layout)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from replicad.config.declaring import load_object, read_toml, seconds
 from replicad.errors import UsageError
 from replicad.spark.options import SourceOptions, parse_options
+from replicad.spark.reading_columns import NUMERIC_FORMS, PARK, RANGE_FORMS, Reading
 from replicad.spark.sinks.base import Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.tables import NUMERIC_FORMS, TableRule
+from replicad.spark.tables import TableRule
 from replicad.tubes.shards import ShardSet
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class PipelineConfig:
     `trigger` is `available_now` (end when all pods that were there at the start have been read) or an interval in
     seconds, 0 for as soon as pods arrive.
     `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
+    `numeric` is a name in NUMERIC_FORMS, `out_of_range` one in RANGE_FORMS (reading_columns.py, docs/types.md).
     `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read
     are parked. If there are none, the run ends.
     `rebuild`: if the downstream is not the one that the checkpoint has written to, schedule a backfill of all rows by
@@ -57,6 +59,7 @@ class PipelineConfig:
     id_column: str = "id"
     columns: Sequence[str] | str = ALL_COLUMNS
     numeric: str = "text"
+    out_of_range: str = PARK
     trigger: str | float = AVAILABLE_NOW
     name: str = "pipeline"
     tries: int = 5
@@ -77,6 +80,8 @@ class PipelineConfig:
             raise UsageError(f"tries: {self.tries} is out of range; give a number from 1 to 1000")
         if self.numeric not in NUMERIC_FORMS:
             raise UsageError(f"numeric: {self.numeric!r} is not valid; give one of {', '.join(NUMERIC_FORMS)}")
+        if self.out_of_range not in RANGE_FORMS:
+            raise UsageError(f"out_of_range: {self.out_of_range!r} is not valid; give one of {', '.join(RANGE_FORMS)}")
         if isinstance(self.columns, str) and self.columns != ALL_COLUMNS:
             raise UsageError(f"columns: give a list of names, or {ALL_COLUMNS!r} for all")
         if not isinstance(self.columns, str) and not self.columns:
@@ -104,6 +109,11 @@ class PipelineConfig:
         return (TableRule(self.table),) if isinstance(self.table, str) else tuple(self.table)
 
     @property
+    def reading(self) -> Reading:
+        """How the columns of the tables are read."""
+        return Reading(self.numeric, self.out_of_range, exact=self.sink.casts and self.transform is None)
+
+    @property
     def source_options(self) -> dict[str, str]:
         """The options of the source, by their Spark names."""
         given = {key.lower() for key in self.options}
@@ -129,7 +139,7 @@ class PipelineConfig:
 
 
 _KEYS: dict[str, set[str]] = {
-    "enrich": {"database", "table", "tables", "id", "columns", "numeric"},
+    "enrich": {"database", "table", "tables", "id", "columns", "numeric", "out_of_range"},
     "run": {"checkpoint", "trigger", "name", "transform", "tries"},
 }
 _SINKS: dict[str, type[ParquetSink | PostgresSink | DeltaSink | BulkSink]] = {
@@ -188,6 +198,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         id_column=enrich.get("id", "id"),
         columns=enrich.get("columns", ALL_COLUMNS),
         numeric=enrich.get("numeric", "text"),
+        out_of_range=enrich.get("out_of_range", PARK),
         sink=_sink(sink, folder, url),
         checkpoint=folder / _required(run, "run", "checkpoint"),
         trigger=trigger or run.get("trigger", AVAILABLE_NOW),

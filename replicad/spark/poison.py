@@ -1,14 +1,14 @@
-"""Find ids whose rows cannot be read, and park them with the error, so that the pipeline can go on with the others.
+"""Find ids whose rows cannot be read or are refused downstream, and park them with the reason. The others go on.
 
-After a dropped column, or with a view that fails for one row, a batch would fail for ever. `park_unreadable` looks up
-all waiting ids as a task would, halves a chunk that fails until one id is left, and parks it (`replicad tubes parked`
-lists and replays parked ids). If no id can be read, the ids are not the reason, and none is parked. The query must not
-run meanwhile; its lease is used.
+After a dropped column, with a view that fails for one row, or a constraint downstream, a batch would fail for ever.
+`park_refused` looks up all waiting ids and tries their rows out as a task would, halves a chunk that fails until one id
+is left, and parks it (`replicad tubes parked` lists and replays parked ids). If no id works, the ids are mostly not the
+reason, and none is parked. The query must not run meanwhile; its lease is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,49 +16,57 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replicad.client.blocking_client import BlockingClient
-from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable
+from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, RowRefused, ValueUnheld
 from replicad.eventlog import get_logger
 from replicad.protocol.tokens import START
 from replicad.spark.arrow import PodReader
 from replicad.spark.connecting import endpoint_of
-from replicad.spark.enrich import Enricher
+from replicad.spark.enrich import Changes, Enricher
 from replicad.spark.holding import TubeHold
 from replicad.spark.options import SourceOptions
 from replicad.spark.planning import MOST_PODS
 from replicad.spark.touches import chunks_by_shard, collect
-from replicad.sqlstates import WRONG_QUERY, means
+from replicad.sqlstates import BAD_DATA, WRONG_QUERY, means
 from replicad.tubes.commands import Part
 
 MARK = "replicad.parked"  # file in the checkpoint: pods of a batch that may be replayed were parked
+MOST_UNHELD = 1000  # rows with values that cannot be carried: beyond that a setting is wrong, not a row
+FEW = 100  # ids that are parked although no other one works, if the reason is surely in their rows
 _ERROR_CHARACTERS = 500  # of the error that are stored with parked ids
 
 log = get_logger("replicad.spark")
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """Ids of one shard that fail together, and their error."""
+class Refused:
+    """Ids of one shard that fail together, and their error. `surely`: the reason is in the rows and nowhere else."""
 
     shard: int
     ids: pa.Array
     error: str
+    surely: bool
 
 
-def park_unreadable(options: SourceOptions, enricher: Enricher, tries: int, checkpoint: Path) -> int:
-    """Park the waiting ids whose rows cannot be read. Returns how many; 0 if all or none can be read.
+def park_refused(
+    options: SourceOptions, enricher: Enricher, trial: Callable[[Changes], None], tries: int, checkpoint: Path
+) -> int:
+    """Park the waiting ids whose rows cannot be read, or are refused by `trial` (see `Sink.try_out`).
 
-    First makes `MARK` in the checkpoint: the batch that failed is replayed without the parked pods.
+    Returns how many; 0 if the rows are not the reason. First makes `MARK` in the checkpoint: the batch that failed is
+    replayed without the parked pods.
 
     Raises:
-        LeaseHeld, ConnectionLost, DatabaseUnavailable: the search could not be done.
+        LeaseHeld, ConnectionLost, DatabaseUnavailable, DownstreamError: the search could not be done.
+        ValueUnheld: more than `MOST_UNHELD` rows cannot be carried.
     """
     parked = 0
     with TubeHold(options, holder=options.holder, renewing=True) as hold:
         part, term = Part(0, 1), hold.term()
         with endpoint_of(options).connect(f"{hold.holder}/parking"[:255]) as client:
             batches = list(_waiting(client, options, part, term))
-            found, readable = _search(enricher, batches)
-            if not found or not readable:
+            found, fine = _search(enricher, trial, batches)
+            few = all(one.surely for one in found) and sum(len(one.ids) for one in found) <= FEW
+            if not found or not (fine or few):
                 return 0
             (checkpoint / MARK).touch()
             for one in found:
@@ -76,30 +84,42 @@ def _waiting(client: BlockingClient, options: SourceOptions, part: Part, term: i
     return PodReader(options.tube, part, payload=True).batches(chunks)
 
 
-def _search(enricher: Enricher, batches: list[pa.RecordBatch]) -> tuple[list[Unreadable], int]:
-    """The ids that cannot be read, and the number of those that can."""
-    found: list[Unreadable] = []
-    readable = 0
+def _search(
+    enricher: Enricher, trial: Callable[[Changes], None], batches: list[pa.RecordBatch]
+) -> tuple[list[Refused], int]:
+    """The ids that are refused, and the number of those that are not."""
+    found: list[Refused] = []
+    fine = unheld = 0
     for shard, chunk in chunks_by_shard(collect(batches).table, enricher.chunk):
         todo = [chunk]
         while todo:
             piece = todo.pop()
             try:
-                for _ in enricher.changes(piece):
-                    readable += piece.num_rows
+                for changes in enricher.changes(piece):
+                    trial(changes)
+                fine += piece.num_rows
             except (DatabaseUnavailable, DatabaseRefused):
                 raise
-            except DatabaseError as error:
-                if piece.num_rows == 1 or means(error.sqlstate, WRONG_QUERY):
+            except ValueUnheld as error:
+                unheld += len(error.reasons)
+                if unheld > MOST_UNHELD:
+                    raise ValueUnheld(f"more than {MOST_UNHELD} rows cannot be carried, for example {error}") from error
+                found += [Refused(shard, pa.array([id_]), why, surely=True) for id_, why in error.reasons.items()]
+                others = pc.invert(pc.is_in(piece.column("id"), value_set=pa.array(list(error.reasons), pa.int64())))
+                todo.append(piece.filter(others))
+            except (DatabaseError, RowRefused) as error:
+                state = getattr(error, "sqlstate", None)
+                if piece.num_rows == 1 or means(state, WRONG_QUERY):
                     ids = piece.column("id").combine_chunks()
-                    found.append(Unreadable(shard, ids, str(error)[:_ERROR_CHARACTERS]))
+                    surely = isinstance(error, RowRefused) or means(state, BAD_DATA)
+                    found.append(Refused(shard, ids, str(error)[:_ERROR_CHARACTERS], surely))
                 else:
                     half = piece.num_rows // 2
                     todo += [piece.slice(0, half), piece.slice(half)]
-    return found, readable
+    return found, fine
 
 
-def _pods_with(batches: list[pa.RecordBatch], one: Unreadable) -> Iterator[tuple[int, list[int]]]:
+def _pods_with(batches: list[pa.RecordBatch], one: Refused) -> Iterator[tuple[int, list[int]]]:
     """The seq of each pod that has some of the ids, and those ids."""
     for batch in batches:
         of_shard = batch.filter(pc.equal(batch.column("shard"), one.shard))

@@ -12,16 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from replicad.errors import UsageError
-from replicad.spark.column_types import COLUMNS
-from replicad.spark.database import literal, patiently, quote
+from replicad.spark.database import patiently, quote
+from replicad.spark.reading_columns import Column, Reading, read_columns
 from replicad.tubes.shards import ALL_SHARDS, ShardSet
 
-NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or a number that may be rounded
 RESERVED = "_"  # the first character of replicad's own columns: _shard, _seq
-_SIMPLE = (
-    pa.types.is_boolean, pa.types.is_int16, pa.types.is_int32, pa.types.is_int64, pa.types.is_float32,
-    pa.types.is_float64, pa.types.is_string, pa.types.is_binary, pa.types.is_date32, pa.types.is_timestamp,
-)  # fmt: skip
+UNHELD = "_unheld"
 _LIST_TABLES = """
 SELECT format('%I.%I', n.nspname, c.relname), format('%I', c.relname), pg_catalog.pg_table_is_visible(c.oid)
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
@@ -66,23 +62,16 @@ _EXAMPLE = "`shard_{shard:04d}.cities`, where {shard} is the number of the shard
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table: the SQL expression that reads it, the Arrow type of that, and the type in Postgres.
-
-    `type` None: the expression changes the values.
-    """
-
-    expression: str
-    kind: pa.DataType
-    type: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
-    """How to select the rows of one rule's shards: SQL expressions by column. A column without expression is NULL."""
+    """How to select the rows of one rule's shards: SQL expressions by column. A column without expression is NULL.
+
+    `unheld` is SQL for a text that says what Arrow cannot hold in a row; NULL for a row that it holds. Empty: it holds
+    every row.
+    """
 
     rule: TableRule
     expressions: Mapping[str, str]
+    unheld: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +90,23 @@ class Layout:
     def query(self, shard: int) -> tuple[str | None, str] | None:
         """The database of a shard (see `TableRule.database`), and SQL that selects the rows with the ids in `$1`.
 
-        None if no rule covers the shard.
+        A row that Arrow cannot hold has the reason in the column `_unheld`. None if no rule covers the shard.
         """
         for source in self.sources:
             if shard in source.rule.shards:
                 columns = ", ".join(f"{text} AS {quote(name)}" for name, text in source.expressions.items())
+                columns += f", {source.unheld} AS {quote(UNHELD)}" if source.unheld else ""
                 sql = f"SELECT {columns} FROM {source.rule.of(shard)} WHERE {quote(self.id)} = ANY($1)"
                 return source.rule.database, sql
         return None
 
 
 def find_layout(
-    url: str, rules: Sequence[TableRule], id_column: str, columns: Sequence[str] | None, numeric: str
+    url: str, rules: Sequence[TableRule], id_column: str, columns: Sequence[str] | None, reading: Reading
 ) -> Layout:
     """Look up the tables and choose the columns. `columns` None: all columns of any of the tables.
 
-    `url` is the database of the rules without one.
+    `url` is the database of the rules without one. `reading` has the rules for the values.
 
     Raises:
         UsageError: a table or column is missing or cannot be used; the message lists those that exist.
@@ -129,7 +119,7 @@ def find_layout(
         if where not in listed:
             listed[where] = patiently(where, _list_tables, patience=10)
         table = _example_of(rule, listed[where])
-        look = functools.partial(_columns, table=table, numeric=numeric)
+        look = functools.partial(read_columns, table=table, reading=reading)
         found.append((rule, patiently(where, look, patience=10)))
         _check_id(found[-1][1], id_column, table)
     kinds: dict[str, pa.DataType] = {id_column: pa.int64()}
@@ -147,12 +137,16 @@ def find_layout(
             types.setdefault(name, set()).add(there[name].type)
     _check_columns(columns, kinds, {name for _, there in found for name in there}, rules)
     order = [id_column, *(name for name in columns or kinds if name != id_column)]
-    sources = tuple(
-        Source(rule, {name: there[name].expression for name in order if name in there}) for rule, there in found
-    )
+    sources = tuple(_source(rule, {name: there[name] for name in order if name in there}) for rule, there in found)
     same = {name: next(iter(of)) for name, of in types.items() if len(of) == 1}
     known = {name: type for name, type in same.items() if type is not None}
     return Layout(id_column, pa.schema([(name, kinds[name]) for name in order]), sources, known)
+
+
+def _source(rule: TableRule, columns: Mapping[str, Column]) -> Source:
+    reasons = [column.unheld for column in columns.values() if column.unheld]
+    unheld = f"COALESCE({', '.join(reasons)})" if reasons else ""
+    return Source(rule, {name: column.expression for name, column in columns.items()}, unheld)
 
 
 def _check_id(columns: Mapping[str, Column], id_column: str, table: str) -> None:
@@ -197,24 +191,3 @@ def _list_tables(driver: Any) -> list[tuple[str, str, bool]]:
     with driver.cursor() as cursor:
         cursor.execute(_LIST_TABLES)
         return list(cursor.fetchall())
-
-
-def _columns(driver: Any, table: str, numeric: str) -> dict[str, Column]:
-    """The columns of a table. A type that Spark does not have becomes text."""
-    with driver.cursor() as cursor:
-        cursor.execute(f"SELECT * FROM {table} WHERE false")
-        schema: pa.Schema = cursor.fetch_arrow_table().schema
-        cursor.execute(COLUMNS.format(table=literal(table)))
-        types = dict(cursor.fetchall())
-    found = {}
-    for column in schema:
-        name, kind = quote(column.name), column.type
-        of_list = kind.value_type if pa.types.is_list(kind) else kind
-        if any(check(of_list) for check in _SIMPLE):
-            plain = pa.list_(pa.field("element", of_list)) if pa.types.is_list(kind) else kind
-            found[column.name] = Column(name, plain, types.get(column.name))
-        elif (column.metadata or {}).get(b"POSTGRESQL:type") == b"numeric" and numeric == "float":
-            found[column.name] = Column(f"{name}::{NUMERIC_FORMS[numeric]}", pa.float64(), None)
-        else:
-            found[column.name] = Column(f"{name}::text", pa.string(), types.get(column.name))
-    return found

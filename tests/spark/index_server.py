@@ -72,7 +72,7 @@ class IndexServer:
         return (200, {}) if self.documents else (404, {})
 
     def bulk(self, body: bytes) -> dict[str, Any]:
-        lines = [json.loads(line) for line in body.decode().splitlines()]
+        lines = [json.loads(line, parse_constant=_refuse) for line in body.decode().splitlines()]
         items = []
         while lines:
             ((action, where),) = lines.pop(0).items()
@@ -95,3 +95,7 @@ class IndexServer:
         ((shard_field, shard),), ((seq_field, below),) = term["term"].items(), bounds["range"].items()
         found = [d for d in self.documents.values() if d[shard_field] == shard and d[seq_field] < below["lt"]]
         return {"hits": {"hits": [{"_source": document} for document in found[: asked["size"]]]}}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pyarrow as pa
 
@@ -62,10 +63,12 @@ class Applied:
 class Sink(ABC):
     """A downstream. Instances are pickled to the executors, so connections must be opened there.
 
-    `settle` is the time in seconds that a write may take to become visible to `stale_ids`.
+    `settle` is the time in seconds that a write may take to become visible to `stale_ids`. `casts`: it casts text to
+    the types of Postgres, so values that Arrow has no form for come to it as text.
     """
 
     settle: float = 0.0
+    casts: ClassVar[bool] = False
 
     @abstractmethod
     def prepare(self, shape: Shape) -> None:
@@ -96,6 +99,17 @@ class Sink(ABC):
         """
         del batch, applied
         return None
+
+    def try_out(self, shape: Shape, changes: Changes) -> None:
+        """On the driver, after batches failed: write these changes, or find out whether they would be taken.
+
+        Only called while no batch runs. The rows are current ones, so it does no harm to write them for good.
+
+        Raises:
+            RowRefused: what is in the rows is refused. They are then tried in halves.
+            DownstreamError, DatabaseError: another failure.
+        """
+        del shape, changes
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array | None:
         """On the driver: up to `limit` ids (bigint) of the shard that the downstream has with a `_seq` below `before`.

@@ -12,6 +12,7 @@ import datetime
 import functools
 import http.client
 import json
+import math
 import os
 import ssl
 import threading
@@ -22,7 +23,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import pyarrow as pa
 
-from replicad.errors import DownstreamError, UsageError
+from replicad.errors import DownstreamError, DownstreamUnavailable, RowRefused, UsageError
 from replicad.masking import mask_secrets
 from replicad.retry import Retries
 from replicad.spark.enrich import Changes
@@ -33,6 +34,7 @@ _TIMEOUT = 60.0  # seconds for one request
 _PATIENCE = 120.0  # seconds to wait for an index that is unreachable or too busy
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0  # seconds between two tries; each pause doubles
 _BUSY = (429, 502, 503, 504)
+_OF_A_ROW = (400, 409, 413, 422)  # what is in a document, or its size, is not accepted
 _SEARCH_MOST = 10_000  # hits in one search; a limit of both products
 
 _FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # the index reserves names that begin with _
@@ -87,6 +89,10 @@ class BulkSink(Sink):
             deleted += self._send(self._deletes(change.deletes, shape.id))
         return Applied(written, deleted)
 
+    def try_out(self, shape: Shape, changes: Changes) -> None:
+        """Write them: documents that come again are the same."""
+        self.apply(shape, BatchId("", 0), 0, [changes])
+
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
         """Ids of the shard with a `_seq` below `before`. Refreshes the index first, so that all writes are visible."""
         index = quote(self.index, safe="")
@@ -102,8 +108,9 @@ class BulkSink(Sink):
     def _puts(self, rows: pa.Table, id_: str) -> Iterator[Line]:
         for row in rows.to_pylist():
             action = {"index": {"_index": self.index, "_id": self.document_id.format(shard=row["_shard"], id=row[id_])}}
-            document = {_FIELDS.get(name, name): value for name, value in row.items()}
-            yield json.dumps(action).encode(), json.dumps(document, default=_plain, ensure_ascii=False).encode()
+            document = {_FIELDS.get(name, name): _finite(value) for name, value in row.items()}
+            text = json.dumps(document, default=_plain, ensure_ascii=False, allow_nan=False)
+            yield json.dumps(action).encode(), text.encode()
 
     def _deletes(self, rows: pa.Table, id_: str) -> Iterator[Line]:
         for row in rows.to_pylist():
@@ -136,9 +143,10 @@ class BulkSink(Sink):
                     again.append(line)
                 elif done["status"] >= 300 and not (action == "delete" and done["status"] == 404):
                     reason = json.dumps(done.get("error"))[:500]
-                    raise DownstreamError(f"index {self.index} refuses document {done.get('_id')}: {reason}")
+                    kind = RowRefused if done["status"] in _OF_A_ROW else DownstreamError
+                    raise kind(f"index {self.index} refuses document {done.get('_id')}: {reason}")
             if again and not retries.pause():
-                raise DownstreamError(f"index {self.index} stays too busy for {len(again)} documents")
+                raise DownstreamUnavailable(f"index {self.index} stays too busy for {len(again)} documents")
             lines = again
         return deleted
 
@@ -160,7 +168,15 @@ class BulkSink(Sink):
                 if status == 404 and missing:
                     return {}
                 if status not in _BUSY or not retries.pause():
-                    raise DownstreamError(f"{method} {path} ended with status {status}: {_shortened(answer)}")
+                    bulk = path == "/_bulk"
+                    kind = (
+                        DownstreamUnavailable
+                        if status in _BUSY
+                        else RowRefused
+                        if bulk and status in _OF_A_ROW
+                        else DownstreamError
+                    )
+                    raise kind(f"{method} {path} ended with status {status}: {_shortened(answer)}")
 
     def _request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         parts = urlsplit(self.url)
@@ -179,7 +195,7 @@ class BulkSink(Sink):
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException) as error:
             connection.close()  # the next request opens it again
-            raise DownstreamError(f"no answer from {mask_secrets(self.url)}: {error}") from error
+            raise DownstreamUnavailable(f"no answer from {mask_secrets(self.url)}: {error}") from error
 
 
 @functools.lru_cache(maxsize=16)
@@ -200,6 +216,13 @@ def _plain(value: object) -> object:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return str(value)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinite numbers: they become null."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shortened(answer: bytes) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replicad.errors import DownstreamError, ReplicadError, UsageError
+from replicad.errors import DownstreamError, DownstreamUnavailable, ReplicadError, RowRefused, UsageError
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
@@ -36,7 +36,11 @@ class Downstream(Protocol):
         """
 
     def delete(self, shard: int, ids: Sequence[int]) -> None:
-        """Delete these ids of the shard. Some may never have been written."""
+        """Delete these ids of the shard. Some may never have been written.
+
+        What `write` and `delete` raise is tried again. An OSError means that the downstream cannot be reached. For
+        other exceptions the rows that cause them are looked for after some tries, and parked.
+        """
 
     def stale_ids(self, shard: int, before: int) -> Iterable[int]:
         """Ids of the shard with a `_seq` below `before`; empty if the class cannot list them."""
@@ -90,11 +94,22 @@ class CustomSink(Sink):
             except ReplicadError:
                 raise
             except Exception as error:
-                raise DownstreamError(
+                kind = DownstreamUnavailable if isinstance(error, OSError) else DownstreamError
+                raise kind(
                     f"{type(self.target).__qualname__} did not take batch {batch.number}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
         return Applied(written, deleted)
+
+    def try_out(self, shape: Shape, changes: Changes) -> None:
+        """Write them: `write` is safe to repeat. What is not an OSError is because of the rows."""
+        try:
+            self.apply(shape, BatchId("", 0), 0, [changes])
+        except DownstreamError as error:
+            if isinstance(error, (DownstreamUnavailable, RowRefused)) or error.__cause__ is None:
+                raise
+            name = type(self.target).__qualname__
+            raise RowRefused(f"{name} refuses it: {type(error.__cause__).__name__}: {error.__cause__}") from error
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:  # noqa: ARG002
         """At most `limit` of the ids that the class returns."""

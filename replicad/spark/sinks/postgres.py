@@ -11,16 +11,24 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replicad.errors import DatabaseError, UsageError
+from replicad.errors import (
+    DatabaseError,
+    DatabaseUnavailable,
+    DownstreamError,
+    DownstreamUnavailable,
+    RowRefused,
+    UsageError,
+)
 from replicad.spark.column_types import COLUMNS, ColumnType
 from replicad.spark.database import PATIENCE, literal, patiently, quote
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.sqlstates import NOT_OF_A_ROW, means
 
 _TYPES = {
     pa.bool_(): "boolean", pa.int8(): "smallint", pa.int16(): "smallint", pa.int32(): "integer", pa.int64(): "bigint",
@@ -28,22 +36,10 @@ _TYPES = {
     pa.date32(): "date", pa.timestamp("us"): "timestamp without time zone",
     pa.timestamp("us", tz="UTC"): "timestamp with time zone",
 }  # fmt: skip
-_CREATED = frozenset(
-    {
-        "numeric",
-        "json",
-        "jsonb",
-        "uuid",
-        "inet",
-        "cidr",
-        "macaddr",
-        "macaddr8",
-        "interval",
-        "xml",
-        "time without time zone",
-        "time with time zone",
-    }
-)  # come as text; a table that we create gets the type itself, without its modifier
+_CREATED = {  # what comes as text; a table that we create gets the type itself, without its modifier
+    "numeric", "json", "jsonb", "uuid", "inet", "cidr", "macaddr", "macaddr8", "interval", "xml",
+    "time without time zone", "time with time zone", *_TYPES.values(),
+}  # fmt: skip
 _PART = r'(?:"(?:[^"]|"")+"|[A-Za-z_][A-Za-z0-9_$]*)'
 _NAME = re.compile(rf"(?:({_PART})\.)?({_PART})")
 
@@ -84,6 +80,7 @@ class PostgresSink(Sink):
     url: str
     table: str
     patience: float = PATIENCE
+    casts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.table):
@@ -175,6 +172,11 @@ class PostgresSink(Sink):
         who = (batch.query, self.table, task)
         if not _ask(cursor, _CLAIM.format(batches=self._batches), *who, batch.number, batch.step):
             return Applied(repeated=True)
+        applied = self._write(cursor, shape, changes)
+        _ask(cursor, _COUNT.format(batches=self._batches), *who, applied.written, applied.deleted)
+        return applied
+
+    def _write(self, cursor: Any, shape: Shape, changes: Iterable[Changes]) -> Applied:
         typed = ", ".join(f"{quote(field.name)} {_type_of(field)}" for field in shape.schema)
         stage = f"replicad_stage_{zlib.crc32(f'{self.table} {typed}'.encode()):08x}"
         cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {stage} ({typed}) ON COMMIT DELETE ROWS")
@@ -189,8 +191,24 @@ class PostgresSink(Sink):
                 cursor.adbc_ingest(stage, change.writes, mode="append", temporary=True)
             deleted += self._delete(cursor, shape, change.deletes)
         written = _ask(cursor, self._upsert(shape, stage, casts))[0][0] if staged else 0
-        _ask(cursor, _COUNT.format(batches=self._batches), *who, written, deleted)
         return Applied(written, deleted)
+
+    def try_out(self, shape: Shape, changes: Changes) -> None:
+        """In a transaction that is rolled back."""
+
+        def work(driver: Any) -> None:
+            with driver.cursor() as cursor:
+                self._write(cursor, shape, [changes])
+                cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")  # a commit would check them
+            driver.rollback()
+
+        try:
+            patiently(self.url, work, transactional=True, patience=min(self.patience, 10))
+        except DatabaseError as error:
+            of_a_row = error.sqlstate is not None and not means(error.sqlstate, NOT_OF_A_ROW)
+            away = isinstance(error, DatabaseUnavailable)
+            kind = RowRefused if of_a_row else DownstreamUnavailable if away else DownstreamError
+            raise kind(f"the downstream table {self.table} refuses it: {error}") from error
 
     def _upsert(self, shape: Shape, stage: str, casts: str) -> str:
         key = ("_shard", shape.id)

@@ -1,0 +1,130 @@
+"""How each column of a table is read: the SQL expression, the Arrow type of it, and what Arrow cannot hold.
+
+The type in Postgres decides, not what the driver makes of it: the driver gives money as its number of cents, and a date
+of `infinity` as some day. Types that Arrow does not have come as their text. docs/types.md shows what each downstream
+gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from replicad.spark.column_types import COLUMNS, ColumnType
+from replicad.spark.database import literal, quote
+
+NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or a number that may be rounded
+PARK, NULL, LIMITS = "park", "null", "limits"
+RANGE_FORMS = {
+    PARK: "its row is parked, with the reason",
+    NULL: "it becomes NULL",
+    LIMITS: "it becomes the first or the last day of the years 1 to 9999",
+}
+
+_ARROW = {
+    "boolean": pa.bool_(), "smallint": pa.int16(), "integer": pa.int32(), "bigint": pa.int64(), "oid": pa.int64(),
+    "real": pa.float32(), "double precision": pa.float64(), "text": pa.string(), "character varying": pa.string(),
+    "character": pa.string(), "bytea": pa.binary(), "date": pa.date32(),
+    "timestamp without time zone": pa.timestamp("us"), "timestamp with time zone": pa.timestamp("us", tz="UTC"),
+}  # fmt: skip
+_CASTS = {"oid": "bigint", "money": "numeric"}  # what they are read as
+_HELD = {
+    "date": "({v} >= '0001-01-01'::date AND {v} < '10000-01-01'::date)",
+    "timestamp without time zone": "({v} >= '0001-01-01'::timestamp AND {v} < '10000-01-01'::timestamp)",
+    "timestamp with time zone": (
+        "({v} >= '0001-01-01 00:00+00'::timestamptz AND {v} < '10000-01-01 00:00+00'::timestamptz)"
+    ),
+}  # Arrow has no infinity; Python, Spark and the log of Delta have no other years
+_LAST = {
+    "date": "'9999-12-31'::date",
+    "timestamp without time zone": "'9999-12-31 23:59:59.999999'::timestamp",
+    "timestamp with time zone": "'9999-12-31 23:59:59.999999+00'::timestamptz",
+}
+_FIRST = {
+    "date": "'0001-01-01'::date",
+    "timestamp without time zone": "'0001-01-01'::timestamp",
+    "timestamp with time zone": "'0001-01-01 00:00+00'::timestamptz",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: the SQL expression that reads it, the Arrow type of that, and the type in Postgres.
+
+    `type` None: the expression changes the values. `unheld` is SQL for a text that says what the expression cannot
+    hold; NULL for a value that it holds. Empty: it holds all values.
+    """
+
+    expression: str
+    kind: pa.DataType
+    type: str | None
+    unheld: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The rules for columns. `exact`: whatever Arrow could change comes as its text, for a downstream that casts it.
+
+    `numeric` is one of NUMERIC_FORMS. `out_of_range` is one of RANGE_FORMS: what is done with dates and
+    times that are infinite or not of the years 1 to 9999.
+    """
+
+    numeric: str = "text"
+    out_of_range: str = PARK
+    exact: bool = False
+
+    def column(self, name: str, type: str) -> Column:
+        """The column of that name and type (as format_type() writes it)."""
+        value, parsed = quote(name), ColumnType.parse(type)
+        if parsed.name == "numeric" and not parsed.is_list and self.numeric == "float":
+            return Column(f"{value}::{NUMERIC_FORMS[self.numeric]}", pa.float64(), None)
+        kind = _ARROW.get(parsed.name)
+        if parsed.name in _CASTS and not parsed.is_list:
+            read_as = _CASTS[parsed.name]
+            return Column(f"{value}::{read_as}" + ("" if kind else "::text"), kind or pa.string(), read_as)
+        if kind is None or parsed.name in _CASTS or (self.exact and (parsed.is_list or parsed.name in _HELD)):
+            return Column(f"{value}::text", pa.string(), type)
+        return self._list(name, parsed.name, kind, type) if parsed.is_list else self._plain(name, parsed, kind, type)
+
+    def _plain(self, name: str, parsed: ColumnType, kind: pa.DataType, type: str) -> Column:
+        value = quote(name)
+        if parsed.name not in _HELD:
+            return Column(value, kind, type)
+        held = _HELD[parsed.name].format(v=value)
+        unheld = f"CASE WHEN NOT {held} THEN {literal(f'column {name} is ')} || {value}::text END"
+        return Column(self._mapped(value, parsed.name), kind, type, unheld if self.out_of_range == PARK else "")
+
+    def _list(self, name: str, of: str, kind: pa.DataType, type: str) -> Column:
+        """A list has one dimension. The number of its first element is not kept."""
+        value = quote(name)
+        read = f"{value}[:]"  # begins with number 1; Arrow's driver refuses others
+        has = literal(f"column {name} has ")
+        reasons = [f"WHEN array_ndims({value}) > 1 THEN {has} || array_ndims({value}) || ' dimensions'"]
+        if of in _HELD:
+            elements = f"unnest({value}) WITH ORDINALITY AS u(e, n)"
+            mapped = f"ARRAY(SELECT {self._mapped('e', of)} FROM {elements} ORDER BY n)"
+            read = f"CASE WHEN {value} IS NOT NULL THEN {mapped} END"
+            if self.out_of_range == PARK:
+                some = f"EXISTS (SELECT FROM {elements} WHERE NOT {_HELD[of].format(v='e')})"
+                reasons.append(f"WHEN {some} THEN {literal(f'column {name} is ')} || {value}::text")
+        read = f"CASE WHEN array_ndims({value}) > 1 THEN NULL ELSE {read} END"
+        return Column(read, pa.list_(pa.field("element", kind)), type, f"CASE {' '.join(reasons)} END")
+
+    def _mapped(self, value: str, of: str) -> str:
+        held = _HELD[of].format(v=value)
+        if self.out_of_range != LIMITS:
+            return f"CASE WHEN {held} THEN {value} END"
+        return f"CASE WHEN {held} THEN {value} WHEN {value} > {_FIRST[of]} THEN {_LAST[of]} ELSE {_FIRST[of]} END"
+
+
+def read_columns(driver: Any, table: str, reading: Reading) -> dict[str, Column]:
+    """The columns of a table, in its order.
+
+    Raises:
+        DatabaseError: there is no such table, or it cannot be looked up.
+    """
+    with driver.cursor() as cursor:
+        cursor.execute(COLUMNS.format(table=literal(table)))
+        return {name: reading.column(name, type) for name, type in cursor.fetchall()}

@@ -80,6 +80,7 @@ def test_a_parquet_folder_follows_backfill_inserts_updates_and_deletes(
     frame = parquet.read(spark, tmp_path / "out")
     assert frame.where("id = 2 AND _shard = 1").select("people", "area").collect() == [(30, "0.20000000000000000000")]
     assert frame.count() == len(cities.rows())
+    assert spark.read.parquet(str(tmp_path / "out/current")).count() == len(cities.rows())
 
 
 def test_a_transform_sees_rows_and_what_it_leaves_out_is_deleted(

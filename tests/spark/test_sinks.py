@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from helpers import psql
 from hypothesis import given, settings
@@ -119,17 +118,6 @@ def test_of_two_writers_one_is_refused_and_nothing_is_mixed(tmp_path: Path) -> N
     assert parquet_rows(tmp_path) == {(1, 2): "theirs"}
 
 
-def test_old_files_go_after_some_batches_and_current_ones_stay(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path)
-    sink.prepare(SHAPE)
-    put(sink, 0, changes({(2, 1): "stays"}))
-    for number in range(1, 30):
-        put(sink, number, changes({(1, 1): f"v{number}"}))
-        assert all(path.exists() for path in parquet.current(tmp_path))
-    assert len(list((tmp_path / "data").glob("*/*.parquet"))) <= manifest.KEPT_VERSIONS + 1
-    assert pq.read_table(parquet.current(tmp_path)[0]).num_columns == 4
-
-
 def test_stale_ids_are_those_that_a_backfill_did_not_touch(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path, rows_per_file=2)
     sink.prepare(SHAPE)
@@ -141,12 +129,10 @@ def test_stale_ids_are_those_that_a_backfill_did_not_touch(tmp_path: Path) -> No
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "mine.csv").write_text("1")
+    (tmp_path / "_data").mkdir()
+    (tmp_path / "_data" / "mine.csv").write_text("1")
     with pytest.raises(UsageError, match="not empty"):
         ParquetSink(tmp_path).prepare(SHAPE)
-    with pytest.raises(UsageError, match="delta"):
-        ParquetSink(Path("s3://bucket/x"))
     sink = ParquetSink(tmp_path / "other")
     sink.prepare(SHAPE)
     with pytest.raises(UsageError, match="other columns"):

@@ -1,29 +1,38 @@
 """The manifest of a Parquet folder: the files that are the table now, and the batches that are in it.
 
-`manifest/<version>.json` is first written under another name and then linked, which fails if the version exists. So a
-version is always complete, and two writers cannot both make it. The files of a shard divide its ids into ranges: a file
-has the ids from its `low` up to that of the next file.
+    current             a link to the files of the last version, for whoever reads Parquet
+    _snapshots/<version>/*.parquet    hard links to the files of a version
+    _manifest/<version>.json
+    _data/shard-<n>/*.parquet         the files of all versions that are kept
+
+A manifest is first written under another name and then linked, which fails if the version exists. So a version is
+always complete, and two writers cannot both make it. The files of a shard divide its ids into ranges: a file has the
+ids from its `low` up to that of the next file. Readers of Parquet leave out names that begin with `_`.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from replicad.errors import DownstreamError
 from replicad.spark.sinks.base import BatchId, Shape
 
 FORMAT = 1
-KEPT_VERSIONS = 8  # a reader of `current` can open its files for so many batches
+CURRENT, DATA, MANIFESTS, SNAPSHOTS = "current", "_data", "_manifest", "_snapshots"
+MOST_VERSIONS = 10_000  # whatever their age; a file system allows 65,000 hard links to a file, and more is of no use
 KEPT_QUERIES = 16  # queries whose last batch is stored; every new checkpoint adds one
 _NAME = re.compile(r"([0-9]{20})\.json")
 
@@ -104,13 +113,13 @@ class Manifest:
 
 def path_of(folder: Path, version: int) -> Path:
     """The file of a version."""
-    return folder / "manifest" / f"{version:020d}.json"
+    return folder / MANIFESTS / f"{version:020d}.json"
 
 
 def versions(folder: Path) -> list[int]:
     """The existing versions in ascending order."""
     try:
-        names = os.listdir(folder / "manifest")
+        names = os.listdir(folder / MANIFESTS)
     except FileNotFoundError:
         return []
     return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
@@ -159,21 +168,80 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def drop_old_versions(folder: Path) -> None:
-    """Delete all but the last versions, and the files that only they have."""
-    old = versions(folder)[:-KEPT_VERSIONS]
-    for version in old:
-        with contextlib.suppress(DownstreamError):  # another process has deleted the version
+def show(folder: Path) -> None:
+    """Let `current` be the files of the last version. Safe to repeat, and for several processes at once."""
+    shown = None
+    while (found := latest(folder)) is not None and found.version != shown:
+        name = f"{found.version:020d}"
+        if not (folder / SNAPSHOTS / name).exists():
+            _link_files(folder, found, folder / SNAPSHOTS / name)
+        link = folder / f".{CURRENT}.{os.getpid()}.{os.urandom(4).hex()}"
+        link.symlink_to(Path(SNAPSHOTS) / name)
+        os.replace(link, folder / CURRENT)
+        shown = found.version  # another process may have published and shown a later one in between
+
+
+def _link_files(folder: Path, found: Manifest, tree: Path) -> None:
+    draft = tree.with_name(f".{tree.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    draft.mkdir(parents=True)
+    try:
+        for file in found.files:
+            os.link(folder / DATA / file, draft / file.replace("/", "-"))
+        if not found.files:  # a table without rows is no error for who reads it
+            pq.write_table(found.shape.schema.empty_table(), draft / "empty.parquet")
+        with contextlib.suppress(FileExistsError):  # another process was first
+            draft.rename(tree)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def drop_old_versions(folder: Path, older_than: float) -> None:
+    """Delete the versions that were replaced before `older_than` (seconds since the epoch), and files of theirs alone.
+
+    The last version stays. At most `MOST_VERSIONS` are kept.
+    """
+    known = versions(folder)
+    for number, version in enumerate(known[:-1]):
+        with contextlib.suppress(DownstreamError, FileNotFoundError):  # another process has deleted the version
+            replaced = path_of(folder, known[number + 1]).stat().st_mtime
+            if replaced >= older_than and len(known) - number <= MOST_VERSIONS:
+                return
             next_files = set(load(folder, version + 1).files)
             for file in load(folder, version).files:
                 if file not in next_files:
-                    (folder / "data" / file).unlink(missing_ok=True)
+                    (folder / DATA / file).unlink(missing_ok=True)
+        shutil.rmtree(folder / SNAPSHOTS / f"{version:020d}", ignore_errors=True)
         path_of(folder, version).unlink(missing_ok=True)
 
 
 def orphans(folder: Path, older_than: float) -> Iterator[Path]:
-    """Files below `data` that are in no version, last changed before `older_than` (seconds since the epoch)."""
+    """What a crash has left, last changed before `older_than`: files in no version, and folders of links half made."""
     used = {file for version in versions(folder) for file in load(folder, version).files}
-    for path in (folder / "data").glob("*/*.parquet"):
+    for path in (folder / DATA).glob("*/*.parquet"):
         if f"{path.parent.name}/{path.name}" not in used and path.stat().st_mtime < older_than:
             yield path
+    for path in [*(folder / SNAPSHOTS).glob(".*"), *folder.glob(f".{CURRENT}.*")]:
+        if path.lstat().st_mtime < older_than:
+            yield path
+
+
+def is_old_layout(folder: Path) -> bool:
+    """Whether the folder was made before there was `current`: with `data` and `manifest`, which readers took for the
+    table.
+    """
+    try:
+        return any(map(_NAME.fullmatch, os.listdir(folder / "manifest"))) and not versions(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def convert(folder: Path) -> None:
+    """Give a folder of the old layout the present one. After a crash in the middle it is still of the old one."""
+    if (folder / "data").exists():
+        os.rename(folder / "data", folder / DATA)
+    with contextlib.suppress(FileNotFoundError):
+        (folder / MANIFESTS).rmdir()  # empty
+    os.rename(folder / "manifest", folder / MANIFESTS)

@@ -1,20 +1,21 @@
 """A folder of Parquet files as the downstream: a table with upserts and deletes, in which batches appear as a whole.
 
 Each file of a shard has a range of ids. A task writes new files for those whose ids were touched and keeps the old
-ones. When all tasks are done, the driver publishes a manifest with the new files (`manifest`). Files that a crash
-leaves are in no manifest. `current` lists the files of the table for any tool that reads Parquet. The driver and all
-executors need the same folder: on one machine, or on a shared file system.
+ones. When all tasks are done, the driver publishes a manifest with the new files, and lets the link `current` be them
+(`manifest`). Files that a crash leaves are in no manifest. The driver and all executors need the same folder: on one
+machine, or on a shared file system with links.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-import re
+import shutil
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
+from replicad.errors import DownstreamError, DownstreamUnavailable, EnvironmentRefused, UsageError
+from replicad.eventlog import get_logger
 from replicad.spark.enrich import Changes
+from replicad.spark.places import local_path
 from replicad.spark.sinks import manifest
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.sinks.manifest import Leaf, Manifest
@@ -33,37 +36,53 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 ROWS_PER_FILE = 50_000  # a changed row rewrites one file, which takes some tens of milliseconds at this size
+KEEP = 600.0  # seconds; a replaced file of 50,000 rows takes about 1 MB meanwhile
 _ORPHAN_AGE = 3600.0  # seconds after which a file without manifest must be from a crash, not from a slow task
+
+log = get_logger("replicad.spark")
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetSink(Sink):
-    """Keeps the Parquet table in `folder` in step. Creates it if it is missing."""
+    """Keeps the Parquet table in `folder` in step. Creates it if it is missing. Read it as `folder/current`.
+
+    Files that were replaced are kept for `keep` seconds, for readers that have begun.
+    """
 
     folder: Path
     rows_per_file: int = ROWS_PER_FILE
+    keep: float = KEEP
 
     def __post_init__(self) -> None:
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(self.folder)):
+        local = local_path(str(self.folder))
+        if local is None:
             raise UsageError(
                 f"downstream folder {self.folder}: give a path of a file system that the driver and all executors "
                 "share; for an object store use the downstream `delta`"
             )
-        object.__setattr__(self, "folder", Path(self.folder).expanduser().absolute())
+        object.__setattr__(self, "folder", local.absolute())
+        if not 0 <= self.keep <= 30 * 86400:
+            raise UsageError(f"keep={self.keep}: give seconds from 0 to 30 days")
         if self.rows_per_file < 1:
             raise UsageError(f"rows_per_file={self.rows_per_file}: give a number from 1")
 
     def prepare(self, shape: Shape) -> None:
         """Create the folder, refuse one with another table, and remove old files that a crash left."""
         try:
-            for name in ("data", "manifest"):
+            if manifest.is_old_layout(self.folder):
+                manifest.convert(self.folder)
+                log.warning("parquet_converted", folder=str(self.folder), read=str(self.folder / manifest.CURRENT))
+            for name in (manifest.DATA, manifest.MANIFESTS, manifest.SNAPSHOTS):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise EnvironmentRefused(f"downstream folder {self.folder} cannot be made: {error.strerror}") from error
+        shown = self.folder / manifest.CURRENT
+        if shown.exists() and not shown.is_symlink():
+            raise UsageError(f"{shown} is not a link of a pipeline; use another folder")
         found = manifest.latest(self.folder)
         if found is None:
-            if any((self.folder / "data").iterdir()):
-                raise UsageError(f"{self.folder / 'data'} is not empty and has no manifest; use another folder")
+            if any((self.folder / manifest.DATA).iterdir()):
+                raise UsageError(f"{self.folder / manifest.DATA} is not empty and has no manifest; use another folder")
             manifest.publish(self.folder, Manifest(0, shape))
         elif found.shape != shape:
             raise UsageError(
@@ -73,7 +92,8 @@ class ParquetSink(Sink):
         if not self._identity.exists():
             self._identity.write_text(f"{uuid.uuid4()}\n", encoding="ascii")
         for path in manifest.orphans(self.folder, time.time() - _ORPHAN_AGE):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        manifest.show(self.folder)  # a crash may have come between the two
 
     @property
     def _identity(self) -> Path:
@@ -85,6 +105,10 @@ class ParquetSink(Sink):
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Write new files for the changed ids. `commit` makes them part of the table."""
+        with self._disk():
+            return self._apply(shape, batch, changes)
+
+    def _apply(self, shape: Shape, batch: BatchId, changes: Iterable[Changes]) -> Applied:
         base = self._latest()
         if base.holds(batch):
             return Applied(repeated=True)
@@ -100,6 +124,12 @@ class ParquetSink(Sink):
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:
         """Publish the next version of the table, unless the batch is already in it."""
+        with self._disk():
+            self._commit(batch, applied)
+            manifest.show(self.folder)
+            manifest.drop_old_versions(self.folder, time.time() - self.keep)
+
+    def _commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:
         base = self._latest()
         if base.holds(batch):
             return
@@ -111,16 +141,24 @@ class ParquetSink(Sink):
         }
         if not manifest.publish(self.folder, base.with_batch(batch, changed)):
             raise self._taken()
-        manifest.drop_old_versions(self.folder)
 
     def stale_ids(self, shape: Shape, shard: int, before: int, limit: int) -> pa.Array:
         """Ids of the shard with a `_seq` below `before`."""
         found: list[pa.Array] = []
         for leaf in self._latest().shards.get(shard, ()):
             if leaf.min_seq < before and sum(map(len, found)) < limit:
-                table = pq.read_table(self.folder / "data" / leaf.file, columns=[shape.id, "_seq"])
+                table = pq.read_table(self.folder / manifest.DATA / leaf.file, columns=[shape.id, "_seq"])
                 found.append(table.filter(pc.less(table.column("_seq"), before)).column(shape.id).combine_chunks())
         return pa.concat_arrays([pa.array([], pa.int64()), *found])[:limit]
+
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DownstreamUnavailable(
+                f"downstream folder {self.folder} cannot be written: {error.strerror or error}"
+            ) from error
 
     def _latest(self) -> Manifest:
         found = manifest.latest(self.folder)
@@ -149,7 +187,7 @@ class ParquetSink(Sink):
                 continue
             kept = writes.schema.empty_table()
             if leaf is not None:
-                old = pq.read_table(self.folder / "data" / leaf.file, schema=base.shape.schema)
+                old = pq.read_table(self.folder / manifest.DATA / leaf.file, schema=base.shape.schema)
                 kept = old.filter(pc.invert(pc.is_in(old.column(id_), value_set=ids)))
                 deleted += pc.sum(pc.is_in(old.column(id_), value_set=mine_d.column(id_).combine_chunks())).as_py() or 0
             made.extend(self._write(pa.concat_tables([kept, mine_w]).sort_by(id_), batch, shard, id_))
@@ -161,7 +199,7 @@ class ParquetSink(Sink):
             return []
         pieces = max(1, len(rows) // self.rows_per_file) if len(rows) >= 2 * self.rows_per_file else 1
         cuts = [len(rows) * piece // pieces for piece in range(pieces + 1)]
-        folder = self.folder / "data" / f"shard-{shard}"
+        folder = self.folder / manifest.DATA / f"shard-{shard}"
         folder.mkdir(exist_ok=True)
         made = []
         for start, end in itertools.pairwise(cuts):
@@ -205,19 +243,19 @@ def _named(shape: Shape) -> str:
 
 
 def current(folder: Path | str) -> list[Path]:
-    """The files of the table now, for any tool that reads Parquet. They exist for some more batches.
+    """The files of the table now, for any tool that reads Parquet. They exist for at least `ParquetSink.keep` seconds.
 
     Raises:
         UsageError: the folder has no table of a pipeline.
     """
     found = _current(folder)
-    return [Path(folder) / "data" / file for file in found.files]
+    return [Path(folder) / manifest.DATA / file for file in found.files]
 
 
 def table(folder: Path | str) -> pa.Table:
     """The table as it is now, in memory."""
     found = _current(folder)
-    pieces = [pq.read_table(Path(folder) / "data" / file, schema=found.shape.schema) for file in found.files]
+    pieces = [pq.read_table(Path(folder) / manifest.DATA / file, schema=found.shape.schema) for file in found.files]
     return pa.concat_tables([found.shape.schema.empty_table(), *pieces])
 
 
@@ -234,5 +272,6 @@ def read(spark: SparkSession, folder: Path | str) -> DataFrame:
 def _current(folder: Path | str) -> Manifest:
     found = manifest.latest(Path(folder))
     if found is None:
-        raise UsageError(f"{folder} has no table of a replicad pipeline")
+        old = "; it is of an earlier version, start its pipeline once" if manifest.is_old_layout(Path(folder)) else ""
+        raise UsageError(f"{folder} has no table of a replicad pipeline{old}")
     return found

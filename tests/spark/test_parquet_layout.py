@@ -1,0 +1,134 @@
+"""The folder of Parquet files as others see it: whoever reads `current` reads the table, at any time."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from test_sinks import SHAPE, changes, held, parquet_rows, put
+
+from replicad.errors import DownstreamUnavailable, UsageError
+from replicad.spark.sinks import manifest, parquet
+from replicad.spark.sinks.base import BatchId
+from replicad.spark.sinks.parquet import ParquetSink
+
+
+def made(folder: Path, keep: float = 0.0) -> ParquetSink:
+    sink = ParquetSink(folder, keep=keep)
+    sink.prepare(SHAPE)
+    return sink
+
+
+def all_files(folder: Path) -> int:
+    return len(list((folder / manifest.DATA).glob("*/*.parquet")))
+
+
+def test_the_natural_way_of_reading_gives_each_row_once_as_it_is_now(tmp_path: Path) -> None:
+    sink = made(tmp_path, keep=600)
+    assert len(pd.read_parquet(tmp_path / "current")) == 0
+    for number in range(8):
+        put(sink, number, changes({(1, 1): f"v{number}", (2, number): "x"}, [(2, number - 1)], seq=number + 1))
+    rows = {(1, 1): "v7", (2, 7): "x"}
+    assert held(pd.read_parquet(tmp_path / "current").to_dict("records")) == rows
+    assert held(ds.dataset(tmp_path / "current").to_table().to_pylist()) == rows
+    assert held(ds.dataset(tmp_path).to_table().to_pylist()) == rows, "what begins with _ is left out"
+    assert held([row for path in (tmp_path / "current").iterdir() for row in pq.read_table(path).to_pylist()]) == rows
+    assert parquet_rows(tmp_path) == rows
+    put(sink, 8, changes({}, list(rows), seq=9))
+    assert len(pd.read_parquet(tmp_path / "current")) == 0
+
+
+def test_files_are_kept_by_time_and_not_by_the_number_of_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = made(tmp_path, keep=600)
+    put(sink, 0, changes({(1, 1): "old"}))
+    begun = os.path.realpath(tmp_path / "current")  # a reader that began now
+    files = parquet.current(tmp_path)
+    for number in range(1, 21):
+        put(sink, number, changes({(1, 1): f"v{number}"}))
+    assert held(pd.read_parquet(begun).to_dict("records")) == {(1, 1): "old"}
+    assert all(path.exists() for path in files)
+    assert all_files(tmp_path) == 21
+    made(tmp_path, keep=0)
+    put(ParquetSink(tmp_path, keep=0), 21, changes({(1, 1): "v21"}))
+    assert (all_files(tmp_path), len(manifest.versions(tmp_path))) == (1, 1)
+    assert len(list((tmp_path / manifest.SNAPSHOTS).iterdir())) == 1
+    monkeypatch.setattr(manifest, "MOST_VERSIONS", 3)
+    for number in range(22, 30):
+        put(sink, number, changes({(1, 1): f"v{number}"}))
+    assert (all_files(tmp_path), len(manifest.versions(tmp_path))) == (3, 3)
+    assert parquet_rows(tmp_path) == {(1, 1): "v29"}
+
+
+def test_a_crash_before_the_link_is_made_good_by_the_next_start_and_by_the_batch_that_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = made(tmp_path)
+
+    def crash(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "show", crash)
+        with pytest.raises(KeyboardInterrupt):
+            put(sink, 0, changes({(1, 1): "a"}))
+    assert len(pd.read_parquet(tmp_path / "current")) == 0
+    made(tmp_path)
+    assert len(pd.read_parquet(tmp_path / "current")) == 1
+    (tmp_path / "current").unlink()
+    put(sink, 0, changes({(1, 1): "again"}))
+    assert held(pd.read_parquet(tmp_path / "current").to_dict("records")) == {(1, 1): "a"}
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_a_folder_of_the_old_layout_is_converted(tmp_path: Path, *, crashed: bool) -> None:
+    sink = made(tmp_path)
+    put(sink, 0, changes({(1, 1): "old", (2, 1): "stays"}))
+    identity = sink.identity()
+    (tmp_path / "current").unlink()
+    (tmp_path / manifest.MANIFESTS).rename(tmp_path / "manifest")
+    if not crashed:
+        (tmp_path / manifest.DATA).rename(tmp_path / "data")
+    with pytest.raises(UsageError, match="of an earlier version, start its pipeline once"):
+        parquet.current(tmp_path)
+    converted = made(tmp_path)
+    put(converted, 1, changes({(1, 1): "new"}))
+    assert converted.identity() == identity
+    assert parquet_rows(tmp_path) == {(1, 1): "new", (2, 1): "stays"}
+    assert held(pd.read_parquet(tmp_path / "current").to_dict("records")) == parquet_rows(tmp_path)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_folder_with_a_current_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "current").mkdir()
+    with pytest.raises(UsageError, match="current is not a link of a pipeline"):
+        made(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["apply", "commit"])
+def test_a_full_disk_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    sink, batch = made(tmp_path), BatchId("q", 0)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    applied = [] if step == "apply" else [sink.apply(SHAPE, batch, 0, changes({(1, 1): "a"}))]
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DownstreamUnavailable, match="cannot be written: No space left on device"):
+        sink.apply(SHAPE, batch, 0, changes({(1, 1): "a"})) if step == "apply" else sink.commit(batch, applied)
+    monkeypatch.undo()
+    put(sink, 0, changes({(1, 1): "a"}))
+    assert parquet_rows(tmp_path) == {(1, 1): "a"}
+
+
+def test_a_folder_may_be_a_file_uri_and_no_other(tmp_path: Path) -> None:
+    assert ParquetSink(f"file://{tmp_path}/a%20b").folder == tmp_path / "a b"  # type: ignore[arg-type]
+    for uri in ("s3://bucket/x", "hdfs://name/x"):
+        with pytest.raises(UsageError, match="for an object store use the downstream `delta`"):
+            ParquetSink(uri)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture lock dist clean distclean check-java
+.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture drills lock dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +75,9 @@ fuzz: $(VENV)/.dev ## hostile lines against a running daemon for a minute; FUZZ_
 
 torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended daemons, promoted standbys, restored dumps
 	@$(RUN) -m tests.torture $(TORTURE_ARGS)
+
+drills: $(VENV)/.dev ## cause each fault and wait for its alert; needs prometheus (apt install prometheus), some five minutes
+	@$(RUN) -m tests.drills
 
 lock: $(VENV)/.lock ## renew requirements*.lock: the packages of CI and of the container image, with their hashes
 	@$(LOCK_COMPILE) --all-extras --group dev --group specs pyproject.toml requirements-build.in --output-file requirements.lock

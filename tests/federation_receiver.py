@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import h11
@@ -35,7 +36,7 @@ class Request:
     def transaction(self) -> str:
         return self.headers["replicad-transaction"]
 
-    @property
+    @cached_property
     def json(self) -> Any:
         return json.loads(self.body)
 

@@ -175,6 +175,11 @@ class Destination:
         )
 
     @property
+    def holds_facts(self) -> bool:
+        """Whether it has stored facts in memory, or may have in a moment: their rows in the store must stay."""
+        return self.phase is not Phase.RESTING or bool(self.transaction or self._pdus or self.aside)
+
+    @property
     def away(self) -> bool:
         """Whether it is not expected to answer. While items are on trial it does."""
         return not self.aside and self._terms.away(self.failures)
@@ -231,11 +236,8 @@ class Destination:
             self._stale = False
         if page.transaction is not None:
             self.transaction, self.written = page.transaction, True
-            self.aside, self.refused, self._units = (
-                page.transaction.aside,
-                page.transaction.refused,
-                1,
-            )  # it may have been accepted: it is not split
+            self.aside, self.refused = page.transaction.aside, page.transaction.refused
+            self._units = 1  # it may have been accepted: it is not split
             self.newest = max(self.newest, page.transaction.upto)  # it is not recorded again
             self.serial = max(self.serial, page.transaction.serial)
             return

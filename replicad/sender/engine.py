@@ -97,6 +97,8 @@ class Engine:
         self._destinations: dict[str, Destination] = {}
         self._lanes = Lanes(workers, probers)
         self._agenda = Agenda()
+        self._collapsing: set[str] = set()  # nothing is read or sent for these until `_collapsed`
+        self._collapsed = trio.Event()
         self._sooner = trio.Event()
         self._in_flight = 0
         self._closed = False
@@ -169,11 +171,19 @@ class Engine:
         self._lanes.close()
 
     async def collapse(self) -> None:
-        """Remove from the store what destinations in catch-up no longer need. Call it now and then."""
-        if self._terms.supersede:
-            names = [name for name, known in self._destinations.items() if known.catching_up]
-            if names:
-                await self._store.collapse(names)
+        """Remove from the store what destinations in catch-up no longer need. Call it now and then.
+
+        Not of those that have facts in memory: a transaction of them is stored by the places of its facts.
+        """
+        known = self._destinations.values()
+        names = {one.name for one in known if one.catching_up and not one.holds_facts}
+        if self._terms.supersede and names:
+            self._collapsing, self._collapsed = names, trio.Event()
+            try:
+                await self._store.collapse(list(names))
+            finally:
+                self._collapsing = set()
+                self._collapsed.set()
 
     def statistics(self) -> EngineStatistics:
         """A frozen copy of the counters; takes time in proportion to the destinations."""
@@ -239,6 +249,8 @@ class Engine:
 
     async def _visit(self, destination: Destination) -> bool:
         """Send it one transaction. True if it was accepted and there may be another one at once."""
+        if destination.name in self._collapsing:
+            await self._collapsed.wait()
         while destination.wants is not None:
             await self._load(destination)
         if not destination.begin(self._now_ms()):

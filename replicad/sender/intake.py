@@ -175,7 +175,7 @@ class Intake:
             case Reset():
                 log.warning("stream_reset", stream=event.stream, reason=event.reason, position=event.token)
                 if event.token is not None:
-                    await self._rewind(event.stream, event.token)
+                    self._note_rewound(event, await self._store.fork(event.stream, event.token))
                 elif event.reason == BadToken.code:
                     await self._check_restored(event.stream)
                 raise Restart
@@ -204,14 +204,14 @@ class Intake:
         elif event.token >= known:
             self._everywhere[event.stream] = await self._store.record(event.stream, event.token, Recording())
         else:
-            await self._rewind(event.stream, event.token)
+            names = list(self._engine) if event.stream == self._facts else []
+            self._note_rewound(event, await self._store.rewind(event.stream, event.token, names))
             raise Restart
         self._recorded[event.stream] = event.token
 
-    async def _rewind(self, stream: str, token: int) -> None:
-        names = list(self._engine) if stream == self._facts else []
-        forgotten = await self._store.rewind(stream, token, names)
-        log.warning("stream_rewound", stream=stream, position=token, facts_forgotten=forgotten)
+    @staticmethod
+    def _note_rewound(event: PositionMoved | Reset, forgotten: int) -> None:
+        log.warning("stream_rewound", stream=event.stream, position=event.token, facts_forgotten=forgotten)
 
     async def _check_restored(self, stream: str) -> None:
         """The server does not know the generation of our token: its database was restored to an earlier time.

@@ -160,7 +160,7 @@ class Store:
         await self._write("federation_source_begin", stream, token)
 
     async def follow(self, stream: str, epoch: str) -> None:
-        """What was recorded of a stream is, all of it, of this generation too."""
+        """What was recorded of a stream is, all of it, of this generation too: of the source by all its senders."""
         await self._write("federation_source_follow", self._sender, stream, epoch)
 
     async def record(self, stream: str, upto: int, recording: Recording) -> int:
@@ -242,20 +242,24 @@ class Store:
         """Go on behind `token` for these destinations; returns how many outstanding facts were forgotten.
 
         It is the last write of this store. A result of a request that was under way would tell that a destination has
-        facts above `token`, and their ids are given out again for other facts.
+        facts above `token`.
         """
+        return await self._last_write("federation_source_rewind", stream, token, list(names))
+
+    async def fork(self, stream: str, token: int) -> int:
+        """The history of a stream above `token` is void: its ids are given out again for other rows. All senders of the
+        source forget it, and their sessions end. Returns how many outstanding facts were forgotten.
+
+        It is the last write of this store.
+        """
+        if stream != self._source:
+            return await self.rewind(stream, token, ())
+        return await self._last_write("federation_source_fork", token)
+
+    async def _last_write(self, function: str, *args: object) -> int:
         async with self._writing:
             self._rewound = True
-            forgotten: int = await call_value(
-                self._keeper,
-                self._schema,
-                "federation_source_rewind",
-                self._source,
-                self._sender,
-                stream,
-                token,
-                list(names),
-            )
+            forgotten: int = await call_value(self._keeper, self._schema, function, self._source, self._sender, *args)
         return forgotten
 
     async def page(self, name: str, wanted: Wanted, *, pdus: int, pdu_bytes: int, edus: int) -> Page:

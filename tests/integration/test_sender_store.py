@@ -23,6 +23,7 @@ from ..federation_fakes import MemoryStore
 ALL = Wanted(pdus=True, edus=True, transaction=True, collapse=False)
 SCHEMA = 'odd "schema'
 AnyStore = Store | MemoryStore
+GENERATIONS = "SELECT id FROM replicad.stream_generation WHERE stream = $1"
 
 
 @pytest.fixture
@@ -331,6 +332,66 @@ async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store
     assert await orders(real, "b") == [(4, 0), (8, 0)]
     page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
     assert [pdu.body for pdu in page.pdus] == ['"new"']
+
+
+async def test_after_a_fork_no_sender_of_the_source_gets_the_facts_of_another_under_ids_that_came_again(
+    database: Database,
+) -> None:
+    """One of two senders notices a fork first. What the other has recorded under these ids is void as well."""
+    two = ["s1", "s2"]
+    async with open_store(database, "replicad", "s1", two, ["facts"]) as one:
+        async with open_store(database, "replicad", "s2", two, ["facts"]) as other:
+            await one.begin("facts", 0)
+            for store, name in ((one, "a"), (other, "b")):
+                await record(store, 7, (fact(3, body='"shared"'), [name]), (fact(6, body='"void"'), [name]))
+            await one.park([("no name", fact(6, body='"parked"'), "why")])
+            await one.park([("a", fact(1, body='"again"'), "why")])
+            await database.execute("UPDATE replicad.federation_parked SET wanted = true WHERE destination = 'a'")
+            await one.replay(["a"])
+            assert await one.fork("facts", 4) == 3
+            with pytest.raises(DatabaseError):  # it would store what it has in memory
+                await record(other, 8, (fact(8, body='"void"'), ["b"]))
+        again = Store(one._db, one._keeper, one._schema, one._source, one._sender)  # as the next session has it
+        await record(again, 7, (fact(6, body='"new"'), ["a"]))
+        await again.park([("no name", fact(6, body='"parked, new"'), "why")])
+        assert [await orders(again, name) for name in "ab"] == [[(3, 0), (6, 0)], [(3, 0)]]
+        parked = await database.fetch("SELECT destination, body::text, wanted FROM replicad.federation_parked")
+        assert sorted(tuple(row) for row in parked) == [
+            ("a", '"again"', True),
+            ("no name", '"parked"', False),
+            ("no name", '"parked, new"', False),
+        ]
+    async with open_store(database, "replicad", "s2", two, ["facts"]) as other:
+        assert (await other.recorded())["facts"].token == 4
+
+
+async def test_the_first_sender_that_follows_a_generation_speaks_for_all_of_its_source(database: Database) -> None:
+    await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, body json)")
+    await registry.add(database, "facts", "public.facts", "id", row="body")
+    number = await database.fetch_value("SELECT number FROM replicad.stream WHERE name = 'facts'")
+    two = ["s1", "s2"]
+    async with open_store(database, "replicad", "s1", two, ["facts"]) as one:
+        async with open_store(database, "replicad", "s2", two, ["facts"]) as other:
+            await one.begin("facts", 0)
+            (first,) = [row["id"] for row in await database.fetch(GENERATIONS, number)]
+            await one.follow("facts", first)
+            await other.follow("facts", first)  # nothing changes: no session ends
+            await record(one, 4, (fact(4), ["a"]))
+            await record(other, 9, (fact(4), ["b"]), (fact(9), ["b"]))
+            await database.execute(
+                "INSERT INTO replicad.stream_generation SELECT stream, number + 1, 'bbbb', 5, '{}', '{}', 'noted',"
+                " clock_timestamp(), incarnation, relation, sequence, file FROM replicad.stream_generation"
+                " WHERE stream = $1",
+                number,
+            )
+            await one.follow("facts", "bbbb")
+            with pytest.raises(DatabaseError):
+                await other.sweep("facts")
+        assert await orders(one, "a") == [(4, 0)]
+        assert await orders(one, "b") == [(4, 0)]
+    async with open_store(database, "replicad", "s2", two, ["facts"]) as other:
+        assert (await other.recorded())["facts"] == Recorded(5, "bbbb")
+        await other.follow("facts", "bbbb")
 
 
 async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(

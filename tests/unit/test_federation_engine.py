@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from random import Random
@@ -250,6 +250,40 @@ async def test_a_destination_that_is_given_up_is_tried_seldom_until_something_ne
         engine.expect_edus(["gone.example"])
         await trio.sleep(longest + 1)
     assert world.transport.bodies("gone.example") == bodies
+
+
+async def test_what_is_superseded_is_not_removed_under_a_transaction_that_is_made_of_it(jumping: MockClock) -> None:
+    """A transaction is stored by the places of its facts: if one of them went before, its repeat would differ."""
+    down, removing = True, trio.Event()
+    names: list[Sequence[str]] = []
+
+    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
+        await trio.sleep(0.5)
+        return DOWN if down else TAKEN
+
+    async def collapse(some: Sequence[str]) -> int:
+        names.append(some)
+        removing.set()
+        await trio.sleep(100)
+        return 0
+
+    world = World(answer)
+    async with world.running() as engine:
+        await world.fact("a.example", room="r")
+        await trio.sleep(12 * HOUR)
+        world.store.collapse = collapse  # type: ignore[method-assign]
+        tries = len(world.transport.attempts["a.example"])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.collapse)
+            await removing.wait()
+            down = False
+            engine.wake("a.example")
+            await trio.sleep(99)
+            assert len(world.transport.attempts["a.example"]) == tries, "it waits until that is done"
+        await trio.sleep(0.2)
+        assert world.transport.in_flight == {"a.example"}
+        await engine.collapse()
+        assert names == [["a.example"]], "not while its facts are on the way"
 
 
 async def test_a_destination_is_not_tried_for_ever_because_of_updates_that_may_be_dropped(jumping: MockClock) -> None:

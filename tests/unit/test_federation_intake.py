@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
 import pytest
@@ -18,18 +18,18 @@ from replicad.sender.upstream import Told, Upstream
 
 
 class State:
-    """What Postgres has: a token, and what was rewound."""
+    """What Postgres has: a token, and which forks were recorded."""
 
     def __init__(self, token: int) -> None:
         self.token = token
-        self.rewound: list[tuple[str, int, list[str]]] = []
+        self.forked: list[tuple[str, int]] = []
         self.written: list[Any] = []
 
     async def recorded(self) -> dict[str, Recorded]:
         return {"facts": Recorded(self.token)}
 
-    async def rewind(self, stream: str, token: int, names: Sequence[str]) -> int:
-        self.rewound.append((stream, token, list(names)))
+    async def fork(self, stream: str, token: int) -> int:
+        self.forked.append((stream, token))
         return 0
 
     async def follow(self, stream: str, epoch: str) -> None:
@@ -89,10 +89,10 @@ async def run(
 
 
 @pytest.mark.parametrize("reason", ["moved_back", "forked"])
-async def test_a_fork_takes_the_state_of_all_destinations_back_to_it(reason: str) -> None:
+async def test_a_fork_takes_the_state_of_the_source_back_to_it(reason: str) -> None:
     state = State(70)
     assert await run(state, Reset("facts", "*", 50, reason)) == [Restart]
-    assert state.rewound == [("facts", 50, ["a", "b"])]
+    assert state.forked == [("facts", 50)]
 
 
 async def test_after_a_restore_to_a_time_before_the_generation_the_restored_state_counts() -> None:
@@ -113,4 +113,4 @@ async def test_the_next_generation_is_stored_before_its_first_row_and_after_what
     rows = [RowBatch("facts", "*", token, ["{}"]) for token in (71, 72)]
     assert await run(state, rows[0], "g1", rows[1], "g2", Reset("facts", "*", 50, "forked")) == [Restart]
     assert state.written == [71, "g1", 72]
-    assert state.rewound == [("facts", 50, ["a", "b"])]
+    assert state.forked == [("facts", 50)]

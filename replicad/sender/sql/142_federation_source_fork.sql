@@ -1,0 +1,93 @@
+-- federation_source_end_others(source, sender): ends the sessions of the other senders of the source that are running, and
+-- waits until they have ended. They hold facts in memory that are void now, and would store and send them. Their next
+-- sessions begin with what is stored. The caller has locked federation_sender, so none begins before. Raises 57014 where
+-- one does not end. The senders of a source have one role of Postgres, or this one is a member of theirs.
+CREATE OR REPLACE FUNCTION federation_source_end_others(source text, sender text) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    other record;
+BEGIN
+    FOR other IN
+        SELECT DISTINCT s.name, l.pid
+        FROM federation_sender s
+        JOIN pg_locks l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 2
+            AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+            AND l.classid = 1380992595
+            AND l.objid::bigint = (federation_source_key(s.source, s.name)::bigint & 4294967295)
+        WHERE s.source = federation_source_end_others.source AND l.pid <> pg_backend_pid()
+    LOOP
+        IF NOT pg_terminate_backend(other.pid, 30000) AND EXISTS (SELECT FROM pg_stat_activity a WHERE a.pid = other.pid)
+        THEN
+            RAISE EXCEPTION 'the session of sender % (pid %) does not end', other.name, other.pid
+                USING ERRCODE = '57014';
+        END IF;
+    END LOOP;
+END
+$$;
+COMMENT ON FUNCTION federation_source_end_others(text, text) IS 'Ends the sessions of the other senders of a source';
+-- federation_source_fork(source, sender, token): the history of the stream of facts `source` above `token` is void. It is
+-- so for all senders of the source, whether they run or not: ids are given out again, and what is recorded under them for
+-- the destinations of one would get the facts of another. The sender whose session this is has noticed first. Facts that
+-- were parked stay, and one of the same id may be parked beside them; what was to be sent again is parked again, and
+-- wanted. Returns how many facts were outstanding. Writes all tables of the part but federation_edu.
+CREATE OR REPLACE FUNCTION federation_source_fork(source text, sender text, token bigint) RETURNS bigint
+LANGUAGE plpgsql AS $$
+DECLARE
+    here text := source;
+    fork bigint := token;
+    dropped bigint;
+BEGIN
+    LOCK TABLE federation_sender IN SHARE ROW EXCLUSIVE MODE;
+    PERFORM federation_source_end_others(here, sender);
+    UPDATE federation_parked p SET part = NULL WHERE p.source = here AND p.stream_ordering > fork;
+    INSERT INTO federation_parked (source, destination, stream_ordering, room, body, reason, wanted)
+    SELECT here, r.destination, r.stream_ordering, r.room, f.body, 'the history forked before it was sent again', true
+    FROM federation_destination_room r
+    JOIN federation_fact f ON f.source = r.source AND f.stream_ordering = r.stream_ordering AND f.part = r.part
+    WHERE r.source = here AND r.stream_ordering > fork AND r.part < 0  -- federation_source_replay gives such places
+    ORDER BY r.stream_ordering, r.part;
+    dropped := federation_source_rewind(here, sender, here, fork,
+        ARRAY(SELECT d.name FROM federation_destination d WHERE d.source = here));
+    UPDATE federation_sender s SET token = fork WHERE s.source = here AND s.stream = here AND s.token > fork;
+    RETURN dropped;
+END
+$$;
+COMMENT ON FUNCTION federation_source_fork(text, text, bigint) IS 'Forgets what a source has recorded of void facts';
+-- federation_source_follow(source, sender, stream, epoch): this sender reads rows of the generation `epoch`, and what it has
+-- recorded of the stream is, all of it, of that generation too. Of the stream of facts that becomes true for all senders of
+-- the source at once: what others have recorded above the fork is void, and their sessions end, since they may be about to
+-- record more of it. Of another stream it becomes true for this sender, and for those of which no generation is known.
+-- Writes federation_sender; after a fork what federation_source_fork writes.
+CREATE OR REPLACE FUNCTION federation_source_follow(source text, sender text, stream text, epoch text) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    here text := source;
+    present text := epoch;
+    followed text := stream;
+    fork bigint;
+BEGIN
+    IF followed <> here THEN
+        UPDATE federation_sender s SET epoch = present
+        WHERE s.source = here AND s.stream = followed
+            AND (s.name = federation_source_follow.sender OR s.epoch IS NULL);
+        RETURN;
+    END IF;
+    LOCK TABLE federation_sender IN SHARE ROW EXCLUSIVE MODE;
+    IF EXISTS (SELECT FROM federation_sender s WHERE s.source = here AND s.stream = here AND s.epoch <> present) THEN
+        SELECT min(g.began_at) INTO fork
+        FROM federation_sender s
+        JOIN stream x ON x.name = s.stream
+        JOIN stream_generation h ON h.stream = x.number AND h.id = s.epoch
+        JOIN stream_generation p ON p.stream = x.number AND p.id = present
+        JOIN stream_generation g ON g.stream = x.number AND g.number > h.number AND g.number <= p.number
+        WHERE s.source = here AND s.stream = here AND s.token > g.began_at;
+        IF fork IS NOT NULL THEN
+            PERFORM federation_source_fork(here, sender, fork);
+        ELSE
+            PERFORM federation_source_end_others(here, sender);
+        END IF;
+    END IF;
+    UPDATE federation_sender s SET epoch = present WHERE s.source = here AND s.stream = here;
+END
+$$;
+COMMENT ON FUNCTION federation_source_follow(text, text, text, text) IS 'Of which generation a recorded token is';

@@ -117,8 +117,17 @@ class System:
 
     def cpu(self) -> dict[int, float]:
         """Seconds of processor time that each of Postgres' present processes has taken so far."""
-        pid = int((self.folder / "postgres" / "data" / "postmaster.pid").read_text(encoding="ascii").split()[0])
-        return {backend.pid: cpu(backend) for backend in psutil.Process(pid).children()}
+        return {backend.pid: cpu(backend) for backend in self._postmaster().children()}
+
+    def _postmaster(self) -> psutil.Process:
+        return psutil.Process(
+            int((self.folder / "postgres" / "data" / "postmaster.pid").read_text(encoding="ascii").split()[0])
+        )
+
+    def cpu_of_ended(self) -> float:
+        """Seconds of processor time that Postgres' processes took which have ended: each connection has one."""
+        times = self._postmaster().cpu_times()
+        return float(times.children_user + times.children_system)
 
     def cpu_since(self, before: dict[int, float]) -> float:
         """What those that were there before, and still are, have taken since."""

@@ -45,7 +45,10 @@ def render(pictures: Sequence[Picture], width: int) -> list[Line]:
         (STREAM_COLUMNS, [(one, row) for one in pictures for row in one.streams]),
         (TUBE_COLUMNS, [(one, row) for one in pictures for row in one.tubes]),
     ):
-        shown = [{**row, "backfill": backfill(row), "island": one.name if several else None} for one, row in rows]
+        shown = [
+            {**row, **_about(row), "backfill": backfill(row), "island": one.name if several else None}
+            for one, row in rows
+        ]
         if shown:
             lines += [*_fitted(columns, shown, width), Line("")]
         elif columns is TUBE_COLUMNS:
@@ -60,6 +63,13 @@ def render(pictures: Sequence[Picture], width: int) -> list[Line]:
     for row in reports.values():
         lines += _wrapped(_report(row), width)
     return lines
+
+
+def _about(row: Row) -> Row:
+    """Numbers of pods and ids that are estimates, marked with ~."""
+    if not row.get("estimated"):
+        return {}
+    return {name: f"~{row[name]:,}" for name in ("pods", "ids")}
 
 
 def _fitted(columns: Sequence[str], rows: Sequence[Row], width: int) -> Iterator[Line]:

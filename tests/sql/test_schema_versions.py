@@ -27,6 +27,10 @@ _ONLY_SQL = "only other functions of the part call it"
 CHANGED_FUNCTIONS: dict[str, str] = {
     "v1: tube.tube_trigger_ensure(tube text, predicate text, routing text, path name[])": _ONLY_SQL,
     "v1: tube.tube_backfill_shards(source text, path text)": _ONLY_SQL,
+    "v1: tube.tube_count(t tube.tube_registry, partition integer, backfill boolean, exact integer, OUT pods bigint, "
+    "OUT ids bigint, OUT min_seq bigint, OUT max_seq bigint, OUT min_ts timestamp with time zone, "
+    "OUT max_ts timestamp with time zone, OUT estimated boolean)": _ONLY_SQL,
+    "v1: tube.tube_count_control(tube text, partitions integer, partition integer)": _ONLY_SQL,
 }
 
 # An installation in use, made by the functions of version 1.

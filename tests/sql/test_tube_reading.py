@@ -339,12 +339,31 @@ async def test_statistics_are_exact_for_small_tubes_and_say_so_when_they_are_not
     )  # fmt: skip
     assert one["inc_min_ts"] <= one["inc_max_ts"]
     assert one["backfill_min_ts"] <= one["backfill_max_ts"]
-    for row in await db.fetch("SELECT * FROM tube.tube_stats()"):
-        if row["inc_count"]:
-            assert row["estimated"]
-            assert 15000 < row["inc_count"] < 60000
-            assert 15000 < row["backfill_count"] < 60000
-            assert 45000 < row["backfill_ids"] < 180000
+    none, some = await db.fetch("SELECT * FROM tube.tube_stats_of('a', 1000)")
+    assert (none["inc_count"], none["estimated"]) == (0, False)
+    assert some["estimated"]
+    assert 15000 < some["inc_count"] < 60000
+    assert 15000 < some["backfill_count"] < 60000
+    assert 45000 < some["backfill_ids"] < 180000
+    guessed = {"inc_count", "inc_ids", "backfill_count", "backfill_ids", "estimated"}
+    assert {name: value for name, value in some.items() if name not in guessed} == {
+        name: value for name, value in one.items() if name not in guessed
+    }
+
+
+async def test_statistics_read_a_bounded_part_of_a_tube_whatever_its_number_of_partitions(db: Database) -> None:
+    await db.execute("SELECT tube.tube_ensure_exists('a', 500)")
+    await db.execute("INSERT INTO tube.a (op, shard, ids) SELECT 'U', i, '{1}' FROM generate_series(1, 60000) i")
+    async with db.connection() as connection, connection.transaction():
+        rows = await connection.fetch("SELECT * FROM tube.tube_stats(1000)")
+        read = await connection.fetch_value(
+            "SELECT seq_tup_read + coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables"
+            " WHERE relid = 'tube.a'::regclass"
+        )
+    assert [row["estimated"] for row in rows] == [True] * 500
+    assert 30_000 < sum(row["inc_count"] for row in rows) < 120_000
+    assert min(row["inc_count"] for row in rows) >= 1
+    assert read < 40_000, "a sample, and two pods for each partition"
 
 
 async def test_inserting_a_query_keeps_its_order_tells_of_progress_and_serves_several_tubes(

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from replicad.errors import UsageError
+from replicad.errors import UnknownTube, UsageError
 from replicad.protocol.words import MAX_INTEGER
 from replicad.terminal.command import F, ReplicadCommand, ReplicadGroup, json_option, option
 from replicad.terminal.failures import say
@@ -157,17 +157,22 @@ def _cancel(tube: str, ranges: Sequence[tuple[int, int]], options: dict[str, Any
 def stats(tube: str | None, as_json: bool, **options: Any) -> None:
     """Show what is in each partition of each tube.
 
-    Pods, their ids, and the age of the oldest in seconds; ~ marks estimates. If the table of a tube cannot be read, the
-    numbers are empty and the state gives the reason.
+    Pods, their ids, and the age of the oldest in seconds. ~ marks estimates: the numbers of pods and ids of a tube whose
+    table is larger than 20 MB come from a sample of its pages. If the table of a tube cannot be read, the numbers are
+    empty and the state gives the reason.
     """
 
     async def work(tubes: Tubes) -> list[dict[str, Any]]:
         if tube is not None:
             await tubes.value("tube_find", tube)
         states = await tubes.states()
-        return [{**dict(row), "state": states.get(row["tube"], "ok")} for row in await tubes.rows("tube_stats")]
+        try:
+            found = await (tubes.rows("tube_stats") if tube is None else tubes.rows("tube_stats_of", tube))
+        except UnknownTube:  # another of the databases may have it
+            found = []
+        return [{**dict(row), "state": states.get(row["tube"], "ok")} for row in found]
 
-    rows = [row for row in with_island(on_islands(options, work)) if tube in (None, row["tube"])]
+    rows = with_island(on_islands(options, work))
     if as_json:
         print_rows([], rows, as_json=True, nothing="")
         return
@@ -183,14 +188,18 @@ def _stats_row(row: dict[str, Any], now: datetime) -> dict[str, Any]:
     return {
         **{name: row[name] for name in ("island", "tube", "partition") if name in row},
         "shards": _ranges(row["shards"]),
-        "pods": f"{about}{row['inc_count']:,}" if about else row["inc_count"],
-        "ids": row["inc_ids"],
+        "pods": _about(about, row["inc_count"]),
+        "ids": _about(about, row["inc_ids"]),
         "age_s": None if oldest is None else max(0.0, (now - oldest).total_seconds()),
-        "backfill_pods": row["backfill_count"],
-        "backfill_ids": row["backfill_ids"],
+        "backfill_pods": _about(about, row["backfill_count"]),
+        "backfill_ids": _about(about, row["backfill_ids"]),
         "control": row["control_count"],
         "state": row["state"],
     }
+
+
+def _about(mark: str, number: int) -> object:
+    return f"{mark}{number:,}" if mark else number
 
 
 def _ranges(shards: Sequence[int]) -> str:

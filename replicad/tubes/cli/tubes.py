@@ -93,9 +93,7 @@ def drop(tube: str, yes: bool, **options: Any) -> None:
     async def work(tubes: Tubes) -> None:
         await _tube(tubes, tube)
         held = [
-            (row["inc_count"] or 0) + (row["backfill_count"] or 0)
-            for row in await tubes.rows("tube_stats")
-            if row["tube"] == tube
+            (row["inc_count"] or 0) + (row["backfill_count"] or 0) for row in await tubes.rows("tube_stats_of", tube)
         ]
         if sum(held) and not yes:
             raise UsageError(f"tube {tube} holds {sum(held):,} pods that were not acknowledged; to lose them add --yes")

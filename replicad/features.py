@@ -1,18 +1,20 @@
-"""The features of this program: one line each. Without its line and its folder a feature is not there.
+"""The features of this program. Without its lines here and its folder a feature is not there.
 
-The line names modules, which are imported when they are needed: `serves` has what the daemon needs of the feature as
-FEATURE, and a module in `commands` has a group of the command line as `command`.
+A line names modules, which are imported when they are needed: `serves` has what the daemon needs of the feature as
+FEATURE, a module in `commands` has a group of the command line as `command`, and one in `desired` has as SECTION what a
+file for `replicad apply` may say of the feature.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from replicad.daemon.service import Feature
+    from replicad.terminal.desired.section import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +22,19 @@ class Listed:
     """A feature on the list."""
 
     serves: str | None = None
+    desired: Sequence[str] = ()
     commands: Mapping[str, str] = field(default_factory=dict)
 
 
 FEATURES = (
     Listed(serves="replicad.streams.serving.service", commands={"streams": "replicad.streams.cli.streams"}),
     Listed(serves="replicad.tubes.serving.service", commands={"tubes": "replicad.tubes.cli.tubes"}),
+    Listed(desired=("replicad.streams.cli.desired", "replicad.tubes.cli.desired")),
     Listed(commands={"tail": "replicad.client.cli.tail", "ping": "replicad.client.cli.ping"}),
     Listed(serves="replicad.presence.service", commands={"presence": "replicad.presence.cli"}),
-    Listed(commands={"caches": "replicad.caches.cli"}),
-    Listed(commands={"writers": "replicad.sharding.cli"}),
+    Listed(desired=("replicad.presence.desired",)),
+    Listed(desired=("replicad.caches.desired",), commands={"caches": "replicad.caches.cli"}),
+    Listed(desired=("replicad.sharding.desired",), commands={"writers": "replicad.sharding.cli"}),
     Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),
@@ -41,6 +46,11 @@ FEATURES = (
 def served() -> list[Feature]:
     """The features that a daemon serves."""
     return [importlib.import_module(listed.serves).FEATURE for listed in FEATURES if listed.serves is not None]
+
+
+def sections() -> list[Section]:
+    """What a file for `replicad apply` may have, in the order in which it is made."""
+    return [importlib.import_module(name).SECTION for listed in FEATURES for name in listed.desired]
 
 
 def command_modules() -> dict[str, str]:

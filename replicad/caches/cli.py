@@ -114,7 +114,7 @@ def grant(roles: tuple[str, ...], **options: Any) -> None:
     Without it only the owner of the functions and superusers may. In a function of another owner (SECURITY DEFINER) the
     right of that owner counts.
     """
-    _set_right(options, "GRANT EXECUTE ON FUNCTION {} TO {}", roles)
+    _set_right(options, roles, may=True)
     echo(f"may invalidate caches: {', '.join(roles)}")
 
 
@@ -123,7 +123,7 @@ def grant(roles: tuple[str, ...], **options: Any) -> None:
 @database_options
 def revoke(roles: tuple[str, ...], **options: Any) -> None:
     """Take the right to invalidate caches from these ROLEs. PUBLIC means the right that every role has."""
-    _set_right(options, "REVOKE EXECUTE ON FUNCTION {} FROM {}", roles)
+    _set_right(options, roles, may=False)
     echo(f"may not invalidate caches by a right of their own: {', '.join(roles)}")
 
 
@@ -141,15 +141,13 @@ def names(as_json: bool, **options: Any) -> None:
     print_rows(columns, rows, as_json=as_json, nothing="there are no invalidations, or they were trimmed")
 
 
-def _set_right(options: dict[str, Any], statement: str, roles: tuple[str, ...]) -> None:
-    from replicad.postgres.bridge import quote_ident
+def _set_right(options: dict[str, Any], roles: tuple[str, ...], *, may: bool) -> None:
+    async def work(db: Database, settings: DatabaseSettings) -> None:
+        from replicad.caches.rights import set_right
 
-    named = ", ".join("PUBLIC" if role == "PUBLIC" else quote_ident(role) for role in roles)
+        await set_right(db, settings.stream_schema, roles, may=may)
 
-    async def work(db: Database, schema: str) -> None:
-        await db.execute(statement.format(f"{schema}.cache_write(text, jsonb)", named))
-
-    _on_caches(options, work)
+    on_database(options, work, part="cache")
 
 
 def _on_caches(options: dict[str, Any], work: Callable[[Database, str], Awaitable[T]], *, install: bool = False) -> T:

@@ -15,6 +15,9 @@ from replicad.terminal.failures import report
 COMMANDS = {
     "serve": "replicad.cli.serve",
     **command_modules(),
+    "apply": "replicad.cli.apply",
+    "plan": "replicad.cli.plan",
+    "export": "replicad.cli.export",
     "contexts": "replicad.cli.contexts",
     "sql": "replicad.cli.sql",
     "access": "replicad.cli.access",

@@ -57,11 +57,11 @@ def test_all_that_were_idle_since_a_token_are_retired_together(events: str, run:
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
-        (("events", "--retire", "nobody"), 1, "has no writer 'nobody'"),
-        (("events", "--retire", "a", "--retire", "b"), 1, "without a writer"),
+        (("events", "--retire", "nobody"), 7, "has no writer 'nobody'"),
+        (("events", "--retire", "a", "--retire", "b"), 7, "without a writer"),
         (("events", "--retire", "a", "--retire-idle-since", "1"), 2, "one of them"),
         (("events", "--retire", "a", "--quiet-for", "soon"), 2, "--quiet-for: 'soon'"),
-        (("nothing",), 1, "there is no stream 'nothing'"),
+        (("nothing",), 6, "there is no stream 'nothing'"),
     ],
 )
 def test_what_cannot_be_retired_is_said(events: str, run: Run, words: tuple[str, ...], status: int, why: str) -> None:

@@ -1,0 +1,37 @@
+"""The streams whose writers share the keys, in a file for `replicad apply`."""
+
+from __future__ import annotations
+
+from replicad.sharding import admin
+from replicad.terminal.desired.section import Key, Place, Section, Values, as_it_stands, whole
+
+_MOST_SLOTS = 4096
+
+
+async def present(place: Place) -> dict[str, Values]:
+    """The streams whose keys are shared."""
+    found = await admin.list_shared(place.db, schema=place.settings.stream_schema)
+    return {one.stream: {"slots": one.slots} for one in found}
+
+
+async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:  # noqa: ARG001
+    """Let the writers share the keys; install what it needs."""
+    await admin.enable(place.db, name, wanted["slots"], schema=place.settings.stream_schema)
+
+
+SECTION = Section(
+    name="sharding",
+    one="sharding of stream",
+    keys=(
+        Key(
+            "slots",
+            whole(1, _MOST_SLOTS),
+            admin.SLOTS,
+            fixed="a key's slot depends on the number: stop the writers, replicad writers disable NAME, then apply",
+        ),
+    ),
+    present=present,
+    normal=as_it_stands,
+    change=change,
+    removal=lambda name: f"to end it: replicad writers disable {name}",
+)

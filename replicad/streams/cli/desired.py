@@ -1,0 +1,81 @@
+"""The streams of a file for `replicad apply`."""
+
+from __future__ import annotations
+
+from replicad.errors import StreamRefused
+from replicad.postgres.relations import HOW, find_relation
+from replicad.postgres.statements import statement
+from replicad.streams import registry
+from replicad.streams.chunks import MAX_ROW
+from replicad.terminal.desired.section import Key, Place, Section, Values, amount, choice, text
+
+_FIXED = "only a new stream can have another one: replicad streams remove NAME, then apply; its readers begin again"
+_MIN_ROW = 1024  # bytes; a constraint of the registry
+
+
+async def present(place: Place) -> dict[str, Values]:
+    """The streams of users' tables. Those of presence and caches belong to these features."""
+    schema = place.settings.stream_schema
+    found: dict[str, Values] = {}
+    own = {row["name"]: row for row in await place.db.fetch(statement("stream_desired", schema))}
+    for name, stream in (await registry.load_streams(place.db, schema=schema)).items():
+        if not own[name]["ours"]:
+            found[name] = {
+                "table": stream.table,
+                "id": stream.id_column,
+                "instance_column": stream.instance_column,
+                "row": stream.row,
+                "method": str(stream.method),
+                "positions_table": stream.positions_table,
+                "sequence": None if own[name]["fed"] else stream.sequence,
+                "max_row": stream.max_row,
+            }
+    return found
+
+
+async def normal(place: Place, name: str, values: Values) -> Values:  # noqa: ARG001
+    """Relations by schema and name, in quotes where SQL needs them. The sequence that feeds the column is not named."""
+    schema = place.settings.stream_schema
+    named, feeding = dict(values), None
+    for key in ("table", "positions_table", "sequence"):
+        if values[key] is not None:
+            oid = await find_relation(place.db, values[key])
+            if oid is None:
+                raise StreamRefused(f"there is no table or sequence {values[key]} in this database: {HOW}.")
+            (row,) = await place.db.fetch(statement("stream_relation", schema), oid, named["id"])
+            named[key] = row["name"]
+            if key == "table":
+                feeding = row["feeding"]
+    return named | {"sequence": None if named["sequence"] == feeding else named["sequence"]}
+
+
+async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:
+    """Register the stream, or set the bound of its rows: nothing else of it can be changed."""
+    schema = place.settings.stream_schema
+    if before is not None:
+        await registry.set_max_row(place.db, name, wanted["max_row"], schema=schema)
+        return
+    others = {
+        key: wanted[key] for key in ("instance_column", "row", "method", "positions_table", "sequence", "max_row")
+    }
+    await registry.add(place.db, name, wanted["table"], wanted["id"], **others, schema=schema)
+
+
+SECTION = Section(
+    name="streams",
+    one="stream",
+    keys=(
+        Key("table", text, required=True, fixed=_FIXED),
+        Key("id", text, required=True, fixed=_FIXED),
+        Key("instance_column", text, fixed=_FIXED),
+        Key("row", text, fixed=_FIXED),
+        Key("method", choice(*registry.Method), str(registry.Method.LOCK_WATCH), fixed=_FIXED),
+        Key("positions_table", text, fixed=_FIXED),
+        Key("sequence", text, fixed=_FIXED),
+        Key("max_row", amount(_MIN_ROW, MAX_ROW), MAX_ROW),
+    ),
+    present=present,
+    normal=normal,
+    change=change,
+    removal=lambda name: f"to remove it: replicad streams remove {name}",
+)

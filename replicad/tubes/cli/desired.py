@@ -1,0 +1,135 @@
+"""The tubes of a file for `replicad apply`, with their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from replicad.errors import TubeRefused
+from replicad.postgres.relations import HOW, find_relation
+from replicad.postgres.statements import call_value, load_sql, statement
+from replicad.terminal.desired.section import Key, Place, Section, Values, tables, text, whole
+from replicad.tubes.cli.changing import change as change_locked
+from replicad.tubes.cli.islands import Tubes, parse_shards
+from replicad.tubes.shards import MAX_SHARD, ShardSet, shard_of_schema
+
+if TYPE_CHECKING:
+    from replicad.postgres.bridge import Connection
+
+_MOST_PARTITIONS = 32_768
+
+
+async def present(place: Place) -> dict[str, Values]:
+    """The tubes with the tables that are attached to them."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in await place.db.fetch(statement("tube_desired", place.settings.tube_schema)):
+        tube = found.setdefault(
+            row["tube"], {"partitions": row["partitions"], "predicate": row["predicate"], "tables": {}}
+        )
+        if row["tbl"] is not None:
+            tube["tables"][row["tbl"]] = {
+                "shard": row["shard"],
+                "predicate": row["table_predicate"],
+                "routing": row["routing"],
+            }
+    return dict(found)
+
+
+async def normal(place: Place, name: str, values: Values) -> Values:  # noqa: ARG001
+    """Each table by schema and name, with its shard; one entry with `shards` becomes one for each table of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for named, attachment in values["tables"].items():
+        shards = attachment["shards"]
+        if shards is None:
+            relations = [named]
+        elif attachment["shard"] is not None:
+            raise TubeRefused(f"table {named} has shard and shards: give one of them")
+        else:
+            tubes = Tubes(place.db, place.settings.tube_schema, place.settings.stream_schema)
+            relations = await tubes.find_tables([named], parse_shards(shards))
+        for relation in relations:
+            qualified, schema = await _names(place, relation)
+            if qualified in found:
+                raise TubeRefused(f"table {qualified} is named twice")
+            shard = _shard(qualified, schema, attachment)
+            found[qualified] = {**attachment, "shard": shard, "shards": None}
+    return {**values, "tables": found}
+
+
+async def _names(place: Place, relation: str) -> tuple[str, str]:
+    oid = await find_relation(place.db, relation)
+    if oid is None:
+        raise TubeRefused(f"there is no table {relation} in this database: {HOW}")
+    (row,) = await place.db.fetch(load_sql("tube_relation"), oid)
+    return row["name"], row["schema"]
+
+
+def _shard(table: str, schema: str, attachment: Mapping[str, Any]) -> int:
+    """The shard that attaching would choose."""
+    if attachment["shard"] is not None:
+        return int(attachment["shard"])
+    found = shard_of_schema(schema)
+    if found is None and attachment["routing"] is not None:
+        return 0
+    if found is None:
+        raise TubeRefused(f"no number ends the name of the schema of {table}, so its shard is unknown: give it one")
+    return found
+
+
+async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:
+    """Make the tube, or give it other partitions or another predicate; then attach the tables that differ."""
+    schema = place.settings.tube_schema
+    tubes = Tubes(place.db, schema, place.settings.stream_schema)
+    same = ("partitions", "predicate")
+    if before is None or any(before[key] != wanted[key] for key in same):
+        await tubes.change(f"tube {name}", "tube_ensure_exists", name, *(wanted[key] for key in same))
+    attached = {} if before is None else before["tables"]
+    for table, values in sorted(wanted["tables"].items()):
+        known = attached.get(table)
+        if known is None or any(known[key] != values[key] for key in known):
+            await _attach(place, name, table, values, new=known is None)
+
+
+async def _attach(place: Place, tube: str, table: str, values: Values, *, new: bool) -> None:
+    """Attach the table; with `backfill` and a new attachment its ids are scheduled in the same transaction."""
+    schema = place.settings.tube_schema
+
+    async def work(connection: Connection) -> None:
+        options = (values["shard"], values["predicate"], values["routing"])
+        await call_value(connection, schema, "tube_table_ensure_attached", tube, table, *options)
+        if new and values["backfill"] is not None:
+            shard = values["shard"]
+            await call_value(connection, schema, "tube_backfill_schedule", tube, values["backfill"], shard, shard)
+
+    await change_locked(place.db, work, what=f"attach {table}")
+
+
+def _shards(value: Any) -> str:
+    try:
+        return ShardSet.parse(text(value)).text
+    except ValueError:
+        raise ValueError('shards such as "all", "7", "0-15" or "0-15,32"') from None
+
+
+_TABLE = (
+    Key("shard", whole(0, MAX_SHARD)),
+    Key("predicate", text),
+    Key("routing", text),
+    Key("shards", _shards, once=True),
+    Key("backfill", text, once=True),
+)
+
+SECTION = Section(
+    name="tubes",
+    one="tube",
+    keys=(
+        Key("partitions", whole(1, _MOST_PARTITIONS), 1),
+        Key("predicate", text),
+        Key("tables", tables, {}, inner=_TABLE),
+    ),
+    present=present,
+    normal=normal,
+    change=change,
+    removal=lambda name: f"to drop it: replicad tubes drop {name}",
+    lists="to detach it: replicad tubes detach {name} {one}",
+)

@@ -31,6 +31,7 @@ class Picture:
     daemons: int | None = None  # None: unknown
     remarks: Sequence[str] = ()
     unusable: DatabaseError | None = None  # why the tubes of this database cannot be read at all
+    error: DatabaseError | None = None  # why this look failed
     server: str = ""
 
 
@@ -58,7 +59,7 @@ class Island:
         except DatabaseError as error:
             unusable = error if isinstance(error, SchemaMissing | SchemaTooNew) else None
             row = {"kind": "partition", "tube": None, "state": str(error), "wrong": True}
-            return Picture(self.settings.shown, [row], unusable=unusable)
+            return Picture(self.settings.shown, [row], unusable=unusable, error=error)
 
     async def _picture(self, db: Database) -> Picture:
         from replicad.postgres import schema

@@ -11,6 +11,7 @@ from replicad.operations.island import Island
 from replicad.operations.top import show
 from replicad.terminal.command import ReplicadCommand, database_options, json_option
 from replicad.terminal.database import database_url
+from replicad.terminal.exits import DONE, exit_of
 from replicad.terminal.output import as_json_line, echo
 
 
@@ -20,8 +21,8 @@ from replicad.terminal.output import as_json_line, echo
 def command(as_json: bool, **options: Any) -> int:
     """Show which database this is, how many daemons serve it, and all streams and tubes with what is wrong.
 
-    It is `replicad top --once` with the server's version. `replicad doctor` checks more, and says what to do. The exit
-    status is 1 if the database cannot be used. --json prints one object.
+    It is `replicad top --once` with the server's version. `replicad doctor` checks more, and says what to do. If the
+    database cannot be used, the exit status says why (docs/operating.md). --json prints one object.
     """
     import trio
 
@@ -43,4 +44,4 @@ def command(as_json: bool, **options: Any) -> int:
     else:
         version = f" (PostgreSQL {picture.server})" if picture.server else ""
         show([picture], live=False, heading=[f"database: {picture.name}{version}", ""])
-    return 0 if picture.server else 1
+    return DONE.status if picture.error is None else exit_of(type(picture.error)).status

@@ -259,6 +259,7 @@ def test_the_scripts_install_and_remove_without_a_trace_by_plain_psql(
 
 
 def test_a_database_that_cannot_be_reached_is_one_sentence(run: Run) -> None:
+    assert app.run(["status", "--database", "postgresql://u@127.0.0.1:1/x"]) == 4
     line = run("tubes", "list", "--database", "postgresql://u:hunter2@127.0.0.1:1/x", status=4)
     assert "127.0.0.1:1" in line
     assert "hunter2" not in line

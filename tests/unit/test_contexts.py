@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,16 @@ def test_contexts_are_listed_without_passwords_and_a_file_with_one_is_not_for_al
     file.unlink()
     assert app.run(["contexts"]) == 0
     assert "there are no contexts" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("file")
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_person_is_told_which_database_a_variable_names(
+    terminal: bool, named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REPLICAD_DATABASE", "postgresql://u:hidden@127.0.0.1:1/x")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert app.run(["streams", "list", *(["--database", "postgresql://u@127.0.0.1:2/y"] if named else [])]) == 4
+    told = "replicad: REPLICAD_DATABASE: postgresql://u:***@127.0.0.1:1/x\n" in capsys.readouterr().err
+    assert told == (terminal and not named)

@@ -10,7 +10,6 @@ printed before the program configures them.
 from __future__ import annotations
 
 import logging
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from replicad.exports import exported
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
     from replicad.sharding import BlockingShardedWriter, ShardedWriter, open_sharded_writer
     from replicad.streams import BlockingWriter, Writer, open_writer
     from replicad.tubes import Part
+    from replicad.versions import __version__ as __version__
 
 __all__ = [
     "BadToken",
@@ -213,9 +213,8 @@ __getattr__ = exported(
         **dict.fromkeys(("BlockingShardedWriter", "ShardedWriter", "open_sharded_writer"), "sharding"),
         **dict.fromkeys(("BlockingWriter", "Writer", "open_writer"), "streams"),
         "Part": "tubes",
+        "__version__": "versions",
     },
 )
-
-__version__: str = version("replicad")
 
 logging.getLogger("replicad").addHandler(logging.NullHandler())

@@ -9,11 +9,10 @@ import ipaddress
 import os
 import re
 import socket
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from replicad.config.declaring import choice, duration, flag, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
@@ -21,6 +20,9 @@ from replicad.config.permissions import refuse_readable_by_others
 from replicad.config.secrets import read_token, trust, word
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
+
+if TYPE_CHECKING:
+    import ssl
 
 T = TypeVar("T")
 
@@ -232,17 +234,19 @@ class ServerSettings:
         """
         if self.tls_cert is None:
             return None
+        import ssl  # noqa: PLC0415 - see `trust`
+
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key)
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:
             key = f" with --tls-key {self.tls_key}" if self.tls_key else ""
             why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
             raise UsageError(f"--tls-cert {self.tls_cert}{key} cannot be used: {why}") from error
         if self.tls_client_ca is not None:
             try:
                 context.load_verify_locations(self.tls_client_ca)
-            except (OSError, ssl.SSLError) as error:
+            except OSError as error:
                 raise UsageError(f"--tls-client-ca {self.tls_client_ca} cannot be used: {error}") from error
             context.verify_mode = ssl.CERT_REQUIRED if self.access_file is None else ssl.CERT_OPTIONAL
         return context
@@ -288,7 +292,7 @@ class ClientSettings:
         if self.tls_client_cert is not None:
             try:
                 context.load_cert_chain(self.tls_client_cert, self.tls_client_key)
-            except (OSError, ssl.SSLError) as error:
+            except OSError as error:
                 raise UsageError(f"--tls-client-cert {self.tls_client_cert} cannot be used: {error}") from error
         return context
 

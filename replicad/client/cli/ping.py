@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -69,11 +68,14 @@ def greet(settings: ClientSettings, timeout: float) -> str:
                 auth = f"AUTH {settings.token}\n" if settings.token is not None else ""
                 stream.sendall(f"{auth}HELP PING\n".encode())  # it is always answered, if AUTH was accepted
                 _wait_accepted(lines, server)
-    except ssl.SSLError as error:
-        raise ConnectionLost(f"no TLS connection to {server}: {error.reason or error}; see --tls-ca") from error
     except TimeoutError as error:
         raise ConnectionLost(f"no answer from {server} within {timeout:g} s; is replicad listening there?") from error
     except OSError as error:
+        if context is not None:
+            import ssl
+
+            if isinstance(error, ssl.SSLError):
+                raise ConnectionLost(f"no TLS connection to {server}: {error.reason or error}; see --tls-ca") from error
         why = error.strerror or str(error)
         raise ConnectionLost(f"no connection to {server}: {why}; is `replicad serve` running there?") from error
     return name

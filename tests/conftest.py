@@ -30,6 +30,7 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.postgres.schema import PARTS, Part, script
 from tests.lengths import LONG, examples
+from tests.roles import DAEMON, ROLES, as_daemon
 
 PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for what hangs, never for what is slow
 
@@ -150,9 +151,11 @@ def postgres_url() -> Iterator[str]:
     """URL of a Postgres where we are superuser: a fresh embedded one, or the one that REPLICAD_TEST_POSTGRES names."""
     named = os.environ.get("REPLICAD_TEST_POSTGRES")
     if named:
+        psql(named, ROLES)
         yield named
     else:
         with server_folder() as folder, EmbeddedPostgres(folder, FAST) as server:
+            psql(server.url, ROLES)
             yield server.url
 
 
@@ -168,7 +171,8 @@ def served_template(postgres_url: str) -> Iterator[str]:
     """Name of a database that looks as after the first start of `replicad serve`: a copy costs a fifth of a start."""
     name = f"test_{os.getpid()}_served"
     psql(postgres_url, f"CREATE DATABASE {name}")
-    install(_named(postgres_url, name), "stream", "tube", "federation")
+    psql(_named(postgres_url, name), ROLES)
+    install(as_daemon(_named(postgres_url, name)), "stream", "tube", "federation")
     yield name
     psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
 
@@ -177,13 +181,20 @@ def served_template(postgres_url: str) -> Iterator[str]:
 def database_url(request: pytest.FixtureRequest, postgres_url: str) -> Iterator[str]:
     """URL of a fresh database with our schema and nothing else, dropped after the test whoever is still connected.
 
-    With the marker `bare_database`: an empty one, as a new user's is.
+    Our schema belongs to the role of the daemon (tests/roles.py); the URL is a superuser's. With the marker
+    `bare_database`: an empty one, as a new user's is.
     """
     name = f"test_{os.getpid()}_{next(_numbers)}"
     bare = request.node.get_closest_marker("bare_database")
     template = "template1" if bare else request.getfixturevalue("served_template")
-    psql(postgres_url, f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
+    psql(
+        postgres_url,
+        f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY",
+        f"GRANT CREATE ON DATABASE {name} TO {DAEMON}",  # the template has given all else
+    )
     url = _named(postgres_url, name)
+    if bare:
+        psql(url, ROLES)
     yield url
     try:
         psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
@@ -213,9 +224,10 @@ def install(url: str, *parts: Part) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def psql(url: str, sql: str) -> str:
-    """Run one SQL command by psql, as a user would; returns what it prints, without headers."""
-    command = [find_programs() / "psql", "--no-psqlrc", "-qtAX", "-v", "ON_ERROR_STOP=1", "-d", url, "-c", sql]
+def psql(url: str, *sql: str) -> str:
+    """Run SQL commands by psql, as a user would; returns what it prints, without headers."""
+    commands = [word for command in sql for word in ("-c", command)]
+    command = [find_programs() / "psql", "--no-psqlrc", "-qtAX", "-v", "ON_ERROR_STOP=1", "-d", url, *commands]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -25,6 +25,7 @@ from replicad.streams.serving.service import StreamService
 from replicad.tubes.serving import service as tubes
 from replicad.tubes.serving.pace import Pace as TubePace
 from replicad.tubes.serving.service import TubeService
+from tests.roles import as_daemon
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,20 @@ async def open_daemon(
     url: str,
     recover: Callable[[], Awaitable[None]] | None = None,
     paces: Paces = Paces(),
+    *,
+    least: bool = True,
 ) -> AsyncIterator[Daemon]:
-    """`replicad.daemon.daemon.open_daemon` with all features."""
+    """`replicad.daemon.daemon.open_daemon` with all features.
+
+    `least`: in the least role (tests/roles.py), where the URL is a superuser's.
+    """
     paced = {
         "streams": streams.feature(paces.streams),
         "tubes": tubes.feature(paces.tubes),
         "presence": presence.feature(paces.presence),
     }
     served = [paced.get(feature.name, feature) for feature in features.served()]
-    async with daemon.open_daemon(settings, url, served, recover, paces.daemon) as running:
+    async with daemon.open_daemon(settings, as_daemon(url) if least else url, served, recover, paces.daemon) as running:
         yield Daemon(
             running.addresses,
             running.hub,

@@ -89,7 +89,9 @@ class World:
 
     def replicad(self, *words: str) -> None:
         subprocess.run(
-            [sys.executable, "-m", "replicad", *words, "--database", self.role_url], check=True, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "replicad", *words, "--database", self.role_url],
+            check=True,
+            stdout=subprocess.DEVNULL,
         )
 
     def firing(self, alert: str, **labels: str) -> bool:

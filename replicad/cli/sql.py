@@ -1,4 +1,4 @@
-"""`replicad sql up|down`: prints replicad's SQL as a script for psql."""
+"""`replicad sql up|down|roles`: prints replicad's SQL as a script for psql."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _schema = option(
 _current = option("--current-schema", is_flag=True, help="Work in the schema that is first in psql's search_path.")
 
 
-@click.group("sql", cls=ReplicadGroup, short_help="Print the SQL that replicad installs, or the SQL that removes it.")
+@click.group(
+    "sql",
+    cls=ReplicadGroup,
+    short_help="Print the SQL that replicad installs, that removes it, or that makes its roles.",
+)
 def command() -> None:
     """Print the SQL that replicad installs in a database, or the SQL that removes it, as scripts for psql.
 
@@ -63,6 +67,50 @@ def down(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> No
     It removes replicad's own data too: tubes with their pods, the registry of streams. Your tables stay.
     """
     _print(tuple(reversed(parts or PARTS)), schema, "down", current=current_schema)
+
+
+@command.command(
+    "roles",
+    epilog="""\b
+Examples:
+  replicad sql roles --table-owner app_owner | psql -v ON_ERROR_STOP=1 -d app
+  replicad sql roles --table-owner app_owner --writer app --operator ops | psql -v ON_ERROR_STOP=1 -d app""",
+)
+@option("--daemon", metavar="ROLE", default="replicad", show_default=True, help="The role of `replicad serve`.")
+@option("--table-owner", "owners", metavar="ROLE", multiple=True, help="A role that owns tables of streams or tubes.")
+@option("--writer", "writers", metavar="ROLE", multiple=True, help="A role that writes to such tables.")
+@option(
+    "--operator",
+    "operators",
+    metavar="ROLE",
+    multiple=True,
+    help="A role that looks (status, top), and changes nothing.",
+)
+@option("--stream-schema", metavar="SCHEMA", default="replicad", show_default=True, help="Schema of the streams.")
+@option("--tube-schema", metavar="SCHEMA", default="tube", show_default=True, help="Schema of the tubes.")
+def roles(
+    *,
+    daemon: str,
+    owners: tuple[str, ...],
+    writers: tuple[str, ...],
+    operators: tuple[str, ...],
+    stream_schema: str,
+    tube_schema: str,
+) -> None:
+    """Print the script that creates the least roles, or grants to existing ones what they lack.
+
+    --table-owner, --writer and --operator may be given several times. Nothing is granted to PUBLIC, and nothing is
+    revoked. New roles have no password. docs/access.md says what each right is for.
+
+    Run the script before the first start of the daemon, and again after it and after each upgrade: it grants what was
+    not there before.
+    """
+    from replicad.postgres.roles import Roles, script
+
+    try:
+        echo(script(Roles(daemon, owners, writers, operators), stream_schema, tube_schema))
+    except ValueError as error:
+        raise UsageError(f"a name of a role or schema: {error}") from None
 
 
 def _print(parts: tuple[str, ...], schema: str | None, direction: Direction, *, current: bool) -> None:

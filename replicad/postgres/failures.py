@@ -6,6 +6,7 @@ sees a password (a `Target` has none).
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from dataclasses import dataclass
@@ -150,8 +151,31 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
             sqlstate=state,
         )
     if means(state, sqlstates.REFUSED):
-        return errors.DatabaseRefused(f"Postgres at {target} refused: {_text(error)}", sqlstate=state)
+        text = f"Postgres at {target} refused: {_text(error)}"
+        return errors.DatabaseRefused(f"{text}{_missing_grant(error, target)}", sqlstate=state)
     return errors.DatabaseError(f"Postgres at {target} reports an error: {_text(error)}", sqlstate=state)
+
+
+# What is missing where Postgres denies something. It does not say which right a statement needs on a table.
+_DENIED = re.compile(r"permission denied for (database|schema|function|sequence|table|view) (\S+)")
+_GRANTS = {
+    "database": "CREATE ON DATABASE",
+    "schema": "USAGE ON SCHEMA",
+    "function": "EXECUTE ON FUNCTION",
+    "sequence": "USAGE, SELECT ON SEQUENCE",
+    "table": "SELECT ON TABLE",
+    "view": "SELECT ON TABLE",
+}
+
+
+def _missing_grant(error: BaseException, target: Target) -> str:
+    """The GRANT for an error of Postgres that has no hint of ours."""
+    denied = _DENIED.search(getattr(error, "message", None) or "")
+    if denied is None or getattr(error, "hint", None):
+        return ""
+    grant = f'GRANT {_GRANTS[denied[1]]} {denied[2]} TO "{target.user}"'
+    more = {"table": " (and what else the statement does)", "schema": " (CREATE, if something is made in it)"}
+    return f". Have its owner run: {grant}{more.get(denied[1], '')}"
 
 
 def is_read_only(error: BaseException) -> bool:

@@ -34,13 +34,13 @@ def _sentence(row: Any) -> str:
         return (
             f"a table that was attached to it was dropped ({names + ', ' if names else ''}oid {row['table_oid']}, "
             f"shard {shard}). If there is a new table of that name, its changes are not recorded: attach it, "
-            f"{_attach(row, names)}, and backfill it, {_backfill(row)}. If there is none: "
+            f"{attach_command(row, names)}, and backfill it, {_backfill(row)}. If there is none: "
             f"replicad tubes detach {tube} {row['table_oid']}"
         )
     return (
         f"changes of table {row['name']} are not recorded: it has no enabled trigger of the tube for "
-        f"{', '.join(row['missing'])}. Attach the table again, {_attach(row, row['root'])}, and then backfill it, "
-        f"because changes since then are lost: {_backfill(row)}"
+        f"{', '.join(row['missing'])}. Attach the table again, {attach_command(row, row['root'])}, and then backfill "
+        f"it, because changes since then are lost: {_backfill(row)}"
     )
 
 
@@ -49,8 +49,8 @@ def _unseen(row: Any) -> str:
     if row["kind"] == "partition":
         return (
             f"statements on {row['name']}{more}, a partition of {row['root']} that was added later, are not recorded; "
-            f"those on {row['root']} itself are. Attach it again, {_attach(row, row['root'])}, and then backfill it "
-            f"if something writes to partitions: {_backfill(row)}"
+            f"those on {row['root']} itself are. Attach it again, {attach_command(row, row['root'])}, and then "
+            f"backfill it if something writes to partitions: {_backfill(row)}"
         )
     if row["kind"] == "subscription":
         return (
@@ -64,7 +64,8 @@ def _unseen(row: Any) -> str:
     )
 
 
-def _attach(row: Any, table: str) -> str:
+def attach_command(row: Any, table: str) -> str:
+    """The command that attaches a table again as it is; `row` has tube, shard, predicate and routing."""
     named = quote(table) if table and " or " not in table else "TABLE"
     own = "".join(f" --{what} {quote(row[what])}" for what in ("predicate", "routing") if row[what] is not None)
     return f"replicad tubes attach {row['tube']} {named} --shard {row['shard']}{own}"

@@ -19,6 +19,7 @@ from urllib.parse import quote
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from tests.conftest import PATIENCE, psql
+from tests.roles import ROLES
 
 SMALL = {
     "fsync": "off",  # what ends here is Postgres, not the machine
@@ -163,6 +164,7 @@ class Cluster:
     def move(self, dump: Path) -> EmbeddedPostgres:
         """Restore a dump into a new server, which is the one at the address from then on; returns the old one."""
         fresh = self._open(self.folder / f"s{next(self._numbers)}")
+        psql(fresh.url, ROLES)
         restore_dump(fresh.url, dump, one_transaction=False)
         old, self.server = self.server, fresh
         _stop(old, signal.SIGINT)

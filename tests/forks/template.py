@@ -6,6 +6,7 @@ from pathlib import Path
 
 from replicad.postgres.embedded import EmbeddedPostgres
 from tests.conftest import install, psql
+from tests.roles import ROLES, as_daemon
 
 from .cluster import SMALL
 from .tables import create_all
@@ -14,6 +15,7 @@ from .tables import create_all
 def made_template(folder: Path) -> Path:
     """Make it below `folder`, and return the folder."""
     with EmbeddedPostgres(folder, SMALL) as server:
-        install(server.url, "stream", "tube", "federation")
+        psql(server.url, ROLES)
+        install(as_daemon(server.url), "stream", "tube", "federation")
         psql(server.url, create_all())
     return folder

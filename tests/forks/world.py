@@ -19,6 +19,7 @@ import trio
 
 from replicad.postgres import recording
 from tests.conftest import PATIENCE, psql
+from tests.roles import as_daemon
 
 from .cluster import Cluster
 from .holder import Address, Holder
@@ -55,7 +56,16 @@ class Server:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "replicad", "serve", "--database", self._url, "--log-format", "json"),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "replicad",
+                        "serve",
+                        "--database",
+                        as_daemon(self._url),
+                        "--log-format",
+                        "json",
+                    ),
                     *("--listen", f"{self.address[0]}:{self.address[1]}", "--ready-file", str(self.ready)),
                     *("--record-polls", str(recording)),
                 ],

@@ -31,6 +31,7 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.protocol.words import Side
 from tests.fuzz import hostile
+from tests.roles import ROLES, as_daemon
 from tests.vocabulary import parse
 
 PATIENCE = 60.0  # seconds: for what hangs, never for what is slow
@@ -127,7 +128,8 @@ def daemon() -> Iterator[tuple[psutil.Process, int, str]]:
         ready, log = folder / "ready", folder / "log"
         server = stack.enter_context(EmbeddedPostgres(folder / "postgres"))
         listen = ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
-        words = ["serve", "--database", server.url, *listen]
+        sql(server.url, ROLES)
+        words = ["serve", "--database", as_daemon(server.url), *listen]
         with log.open("wb") as file:
             process = subprocess.Popen([sys.executable, "-m", "replicad", *words], stdout=file, stderr=file)
         try:

@@ -30,6 +30,7 @@ NO_DATABASE = {
     "tail": "events --server 127.0.0.1:1 --once",
     "sql up": "",
     "sql down": "",
+    "sql roles": "",
     "streams check-polls": "/dev/null",
     "access check": "/dev/null",
     "access test": "billing read orders --access-file /dev/null",

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PATIENCE, install, psql
+from tests.roles import as_daemon
 
 pytestmark = pytest.mark.postgres
 
@@ -29,12 +30,13 @@ def start(database_url: str) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start_words(*words: str) -> subprocess.Popen[str]:
+            url = as_daemon(database_url) if words[0] == "serve" else database_url
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "replicad", *words],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "REPLICAD_DATABASE": database_url},
+                env={**os.environ, "REPLICAD_DATABASE": url},
             )
             stack.enter_context(process)
             stack.callback(process.kill)

@@ -68,7 +68,7 @@ async def world(database_url: str, database: Database) -> AsyncIterator[World]:
     yield made
     for role in ("doctor_poor", "doctor_blind"):
         if await database.fetch_value("SELECT count(*) FROM pg_roles WHERE rolname = $1", role):
-            await made.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+            await made.sql(f"DROP OWNED BY {role} CASCADE", f"DROP ROLE {role}")
 
 
 Scenario = Callable[[World], Awaitable[None]]
@@ -121,6 +121,27 @@ async def _(world: World) -> None:
 async def _(world: World) -> None:
     await world.sql("CREATE ROLE doctor_poor LOGIN", *(one.format("doctor_poor") for one in GRANTS))
     world.user = "doctor_poor"
+
+
+@scenario(
+    "owners",
+    WARNING,
+    "run with the rights of role doctor_blind, and the table belongs to role doctor_poor -> attach it",
+)
+async def _(world: World) -> None:
+    """And a table of a superuser with a type of a third role."""
+    await world.sql("CREATE ROLE doctor_poor", "CREATE ROLE doctor_blind", "CREATE TABLE given (id bigint PRIMARY KEY)")
+    await world.sql("ALTER TABLE given OWNER TO doctor_poor")
+    await world.sql("SELECT tube.tube_table_ensure_attached('orders', 'given', 0, 'id > 0')")
+    await world.sql("ALTER TABLE given OWNER TO doctor_blind")
+    await world.sql("CREATE TYPE mood AS ENUM ()", "ALTER TYPE mood OWNER TO doctor_poor")
+    await world.sql("ALTER TABLE events ADD moods mood[]")
+    check = BY_NAME["owners"]
+    assert "of role doctor_poor: TYPE mood" in (await world.find(check))[-1].text
+    [given, _] = await world.find(check)
+    await world.sql("SELECT tube.tube_table_ensure_attached('orders', 'given', 0, 'id > 0')")
+    assert [one.text for one in await world.find(check) if one.text == given.text] == []
+    await world.sql("ALTER TABLE given OWNER TO doctor_poor")
 
 
 @scenario("sessions", WARNING, "of max_connections = ")

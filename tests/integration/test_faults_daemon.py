@@ -23,6 +23,7 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.streams import registry
 from tests.daemons import Daemon
+from tests.roles import as_daemon
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
 
@@ -39,7 +40,7 @@ class ServeProcess:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0"),
-                *("--ready-file", str(self.ready), *options),
+                *("--ready-file", str(self.ready), *map(as_daemon, options)),
             ],
             stdout=self.log,
             stderr=subprocess.STDOUT,

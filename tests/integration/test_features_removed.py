@@ -20,6 +20,7 @@ import pytest
 
 from replicad import features
 from tests.conftest import PATIENCE
+from tests.roles import as_daemon
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "tests/unit"
@@ -87,7 +88,7 @@ class Copy:
         command = [sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
         with (self.folder / "log").open("w+") as log:
             process = subprocess.Popen(
-                [*command, "--database", url], cwd=self.folder, env=self.environment, stdout=log, stderr=log
+                [*command, "--database", as_daemon(url)], cwd=self.folder, env=self.environment, stdout=log, stderr=log
             )
             try:
                 deadline = time.monotonic() + PATIENCE

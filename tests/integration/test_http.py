@@ -30,9 +30,10 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.sender.store import open_store
 from replicad.streams import registry
 from replicad.tubes.serving.figures import TubeFigures
-from tests.conftest import PATIENCE, install
+from tests.conftest import PATIENCE, install, psql
 from tests.daemons import Daemon, Paces, open_daemon
 from tests.figures_page import PARTS
+from tests.roles import ROLES, as_daemon
 
 from .test_access_reload import Authority
 
@@ -216,7 +217,8 @@ async def test_a_stream_and_a_tube_that_cannot_be_served_make_the_daemon_unready
 @pytest.fixture
 def own_postgres(postgres_folder: Path) -> Iterator[EmbeddedPostgres]:
     with EmbeddedPostgres(postgres_folder, {"fsync": "off"}) as running:
-        install(running.url, "stream", "tube", "federation")
+        psql(running.url, ROLES)
+        install(as_daemon(running.url), "stream", "tube", "federation")
         yield running
 
 

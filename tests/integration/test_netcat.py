@@ -20,6 +20,7 @@ from replicad.streams import registry
 from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
+from tests.roles import as_daemon
 from tests.vocabulary import EVERY, Side
 
 from .conftest import Connect, Netcat, netcat_to
@@ -312,7 +313,7 @@ async def test_a_row_that_turns_up_below_the_position_is_an_alarm(events: Databa
 async def test_every_command_of_a_client_is_answered_by_one_service(
     settings: ServerSettings, database: Database, database_url: str
 ) -> None:
-    async with daemon_module.open_daemon(settings, database_url, features.served()) as running:
+    async with daemon_module.open_daemon(settings, as_daemon(database_url), features.served()) as running:
         answers = [service.answers(Mock()) for service in running.services.values()]
     found = Counter(kind for each in answers for kind in (*each.at_once, *each.in_turn))
     by_the_session, by_the_relay = {"PING", "NAME", "AUTH", "HELP", "ERROR"}, {"REMOTE_SERVER_UP", "LOCK_RELEASED"}

@@ -18,6 +18,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from tests.conftest import install, psql
 from tests.daemons import Daemon
+from tests.roles import as_daemon
 from tests.schema import older
 
 from .conftest import Netcat
@@ -52,7 +53,7 @@ async def older_daemon(tree: Path, url: str, folder: Path) -> AsyncIterator[Addr
     command = [sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
     with log.open("wb") as output:
         process = await trio.lowlevel.open_process(
-            [*command, "--log-format", "json"], cwd=tree, env=older.environment(tree, REPLICAD_DATABASE=url),
+            [*command, "--log-format", "json"], cwd=tree, env=older.environment(tree, REPLICAD_DATABASE=as_daemon(url)),
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         )  # fmt: skip
     try:

@@ -26,6 +26,7 @@ from replicad.protocol.states import CloseReason
 from replicad.streams import registry
 from tests.conftest import psql
 from tests.daemons import Daemon, Paces, open_daemon
+from tests.roles import ROLES, as_daemon
 
 from .conftest import PATIENCE, Netcat, netcat_to
 from .test_faults_daemon import connect, serving
@@ -251,7 +252,9 @@ async def set_back(database: Database, daemon: Daemon, disaster: str) -> None:
         await quiet(reader, 1.0)
 
 
-async def test_trimming_keeps_those_who_are_online_in_the_stream(database: Database, daemon: Daemon) -> None:
+async def test_trimming_keeps_those_who_are_online_in_the_stream(
+    database: Database, database_url: str, daemon: Daemon
+) -> None:
     from replicad.streams.trimming import trim
 
     await enable(database, daemon, **NEVER)
@@ -265,7 +268,8 @@ async def test_trimming_keeps_those_who_are_online_in_the_stream(database: Datab
         with trio.fail_after(PATIENCE):
             while await published(database) < 3:
                 await trio.sleep(0.05)
-        assert (await trim(database, "presence", before=3)).rows == 3
+        async with open_database(as_daemon(database_url), size=1, application_name="owner") as owner:
+            assert (await trim(owner, "presence", before=3)).rows == 3
         await told(reader, "@stays:b", "online")
         async with following(daemon) as late:
             await told(late, "@stays:b", "online")
@@ -304,6 +308,7 @@ async def test_a_user_whom_postgres_cannot_write_holds_up_nobody(
     name = f"{urlsplit(database_url).path[1:]}_latin"
     psql(postgres_url, f"CREATE DATABASE {name} ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0")
     url = urlunsplit(urlsplit(database_url)._replace(path=f"/{name}"))
+    psql(url, ROLES)
     try:
         async with open_database(url, size=2, application_name="replicad test") as database:
             async with open_daemon(settings, url) as daemon:

@@ -19,6 +19,7 @@ import trio
 from replicad.config.settings import parse_address
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry
+from tests.roles import as_daemon
 
 from .conftest import Netcat
 
@@ -42,7 +43,16 @@ class Served:
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--database", url),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "replicad",
+                        "serve",
+                        "--listen",
+                        "127.0.0.1:0",
+                        "--database",
+                        as_daemon(url),
+                    ),
                     *("--ready-file", str(self.ready), "--log-format", "json", *options),
                 ],
                 stdout=output,

@@ -22,6 +22,7 @@ from replicad.streams.rows_probe import find_unreadable
 from replicad.streams.troubles import load
 from tests.conftest import psql
 from tests.daemons import Daemon
+from tests.roles import ROLES
 
 from .conftest import Connect, Netcat, netcat_to
 
@@ -227,6 +228,7 @@ async def test_a_row_that_is_not_utf_8_is_named(postgres_url: str, settings: Any
     name = f"bytes_{column}_{os.getpid()}"
     psql(postgres_url, f"CREATE DATABASE {name} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
     url = urlunsplit(urlsplit(postgres_url)._replace(path=f"/{name}"))
+    psql(url, ROLES)
     try:
         async with open_database(url, size=2, application_name="test") as db, open_daemon(settings, url) as daemon:
             await db.execute("CREATE TABLE words (id bigserial PRIMARY KEY, word text, writer text)")

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import pytest
 import trio
@@ -21,6 +21,7 @@ from replicad.streams.chunks import Chunk
 from replicad.streams.serving.windows import PostgresWindows
 from tests.conftest import psql
 from tests.daemons import open_daemon
+from tests.roles import DAEMON, as_role
 
 from .conftest import Connect, netcat_to
 
@@ -81,16 +82,10 @@ def attack(team: str) -> str:
 def team(database_url: str, postgres_url: str) -> Iterator[str]:
     """A role that may log in, with a schema of its own and nothing else."""
     name = f"team_{abs(hash(database_url)) % 10**9}"
-    psql(database_url, f"CREATE ROLE {name} LOGIN; CREATE SCHEMA {name} AUTHORIZATION {name}")
+    psql(database_url, f"CREATE ROLE {name} LOGIN; CREATE SCHEMA {name} AUTHORIZATION {name}; GRANT {name} TO {DAEMON}")
     yield name
     psql(database_url, f"DROP OWNED BY {name} CASCADE")
     psql(postgres_url, f"DROP ROLE {name}")
-
-
-def as_role(url: str, role: str) -> str:
-    """The same database for another role."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=f"{role}@{parts.netloc.rpartition('@')[2]}"))
 
 
 async def lines_of(db: Database, name: str, after: int = 0, upto: int = 1 << 40) -> list[str]:
@@ -344,19 +339,19 @@ async def test_the_daemon_refuses_to_be_a_superuser_of_a_postgres_that_is_not_th
     database_url: str, team: str, settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = replace(settings, database=DatabaseSettings(database=database_url))
-    async with open_daemon(named, database_url):
+    async with open_daemon(named, database_url, least=False):
         """The embedded one is recognised."""
     monkeypatch.setattr(superuser, "is_embedded", lambda data: False)
     with pytest.raises(
         DatabaseRefused, match=r"role postgres is a superuser.*GRANT CREATE ON DATABASE.*--allow-superuser"
     ):
-        async with open_daemon(named, database_url):
+        async with open_daemon(named, database_url, least=False):
             pass
     psql(database_url, f"GRANT postgres TO {team}")
     with pytest.raises(DatabaseRefused, match=f"role {team} is a superuser"):
         async with open_daemon(named, as_role(database_url, team)):
             pass
-    async with open_daemon(replace(named, allow_superuser=True), database_url):
+    async with open_daemon(replace(named, allow_superuser=True), database_url, least=False):
         """It is meant."""
 
 

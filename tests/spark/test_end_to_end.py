@@ -26,6 +26,7 @@ from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.base import Sink
 from replicad.spark.sinks.postgres import PostgresSink
 from tests.conftest import PATIENCE
+from tests.roles import as_daemon
 
 SHARDS = (1, 2, 3)
 ROWS = 2000  # in each shard
@@ -45,9 +46,11 @@ class Served:
 
     def start(self) -> None:
         self.ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "replicad", "serve", "--database", self.url, "--ready-file", str(self.ready)]
+        command = [sys.executable, "-m", "replicad", "serve", "--database", as_daemon(self.url)]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, "--listen", f"127.0.0.1:{self.port}"], stderr=log)
+            self.process = subprocess.Popen(
+                [*command, "--ready-file", str(self.ready), "--listen", f"127.0.0.1:{self.port}"], stderr=log
+            )
         deadline = time.monotonic() + PATIENCE
         while not self.ready.exists():
             assert self.process.poll() is None, self.log.read_text()

@@ -15,6 +15,7 @@ from replicad.postgres import schema, schema_text
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.schema import Outcome, Part
 from tests.conftest import psql
+from tests.roles import ROLES
 from tests.schema import catalogue, pin
 
 pytestmark = pytest.mark.bare_database
@@ -64,7 +65,9 @@ async def other(postgres_url: str, database_url: str) -> AsyncIterator[Database]
     parts = urlsplit(database_url)
     name = f"{parts.path.lstrip('/')}_other"
     psql(postgres_url, f"CREATE DATABASE {name}")
-    async with open_database(urlunsplit(parts._replace(path=f"/{name}")), size=2, application_name="test") as db:
+    url = urlunsplit(parts._replace(path=f"/{name}"))
+    psql(url, ROLES)
+    async with open_database(url, size=2, application_name="test") as db:
         yield db
     psql(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
 

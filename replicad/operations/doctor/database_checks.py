@@ -9,6 +9,7 @@ from replicad.errors import SchemaMissing, SchemaTooNew
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
 from replicad.operations.doctor.seen import Seen
 from replicad.postgres import schema
+from replicad.tubes.untouched import attach_command
 
 
 async def _database(seen: Seen) -> Iterable[Finding]:
@@ -39,6 +40,26 @@ async def _rights(seen: Seen) -> Iterable[Finding]:
         text = f"user {row['role']} cannot see what other users' sessions do, so holders have no age and no query"
         found.append(warning(text, f'GRANT pg_read_all_stats TO "{role}"'))
     return found or fine(f"user {row['role']} may read all streams, and see all sessions")
+
+
+async def _owners(seen: Seen) -> Iterable[Finding]:
+    found = [
+        warning(
+            f"tube {row['tube']}: the triggers of {row['root']} run with the rights of role {row['runs_as']}, and the "
+            f"table belongs to role {row['owner']}",
+            f"attach it again: {attach_command(row, row['root'])}",
+        )
+        for row in await seen.misowned_triggers()
+    ]
+    found += [
+        warning(
+            f"table {row['table']} of role {row['table_owner']} is read with the daemon's rights, and runs code of "
+            f"role {row['owner']}: {row['what']}",
+            f"ALTER {row['what']} OWNER TO {row['table_owner']}, or ALTER TABLE {row['table']} OWNER TO {row['owner']}",
+        )
+        for row in await seen.strangers()
+    ]
+    return found or fine("code on every table runs with the rights of the table's owner")
 
 
 async def _schema(seen: Seen) -> Iterable[Finding]:
@@ -155,6 +176,16 @@ DATABASE_CHECKS = (
         "a stream's table, sequence or columns cannot be read",
         "the GRANT that is printed",
         _rights,
+        needs="schema",
+    ),
+    Check(
+        "owners",
+        "with whose rights code on tables runs",
+        "triggers of a tube run with another role's than the owner's, as after ALTER TABLE ... OWNER TO; or a table "
+        "that is read with the daemon's has a type or a function of a third role",
+        None,
+        "attach the table again; give the table and the type to one owner ([access.md](access.md))",
+        _owners,
         needs="schema",
     ),
     Check(

@@ -15,7 +15,7 @@ from replicad.operations.doctor.stream_checks import STREAM_CHECKS
 from replicad.operations.doctor.tube_checks import TUBE_CHECKS
 
 LONGEST = 15.0  # seconds for a check; a second look at streams takes three
-CHECKS: tuple[Check, ...] = (*DATABASE_CHECKS[:4], *STREAM_CHECKS, *TUBE_CHECKS, *SENDER_CHECKS, *DATABASE_CHECKS[4:])
+CHECKS: tuple[Check, ...] = (*DATABASE_CHECKS[:5], *STREAM_CHECKS, *TUBE_CHECKS, *SENDER_CHECKS, *DATABASE_CHECKS[5:])
 
 
 async def examine(

@@ -134,6 +134,21 @@ class Seen:
 
         return await self._once("senders", look)
 
+    async def misowned_triggers(self) -> Sequence[Row]:
+        """Attached tables whose triggers run with the rights of another role than their owner."""
+        schema = self.settings.tube_schema
+        return await self._once("triggers", lambda: self.db.fetch(statement("doctor_triggers", schema), schema))
+
+    async def strangers(self) -> Sequence[Row]:
+        """Code of third roles in tables that are read directly."""
+
+        async def look() -> Sequence[Row]:
+            streams = (await self.streams()).streams
+            tables = [oid for one in streams for oid in (one.stream.table_oid, one.stream.positions_oid) if oid]
+            return await self.db.fetch(statement("doctor_strangers", self.settings.tube_schema), tables)
+
+        return await self._once("strangers", look)
+
     async def troubles(self) -> Sequence[Reported]:
         """What running daemons report."""
         return await self._once("troubles", lambda: troubles.load(self.db, schema=self.settings.stream_schema))

@@ -19,3 +19,30 @@ UPDATE {part}_version SET version = {version}, {serves}installed_at = clock_time
         FROM string_to_table(digest, ' ') WITH ORDINALITY AS w (word, place)
         WHERE version = {version} AND w.word NOT IN ('', '{digest}') AND w.place <= 50
     ));
+-- What the script has created belongs to the owner of the schema, whoever ran it. Otherwise the daemon could not use what a
+-- superuser has upgraded, nor upgrade it later. (Nobody can log in as pg_database_owner, who owns the schema public.)
+DO $belongs$
+DECLARE
+    keeper name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n WHERE n.nspname = current_schema());
+    mine oid := (SELECT r.oid FROM pg_roles r WHERE r.rolname = current_user);
+    what text;
+BEGIN
+    IF keeper = current_user OR keeper ~ '^pg_' OR NOT pg_has_role(keeper, 'MEMBER') THEN
+        RETURN;
+    END IF;
+    FOR what IN
+        SELECT format('%s %I', k.name, c.relname)
+            FROM pg_class c JOIN (VALUES ('r', 'TABLE'), ('v', 'VIEW'), ('S', 'SEQUENCE')) AS k (kind, name) ON k.kind = c.relkind
+            WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relname = ANY ({relations}) AND c.relowner = mine
+                AND NOT EXISTS (SELECT FROM pg_depend d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid
+                    AND d.refclassid = 'pg_class'::regclass AND d.deptype IN ('a', 'i'))  -- follows its table
+        UNION ALL SELECT format('TYPE %I', t.typname)
+            FROM pg_type t WHERE t.typnamespace = quote_ident(current_schema())::regnamespace AND t.typname = ANY ({types}) AND t.typowner = mine
+        UNION ALL SELECT format('ROUTINE %s', p.oid::regprocedure)
+            FROM pg_proc p
+            WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.proname = ANY ({routines}) AND p.proowner = mine
+    LOOP
+        EXECUTE format('ALTER %s OWNER TO %I', what, keeper);
+    END LOOP;
+END
+$belongs$;

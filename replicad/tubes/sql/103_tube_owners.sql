@@ -36,6 +36,20 @@ END
 $$;
 COMMENT ON FUNCTION tube_give(text, oid) IS 'Makes a function belong to the owner of a table';
 
+-- tube_belong(what): what belongs to a tube belongs to the owner of this schema, whoever creates the tube: else the daemon could
+-- not use it. what: `TABLE name`, `FUNCTION name(types)`. Does nothing for a role that may not. Writes the owner.
+CREATE OR REPLACE FUNCTION tube_belong(what text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    keeper name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace n WHERE n.nspname = current_schema());
+BEGIN
+    IF keeper <> current_user AND keeper !~ '^pg_' AND pg_has_role(keeper, 'MEMBER') THEN
+        EXECUTE format('ALTER %s OWNER TO %I', what, keeper);
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION tube_belong(text) IS 'Gives what belongs to a tube to the owner of the schema';
+
 -- tube_reader(owner): the function that runs queries as this role; NULL where there is none. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_reader(owner oid) RETURNS text
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$

@@ -29,7 +29,9 @@ BEGIN
             ' SET search_path = %s AS %L', name, setting, body);
         EXECUTE format('REVOKE EXECUTE ON FUNCTION %I() FROM PUBLIC', name);
         EXECUTE format('COMMENT ON FUNCTION %I() IS %L', name, 'replicad: touches tube ' || tube);
-        IF owner IS NOT NULL THEN
+        IF NOT own AND t.predicate IS NULL THEN  -- nobody's code is in it
+            PERFORM tube_belong(format('FUNCTION %I()', name));
+        ELSIF owner IS NOT NULL THEN
             PERFORM tube_give(format('%I.%I()', current_schema(), name), owner);
             EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', current_schema(), pg_get_userbyid(owner));
             EXECUTE format('GRANT USAGE ON SEQUENCE tube_seq TO %I', pg_get_userbyid(owner));

@@ -32,6 +32,7 @@ BEGIN
             ' AS %L', name, body);
         EXECUTE format('COMMENT ON FUNCTION %I(integer, bigint[], character, jsonb, integer) IS %L',
             name, 'replicad: puts ids or a control pod into tube ' || tube);
+        PERFORM tube_belong(format('FUNCTION %I(integer, bigint[], character, jsonb, integer)', name));
     END IF;
 END
 $outer$;

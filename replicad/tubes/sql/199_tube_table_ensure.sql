@@ -58,6 +58,7 @@ BEGIN
     EXECUTE format('CREATE INDEX %I ON %I (shard, seq) WHERE cardinality(ids) = 0', tube || '_control', tube);
     EXECUTE format('COMMENT ON TABLE %I IS %L', tube,
         'replicad: the pods of a tube; use tube_ensure_absent() to drop it');
+    PERFORM tube_belong(format('TABLE %I', tube));
 EXCEPTION WHEN duplicate_table THEN
     PERFORM tube_refuse('RT005', format('tube %L needs the name of something that exists: %s', tube, SQLERRM),
         'choose another name for the tube, or rename what has it');

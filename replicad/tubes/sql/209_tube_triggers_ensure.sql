@@ -28,7 +28,9 @@ BEGIN
             WHEN c.oid <> tube_check_table.tbl AND a.root = a.tbl THEN 'it is attached by itself'
             WHEN a.root <> tube_check_table.tbl THEN format('it is attached through %s', a.root)
             WHEN NOT has_table_privilege(f.proowner, c.oid, 'SELECT') THEN
-                format('%s, who owns these functions, may not read it', f.proowner::regrole)
+                format('%s, who owns these functions, may not read it; run: GRANT %s TO %1$s', f.proowner::regrole, CASE
+                    WHEN (SELECT r.rolsuper FROM pg_roles r WHERE r.oid = c.relowner) THEN format('SELECT ON %s', c.oid::regclass)
+                    ELSE c.relowner::regrole::text END)
         END || CASE WHEN c.oid <> tube_check_table.tbl THEN format(' (partition %s)', c.oid::regclass) ELSE '' END
         INTO fault
         FROM tube_members(tbl) m JOIN pg_class c ON c.oid = m

@@ -1,0 +1,53 @@
+"""The SQL that makes the roles which replicad needs, with the least rights: `replicad sql roles` prints it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from replicad.postgres.literals import quote_ident, quote_literal
+from replicad.postgres.schema_text import PACKAGE, load
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Names of roles. `daemon` installs and serves; `owners` own the tables of streams and tubes; `writers` write them;
+    `operators` look at what replicad knows.
+    """
+
+    daemon: str = "replicad"
+    owners: Sequence[str] = ()
+    writers: Sequence[str] = ()
+    operators: Sequence[str] = ()
+
+
+def script(roles: Roles, stream_schema: str = "replicad", tube_schema: str = "tube") -> str:
+    """The SQL for psql or any other client, in one transaction. It may be repeated.
+
+    Raises ValueError for a name that is empty or has a NUL.
+    """
+    home = quote_ident(stream_schema)
+    everybody = list(dict.fromkeys([roles.daemon, *roles.owners, *roles.writers, *roles.operators]))
+    for name in (*everybody, tube_schema):
+        quote_ident(name)
+    values = {
+        "daemon": quote_literal(roles.daemon),
+        "all": _array(everybody),
+        "owners": _array(roles.owners),
+        "writers": _array(roles.writers),
+        "operators": _array(roles.operators),
+        "schemas": _array([stream_schema, tube_schema]),
+        "troubles": quote_literal(f"{home}.stream_troubles()"),
+        "stream_table": quote_literal(f"{home}.stream"),
+        "cache_write": quote_literal(f"{home}.cache_write(text, jsonb)"),
+    }
+    names = ["roles", *(["roles_writers"] if roles.writers else []), *(["roles_operators"] if roles.operators else [])]
+    parts = [
+        re.sub(r"\{(\w+)\}", lambda found: values[found[1]], load(PACKAGE)[f"schema/{name}.sql"]) for name in names
+    ]
+    return "BEGIN;\n" + "\n".join(parts) + "COMMIT;\n"
+
+
+def _array(names: Sequence[str]) -> str:
+    return f"ARRAY[{', '.join(map(quote_literal, names))}]::text[]"

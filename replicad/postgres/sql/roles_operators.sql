@@ -1,0 +1,26 @@
+-- Operators look, and change nothing: status, top; streams list, show, writers and acks; tubes list and stats; writers list; what is
+-- parked. They see no rows of tables, no pods and no secrets. What needs rows (how many rows a stream lags) is not shown to them.
+DO $operators$
+DECLARE
+    role text;
+    folder text;
+    name text;
+BEGIN
+    FOREACH role IN ARRAY {operators} LOOP
+        EXECUTE format('GRANT CONNECT ON DATABASE %I TO %I', current_database(), role);
+        FOR folder, name IN
+            SELECT c.relnamespace::regnamespace, format('%I.%I', n.nspname, c.relname)
+            FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+            WHERE n.nspname = ANY ({schemas}) AND c.relname IN (
+                'stream_version', 'stream_ack', 'ownership_version', 'federation_version', 'federation_sender', 'federation_parked',
+                'tube_version', 'tube_registry', 'tube_attachment', 'tube_backfill', 'tube_lease', 'tube_parked', 'tube_report')
+        LOOP
+            EXECUTE format('GRANT USAGE ON SCHEMA %s TO %I', folder, role);
+            EXECUTE format('GRANT SELECT ON TABLE %s TO %I', name, role);
+        END LOOP;
+        IF to_regprocedure({troubles}) IS NOT NULL THEN
+            EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', to_regprocedure({troubles}), role);
+        END IF;
+    END LOOP;
+END
+$operators$;

@@ -157,9 +157,9 @@ def _cancel(tube: str, ranges: Sequence[tuple[int, int]], options: dict[str, Any
 def stats(tube: str | None, as_json: bool, **options: Any) -> None:
     """Show what is in each partition of each tube.
 
-    Pods, their ids, and the age of the oldest in seconds. ~ marks estimates: the numbers of pods and ids of a tube whose
-    table is larger than 20 MB come from a sample of its pages. If the table of a tube cannot be read, the numbers are
-    empty and the state gives the reason.
+    Pods, their ids, and the age of the oldest in seconds. ~ marks estimates: for a tube whose table is larger than 20
+    MB, pods and ids are counted in a sample of its pages. If the table of a tube cannot be read, the numbers are empty
+    and the state gives the reason.
     """
 
     async def work(tubes: Tubes) -> list[dict[str, Any]]:

@@ -75,5 +75,5 @@ def test_a_secret_is_made_for_a_client_and_opens_what_its_line_says(
     assert out.read_text().startswith("billing.")
     assert os.stat(out).st_mode & 0o777 == 0o600
     assert out.read_text().strip().partition(".")[2] not in capsys.readouterr().out
-    assert app.run(["access", "token", "billing", "--out", str(out)]) == 1, "it is not overwritten"
+    assert app.run(["access", "token", "billing", "--out", str(out)]) == 3, "it is not overwritten"
     assert app.run(["access", "token", "a.b"]) == 2

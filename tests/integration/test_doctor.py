@@ -454,7 +454,7 @@ async def test_clients_and_those_that_were_cut_are_listed(events: Database, daem
     [
         (("clients",), 2, "give --http HOST:PORT"),
         (("clients", "--http", "nonsense"), 2, "--http: 'nonsense' is not valid"),
-        (("clients", "--http", "127.0.0.1:1"), 1, "does `serve --http` listen there?"),
+        (("clients", "--http", "127.0.0.1:1"), 4, "does `serve --http` listen there?"),
     ],
 )
 async def test_what_cannot_be_asked_is_a_sentence(words: tuple[str, ...], status: int, said: str) -> None:

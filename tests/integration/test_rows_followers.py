@@ -169,7 +169,7 @@ async def test_the_command_line_skips_a_row_after_saying_what_that_means(
     status, _, err = await replicad("streams", "alter", "risky", "--max-row", "50")
     assert status == 7
     assert "between 1024 and 67108864" in err
-    assert (await replicad("streams", "skip", "nosuch", "3", "--yes"))[0] == 1
+    assert (await replicad("streams", "skip", "nosuch", "3", "--yes"))[0] == 6
 
 
 def test_both_errors_come_back_from_the_wire_with_stream_and_id() -> None:

@@ -1,6 +1,6 @@
 """Dozens of writers that reserve ids, use them late, lose them and die; a reader that must get every row exactly once.
 
-Takes REPLICAD_STRESS_SECONDS (6 in the suite; `make stress` gives it minutes). Ids that lost their cover must have been
+Takes REPLICAD_STRESS_SECONDS (4 in the suite; `make stress` gives it minutes). Ids that lost their cover must have been
 refused: a row that turns up at or below a published position is missing at the end.
 """
 
@@ -22,16 +22,10 @@ from replicad.postgres.horizon import Horizon
 from replicad.streams import registry
 from replicad.streams.registry import Method
 
-SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "6"))
+from .reserving import NAMES, REFUSED, SUCCEED
+
+SECONDS = float(os.environ.get("REPLICAD_STRESS_SECONDS", "4"))
 PROCESSES, WRITERS = 2, 14
-NAMES = ("A", "B", "C")
-KINDS_OF_WRITING = 11
-REFUSED = (
-    "keep_over_a_savepoint",
-    "outlive_the_transaction",
-    "insert_after_the_session",
-    "insert_in_another_name",
-)
 
 pytestmark = [pytest.mark.postgres, pytest.mark.stress, pytest.mark.timeout(SECONDS * 2 + 120)]
 
@@ -91,9 +85,7 @@ async def test_no_reserved_row_turns_up_at_or_below_a_published_position(databas
         print(f"{SECONDS:g} s: {len(readers[0].ids)} rows of {last_value} ids; {dict(sorted(done.items()))}")
         assert done["killed"]
         assert all(done[f"refused {kind}"] for kind in REFUSED), "ids that outlived their cover were let in"
-        kinds = {kind for kind in done if kind != "killed" and not kind.startswith("refused")}
-        # an id that is used after its transaction may always find its cover gone
-        assert len(kinds | {"outlive_the_transaction"}) == KINDS_OF_WRITING, "some kind of writing never succeeded"
+        assert done.keys() >= SUCCEED, "some kind of writing never succeeded"
         assert len(readers[0].ids) > (SECONDS * 50 if SECONDS >= 60 else 50)
 
 

@@ -1,6 +1,6 @@
 """Very many destinations, one in ten of them dead: bounded memory, and the live ones get everything in order.
 
-Takes REPLICAD_STRESS_DESTINATIONS (300 in the suite; `make stress` has 10,000). A dead destination refuses connections,
+Takes REPLICAD_STRESS_DESTINATIONS (120 in the suite; `make stress` has 10,000). A dead destination refuses connections,
 answers 503 or never answers.
 """
 
@@ -24,7 +24,7 @@ from ..federation_receiver import Receiver, Reply, Request
 from ..integration.conftest import *  # noqa: F403 - its fixtures: a daemon of the test's own
 from ..integration.test_sender_process import arguments, facts, process, receiver  # noqa: F401 - fixtures
 
-DESTINATIONS = int(os.environ.get("REPLICAD_STRESS_DESTINATIONS", "300"))
+DESTINATIONS = int(os.environ.get("REPLICAD_STRESS_DESTINATIONS", "120"))
 FACTS = 60
 GROWTH = 192 << 20  # bytes: what 10,000 destinations may cost, Python's own included
 PATIENCE = 60 + DESTINATIONS / 20  # seconds

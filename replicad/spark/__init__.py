@@ -16,7 +16,8 @@ from replicad.spark.session import build_session, check_pyspark
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from replicad.spark.pipeline_config import PipelineConfig, load_config
+    from replicad.spark.pipeline_config import PipelineConfig
+    from replicad.spark.pipeline_file import load_config
     from replicad.spark.reports import BatchReport, PipelineResult
 
 __all__ = ["BatchReport", "PipelineConfig", "PipelineResult", "build_session", "load_config", "register"]
@@ -24,7 +25,8 @@ __all__ = ["BatchReport", "PipelineConfig", "PipelineResult", "build_session", "
 __getattr__ = exported(
     __name__,
     {
-        **dict.fromkeys(("PipelineConfig", "load_config"), "pipeline_config"),
+        "PipelineConfig": "pipeline_config",
+        "load_config": "pipeline_file",
         **dict.fromkeys(("BatchReport", "PipelineResult"), "reports"),
     },
 )

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,6 +18,7 @@ from pyspark.sql import functions as F
 
 from replicad.errors import DownstreamError, UsageError
 from replicad.eventlog import get_logger
+from replicad.spark.checkpoint import PARKED, Checkpoint
 from replicad.spark.enrich import Changes, Enricher, conform
 from replicad.spark.reports import BatchReport, PipelineResult, StepResult
 from replicad.spark.sinks.base import BatchId, Shape, Sink
@@ -48,9 +48,9 @@ log = get_logger("replicad.spark")
 class BatchRunner:
     """Runs micro-batches, one after another, and adds up their reports.
 
-    `busy`: a batch is running. `error` is the exception that ended the last batch, if any. `mark` is a file that is
-    removed when the second batch starts, because the first one is then in Spark's commit log. `send_report` sends each
-    report to the daemon.
+    `busy`: a batch is running. `error` is the exception that ended the last batch, if any. The mark PARKED of
+    `checkpoint` is removed when the second batch starts: the first one is then in Spark's commit log. `send_report`
+    sends each report to the daemon.
     """
 
     enricher: Enricher
@@ -59,11 +59,12 @@ class BatchRunner:
     transform: Callable[[DataFrame], DataFrame] | None = None
     on_batch: Callable[[BatchReport, PipelineResult], None] | None = None
     result: PipelineResult = field(default_factory=PipelineResult)
-    mark: Path | None = None
+    checkpoint: Checkpoint | None = None
     send_report: Callable[[BatchReport], None] | None = None
     error: BaseException | None = None
     busy: bool = False
     first: int | None = None  # number of the first batch since the start
+    _unmarked: bool = False
 
     def __call__(self, pods: DataFrame, number: int) -> None:
         """Run one micro-batch of the source's rows (with payloads)."""
@@ -71,8 +72,8 @@ class BatchRunner:
         self.busy = True
         if self.first is None:
             self.first = number
-        elif self.mark is not None:
-            self.mark.unlink(missing_ok=True)
+        else:
+            self.unmark()
         try:
             batch = BatchId(_query_id(pods.sparkSession), number)
             outcome = self._run(pods, batch)
@@ -102,6 +103,12 @@ class BatchRunner:
             self.send_report(report)
         if self.on_batch is not None:
             self.on_batch(report, self.result)
+
+    def unmark(self) -> None:
+        """Remove the mark PARKED: no batch will be replayed that lacks parked pods. Safe to repeat."""
+        if self.checkpoint is not None and not self._unmarked:
+            self.checkpoint.remove(PARKED)
+            self._unmarked = True
 
     # --- the tasks of one step ---
 

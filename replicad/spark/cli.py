@@ -16,6 +16,8 @@ from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option
 from replicad.terminal.output import as_json_line, echo
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from replicad.spark.reports import PipelineResult
 
 
@@ -72,16 +74,16 @@ def run(
 
     check_pyspark()  # pyarrow, which the next two need, comes with the same extra
     from replicad.spark import pipeline
-    from replicad.spark.pipeline_config import load_config
+    from replicad.spark.pipeline_file import load_config
 
     loaded = load_config(config, database=settings.database, trigger=trigger)
     loaded = replace(loaded, rebuild=rebuild, tube_schema=settings.tube_schema)
     with _stop_on_signals() as asked_to_stop:
-        session = build_session(f"replicad {loaded.name}", log_file=spark_log)
-        try:
-            result = pipeline.run(loaded, session, until=lambda _: asked_to_stop())
-        finally:
-            session.stop()
+
+        def make_session() -> SparkSession:
+            return build_session(f"replicad {loaded.name}", log_file=spark_log, config=loaded.spark)
+
+        result = pipeline.run(loaded, make_session, until=lambda _: asked_to_stop())
     echo(as_json_line(asdict(result)) if as_json else summary(result))
 
 

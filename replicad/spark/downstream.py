@@ -7,22 +7,19 @@ The checkpoint keeps what the downstream says of itself (`Sink.identity`), and e
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
-from replicad.errors import EnvironmentRefused, UsageError
+from replicad.errors import UsageError
 from replicad.eventlog import get_logger
+from replicad.spark.checkpoint import DOWNSTREAM, Checkpoint
 from replicad.spark.database import forget, patiently, quote
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.tubes.shards import ALL_SHARDS
 
-FILE = "replicad-downstream"  # in the folder of the checkpoint; Spark has other names
-
 log = get_logger("replicad.spark")
 
 
-def check_downstream(config: PipelineConfig) -> None:
+def check_downstream(config: PipelineConfig, checkpoint: Checkpoint) -> None:
     """Compare the downstream with that of the checkpoint, whose folder exists. `prepare` was called before.
 
     With `rebuild` a backfill of all rows is scheduled, and the checkpoint goes on with the new one. A checkpoint that
@@ -31,8 +28,7 @@ def check_downstream(config: PipelineConfig) -> None:
     Raises:
         UsageError: it is another one. DatabaseError: the backfill cannot be scheduled.
     """
-    file = config.checkpoint / FILE
-    found, known = config.sink.identity(), _read(file)
+    found, known = config.sink.identity(), (checkpoint.read(DOWNSTREAM) or "").strip() or None
     if known is not None and known != found:
         if not config.rebuild:
             raise UsageError(
@@ -41,9 +37,11 @@ def check_downstream(config: PipelineConfig) -> None:
                 "schedules a backfill of all rows; or bring the old one back"
             )
         _schedule_backfill(config)
-        file.unlink()  # if there is none yet (an index without documents), a later start takes the new one
+        checkpoint.remove(
+            DOWNSTREAM
+        )  # if there is none yet (an index without documents), a later start takes the new one
     if found is not None and found != known:
-        _write(file, found)
+        checkpoint.write(DOWNSTREAM, f"{found}\n")
 
 
 def _schedule_backfill(config: PipelineConfig) -> None:
@@ -60,21 +58,3 @@ def _schedule_backfill(config: PipelineConfig) -> None:
         shards += patiently(url, work, patience=10)
         forget(url)
     log.warning("downstream_rebuilt", tube=config.tube, shards=shards, checkpoint=str(config.checkpoint))
-
-
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8").strip() or None
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise EnvironmentRefused(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _write(file: Path, text: str) -> None:
-    new = file.with_name(f".{file.name}.new")
-    try:
-        new.write_text(f"{text}\n", encoding="utf-8")
-        os.replace(new, file)
-    except OSError as error:
-        raise EnvironmentRefused(f"{file} cannot be written: {error.strerror}") from error

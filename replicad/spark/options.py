@@ -213,7 +213,7 @@ class SourceOptions:
 
 OPTIONS: tuple[Setting, ...] = tuple(entry.metadata["option"] for entry in fields(SourceOptions))
 _FIELDS = {entry.metadata["option"].name: entry.name for entry in fields(SourceOptions)}
-_USES: dict[str, Use] = {entry.metadata["option"].name: entry.metadata["use"] for entry in fields(SourceOptions)}
+USES: dict[str, Use] = {entry.metadata["option"].name: entry.metadata["use"] for entry in fields(SourceOptions)}
 _BY_KEY = {option.name.lower(): option for option in OPTIONS}
 
 
@@ -248,9 +248,9 @@ def _check(options: SourceOptions, given: Mapping[str, Any], streaming: bool | N
         raise UsageError("option islands names hosts and ports itself; leave host and port out")
     use = _use(options.tube is not None, streaming)
     for name in given:
-        if not _USES[name] & use:
+        if not USES[name] & use:
             where = " or ".join(text for flag, text in _USE_NAMES.items() if flag & use)
-            fitting = ", ".join(name for name, fits in _USES.items() if fits & use)
+            fitting = ", ".join(name for name, fits in USES.items() if fits & use)
             raise UsageError(f"option {name} cannot be used with {where}; there are {fitting}")
     if options.tube is not None and options.starting_offsets != EARLIEST:
         raise UsageError(

@@ -23,7 +23,6 @@ from replicad.errors import (
     DatabaseUnavailable,
     DownstreamError,
     DownstreamUnavailable,
-    EnvironmentRefused,
     LeaseLost,
     ReplicadError,
     SparkWorkerLost,
@@ -32,13 +31,15 @@ from replicad.errors import (
 )
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
+from replicad.spark.checkpoint import PARKED, Checkpoint, open_checkpoint
 from replicad.spark.database import forget
 from replicad.spark.downstream import check_downstream
 from replicad.spark.enrich import KEYS, Changes, Enricher
 from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
-from replicad.spark.poison import MARK, park_refused
+from replicad.spark.poison import park_refused
+from replicad.spark.preflight import Watch, wait_until_ready
 from replicad.spark.reporter import Reporter
 from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.session import build_session, check_pyspark
@@ -57,6 +58,7 @@ log = get_logger("replicad.spark")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed is tried again; each pause doubles
 _PATIENCE = 60.0  # seconds to wait for the current batch when a pipeline ends
+_PATIENCE_FAILING = 5.0  # the same for a batch that failed before
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
 _OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
 _RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # other errors end the run
@@ -64,7 +66,7 @@ _RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWork
 
 def run(
     config: PipelineConfig,
-    spark: SparkSession | None = None,
+    spark: SparkSession | Callable[[], SparkSession] | None = None,
     until: Callable[[PipelineResult], bool] | None = None,
     on_batch: OnBatch | None = None,
 ) -> PipelineResult:
@@ -72,20 +74,26 @@ def run(
 
     With the trigger `available_now` it ends when all pods that were there at the start have been read. With an interval
     it ends when `until` returns True (called several times a second) or with KeyboardInterrupt. A batch that fails is
-    tried again, see `PipelineConfig.tries`. `on_batch` is called after every micro-batch, in another thread. `spark`
-    None: a local session for this run alone.
+    tried again, see `PipelineConfig.tries`. `on_batch` is called after every micro-batch, in another thread.
+    `spark` is a session, or a function that makes one for this run alone; None: a local one. It is called when the
+    daemon and the databases have answered.
 
     Raises:
         UsageError, EnvironmentRefused: before anything runs.
         LeaseHeld: another query has the tube.
         ReplicadError: the error that ended the query, without Spark's wrapping.
     """
-    session = build_session(f"replicad {config.name}") if spark is None else spark
+    check_pyspark()
+    made = _Run(config, until or (lambda _: False), on_batch)
+    if not made.wait_until_ready():
+        return PipelineResult()
+    if spark is not None and not callable(spark):
+        return made.to_the_end(spark)
+    session = build_session(f"replicad {config.name}", config=config.spark) if spark is None else spark()
     try:
-        return _Run(config, session, until or (lambda _: False), on_batch).to_the_end()
+        return made.to_the_end(session)
     finally:
-        if spark is None:
-            session.stop()
+        session.stop()
 
 
 class _Run:
@@ -94,26 +102,35 @@ class _Run:
     def __init__(
         self,
         config: PipelineConfig,
-        spark: SparkSession,
         until: Callable[[PipelineResult], bool],
         on_batch: OnBatch | None,
     ) -> None:
         self._config = config
-        self._spark = spark
         self._until = until
         self._on_batch = on_batch
         self._holder = holder_name(config.source.consumer, "query", f"{os.getpid()}-{secrets.token_hex(4)}")
         self._result = PipelineResult()
         self._reporter = Reporter(config.source, config.name)
-        # made once: a column that is dropped later must not change the downstream
-        self._enricher = make_enricher(config)
+        self._enricher: Enricher | None = None
         self._shape: Shape | None = None  # known after the first start
         self._failures = 0  # since the last batch that succeeded
 
-    def to_the_end(self) -> PipelineResult:
+    def wait_until_ready(self) -> bool:
+        """Wait until everything that is read can be reached. False if the run must end first."""
+        if not wait_until_ready(self._config, lambda: self._until(self._result)):
+            return False
+        if self._enricher is None:  # made once: a column that is dropped later must not change the downstream
+            self._enricher = make_enricher(self._config)
+        return True
+
+    def to_the_end(self, spark: SparkSession) -> PipelineResult:
+        self._spark = spark
+        self._checkpoint = open_checkpoint(self._config.checkpoint, spark)
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, jitter=0.0)
         while True:
             batches = self._result.batches
+            if self._until(self._result) or not self.wait_until_ready():
+                return self._result
             try:
                 return self._once()
             except _RETRIED as error:
@@ -140,7 +157,8 @@ class _Run:
             self._config,
             self._spark,
             self._on_batch,
-            self._enricher,
+            self._made_enricher(),
+            self._checkpoint,
             reporter=self._reporter,
             result=self._result,
             holder=self._holder,
@@ -149,7 +167,7 @@ class _Run:
         try:
             while not query.awaitTermination(_LOOK):
                 if self._until(runner.result):
-                    _let_finish(query, runner)
+                    self._let_finish(query, runner)
                     break
         except Exception as error:
             found = explain(error, runner.error)
@@ -157,14 +175,32 @@ class _Run:
                 raise
             raise found from error
         finally:
-            query.stop()
+            _stop(query)
             self._reporter.close()
             self._result = runner.result
         if not runner.busy:
             self._release()
-        if runner.mark is not None and self._config.trigger == AVAILABLE_NOW:
-            runner.mark.unlink(missing_ok=True)
+        if self._config.trigger == AVAILABLE_NOW:
+            runner.unmark()
         return self._result
+
+    def _made_enricher(self) -> Enricher:
+        assert self._enricher is not None
+        return self._enricher
+
+    def _let_finish(self, query: StreamingQuery, runner: BatchRunner) -> None:
+        """Wait until the current batch has ended: a batch that is interrupted must be repeated.
+
+        A batch that failed before, or that waits for what cannot be reached, is given up soon.
+        """
+        if not runner.busy:
+            return
+        deadline = time.monotonic() + (_PATIENCE_FAILING if self._failures else _PATIENCE)
+        with contextlib.closing(Watch(self._config)) as watch:
+            while runner.busy and time.monotonic() < deadline and not query.awaitTermination(_LOOK):
+                if watch.trouble is not None:
+                    log.warning("batch_given_up", error=watch.trouble)
+                    return
 
     def _waits_for(self, error: ReplicadError) -> bool:
         """Whether the run goes on until this is over: an outage, which says nothing about rows."""
@@ -174,10 +210,10 @@ class _Run:
         """Park the ids that cannot be read or written. False if they are not the reason for the failures."""
         if not isinstance(error, (DatabaseError, DownstreamError)) or isinstance(error, _OUTAGES):
             return False
-        options = parse_options(_options(self._config, self._holder), streaming=True)
+        options = parse_options(_options(self._config, self._checkpoint, self._holder), streaming=True)
         try:
             parked = [
-                park_refused(one, self._enricher, self._try_out, self._failures, self._config.checkpoint)
+                park_refused(one, self._made_enricher(), self._try_out, self._failures, self._checkpoint)
                 for one in options.by_island().values()
             ]
         except _OUTAGES as outage:
@@ -205,18 +241,21 @@ class _Run:
 
     def _release(self) -> None:
         """Release the tube. The reader mostly cannot: Spark kills its process when a query stops."""
-        options = parse_options({**_options(self._config, self._holder), "leaseWait": "0"}, streaming=True)
+        options = parse_options(
+            {**_options(self._config, self._checkpoint, self._holder), "leaseWait": "0"}, streaming=True
+        )
         for one in options.by_island().values():
             with contextlib.suppress(ReplicadError), TubeHold(one, holder=self._holder, renewing=False) as hold:
                 hold.term()
                 hold.release()
 
 
-def _let_finish(query: StreamingQuery, runner: BatchRunner) -> None:
-    """Wait until the current batch has ended: a batch that is interrupted must be repeated."""
-    deadline = time.monotonic() + _PATIENCE
-    while runner.busy and time.monotonic() < deadline and not query.awaitTermination(_LOOK):
-        pass
+def _stop(query: StreamingQuery) -> None:
+    """Stop a query. One that does not stop in time, see session.py, ends with the session."""
+    try:
+        query.stop()
+    except Exception as error:  # noqa: BLE001 - what ended the run is more important
+        log.warning("query_not_stopped", error=str(error).partition("\n")[0])
 
 
 def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None = None) -> StreamingQuery:
@@ -225,7 +264,9 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     Raises:
         UsageError, EnvironmentRefused, DatabaseError: it cannot start.
     """
-    return _start(config, spark, on_batch, make_enricher(config), reporter=Reporter(config.source, config.name))[0]
+    checkpoint = open_checkpoint(config.checkpoint, spark)
+    reporter = Reporter(config.source, config.name)
+    return _start(config, spark, on_batch, make_enricher(config), checkpoint, reporter=reporter)[0]
 
 
 def _start(
@@ -233,6 +274,7 @@ def _start(
     spark: SparkSession,
     on_batch: OnBatch | None,
     enricher: Enricher,
+    checkpoint: Checkpoint,
     *,
     reporter: Reporter,
     result: PipelineResult | None = None,
@@ -247,16 +289,15 @@ def _start(
     if config.transform is not None:
         shape = _shape_after(config, spark, enricher)
     config.sink.prepare(shape)
-    _make_checkpoint(config)
-    check_downstream(config)
+    checkpoint.make()
+    check_downstream(config, checkpoint)
     forget(config.database)  # this thread no longer needs the connection
-    mark = config.checkpoint / MARK
     runner = BatchRunner(
-        enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), mark, reporter.send
+        enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), checkpoint, reporter.send
     )
-    reader = spark.readStream.format("replicad").options(**_options(config, holder))
+    reader = spark.readStream.format("replicad").options(**_options(config, checkpoint, holder))
     writer = reader.load().writeStream.queryName(config.name).foreachBatch(runner)
-    writer = writer.option("checkpointLocation", str(config.checkpoint.absolute()))
+    writer = writer.option("checkpointLocation", checkpoint.location)
     if config.trigger == AVAILABLE_NOW:
         writer = writer.trigger(availableNow=True)
     else:
@@ -278,13 +319,13 @@ def make_enricher(config: PipelineConfig) -> Enricher:
     return Enricher(config.database, layout)
 
 
-def _options(config: PipelineConfig, holder: str | None) -> dict[str, str]:
+def _options(config: PipelineConfig, checkpoint: Checkpoint, holder: str | None) -> dict[str, str]:
     """The options of the source for one start of the query."""
     options = config.source_options
     if holder is not None:
         options = {key: value for key, value in options.items() if key.lower() != "consumer"}
         options["holder"] = holder
-    if (config.checkpoint / MARK).exists():  # the batch that is replayed lacks the parked pods
+    if checkpoint.read(PARKED) is not None:  # the batch that is replayed lacks the parked pods
         options = {key: value for key, value in options.items() if key.lower() != "failondataloss"}
         options["failOnDataLoss"] = "false"
     return options
@@ -311,13 +352,6 @@ def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher
     before = dict(zip(enricher.schema.names, enricher.schema.types, strict=True))
     types = {name: type for name, type in enricher.layout.types.items() if ours.get(name) == before[name]}
     return Shape(pa.schema([*ours.items(), *KEYS]), config.id_column, types)
-
-
-def _make_checkpoint(config: PipelineConfig) -> None:
-    try:
-        config.checkpoint.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentRefused(f"checkpoint {config.checkpoint} cannot be made: {error.strerror}") from error
 
 
 # --- errors ---

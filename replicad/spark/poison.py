@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,7 @@ from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable,
 from replicad.eventlog import get_logger
 from replicad.protocol.tokens import START
 from replicad.spark.arrow import PodReader
+from replicad.spark.checkpoint import PARKED, Checkpoint
 from replicad.spark.connecting import endpoint_of
 from replicad.spark.enrich import Changes, Enricher
 from replicad.spark.holding import TubeHold
@@ -29,7 +29,6 @@ from replicad.spark.touches import chunks_by_shard, collect
 from replicad.sqlstates import BAD_DATA, WRONG_QUERY, means
 from replicad.tubes.commands import Part
 
-MARK = "replicad.parked"  # file in the checkpoint: pods of a batch that may be replayed were parked
 MOST_UNHELD = 1000  # rows with values that cannot be carried: beyond that a setting is wrong, not a row
 FEW = 100  # ids that are parked although no other one works, if the reason is surely in their rows
 _ERROR_CHARACTERS = 500  # of the error that are stored with parked ids
@@ -48,12 +47,12 @@ class Refused:
 
 
 def park_refused(
-    options: SourceOptions, enricher: Enricher, trial: Callable[[Changes], None], tries: int, checkpoint: Path
+    options: SourceOptions, enricher: Enricher, trial: Callable[[Changes], None], tries: int, checkpoint: Checkpoint
 ) -> int:
     """Park the waiting ids whose rows cannot be read, or are refused by `trial` (see `Sink.try_out`).
 
-    Returns how many; 0 if the rows are not the reason. First makes `MARK` in the checkpoint: the batch that failed is
-    replayed without the parked pods.
+    Returns how many; 0 if the rows are not the reason. First writes `PARKED` in the checkpoint: the batch that failed
+    is replayed without the parked pods.
 
     Raises:
         LeaseHeld, ConnectionLost, DatabaseUnavailable, DownstreamError: the search could not be done.
@@ -68,7 +67,7 @@ def park_refused(
             few = all(one.surely for one in found) and sum(len(one.ids) for one in found) <= FEW
             if not found or not (fine or few):
                 return 0
-            (checkpoint / MARK).touch()
+            checkpoint.write(PARKED, "")
             for one in found:
                 for seq, ids in _pods_with(batches, one):
                     parked += client.park(hold.tube, part, term, seq, ids, tries=tries, error=one.error)

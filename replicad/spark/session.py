@@ -68,15 +68,22 @@ def build_session(
         "spark.sql.shuffle.partitions": str(os.cpu_count() or 2),
         "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
         "spark.sql.streaming.minBatchesToRetain": "20",
+        "spark.sql.streaming.stopTimeout": "15s",
+        "spark.python.authenticate.socketTimeout": "60s",  # for a Python worker to start on a busy machine
         **(config or {}),
     }
     conf = SparkConf(loadDefaults=True).setAll(list(settings.items()))
+    if SparkContext._gateway is not None:  # a JVM of this process, which an earlier session has started
+        return SparkSession(SparkContext.getOrCreate(conf))
     try:
+        # Ctrl-C, `timeout` and others send signals to the whole process group; a session of its own keeps them from
+        # the JVM, so that the batch in hand can end. The JVM ends with its stdin, even after SIGKILL of this process.
         if log_file is None:
-            return SparkSession(SparkContext.getOrCreate(conf))
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        with log_file.open("ab") as out:
-            gateway = launch_gateway(conf, popen_kwargs={"stderr": out})
+            gateway = launch_gateway(conf, popen_kwargs={"start_new_session": True})
+        else:
+            log_file.parent.mkdir(parents=True, exist_ok=True)
+            with log_file.open("ab") as out:
+                gateway = launch_gateway(conf, popen_kwargs={"start_new_session": True, "stderr": out})
         return SparkSession(SparkContext(conf=conf, gateway=gateway))
     except OSError as error:
         raise EnvironmentRefused(f"Spark does not start: {error}") from error

@@ -73,7 +73,7 @@ class Cities:
         return found
 
     def config(self, sink: Sink, folder: Path, **more: Any) -> PipelineConfig:
-        """A pipeline from the tube to a downstream, with its checkpoint in `folder`."""
+        """A pipeline from the tube to a downstream, with its checkpoint in `folder`, or at `place`."""
         options = {"retryInterval": "20ms", "leaseTtl": "1s", "leaseWait": "20s", **more.pop("options", {})}
         return PipelineConfig(
             tube="t",
@@ -81,7 +81,7 @@ class Cities:
             database=self.url,
             table="shard_{shard:04d}.cities",
             sink=sink,
-            checkpoint=folder / "checkpoint",
+            checkpoint=more.pop("place", folder / "checkpoint"),
             options=options,
             **more,
         )

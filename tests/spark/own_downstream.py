@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,3 +37,25 @@ class Files:
             _, name, people = path.read_text().split("|")
             found[int(shard), int(one)] = (name, int(people))
         return found
+
+
+@dataclass
+class Slow(Files):
+    """Says that it has begun, and waits until it may go on."""
+
+    patience: int = 120  # seconds
+
+    def write(self, rows: pa.Table) -> None:
+        (Path(self.folder) / "begun").touch()
+        deadline = time.monotonic() + self.patience
+        while not (Path(self.folder) / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        super().write(rows)
+
+
+class Broken(Files):
+    """Fails with every batch, and says that it has begun."""
+
+    def write(self, rows: pa.Table) -> None:
+        (Path(self.folder) / "begun").touch()
+        raise ValueError(f"does not like {rows.num_rows} rows")

@@ -14,8 +14,9 @@ from helpers import psql
 from index_server import IndexServer
 
 from replicad.errors import DownstreamError, UsageError
+from replicad.spark.checkpoint import DOWNSTREAM, open_checkpoint
 from replicad.spark.database import forget
-from replicad.spark.downstream import FILE, check_downstream
+from replicad.spark.downstream import check_downstream
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.sinks.base import Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
@@ -96,7 +97,8 @@ def start(url: str, sink: Sink, checkpoint: Path, *, rebuild: bool = False) -> N
     """What a start does before Spark has anything to do."""
     checkpoint.mkdir(exist_ok=True)
     sink.prepare(SHAPE)
-    check_downstream(PipelineConfig("cities", url, "public.cities", sink, checkpoint, rebuild=rebuild))
+    config = PipelineConfig("cities", url, "public.cities", sink, checkpoint, rebuild=rebuild)
+    check_downstream(config, open_checkpoint(checkpoint))
 
 
 def scheduled(url: str) -> str:
@@ -163,4 +165,4 @@ def test_a_class_that_cannot_tell_is_taken_as_it_is(url: str, tmp_path: Path) ->
 
     for _ in range(2):
         start(url, CustomSink(Plain()), tmp_path / "c")
-    assert not (tmp_path / "c" / FILE).exists()
+    assert not (tmp_path / "c" / DOWNSTREAM).exists()

@@ -15,10 +15,11 @@ from index_server import IndexServer
 
 from replicad.errors import DownstreamError, DownstreamUnavailable, ValueUnheld
 from replicad.spark import poison
+from replicad.spark.checkpoint import PARKED, open_checkpoint
 from replicad.spark.database import forget
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline import make_enricher
-from replicad.spark.poison import MARK, park_refused
+from replicad.spark.poison import park_refused
 from replicad.spark.sinks.base import Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
@@ -73,16 +74,17 @@ def put(cities: Cities, ids: range, shard: int = 1) -> None:
 def search(cities: Cities, sink: Sink, folder: Path) -> dict[int, str]:
     """What is parked, by id, if batches with this downstream have failed."""
     config = cities.config(sink, folder)
-    config.checkpoint.mkdir(parents=True, exist_ok=True)
+    checkpoint = open_checkpoint(config.checkpoint)
+    checkpoint.make()
     enricher = make_enricher(config)
     shape = Shape(enricher.schema, "id", enricher.layout.types)
     sink.prepare(shape)
     given = {key: value for key, value in config.source_options.items() if key != "consumer"}
     options = parse_options({**given, "holder": "me"}, streaming=True)
-    parked = park_refused(options, enricher, lambda found: sink.try_out(shape, found), 5, config.checkpoint)
+    parked = park_refused(options, enricher, lambda found: sink.try_out(shape, found), 5, checkpoint)
     found = {one: why for _, ids, why in cities.daemon.tubes["t"].parked for one in ids}
     assert len(found) == parked
-    assert (config.checkpoint / MARK).exists() == (parked > 0)
+    assert (checkpoint.read(PARKED) is not None) == (parked > 0)
     return found
 
 

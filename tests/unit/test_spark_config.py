@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from replicad.errors import EnvironmentRefused, SparkWorkerLost, UsageError
 from replicad.spark.java import find_java, parse_version
 from replicad.spark.pipeline import explain
-from replicad.spark.pipeline_config import PipelineConfig, load_config
+from replicad.spark.pipeline_config import PipelineConfig
+from replicad.spark.pipeline_file import DOWNSTREAMS, KINDS, load_config
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
+from tests import pipeline_page
 
 WHOLE = """
 [source]
@@ -91,7 +94,7 @@ def test_several_tables_feed_one_tube(tmp_path: Path) -> None:
         ("port = 9010", 'port = "http"', "'http' is not a port"),
         ('database = "postgresql://me:secret@db/app"', "", "neither --database nor REPLICAD_DATABASE"),
         ("postgresql://me", "mysql://me", "give a URL such as postgresql"),
-        ('table = "shard', 'tabel = "shard', "unknown key 'tabel'; there are columns, database"),
+        ('table = "shard', 'tabel = "shard', "unknown key 'tabel'; did you mean table"),
         ('numeric = "float"', 'numeric = "decimal"', "numeric: 'decimal' is not valid; give one of text, float"),
         ('columns = ["name", "population"]', "columns = []", "the list is empty"),
         ('columns = ["name", "population"]', 'columns = "name"', "give a list of names"),
@@ -120,6 +123,106 @@ def test_what_does_not_fit_is_refused_by_file_and_key(tmp_path: Path, old: str, 
         load_config(path)
     assert str(path) in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('tube = "cities"', "tube = [1]", r"\[source\] tube: \[1\] is not valid; give a text, a number"),
+        ("port = 9010", "port = {a = 1}", r"\[source\] port: .* is not valid"),
+        ("maxPodsPerTrigger = 500", "maxPodsPerTrigger = 2024-01-01", r"\[source\] maxPodsPerTrigger: .* is not valid"),
+        (
+            'database = "postgresql://me:secret@db/app"',
+            "database = 5",
+            r"\[enrich\] database: 5 is not valid; give a text",
+        ),
+        ('table = "shard_{shard:04d}.cities"', "table = 7", r"\[enrich\] table: 7 is not valid; give a text"),
+        (
+            'table = "shard_{shard:04d}.cities"',
+            'tables = "a"',
+            r"\[enrich\] tables: 'a' is not valid; give a list such",
+        ),
+        ('table = "shard_{shard:04d}.cities"', "tables = [1]", r"\[enrich\] tables: \[1\] is not valid"),
+        (
+            'table = "shard_{shard:04d}.cities"',
+            "tables = [{shards = 1.5, table = 'a'}]",
+            r"\[enrich\] tables shards: 1.5 is not valid",
+        ),
+        (
+            'table = "shard_{shard:04d}.cities"',
+            "tables = [{table = 'a'}]",
+            r"\[enrich\] tables has no shards",
+        ),
+        (
+            'columns = ["name", "population"]',
+            "columns = [1, 2]",
+            r"\[enrich\] columns: \[1, 2\] is not valid; give a list",
+        ),
+        ('columns = ["name", "population"]', "id = 3", r"\[enrich\] id: 3 is not valid; give a text"),
+        ('numeric = "float"', "numeric = true", r"\[enrich\] numeric: true is not valid; give a text"),
+        ('numeric = "float"', 'out_of_range = "keep"', "'keep' is not valid; give one of park, null, limits"),
+        ('kind = "parquet"', "kind = 1", r"\[downstream\] kind: 1 is not valid; give one of"),
+        ('folder = "out"', "folder = 1", r"\[downstream\] folder: 1 is not valid; give a text"),
+        ('folder = "out"', 'folder = "s3://b/c"', "for an object store use the downstream `delta`"),
+        (
+            'folder = "out"',
+            'folder = "out"\nrows_per_file = "many"',
+            "rows_per_file: 'many' is not valid; give a whole",
+        ),
+        ('folder = "out"', 'folder = "out"\nkeep = "often"', "keep: 'often' is not valid; give seconds such as 30"),
+        ('checkpoint = "state/checkpoint"', "checkpoint = 5", r"\[run\] checkpoint: 5 is not valid; give a text"),
+        ('trigger = "500ms"', "trigger = [1]", r"\[run\] trigger: \[1\] is not valid; give seconds"),
+        ('name = "nightly"', "name = 5", r"\[run\] name: 5 is not valid; give a text"),
+        ('name = "nightly"', 'tries = "5"', r"\[run\] tries: '5' is not valid; give a whole number"),
+        ('name = "nightly"', "tries = 1.5", r"\[run\] tries: 1.5 is not valid; give a whole number"),
+        ('name = "nightly"', "tries = true", r"\[run\] tries: true is not valid; give a whole number"),
+        ('name = "nightly"', "transform = 5", r"\[run\] transform: 5 is not valid; give a text"),
+        ('name = "nightly"', '[spark]\nmaster = "yarn"', "give names of Spark's settings in quotes"),
+        ('name = "nightly"', '[spark]\n"spark.a" = [1]', r"\[spark\] spark.a: \[1\] is not valid"),
+        ("\n[source]", "\nspark = 5\n[source]", r"spark is not a section; write \[spark\]"),
+        (
+            'kind = "parquet"\nfolder = "out"',
+            'kind = "class"\nclass = 5',
+            r"\[downstream\] class: 5 is not valid; give a text",
+        ),
+        (
+            'kind = "parquet"\nfolder = "out"',
+            'kind = "class"\nclass = "builtins:int"\nx = "y"',
+            r"\[downstream\] class: TypeError",
+        ),
+        (
+            'kind = "parquet"\nfolder = "out"',
+            'kind = "delta"\nuri = "x"\nstorage = {a = 1}',
+            "storage: .* is not valid; give texts by name",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_one_that_fits(tmp_path: Path, old: str, new: str, says: str) -> None:
+    assert old in WHOLE
+    with pytest.raises(UsageError, match=says):
+        load_config(write(tmp_path, WHOLE.replace(old, new, 1)))
+
+
+def test_the_page_has_all_keys_as_they_are_declared_and_every_kind_has_those_of_its_class() -> None:
+    page = pipeline_page.PAGE.read_text(encoding="utf-8")
+    assert pipeline_page.render(page) == page, "run python -m tests.pipeline_page"
+    assert {name for _, name, _ in pipeline_page.SECTION.findall(page)} == set(pipeline_page.TABLES)
+    for kind, sink in KINDS.items():
+        assert {key.name for key in DOWNSTREAMS[kind]} == {one.name for one in fields(sink)} - {"patience"}
+
+
+def test_a_checkpoint_may_be_a_uri_and_spark_gets_its_settings(tmp_path: Path) -> None:
+    text = (
+        WHOLE.replace("state/checkpoint", "hdfs://name/state")
+        + '[spark]\n"spark.driver.memory" = "2g"\n"spark.x" = true\n'
+    )
+    config = load_config(write(tmp_path, text))
+    assert config.checkpoint == "hdfs://name/state"
+    assert config.spark == {"spark.driver.memory": "2g", "spark.x": "true"}
+    config = load_config(write(tmp_path, WHOLE.replace("state/checkpoint", f"file://{tmp_path}/state")))
+    assert config.checkpoint == tmp_path / "state"
+    programs = {"tube": "t", "database": "postgresql://h/d", "table": "t", "sink": ParquetSink(tmp_path)}
+    assert PipelineConfig(**programs, checkpoint=Path("s3a://b/c")).checkpoint == "s3a://b/c"  # type: ignore[arg-type]
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:

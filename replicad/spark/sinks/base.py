@@ -78,6 +78,9 @@ class Sink(ABC):
             UsageError, DatabaseError, EnvironmentRefused: the downstream cannot take rows of that shape.
         """
 
+    def probe(self) -> None:  # noqa: B027 - most need not
+        """On the driver: raise a ReplicadError if the downstream cannot be reached now. Takes seconds at most."""
+
     def identity(self) -> str | None:
         """On the driver, after `prepare`: what tells this downstream from another one of the same name, in one line.
 

@@ -72,6 +72,10 @@ class BulkSink(Sink):
         if status >= 400:
             raise UsageError(f"{mask_secrets(self.url)} refuses us with status {status}: {_shortened(answer)}")
 
+    def probe(self) -> None:
+        """Ask the server who it is."""
+        self._request("GET", "/", None)
+
     def identity(self) -> str | None:
         """The number of the index, which it gets with the first document; None if there is not exactly one."""
         found = self._checked("GET", f"/{quote(self.index, safe='')}/_settings", None, missing=True)

@@ -25,7 +25,7 @@ from replicad.errors import (
     UsageError,
 )
 from replicad.spark.column_types import COLUMNS, ColumnType
-from replicad.spark.database import PATIENCE, literal, patiently, quote
+from replicad.spark.database import PATIENCE, forget, literal, patiently, quote
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.sqlstates import NOT_OF_A_ROW, means
@@ -114,6 +114,16 @@ class PostgresSink(Sink):
                 return self._columns(cursor)
 
         self._casts(shape, patiently(self.url, work, patience=min(self.patience, 10)))
+
+    def probe(self) -> None:
+        """Ask the server something, on a connection of this thread."""
+
+        def work(driver: Any) -> None:
+            with driver.cursor() as cursor:
+                _ask(cursor, "SELECT 1")
+
+        patiently(self.url, work, patience=0)
+        forget(self.url)
 
     def identity(self) -> str:
         """The server, the database and the table."""

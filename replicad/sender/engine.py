@@ -97,8 +97,7 @@ class Engine:
         self._destinations: dict[str, Destination] = {}
         self._lanes = Lanes(workers, probers)
         self._agenda = Agenda()
-        self._collapsing: set[str] = set()  # nothing is read or sent for these until `_collapsed`
-        self._collapsed = trio.Event()
+        self._collapsing: set[str] = set()  # these are not visited
         self._sooner = trio.Event()
         self._in_flight = 0
         self._closed = False
@@ -178,12 +177,13 @@ class Engine:
         known = self._destinations.values()
         names = {one.name for one in known if one.catching_up and not one.holds_facts}
         if self._terms.supersede and names:
-            self._collapsing, self._collapsed = names, trio.Event()
+            self._collapsing = names
             try:
                 await self._store.collapse(list(names))
             finally:
                 self._collapsing = set()
-                self._collapsed.set()
+                for name in names:
+                    self._arrange(self._destinations[name])
 
     def statistics(self) -> EngineStatistics:
         """A frozen copy of the counters; takes time in proportion to the destinations."""
@@ -215,7 +215,7 @@ class Engine:
 
     def _arrange(self, destination: Destination) -> None:
         """Enter it in the agenda for the time at which it is due."""
-        if destination in self._lanes:
+        if destination in self._lanes or destination.name in self._collapsing:
             return
         now = self._now()
         due = destination.due(now)
@@ -242,6 +242,8 @@ class Engine:
 
     async def _work(self, lane: Lane) -> None:
         while (destination := await lane.take()) is not None:
+            if destination.name in self._collapsing:
+                continue
             for _ in range(TURN):
                 if not await self._visit(destination) or self._closed:
                     break
@@ -249,8 +251,6 @@ class Engine:
 
     async def _visit(self, destination: Destination) -> bool:
         """Send it one transaction. True if it was accepted and there may be another one at once."""
-        if destination.name in self._collapsing:
-            await self._collapsed.wait()
         while destination.wants is not None:
             await self._load(destination)
         if not destination.begin(self._now_ms()):

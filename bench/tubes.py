@@ -59,9 +59,9 @@ def _figures(options: Options, ours: System, daemon: Daemon, size: int, partitio
     ours.sql(f"SELECT tube.tube_ensure_exists('{tube}', {partitions})")
     mine, psql = [], []
     for _ in range(options.runs):
-        _fill(ours, tube, ids, size)
-        mine.append(ids / _by_daemon(ours, daemon, tube, partitions, size))
-        _fill(ours, tube, ids, size)
+        fill(ours, tube, ids, size)
+        mine.append(ids / by_daemon(ours, daemon, tube, partitions, size))
+        fill(ours, tube, ids, size)
         psql.append(ids / _by_psql(ours, tube, LIMIT[size]))
     what = f"pods of {size}, {partitions} partition{'s' if partitions > 1 else ''}"
     return [
@@ -76,7 +76,7 @@ def _figures(options: Options, ours: System, daemon: Daemon, size: int, partitio
     ]
 
 
-def _fill(ours: System, tube: str, ids: int, size: int) -> None:
+def fill(ours: System, tube: str, ids: int, size: int) -> None:
     """Pods of so many ids, the shards in turns as in real life."""
     ours.sql(
         f"INSERT INTO tube.{tube} (op, shard, ids) SELECT 'U', n % {SHARDS}, "
@@ -86,7 +86,7 @@ def _fill(ours: System, tube: str, ids: int, size: int) -> None:
     )
 
 
-def _by_daemon(ours: System, daemon: Daemon, tube: str, partitions: int, size: int) -> float:
+def by_daemon(ours: System, daemon: Daemon, tube: str, partitions: int, size: int) -> float:
     """Seconds until the tube is empty, by a worker for each partition."""
     pods = int(ours.sql(f"SELECT count(*) FROM tube.{tube}"))
     workers, pipes = [], []
@@ -122,13 +122,13 @@ def work(pipe: Connection, share: Share) -> None:
     """The work of one process: claim, read and ack until nothing is left; sends how many pods, and when it ended."""
     where = f"{share.tube} {share.partition}/{share.partitions}"
     with connect(share.host, share.port, f"CLAIM {where}\n".encode()) as link:
-        term = int(_wait_for(link, b"LEASE")[3])
+        term = int(wait_for(link, b"LEASE")[3])
         pipe.send("ready")
         pipe.recv()
         after, pods = "0.0", 0
         link.sendall(f"PODS {where} {term} after=0.0 limit={share.limit} wait=1\n".encode())
         while True:
-            counted, cursor = _take(link)
+            counted, cursor = take(link)
             pods += counted
             if cursor == after:
                 break
@@ -138,11 +138,11 @@ def work(pipe: Connection, share: Share) -> None:
             )
             after = cursor
         link.sendall(f"RELEASE {where} {term}\n".encode())
-        _wait_for(link, b"RELEASE")  # answers come in order: the acks are done
+        wait_for(link, b"RELEASE")  # answers come in order: the acks are done
         pipe.send((pods, time.monotonic()))
 
 
-def _take(link: socket.socket) -> tuple[int, str]:
+def take(link: socket.socket) -> tuple[int, str]:
     """One answer to PODS: how many pods, and the cursor behind them. What else comes (ACKED) is not looked at."""
     buffer = bytearray(BUFFER)
     pods, rest = 0, b""
@@ -163,7 +163,7 @@ def _take(link: socket.socket) -> tuple[int, str]:
                 raise RuntimeError(line.decode())
 
 
-def _wait_for(link: object, word: bytes) -> list[bytes]:
+def wait_for(link: object, word: bytes) -> list[bytes]:
     """The words of the next line that begins with one."""
     heard = b""
     while True:

@@ -305,10 +305,11 @@ class Backfiller:
         query = (
             f"SELECT count(*) FROM (SELECT FROM {self._table(tube)} "
             f"WHERE (shard % {partitions}) = {partition} AND ((op = 'B')::integer) = 1 AND cardinality(ids) > 0 "
+            f"AND seq > (SELECT {self._table('tube_low_of')}($1, {partitions}, {partition}, true)) "
             f"LIMIT {self._pace.max_backlog}) AS waiting"
         )
         told = False
-        while await self._db.fetch_value(query) >= self._pace.max_backlog:
+        while await self._db.fetch_value(query, tube) >= self._pace.max_backlog:
             if not told:
                 told = True
                 log.info("backfill_waits_for_workers", tube=tube, partition=partition, pods=self._pace.max_backlog)

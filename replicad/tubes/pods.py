@@ -14,6 +14,7 @@ from replicad.postgres.statements import call_row, call_value, statement
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.ahead import Pass, read_ahead
 from replicad.tubes.commands import CursorAt, Part
+from replicad.tubes.low import LowMarks
 
 PIECE_PODS = 256  # of an answer that are read at a time: with 1,000 ids each, some 2 MB
 PIECE_BYTES = 4 << 20  # of a piece; beyond it the COPY is cancelled, and the next piece begins there
@@ -55,10 +56,13 @@ class PodBook:
         self._ack_db = ack_db
         self._bulk_db = bulk_db
         self._schema = schema
+        self._low = LowMarks(ack_db, schema)
 
     async def tubes(self) -> list[TubeInfo]:
         """All tubes, by name. A fault of one does not hide the others."""
-        return await load_tubes(self._db, self._schema)
+        found = await load_tubes(self._db, self._schema)
+        self._low.keep_only({tube.name for tube in found})
+        return found
 
     async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
         """The shards that have pods in (after, upto]."""
@@ -97,6 +101,7 @@ class PodBook:
             ids,
             backfill,
         )
+        self._low.note_position(tube, part, position)
         return CursorAt(tube, part, Cursor(row["regular"], row["backfill"]), row["pods"])
 
     async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int:
@@ -161,6 +166,7 @@ class PodBook:
             LeaseLost: the term does not cover the partition; nothing was removed.
         """
         pods: int = await call_value(self._ack_db, self._schema, "tube_ack", *_fence(tube, part, term), list(seqs))
+        await self._low.note_acks(tube, part, pods)
         return pods
 
     async def ack_upto(self, tube: str, part: Part, term: int, after: Cursor, upto: Cursor) -> int:
@@ -168,6 +174,7 @@ class PodBook:
         pods: int = await call_value(
             self._ack_db, self._schema, "tube_ack_upto", *_fence(tube, part, term), *Span(after, upto).bounds()
         )
+        await self._low.note_acks(tube, part, pods)
         return pods
 
     async def park(

@@ -42,23 +42,24 @@ BEGIN
             coalesce(o.pods, 0), oldest.seq, newest.seq, oldest.ts, newest.ts, %5$L AND oldest.seq IS NOT NULL
         FROM generate_series(0, %2$s - 1) AS parts (p)
         CROSS JOIN (VALUES (0), (1)) AS kinds (k)
+        CROSS JOIN LATERAL (SELECT tube_low_of(%6$L, %2$s, parts.p, kinds.k = 1) AS seq) AS low
         LEFT JOIN counted AS c ON c.p = parts.p AND c.k = kinds.k
         LEFT JOIN controls AS o ON o.p = parts.p AND o.k = kinds.k
         LEFT JOIN LATERAL (
             SELECT x.seq, x.ts FROM %1$s AS x
             WHERE (%5$L OR c.pods > 0) AND (x.shard %% %2$s) = parts.p AND ((x.op = 'B')::integer) = kinds.k
-                AND x.seq > 0 AND x.seq <= 9223372036854775807
+                AND x.seq > low.seq AND x.seq <= 9223372036854775807
             ORDER BY x.seq LIMIT 1
         ) AS oldest ON true
         LEFT JOIN LATERAL (
             SELECT x.seq, x.ts FROM %1$s AS x
             WHERE oldest.seq IS NOT NULL AND (x.shard %% %2$s) = parts.p AND ((x.op = 'B')::integer) = kinds.k
-                AND x.seq > 0 AND x.seq <= 9223372036854775807
+                AND x.seq > low.seq AND x.seq <= 9223372036854775807
             ORDER BY x.seq DESC LIMIT 1
         ) AS newest ON true
         ORDER BY 1, 2
     $sql$, tube_relation(t.tube), t.partitions,
-        CASE WHEN sampled THEN format('TABLESAMPLE SYSTEM (%s)', share) END, share, sampled);
+        CASE WHEN sampled THEN format('TABLESAMPLE SYSTEM (%s)', share) END, share, sampled, t.tube);
 END
 $$;
 COMMENT ON FUNCTION tube_figures(tube_registry, integer) IS 'Counts or estimates what is in each partition of a tube';

@@ -7,7 +7,7 @@ COMMENT ON FUNCTION tube_served_sql() IS 'The condition on pods that are handed 
 
 -- tube_range_sql(t, partitions, partition, backfill, after, upto, pods, served): the query of a partition's pods of one
 -- priority with after < seq <= upto, by seq, at most pods of them (NULL: no limit). served leaves out the control pods
--- backfill_schedule, which are for the backfiller. Writes nothing.
+-- backfill_schedule, which are for the backfiller. It begins behind the low-water mark (tube_low). Writes nothing.
 --
 -- The tube's index serves its own number of partitions. A larger partition that consists of up to 64 of them (mostly
 -- 0/1) is read as their union. A range of another number of partitions, planned before a change, uses the primary key.
@@ -23,8 +23,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         SELECT numbered.p, format(
             'SELECT * FROM %s WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
             ' AND seq > %s AND seq <= %s%s ORDER BY seq%s',
-            tube_relation(t.tube), numbered.n, numbered.p, backfill::integer, after, upto,
-            CASE WHEN served AND backfill THEN ' AND ' || tube_served_sql() END, ' LIMIT ' || pods) AS query
+            tube_relation(t.tube), numbered.n, numbered.p, $4::integer, greatest(after, low.seq), upto,
+            CASE WHEN served AND $4 THEN ' AND ' || tube_served_sql() END, ' LIMIT ' || pods) AS query
         FROM (
             SELECT t.partitions AS n, p
             FROM generate_series(partition, t.partitions - 1, partitions) AS p
@@ -32,6 +32,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             UNION ALL
             SELECT partitions, partition WHERE t.partitions % partitions <> 0 OR t.partitions / partitions > 64
         ) AS numbered
+        LEFT JOIN tube_low AS low ON low.tube = t.tube AND low.partitions = numbered.n AND low.partition = numbered.p
+            AND low.backfill = $4 AND low.seq <= $6  -- a mark above the position: the sequence was set back
     ) AS part
 $$;
 COMMENT ON FUNCTION tube_range_sql(tube_registry, integer, integer, boolean, bigint, bigint, bigint, boolean)

@@ -43,7 +43,8 @@ BEGIN
     IF after < upto THEN
         EXECUTE tube_removal_sql(format('DELETE FROM %I WHERE (shard %% %s) = %s AND (op = ''B'')::integer = %s'
             ' AND seq > %s AND seq <= %s AND %s',
-            tube, partitions, partition, backfill::integer, after, upto, tube_served_sql())) INTO removed, shards;
+            tube, partitions, partition, backfill::integer,
+            greatest(after, tube_low_of(tube, partitions, partition, backfill, upto)), upto, tube_served_sql())) INTO removed, shards;
         PERFORM tube_shards_note(tube, shards);
     END IF;
     RETURN removed;

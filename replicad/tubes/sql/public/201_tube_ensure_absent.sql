@@ -19,6 +19,7 @@ BEGIN
     PERFORM tube_trigger_sweep(tube);  -- those of tables that were dropped
     DELETE FROM tube_registry r WHERE r.tube = tube_ensure_absent.tube;
     DELETE FROM tube_shard k WHERE k.tube = tube_ensure_absent.tube;
+    DELETE FROM tube_low l WHERE l.tube = tube_ensure_absent.tube;
     EXECUTE format('DROP FUNCTION IF EXISTS %I()', tube_object_name(tube, '_trigger'));
     EXECUTE format('DROP FUNCTION IF EXISTS %I(integer, bigint[], character, jsonb, integer)',
         tube_object_name(tube, '_touch'));

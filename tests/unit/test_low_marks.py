@@ -1,0 +1,42 @@
+"""When the daemon has Postgres move a low-water mark, and that a failure to do so fails no ack."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from replicad.errors import DatabaseError
+from replicad.postgres.bridge import Database
+from replicad.tubes.commands import Part
+from replicad.tubes.low import EVERY, LowMarks
+
+
+class Calls:
+    """A database that notes the arguments of its calls, and refuses the first."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, ...]] = []
+
+    async def fetch_value(self, _query: str, *args: object) -> Any:
+        self.seen.append(args)
+        if len(self.seen) == 1:
+            raise DatabaseError("gone")
+
+
+async def test_a_mark_moves_once_in_thousands_of_acks_up_to_the_position_of_the_last_read() -> None:
+    db = Calls()
+    marks = LowMarks(cast("Database", db), "tube")
+    half = EVERY // 2
+    await marks.note_acks("a", Part(0, 2), EVERY)  # nothing was read here: the position is unknown
+    assert db.seen == []
+    marks.note_position("a", Part(0, 2), 70)
+    marks.note_position("a", Part(1, 2), 80)
+    await marks.note_acks("a", Part(0, 2), 1)  # refused, and logged only
+    await marks.note_acks("a", Part(0, 2), half)
+    await marks.note_acks("a", Part(1, 2), half)
+    assert db.seen == [("a", 2, 0, 70)]
+    marks.note_position("a", Part(0, 2), 90)
+    await marks.note_acks("a", Part(0, 2), half)
+    assert db.seen == [("a", 2, 0, 70), ("a", 2, 0, 90)]
+    marks.keep_only(["b"])
+    await marks.note_acks("a", Part(1, 2), EVERY)
+    assert len(db.seen) == 2

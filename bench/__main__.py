@@ -23,6 +23,7 @@ BENCHMARKS = {
     "slow": "Slow readers: what those who read get beside them, and how the slow ones end",
     "isolation": "Isolation: what polite clients wait beside attackers, and the daemon's memory before and after",
     "tubes": "Tubes: ids from the tube to a TCP client, acks included, against psql running the same statements",
+    "touches": "Touches: from a touch to the worker, p50 / p99, at a steady rate with many workers",
     "injection": "Injection: a million ids into a tube, against plain INSERTs of the same arrays",
     "federation": "Federation: facts delivered to a thousand destinations, against the same client without queues",
     "caches": "Caches: invalidations carried out by 200 workers, against Redis pub/sub with the same rows",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from replicad.protocol.command import Command
 from replicad.protocol.fields import Argument
 from replicad.protocol.tokens import Cursor
-from replicad.tubes.commands import Ack, Part, Pods
+from replicad.tubes.commands import Ack, Claim, Part, Pods
 
 BIG = (1 << 63) - 1
 
@@ -88,8 +88,11 @@ SPECIAL: dict[type[Command], st.SearchStrategy[Command]] = {
         Pods, words, parts, bigints, after=cursors, limit=st.none() | counts, ids=st.none() | counts,
         backfill=st.none() | counts, wait=st.none() | times, plan=st.booleans(),
     )
+    | st.builds(Pods, words, parts, bigints, wait=times.filter(bool), ready=st.booleans())
     | st.builds(Pods, words, parts, bigints, after=cursors, upto=cursors)
     | st.builds(Pods, words, parts, bigints, encoding=st.just("arrow"), payload=st.booleans()),
+    Claim: st.builds(Claim, words, parts, ttl=st.none() | times, wait=st.none() | times, holder=st.none() | words)
+    | st.builds(Claim, words, parts, wait=times.filter(bool), holder=st.none() | words, ready=st.booleans()),
     Ack: st.builds(Ack, words, parts, bigints, seqs=KINDS["integers"])
     | st.builds(Ack, words, parts, bigints, upto=cursors, after=cursors),
 }  # fmt: skip

@@ -108,6 +108,38 @@ def test_backfills_are_scheduled_once_per_shard(run: Run) -> None:
     assert Counter(row["backfill"] for row in run("tubes", "list", "--json")) == {None: 2, "scheduled by id": 1}
 
 
+def test_a_backfill_that_would_read_a_large_table_again_and_again_names_the_index_that_it_needs(
+    run: Run, database_url: str
+) -> None:
+    psql(
+        database_url,
+        'CREATE TABLE big (id bigint PRIMARY KEY, "a b" text); CREATE TABLE parts (LIKE big) PARTITION BY LIST (id)',
+    )
+    psql(database_url, "CREATE TABLE parts_1 PARTITION OF parts DEFAULT; CREATE TABLE small (LIKE big)")
+    run("tubes", "create", "t")
+    for shard, table in enumerate(("small", "parts", "big")):
+        run("tubes", "attach", "t", table, "--shard", str(shard))
+    psql(database_url, "UPDATE pg_class SET reltuples = 5e6 WHERE relname IN ('big', 'parts_1')")
+    index = 'CREATE INDEX CONCURRENTLY ON big ("a b", id)'
+    backfill = ("tubes", "backfill", "t", "--order-by", "a b")
+    refused = run(*backfill, "--shards", "2", status=2)
+    assert index in refused
+    assert "about 5,000,000 ids" in refused
+    assert "--without-index" in refused
+    assert 'CREATE INDEX ON parts ("a b", id). To schedule' in run(*backfill, status=2)
+    assert not any(row["backfill"] for row in run("tubes", "list", "--json")), "nothing was scheduled"
+    assert "3 shards scheduled" in run(*backfill, "--without-index")
+    listed = {row["tbl"]: row["backfill"] for row in run("tubes", "list", "--json")}
+    assert index in listed["big"]
+    assert listed["small"] == "scheduled by a b"
+    run("tubes", "backfill", "t", "--cancel")
+    psql(database_url, "UPDATE pg_class SET reltuples = 500000 WHERE relname IN ('big', 'parts_1')")
+    assert "3 shards scheduled" in run(*backfill), "a few times over is only announced"
+    run("tubes", "backfill", "t", "--cancel")
+    psql(database_url, "CREATE INDEX ON big (\"a b\"); UPDATE pg_class SET reltuples = 5e6 WHERE relname = 'big'")
+    assert run(*backfill, "--shards", "2") == "1 shards scheduled\n"
+
+
 def test_ids_are_touched_from_arguments_stdin_and_queries(
     run: Run, database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,9 +17,10 @@ from replicad.protocol.words import MAX_INTEGER
 from replicad.terminal.command import F, ReplicadCommand, ReplicadGroup, json_option, option
 from replicad.terminal.failures import say
 from replicad.terminal.output import echo, print_rows
-from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
+from replicad.tubes.cli.islands import NoIndex, Tubes, island_options, on_islands, parse_shards, with_island
 
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
+MOST_WITHOUT_INDEX = 1_000_000  # rows of a table that is read and sorted for each 100,000 of them
 _PROGRESS_IDS = 100_000  # ids between two lines about progress
 _OPERATIONS = click.Choice(["I", "U", "D", "T", "B"], case_sensitive=False)
 
@@ -113,33 +114,38 @@ def insert(tube: str, query: str, shard: int, op: str, **options: Any) -> None:
 @option("--order-by", metavar="COLUMN", default="id", show_default=True, help="Order of the ids within a shard.")
 @option("--shards", metavar="N|N-M|all", default="all", show_default=True, help="Which shards.")
 @option("--cancel", is_flag=True, help="Cancel the backfills of these shards, scheduled or running.")
+@option("--without-index", is_flag=True, help="Schedule it even if a very large table has no index on COLUMN.")
 @island_options
-def backfill(tube: str, order_by: str, shards: str, *, cancel: bool, **options: Any) -> None:
+def backfill(tube: str, order_by: str, shards: str, *, cancel: bool, without_index: bool, **options: Any) -> None:
     """Put every id of the attached tables into TUBE once.
 
     The daemon writes the pods, shard after shard, and workers read them after all others. A shard whose backfill is
     already running is skipped; a backfill in another order is replaced. `tubes list` shows the progress.
 
-    An index on (COLUMN, id) makes a backfill cheap. Without one each 100,000 ids read the whole table.
+    An index on (COLUMN, id) makes a backfill cheap. Without one each 100,000 ids read and sort the whole table. For a
+    table of more than a million rows that is refused without --without-index; the message has the index to create.
     """
     chosen = parse_shards(shards)
     if cancel:
         _cancel(tube, chosen.ranges, options)
         return
 
-    async def work(tubes: Tubes) -> tuple[int, list[str]]:
+    async def work(tubes: Tubes) -> tuple[int, list[NoIndex]]:
+        listed = [row for row in await tubes.rows("tube_list") if row["tube"] == tube and row["tbl"] is not None]
+        slow = await tubes.without_index([(str(row["tbl"]), order_by) for row in listed if row["shard"] in chosen])
+        refused = [] if without_index else [str(one) for one in slow if one.rows > MOST_WITHOUT_INDEX]
+        if refused:
+            more = f" The same is true of {len(refused) - 1:,} more tables." if refused[1:] else ""
+            raise UsageError(f"{refused[0]}. To schedule it all the same: --without-index.{more}")
         counts = [
             await tubes.value("tube_backfill_schedule", tube, order_by, first, last) for first, last in chosen.ranges
         ]
-        return sum(counts), await tubes.without_index(tube, order_by)
+        return sum(counts), slow
 
     for island, (count, slow) in on_islands(options, work):
         echo(f"{count:,} shards scheduled" + (f" on {island}" if island else ""))
-        for table in slow:
-            say(
-                f"no index on {table} begins with {order_by}, so each 100,000 ids read the whole table; to make the "
-                f'backfill fast: CREATE INDEX CONCURRENTLY ON {table} ("{order_by}", id)'
-            )
+        for one in slow[:3]:
+            say(str(one))
 
 
 def _cancel(tube: str, ranges: Sequence[tuple[int, int]], options: dict[str, Any]) -> None:
@@ -157,9 +163,9 @@ def _cancel(tube: str, ranges: Sequence[tuple[int, int]], options: dict[str, Any
 def stats(tube: str | None, as_json: bool, **options: Any) -> None:
     """Show what is in each partition of each tube.
 
-    Pods, their ids, and the age of the oldest in seconds. ~ marks estimates: for a tube whose table is larger than 20
-    MB, pods and ids are counted in a sample of its pages. If the table of a tube cannot be read, the numbers are empty
-    and the state gives the reason.
+    Pods, their ids, and the age of the oldest in seconds. ~ marks estimates: if the table of a tube is larger than
+    20 MB, the numbers of pods and ids come from a sample of its pages. If the table cannot be read, the numbers are
+    empty and the state gives the reason.
     """
 
     async def work(tubes: Tubes) -> list[dict[str, Any]]:

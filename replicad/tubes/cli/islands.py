@@ -22,6 +22,29 @@ island_options = settings_options(DatabaseSettings, "Database", several="databas
 
 
 @dataclass(frozen=True, slots=True)
+class NoIndex:
+    """A table whose backfill in the order of this column reads and sorts all of it again and again."""
+
+    table: str
+    column: str
+    rows: int  # an estimate
+    partitioned: bool
+
+    def __str__(self) -> str:
+        how = "" if self.partitioned else " CONCURRENTLY"
+        index = f"CREATE INDEX{how} ON {self.table} ({quoted(self.column)}, id)"
+        return (
+            f"no index on {self.table} begins with {self.column}, so each 100,000 of about {self.rows:,} ids read and "
+            f"sort the whole table; to make the backfill fast: {index}"
+        )
+
+
+def quoted(name: str) -> str:
+    """An identifier in SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+@dataclass(frozen=True, slots=True)
 class Tubes:
     """The SQL functions of the tubes of one database."""
 
@@ -47,12 +70,13 @@ class Tubes:
 
         return await self.db.fetch(statement("tube_backfill_states", self.schema))
 
-    async def without_index(self, tube: str, column: str) -> list[str]:
-        """Large tables with a backfill in the order of `column` that have no index on it; at most three."""
+    async def without_index(self, orders: Sequence[tuple[str, str]]) -> list[NoIndex]:
+        """Of tables, each with the column that orders its backfill, those that are large and have no index on it."""
         from replicad.postgres.statements import statement
 
-        rows = await self.db.fetch(statement("tube_slow_backfills", self.schema), tube, column)
-        return [row["tbl"] for row in rows]
+        tables, columns = [table for table, _ in orders], [column for _, column in orders]
+        rows = await self.db.fetch(statement("tube_without_index", self.schema), tables, columns)
+        return [NoIndex(*row) for row in rows]
 
     async def change(self, what: str, function: str, *args: object) -> Any:
         """As `value`, for a function that locks tables; see `changing.change`. `what` names the change."""

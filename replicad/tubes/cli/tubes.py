@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -120,7 +121,12 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
     async def work(tubes: Tubes) -> list[dict[str, Any]]:
         states = await tubes.states()
         found = await tubes.rows("tube_list", *([table] if table else []))
-        backfills = {(row["tube"], row["tbl"]): _backfill(row) for row in await tubes.backfills()}
+        running = await tubes.backfills()
+        slow = {
+            (one.table, one.column): str(one)
+            for one in await tubes.without_index([(row["tbl"], row["order_col"]) for row in running])
+        }
+        backfills = {(row["tube"], row["tbl"]): _backfill(row, slow) for row in running}
         return [
             {
                 **dict(row),
@@ -218,7 +224,13 @@ def detach(tube: str, tables: tuple[str, ...], shards: str | None, **options: An
         _print_each("detached from", tube, island, named)
 
 
-def _backfill(row: Any) -> str:
+def _backfill(row: Any, slow: Mapping[tuple[str, str], str]) -> str:
+    """How far a backfill is; for one without an index what that means, and the index to create."""
+    warning = slow.get((row["tbl"], row["order_col"]))
+    return _progress(row) if warning is None else f"{_progress(row)} ({warning})"
+
+
+def _progress(row: Any) -> str:
     if row["state"] == "scheduled":
         return f"scheduled by {row['order_col']}"
     about = "" if row["approx_ids"] is None else f" of about {row['approx_ids']:,}"

@@ -78,6 +78,11 @@ class Adopted:
         """One entry is invalid."""
         self.empty()
 
+    def forget_all(self, entries: Sequence[Sequence[Any]]) -> int:  # noqa: ARG002
+        """These entries are invalid."""
+        self.empty()
+        return 0
+
     def empty(self) -> None:
         """All entries are invalid."""
         self.void()

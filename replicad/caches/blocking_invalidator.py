@@ -101,7 +101,7 @@ class _Thread:
             self._follower = follower
             if self._stop.is_set():  # it was closed before the connection was made
                 return
-            for event in follower:
-                if isinstance(event, Connected):
+            while events := follower.together():
+                if any(isinstance(event, Connected) for event in events):
                     pause.reset()
-                self._following.take(event, follower)
+                self._following.take(events, follower)

@@ -37,6 +37,8 @@ class Member(Protocol):
 
     def forget(self, keys: Sequence[Any]) -> None: ...
 
+    def forget_all(self, entries: Sequence[Sequence[Any]]) -> int: ...
+
     def empty(self) -> None: ...
 
     def void(self) -> None: ...
@@ -114,6 +116,20 @@ class Cache:
         self._guard.void(key)
         self._storage.pop(key, None)
         self._invalidated += 1
+
+    def forget_all(self, entries: Sequence[Sequence[Any]]) -> int:
+        """These entries are invalid. Returns how many of them have keys that are no JSON values; they are left out."""
+        void, pop, bad = self._guard.void, self._storage.pop, 0
+        for keys in entries:
+            try:
+                key = freeze(keys)
+            except TypeError:
+                bad += 1
+                continue
+            void(key)
+            pop(key, None)
+        self._invalidated += len(entries) - bad
+        return bad
 
     def empty(self) -> None:
         """All entries are invalid."""

@@ -6,7 +6,7 @@ The driver follows the stream from `NOW` and passes every event to `take`. When 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -73,13 +73,28 @@ class Following:
         self._course = Course()
         self._logged = False  # an outage is in the log
 
-    def take(self, event: RowBatch | Reset | Also, follower: Follows) -> None:
-        """Handle one event."""
+    def take(self, events: Sequence[RowBatch | Reset | Also], follower: Follows) -> None:
+        """Handle events that came together. The positions of `follower` are those after the last one.
+
+        All rows first: to invalidate too early is never wrong, and whatever makes caches live comes after it.
+        """
+        rows = [row for event in events if type(event) is RowBatch for row in event.rows]
+        if rows:
+            self._caches.apply(rows)
+        for event in events:
+            if type(event) is not RowBatch:
+                self._take_other(event, follower)
+        course = self._course
+        if course.waits:
+            course.moved(follower.positions(self._stream))
+        self._caches.fresh_at = course.fresh_at
+        if course.live and not self._caches.live:
+            self._caches.stand(live=True)
+            if self._logged:  # the log has the event that they were not live
+                log.info("caches_live", stream=self._stream)
+
+    def _take_other(self, event: RowBatch | Reset | Also, follower: Follows) -> None:
         course, now = self._course, self._caches.now
-        if type(event) is RowBatch:  # first: there may be a hundred thousand of them in a second
-            self._caches.apply(event.rows)
-            if not course.waits:
-                return
         match event:
             case Connected():
                 course.connected(now())
@@ -99,13 +114,6 @@ class Following:
                 if was_live:
                     self._logged = True
                     log.info("caches_not_live", stream=self._stream, emptied=emptied, reason=str(event.error))
-        if course.waits:
-            course.moved(follower.positions(self._stream))
-        self._caches.fresh_at = course.fresh_at
-        if course.live and not self._caches.live:
-            self._caches.stand(live=True)
-            if self._logged:  # the log has the event that they were not live
-                log.info("caches_live", stream=self._stream)
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal
 from math import isfinite
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 Entry = list[Any] | tuple[Any, ...]  # the keys of an entry. Any other iterable but a text is taken as well
 Key = tuple[Hashable, ...]  # of an entry: all its keys, frozen
 
-_decode = json.JSONDecoder().decode  # a third faster than json.loads
+_decoder = json.JSONDecoder()
+_MARK = token_hex(16)
+_BETWEEN = f',"{_MARK}",'
 _PLAIN = frozenset({str, int, type(None)})
 _ORDERED = frozenset({tuple, list})  # known at a glance
 _DEEPEST = 100  # lists and objects inside of each other; the interpreter's own limit differs from process to process
@@ -52,28 +55,50 @@ def freeze(keys: Iterable[object]) -> Key:
         TypeError: a value has no form in JSON or is nested deeper than 100, or `keys` is no list of values (see
             `listed`).
     """
-    found = listed(keys)
+    found = tuple(keys) if type(keys) in _ORDERED else listed(keys)
     for value in found:
         if type(value) not in _PLAIN:
             return tuple(_frozen(value) for value in found)
     return found
 
 
-def parse_row(row: str) -> Invalidation:
-    """`[cache_func, keys or null, ts_ms]`; further elements are ignored.
+def parse_rows(rows: Sequence[str]) -> list[Invalidation | None]:
+    """The rows of the stream, each `[cache_func, keys or null, ts_ms]`; further elements are ignored. None stands for a
+    row that has another form.
+    """
+    if len(rows) == 1:
+        return [_invalidation(_decoded(rows[0]))]
+    found = _decoded_together(rows)
+    return [_invalidation(fields) for fields in (map(_decoded, rows) if found is None else found)]
 
-    Raises:
-        ValueError: the row has another form.
+
+def _decoded_together(rows: Sequence[str]) -> list[Any] | None:
+    """The values of many rows in half the time of one by one; None if one of them is no JSON.
+
+    Between the rows is a mark that no row has. So it shows where one does not end as a value ends.
     """
     try:
-        fields = _decode(row)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(fields, list) or len(fields) < 2:
-        raise ValueError("no array of a name and keys")
+        values = _decoder.decode(f"[{_BETWEEN.join(rows)}]")
+    except (ValueError, RecursionError):
+        return None
+    marks = values[1::2]
+    return values[::2] if len(marks) == marks.count(_MARK) == len(rows) - 1 else None
+
+
+def _decoded(row: str) -> Any:
+    """The value of one row; None if it is no JSON or nested too deeply."""
+    try:
+        return _decoder.decode(row)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _invalidation(fields: Any) -> Invalidation | None:
+    if type(fields) is not list or len(fields) < 2:
+        return None
     func, keys = fields[0], fields[1]
-    if not isinstance(func, str) or not isinstance(keys, list | None):
-        raise ValueError("the name is no string, or the keys are neither an array nor null")  # noqa: TRY004 - of a text
+    if type(func) is not str or not (keys is None or type(keys) is list):
+        return None
     return Invalidation(func, keys)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from replicad.caches.adopted import Adopted
 from replicad.caches.cache import Cache, CacheStatistics, Member
 from replicad.caches.functions import cached_function
-from replicad.caches.keys import Entry, Invalidation, freeze, listed, parse_row
+from replicad.caches.keys import Entry, Invalidation, freeze, listed, parse_rows
 from replicad.caches.storage import LruStorage, Storage
 from replicad.errors import UsageError
 
@@ -181,20 +181,23 @@ class Caches:
     def apply(self, rows: Sequence[str]) -> None:
         """Apply rows of the stream, JSON text as received. A row that cannot be parsed empties all caches."""
         of_groups: list[Invalidation] = []
+        entries: dict[str, list[list[Any]]] = {}
+        parsed = parse_rows(rows)
         with self.lock:
             self._rows += len(rows)
-            for row in rows:
-                try:
-                    told = parse_row(row)
-                    if told.func in self._groups:
-                        of_groups.append(told)
-                    elif (member := self._members.get(told.func)) is not None:
-                        if told.keys is None:
-                            member.empty()
-                        else:
-                            member.forget(told.keys)
-                except (ValueError, TypeError):  # no row, or a key that none of our values can have
+            for told in parsed:
+                if told is None:
                     self._malformed += 1
+                    self.empty()
+                elif told.func in self._groups:
+                    of_groups.append(told)
+                elif told.keys is not None:
+                    entries.setdefault(told.func, []).append(told.keys)
+                elif (member := self._members.get(told.func)) is not None:
+                    member.empty()
+            for func, several in entries.items():
+                if (member := self._members.get(func)) is not None and (bad := member.forget_all(several)):
+                    self._malformed += bad  # keys that none of our values can have
                     self.empty()
         for told in of_groups:
             self._carry_out(self._effects(told))

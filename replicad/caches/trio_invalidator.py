@@ -55,10 +55,10 @@ class CacheInvalidator(Caches):
         while True:
             with following.session():
                 async with client.follow({stream: "NOW"}, also=ALSO, **wishes(self, backoff)) as follower:
-                    async for event in follower:
-                        if isinstance(event, Connected):
+                    while events := await follower.together():
+                        if any(isinstance(event, Connected) for event in events):
                             pause.reset()
-                        following.take(event, follower)
+                        following.take(events, follower)
                         if self.live and not started:
                             started = True
                             task_status.started()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -37,12 +38,27 @@ class BlockingFollower(Followed, Iterator[T]):
         self._link: SocketLink | None = None
         self._stop = threading.Event()
 
+    def together(self) -> list[T]:
+        """The next event and those that came with it: for who handles a hundred thousand in a second.
+
+        Tokens and positions are those after the last of them. Empty when the follower was closed.
+        """
+        events = list(itertools.islice(self, 1))
+        if events:
+            self._add_at_hand(events)
+        return events
+
     def __next__(self) -> T:
+        if self._failure is not None:
+            self.close()
+            raise self._failure
         answer: Any = None
         error: ReplicadError | None = None
         while not self._stop.is_set():
+            step, self._pending = self._pending, None
             try:
-                step = self._steps.send(answer) if error is None else self._steps.throw(error)
+                if step is None:
+                    step = self._steps.send(answer) if error is None else self._steps.throw(error)
             except ReplicadError:
                 self.close()
                 raise

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from replicad.client.events import Reset, RowBatch
 from replicad.client.pursuit import FollowOptions, FollowWishes, Pursuit
 from replicad.client.sockets import Target
+from replicad.client.steps import STEPS
+from replicad.errors import ReplicadError
 
 Tokens = Mapping[str, str | None]
 """A token for each stream: NOW (or None), EARLIEST, or what a follower's `token` has returned."""
@@ -30,6 +33,21 @@ class Followed:
         self._pursuit = Pursuit(streams, options, now=now)
         self._steps = self._pursuit.steps()
         self._wanted = frozenset({RowBatch, Reset, *also})
+        self._pending: Any = None  # a step that is not performed yet
+        self._failure: ReplicadError | None = None  # to be raised when the events before it were handed over
+
+    def _add_at_hand(self, events: list[Any]) -> None:
+        """Add the events that can be had without performing a step; those of one read of the socket at most."""
+        while self._pending is None and self._failure is None:
+            try:
+                step = self._steps.send(None)
+            except ReplicadError as error:
+                self._failure = error
+                return
+            if type(step) in self._wanted:
+                events.append(step)
+            elif type(step) in STEPS:
+                self._pending = step
 
     def token(self, stream: str) -> str | None:
         """The token to follow the stream with later: delivered rows do not come again, and no others are missed."""

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.caches.cache import CacheStatistics
-from replicad.caches.keys import Invalidation, freeze, parse_row
+from replicad.caches.keys import Invalidation, freeze, parse_rows
 from replicad.caches.registry import Caches
 from replicad.caches.storage import LruStorage
 from replicad.errors import UsageError
@@ -72,13 +72,20 @@ def test_keys_are_one_entry_exactly_where_they_are_the_same_json(one: list[Any],
 
 @given(st.text(min_size=1), st.none() | st.lists(JSON, max_size=3))
 def test_a_row_says_what_was_written(func: str, keys: list[Any] | None) -> None:
-    assert parse_row(json.dumps([func, keys, 1490197670513])) == Invalidation(func, keys)
+    assert parse_rows([json.dumps([func, keys, 1490197670513])]) == [Invalidation(func, keys)]
 
 
 @given(st.text())
 def test_no_text_gets_through_as_a_row_by_chance(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - whatever json has to say
-        parse_row(text)
+    assert parse_rows([text]) == [None]
+
+
+PIECES = ['["f",null]', '["f",[1],0]', '["f",[', "1]]", '["f",null],["g"', "null]", "", " ", "7", '"', "\n[1]"]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=6))
+def test_rows_that_come_together_are_what_each_is_alone(rows: list[str]) -> None:
+    assert parse_rows(rows) == [told for row in rows for told in parse_rows([row])]
 
 
 @pytest.mark.parametrize(

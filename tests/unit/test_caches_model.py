@@ -62,8 +62,8 @@ class World(RuleBasedStateMachine):
     def positions(self, stream: str) -> dict[str, int]:
         return {"master": self.at} if self.resumable else {}
 
-    def take(self, event: Any) -> None:
-        self.following.take(event, self)
+    def take(self, *events: Any) -> None:
+        self.following.take(events, self)
 
     # --- the world ---
 
@@ -103,12 +103,29 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.open and self.at < len(self.rows))
     @rule()
     def deliver(self) -> None:
+        self.take(self.next_row())
+
+    @precondition(lambda self: self.open and self.at < len(self.rows))
+    @rule(count=st.integers(1, 4), where=st.integers(0, 4), moved=st.booleans())
+    def deliver_several_at_once(self, count: int, where: int, moved: bool) -> None:
+        """With the answer to TAKEN, and a position, among them."""
+        events: list[Any] = []
+        while self.at < len(self.rows) and len(events) < count:
+            events.append(self.next_row())
+        if moved:
+            events.insert(where, PositionMoved("caches", "master", self.at))
+        if self.asked is not None:
+            events.insert(where, TakenUpto("caches", self.asked, 0.0))
+            self.asked = None
+        self.take(*events)
+
+    def next_row(self) -> RowBatch:
         key, versions = self.rows[self.at]
         self.at += 1
         self.resumable = True
         keys = "null" if key is None else f"[{key}]"
-        self.take(RowBatch("caches", "master", self.at, [f'["f",{keys},0]']))
         self.told = {k: max(v, versions.get(k, 0)) for k, v in self.told.items()}
+        return RowBatch("caches", "master", self.at, [f'["f",{keys},0]'])
 
     @rule()
     def lose_the_connection(self) -> None:
@@ -193,7 +210,7 @@ def connected() -> tuple[Caches, Cache, Following]:
     caches = Caches()
     cache = caches.cache("f")
     following = Following(caches, "caches")
-    following.take(Connected("here"), Client("NOW"))
+    following.take([Connected("here")], Client("NOW"))
     cache.store(cache.begin((1,)), "kept")
     assert cache.get((1,)) == "kept"
     return caches, cache, following
@@ -202,33 +219,33 @@ def connected() -> tuple[Caches, Cache, Following]:
 @pytest.mark.parametrize("token", [None, "NOW", "EARLIEST"])
 def test_a_connection_lost_before_its_first_position_empties_everything(token: str | None) -> None:
     caches, cache, following = connected()
-    following.take(LOST, Client(token))
-    following.take(Connected("here"), Client(token))
+    following.take([LOST], Client(token))
+    following.take([Connected("here")], Client(token))
     assert caches.live
     assert cache.get((1,)) is MISSING
 
 
 def test_caches_are_live_again_when_every_writer_has_got_where_ids_had_been_given_out() -> None:
     caches, cache, following = connected()
-    following.take(LOST, Client("5"))
+    following.take([LOST], Client("5"))
     assert cache.get((1,)) is MISSING
-    following.take(PositionMoved("caches", "w1", 7), Client("6", w1=7, w2=6))
-    following.take(Connected("here"), Client("6", w1=7, w2=6))
+    following.take([PositionMoved("caches", "w1", 7)], Client("6", w1=7, w2=6))
+    following.take([Connected("here")], Client("6", w1=7, w2=6))
     assert not caches.live
-    following.take(TakenUpto("caches", 7, 0.0), Client("6", w1=7, w2=6))
+    following.take([TakenUpto("caches", 7, 0.0)], Client("6", w1=7, w2=6))
     assert "still to come" in str(caches.problem)
-    following.take(PositionMoved("caches", "w2", 7), Client("7", w1=7, w2=7))
+    following.take([PositionMoved("caches", "w2", 7)], Client("7", w1=7, w2=7))
     assert cache.get((1,)) == "kept"
 
 
 def test_a_load_under_way_when_the_connection_is_lost_is_not_kept() -> None:
     _, cache, following = connected()
     before = cache.begin((2,))
-    following.take(LOST, Client("5"))
+    following.take([LOST], Client("5"))
     while_lost = cache.begin((3,))
     assert not cache.store(before, "old")
-    following.take(Connected("here"), Client("5", w=5))
-    following.take(TakenUpto("caches", 5, 0.0), Client("5", w=5))
+    following.take([Connected("here")], Client("5", w=5))
+    following.take([TakenUpto("caches", 5, 0.0)], Client("5", w=5))
     assert not cache.store(while_lost, "old")
     assert cache.get((1,)) == "kept"
 
@@ -238,12 +255,12 @@ def test_who_tolerates_some_staleness_is_answered_for_so_long_and_no_longer() ->
     caches = Caches(tolerate=5.0, now=lambda: now[0])
     cache = caches.cache("f")
     following = Following(caches, "caches")
-    following.take(Connected("here"), Client("NOW"))
+    following.take([Connected("here")], Client("NOW"))
     cache.store(cache.begin((1,)), "kept")
-    following.take(LOST, Client("5"))
+    following.take([LOST], Client("5"))
     assert cache.get((1,)) == "kept"
     now[0] += 4.9
-    following.take(LOST, Client("5"))
+    following.take([LOST], Client("5"))
     assert cache.get((1,)) == "kept"
     assert not cache.store(cache.begin((2,)), "new"), "nothing is added meanwhile"
     now[0] += 0.2
@@ -256,7 +273,7 @@ def test_an_entry_is_not_given_out_longer_than_it_is_proven_to_be_good() -> None
     caches = Caches(max_staleness=10.0, now=lambda: now[0])
     cache = caches.cache("f")
     following = Following(caches, "caches")
-    following.take(Connected("here"), Client("NOW"))
+    following.take([Connected("here")], Client("NOW"))
     cache.store(cache.begin((1,)), "kept")
     now[0] = 110.0
     assert cache.get((1,)) == "kept"
@@ -265,16 +282,16 @@ def test_an_entry_is_not_given_out_longer_than_it_is_proven_to_be_good() -> None
     assert cache.get((1,)) is MISSING
     assert "for 10 s nothing has proven" in str(caches.statistics().problem)
     assert not caches.statistics().live
-    following.take(TakenUpto("caches", 7, 1.0), Client("5", w=6))
-    following.take(TakenUpto("caches", 9, 0.0), Client("5", w=6))
+    following.take([TakenUpto("caches", 7, 1.0)], Client("5", w=6))
+    following.take([TakenUpto("caches", 9, 0.0)], Client("5", w=6))
     assert cache.get((1,)) is MISSING
-    following.take(PositionMoved("caches", "w", 7), Client("7", w=7))
+    following.take([PositionMoved("caches", "w", 7)], Client("7", w=7))
     assert cache.get((1,)) == "kept", "as of 109.1, when it was asked"
     now[0] = 119.0
     assert cache.get((1,)) == "kept"
     now[0] = 119.2
     assert cache.get((1,)) is MISSING
-    following.take(TakenUpto("caches", 9, 0.0), Client("9", w=9))
+    following.take([TakenUpto("caches", 9, 0.0)], Client("9", w=9))
     assert cache.get((1,)) == "kept"
 
 
@@ -283,13 +300,13 @@ def test_an_answer_of_before_the_ids_went_back_does_not_keep_caches_from_being_p
     caches = Caches(max_staleness=10.0, now=lambda: now[0])
     cache = caches.cache("f")
     following = Following(caches, "caches")
-    following.take(Connected("here"), Client("NOW"))
-    following.take(Reset("caches", "w", 3, "moved_back"), Client("3", w=3))
-    following.take(TakenUpto("caches", 900, 0.0), Client("3", w=3))
+    following.take([Connected("here")], Client("NOW"))
+    following.take([Reset("caches", "w", 3, "moved_back")], Client("3", w=3))
+    following.take([TakenUpto("caches", 900, 0.0)], Client("3", w=3))
     cache.store(cache.begin((1,)), "kept")
     now[0] = 120.0
     assert cache.get((1,)) is MISSING
-    following.take(TakenUpto("caches", 4, 0.0), Client("4", w=4))
+    following.take([TakenUpto("caches", 4, 0.0)], Client("4", w=4))
     assert cache.get((1,)) == "kept"
 
 
@@ -303,7 +320,7 @@ def test_values_of_another_generation_are_not_kept_and_loads_under_way_are_not_s
     caches, cache, following = connected()
     cache.store(cache.begin((1,)), "of a lost transaction")
     under_way = cache.begin((2,))
-    following.take(event, Client("3", w=3))
+    following.take([event], Client("3", w=3))
     cache.store(under_way, "of a lost transaction")
     assert (cache.get((1,)), cache.get((2,))) == (MISSING, MISSING)
     assert caches.live, "nothing of before is in the caches"

@@ -7,19 +7,16 @@ that passed. So a name that resolves to another address a moment later changes n
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from ipaddress import ip_address
 from math import inf
 
 import httpcore
-import httpx
 import trio
 
 from replicad.sender.reach import Address
 
 FAILURES = (
-    httpx.HTTPError,
-    httpx.StreamError,
     httpcore.TimeoutException,
     httpcore.NetworkError,
     httpcore.ProtocolError,
@@ -95,47 +92,3 @@ def _text(address: tuple[object, ...]) -> str:
     text = str(address[0])
     scope = address[3] if len(address) > 3 else 0
     return f"{text}%{scope}" if scope and "%" not in text else text
-
-
-class CheckedTransport(httpx.AsyncBaseTransport):
-    """An httpx transport on a pool of httpcore. httpx's own has no argument for a network backend."""
-
-    def __init__(self, pool: httpcore.AsyncConnectionPool) -> None:
-        self._pool = pool
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Raises FAILURES and AddressRefused."""
-        assert isinstance(request.stream, httpx.AsyncByteStream)
-        response = await self._pool.handle_async_request(
-            httpcore.Request(
-                method=request.method,
-                url=httpcore.URL(
-                    scheme=request.url.raw_scheme,
-                    host=request.url.raw_host,
-                    port=request.url.port,
-                    target=request.url.raw_path,
-                ),
-                headers=request.headers.raw,
-                content=request.stream,
-                extensions=request.extensions,
-            )
-        )
-        return httpx.Response(
-            response.status, headers=response.headers, stream=_Body(response), extensions=response.extensions
-        )
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        await self._pool.aclose()
-
-
-class _Body(httpx.AsyncByteStream):
-    def __init__(self, response: httpcore.Response) -> None:
-        self._response = response
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._response.aiter_stream():
-            yield part
-
-    async def aclose(self) -> None:
-        await self._response.aclose()

@@ -143,13 +143,10 @@ def make_transaction(
     The serial tells apart two transactions of equal content that are both meant (typing, not typing, typing), and the
     source (see Store) those of two senders.
     """
-    digest = hashlib.blake2b(digest_size=16)
     head = (destination, source, serial, ts, upto.token, upto.part, len(pdus))
-    for text in (*map(str, head), *pdus, *edus):
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8, "big"))
-        digest.update(encoded)
-    made = digest.hexdigest()
+    texts = [text.encode() for text in (*map(str, head), *pdus, *edus)]
+    content = b"".join([part for text in texts for part in (len(text).to_bytes(8, "big"), text)])
+    made = hashlib.blake2b(content, digest_size=16).hexdigest()
     return Transaction(made, serial, ts, upto, tuple(pdus), tuple(edus), tuple(edu_numbers), substituted)
 
 

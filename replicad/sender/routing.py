@@ -280,7 +280,9 @@ def _names(row: SourceRow, found: object) -> tuple[str, ...]:
 
 def _is_text(found: object) -> TypeGuard[str]:
     """Whether Postgres can store it as text: no NUL, no unpaired surrogate."""
-    return isinstance(found, str) and "\0" not in found and not any("\ud800" <= char <= "\udfff" for char in found)
+    if not isinstance(found, str) or "\0" in found:
+        return False
+    return found.isascii() or not any("\ud800" <= char <= "\udfff" for char in found)
 
 
 def _text(row: SourceRow, what: str, found: object) -> str | None:

@@ -7,7 +7,6 @@ can be used again. Redirects are not followed, and cookies are not kept.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -16,21 +15,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from http.cookiejar import CookieJar, DefaultCookiePolicy
-from importlib.metadata import version
 from typing import Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 from zlib import crc32
 
 import httpcore
 import httpx
 import trio
 
-from replicad.sender import signing
-from replicad.sender.connecting import FAILURES, AddressRefused, CheckedBackend, CheckedTransport
+from replicad.sender.connecting import FAILURES, AddressRefused, CheckedBackend
 from replicad.sender.items import Transaction
 from replicad.sender.reach import Address, Places, glob, is_public
-from replicad.sender.settings import MATRIX, Delivery
+from replicad.sender.requests import Requests, Target
+from replicad.sender.settings import Delivery
 
 POOLS = 16  # of connections: the time that one takes to find a connection grows with the square of how many it has
 MAX_NAME = 1000  # bytes of a destination's name; it is part of the keys of tables
@@ -73,16 +70,14 @@ class HttpTransport:
 
     def __init__(
         self,
-        clients: Sequence[httpx.AsyncClient],
+        pools: Sequence[httpcore.AsyncConnectionPool],
         settings: Delivery,
         *,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
-        self._clients = clients
+        self._pools = pools
         self._settings = settings
-        self._now_ms = now_ms
-        self._method = "PUT" if settings.form == MATRIX else "POST"
-        self._names_host = settings.url.startswith("{destination}") or "://{destination}" in settings.url
+        self._requests = Requests(settings, now_ms)
         self._allowed = [glob(pattern) for pattern in settings.allow_destinations]
         self._http = Places(settings.allow_http)
 
@@ -103,57 +98,20 @@ class HttpTransport:
             return _HOST.fullmatch(destination) is not None and _is_url(f"http://{destination}")
         return bool(destination)
 
-    def url(self, destination: str, transaction: str) -> str:
-        """The URL for a transaction of a destination. A name in the path is quoted."""
-        template = self._settings.url
-        name = destination if self._names_host else quote(destination, safe="")
-        return template.replace("{transaction}", transaction).replace("{destination}", name)
-
-    def request(self, destination: str, transaction: Transaction) -> httpx.Request:
-        """The request that a transaction becomes. Raises httpx.InvalidURL."""
-        body = self._body(transaction)
-        headers = {
-            "content-type": "application/json",
-            signing.TRANSACTION_HEADER: transaction.id,
-            signing.TIME_HEADER: str(transaction.ts),
-        }
-        if self._settings.form != MATRIX:
-            headers["idempotency-key"] = transaction.id
-        request = self._client(destination).build_request(
-            self._method, self.url(destination, transaction.id), content=body, headers=headers
-        )
-        master = self._settings.secrets.federation_secret
-        if master is None:
-            return request
-        secret = signing.derive(master, destination)
-        if self._settings.sign == "bearer":
-            request.headers["authorization"] = f"Bearer {secret}"
-        else:
-            request.headers[signing.SIGNATURE_HEADER] = signing.sign(
-                secret,
-                destination=destination,
-                method=self._method,
-                target=request.url.raw_path.decode("ascii"),
-                transaction=transaction.id,
-                ts=transaction.ts,
-                sent=self._now_ms(),
-                body=body,
-            )
-        return request
-
     async def send(self, destination: str, transaction: Transaction) -> SendResult:
         """See Transport. Takes no longer than the request's time-out."""
         try:
-            request = self.request(destination, transaction)
+            target = self._requests.target(destination, transaction.id)
         except (httpx.InvalidURL, UnicodeError) as error:
             return SendResult(False, _reason("url", error), refused=True)
-        forbidden = self._outside(destination) or self._unprotected(request.url)
+        forbidden = self._outside(destination) or self._unprotected(target)
         if forbidden is not None:
             return SendResult(False, forbidden[:_REASON], forbidden=True)
+        request = self._requests.make(destination, transaction, target)
         outcome: SendResult | None = None
         with trio.move_on_after(self._settings.request_timeout):
             try:
-                response = await self._client(destination).send(request, stream=True)
+                response = await self._pool(destination).handle_async_request(request)
                 outcome = _judge(response)
                 await _drain(response)
             except AddressRefused as error:
@@ -167,34 +125,26 @@ class HttpTransport:
         if not self._allowed:
             return None
         name = destination
-        if self._names_host:
+        if self._requests.names_host:
             try:
-                name = _host(httpx.URL(self.url(destination, "0")))
+                name = self._requests.target(destination, "0").name
             except (httpx.InvalidURL, UnicodeError):
                 return "it has no host that can be allowed"
         if any(pattern.fullmatch(name) for pattern in self._allowed):
             return None
         return "--allow-destinations does not name it"
 
-    def _unprotected(self, url: httpx.URL) -> str | None:
+    def _unprotected(self, target: Target) -> str | None:
         """Why nothing that is made with the secret may be sent there, or None."""
-        if self._settings.secrets.federation_secret is None or url.scheme == "https" or self._http.name(_host(url)):
+        if self._settings.secrets.federation_secret is None or target.scheme == b"https":
             return None
-        return (
-            f"http:// does not protect what is made with the secret; use https://, or name {_host(url)} in --allow-http"
-        )
+        if self._http.name(target.name):
+            return None
+        remedy = f"use https://, or name {target.name} in --allow-http"
+        return f"http:// does not protect what is made with the secret; {remedy}"
 
-    def _client(self, destination: str) -> httpx.AsyncClient:
-        return self._clients[crc32(destination.encode()) % len(self._clients)]
-
-    def _body(self, transaction: Transaction) -> bytes:
-        pdus, edus = ",".join(transaction.pdus), ",".join(transaction.edus)
-        if self._settings.form == MATRIX:
-            origin = json.dumps(self._settings.origin)
-            text = f'{{"origin":{origin},"origin_server_ts":{transaction.ts},"pdus":[{pdus}],"edus":[{edus}]}}'
-        else:
-            text = f'{{"transaction":"{transaction.id}","ts":{transaction.ts},"facts":[{pdus}],"updates":[{edus}]}}'
-        return text.encode()
+    def _pool(self, destination: str) -> httpcore.AsyncConnectionPool:
+        return self._pools[crc32(destination.encode()) % len(self._pools)]
 
 
 @asynccontextmanager
@@ -203,7 +153,7 @@ async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
 
     Raises UsageError if the certificates to trust cannot be read.
     """
-    most = settings.concurrency + settings.probes  # requests at a time; there are as many workers
+    most = settings.concurrency + max(2, settings.probes)  # requests at a time; there are as many workers (`lanes`)
     idle = math.ceil(most / POOLS)
     trusted = settings.ssl_context()
     private = Places(settings.allow_private)
@@ -212,28 +162,19 @@ async def open_transport(settings: Delivery) -> AsyncIterator[HttpTransport]:
         return is_public(address) or private.name(host.lower().rstrip(".")) or private.hold(address)
 
     async with AsyncExitStack() as stack:
-        clients = [
+        pools = [
             await stack.enter_async_context(
-                httpx.AsyncClient(
-                    transport=CheckedTransport(
-                        httpcore.AsyncConnectionPool(
-                            ssl_context=trusted,
-                            max_connections=most,
-                            max_keepalive_connections=idle,
-                            keepalive_expiry=KEEP_IDLE,
-                            network_backend=CheckedBackend(permits),
-                        )
-                    ),
-                    trust_env=False,
-                    follow_redirects=False,
-                    timeout=httpx.Timeout(settings.request_timeout, connect=settings.destination_timeout),
-                    cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-                    headers={"user-agent": f"replicad/{version('replicad')}", "accept-encoding": "identity"},
+                httpcore.AsyncConnectionPool(
+                    ssl_context=trusted,
+                    max_connections=most,
+                    max_keepalive_connections=idle,
+                    keepalive_expiry=KEEP_IDLE,
+                    network_backend=CheckedBackend(permits),
                 )
             )
             for _ in range(POOLS)
         ]
-        yield HttpTransport(clients, settings)
+        yield HttpTransport(pools, settings)
 
 
 def _is_url(text: str) -> bool:
@@ -245,19 +186,14 @@ def _is_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and bool(_PLAIN.fullmatch(text))
 
 
-def _host(url: httpx.URL) -> str:
-    """The host as patterns name it: ASCII, without brackets and the dot at its end."""
-    return url.raw_host.decode("ascii").lower().rstrip(".")
-
-
-def _judge(response: httpx.Response) -> SendResult:
-    status = response.status_code
-    wait = response.headers.get("retry-after", "")
+def _judge(response: httpcore.Response) -> SendResult:
+    status = response.status
+    wait = next((value for name, value in response.headers if name.lower() == b"retry-after"), b"")
     return SendResult(
         delivered=200 <= status < 300,
         reason=f"status {status}",
         refused=status in _REFUSED,
-        retry_after=_seconds(wait, time.time()),
+        retry_after=_seconds(wait.decode("ascii", "replace"), time.time()) if wait else 0.0,
     )
 
 
@@ -272,12 +208,12 @@ def _seconds(wait: str, now: float) -> float:
         return 0.0
 
 
-async def _drain(response: httpx.Response) -> None:
+async def _drain(response: httpcore.Response) -> None:
     """Read the rest of a short answer and close it. With a longer answer the connection is dropped."""
     received = 0
     try:
         with trio.move_on_after(ANSWER_TIME):
-            async for chunk in response.aiter_raw():
+            async for chunk in response.aiter_stream():
                 received += len(chunk)
                 if received > MAX_ANSWER:
                     break

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from replicad.config.settings import DatabaseSettings
+from replicad.config.settings import DatabaseSettings, colour_allowed
 from replicad.errors import UsageError
 from replicad.features import sections
 from replicad.terminal.database import on_database
@@ -63,9 +63,10 @@ def show(one: Difference, *, as_json: bool) -> None:
         echo(as_json_line({**row, "lines": list(one.lines)}))
         return
     mark = one.action.value
+    colour = COLOURS[mark] if colour_allowed() else None
     if len(one.lines) == 1:
-        echo(f"{mark} {one.label}: {one.lines[0]}", fg=COLOURS[mark])
+        echo(f"{mark} {one.label}: {one.lines[0]}", fg=colour)
         return
-    echo(f"{mark} {one.label}", fg=COLOURS[mark])
+    echo(f"{mark} {one.label}", fg=colour)
     for line in one.lines:
         echo(f"    {line}")

@@ -23,7 +23,11 @@ class Exit:
 
 
 DONE: Final = Exit(0, "Done. Also where there was nothing to do.")
-FAILED: Final = Exit(1, "Any other failure, or a defect of replicad. `doctor`: only warnings.", (ReplicadError,))
+FAILED: Final = Exit(
+    1,
+    "Any other failure, or a defect of replicad. `doctor`: only warnings. `access test`: the client may not.",
+    (ReplicadError,),
+)
 USAGE: Final = Exit(
     2,
     "Wrong usage: an option, an argument, a variable or a file of settings. `doctor`: something is failing. "

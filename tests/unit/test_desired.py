@@ -72,6 +72,13 @@ def test_all_mistakes_of_a_file_are_found_at_once() -> None:
     assert len(faults) == 5  # x, no table, no id, y, z
 
 
+def test_what_has_lost_its_table_is_a_remark_in_the_file() -> None:
+    broken = {"streams": {"a": {key.name: None for key in SECTIONS[0].keys} | {"id": "id"}}}
+    text = render(broken, SECTIONS)
+    assert text == "# [streams.a] is left out: its table is gone, so it cannot be made again\n"
+    assert read_tables(tomllib.loads(text), SECTIONS, "f") == ({}, [])
+
+
 def objects_of(section: Section) -> st.SearchStrategy[dict[str, dict[str, object]]]:
     names = st.text(min_size=1, max_size=8) if section.named else st.just("")
     return st.dictionaries(names, values_of(section.keys), max_size=3)

@@ -160,8 +160,16 @@ class Store:
         await self._write("federation_source_begin", stream, token)
 
     async def follow(self, stream: str, epoch: str) -> None:
-        """What was recorded of a stream is, all of it, of this generation too: of the source by all its senders."""
-        await self._write("federation_source_follow", self._sender, stream, epoch)
+        """What was recorded of a stream is, all of it, of this generation too: of the source by all its senders.
+
+        Raises:
+            Restart: something of it was void, and was forgotten.
+        """
+        if stream != self._source:
+            await self._write("federation_source_follow", self._sender, stream, epoch)
+        elif await self._write("federation_source_enter", self._sender, epoch):
+            self._rewound = True
+            raise Restart
 
     async def record(self, stream: str, upto: int, recording: Recording) -> int:
         """Record facts for their destinations, and the stream's token, in one transaction.

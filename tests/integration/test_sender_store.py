@@ -23,6 +23,9 @@ from ..federation_fakes import MemoryStore
 ALL = Wanted(pdus=True, edus=True, transaction=True, collapse=False)
 SCHEMA = 'odd "schema'
 AnyStore = Store | MemoryStore
+NEXT_GENERATION = """INSERT INTO replicad.stream_generation SELECT stream, number + 1, 'bbbb', $2::bigint, '{}', '{}',
+    'noted', clock_timestamp(), incarnation, relation, sequence, file
+    FROM replicad.stream_generation WHERE stream = $1"""
 GENERATIONS = "SELECT id FROM replicad.stream_generation WHERE stream = $1"
 
 
@@ -378,20 +381,39 @@ async def test_the_first_sender_that_follows_a_generation_speaks_for_all_of_its_
             await other.follow("facts", first)  # nothing changes: no session ends
             await record(one, 4, (fact(4), ["a"]))
             await record(other, 9, (fact(4), ["b"]), (fact(9), ["b"]))
-            await database.execute(
-                "INSERT INTO replicad.stream_generation SELECT stream, number + 1, 'bbbb', 5, '{}', '{}', 'noted',"
-                " clock_timestamp(), incarnation, relation, sequence, file FROM replicad.stream_generation"
-                " WHERE stream = $1",
-                number,
-            )
-            await one.follow("facts", "bbbb")
+            await database.execute(NEXT_GENERATION, number, 5)
+            with pytest.raises(Restart):
+                await one.follow("facts", "bbbb")
             with pytest.raises(DatabaseError):
                 await other.sweep("facts")
-        assert await orders(one, "a") == [(4, 0)]
-        assert await orders(one, "b") == [(4, 0)]
+        again = Store(one._db, one._keeper, one._schema, one._source, one._sender)
+        assert await orders(again, "a") == [(4, 0)]
+        assert await orders(again, "b") == [(4, 0)]
+        await again.follow("facts", "bbbb")
     async with open_store(database, "replicad", "s2", two, ["facts"]) as other:
         assert (await other.recorded())["facts"] == Recorded(5, "bbbb")
-        await other.follow("facts", "bbbb")
+
+
+async def test_destinations_that_got_further_than_the_lowest_token_go_back_in_a_generation_that_shares_less(
+    database: Database,
+) -> None:
+    """After a change of the list the slowest sender's token counts. The server finds nothing void above it."""
+    await database.execute("CREATE TABLE facts (id bigserial PRIMARY KEY, body json)")
+    await registry.add(database, "facts", "public.facts", "id", row="body")
+    number = await database.fetch_value("SELECT number FROM replicad.stream WHERE name = 'facts'")
+    async with open_store(database, "replicad", "s1", ["s1", "s2"], ["facts"]) as one:
+        await one.begin("facts", 0)
+        await one.follow("facts", await database.fetch_value(GENERATIONS, number))
+        await record(one, 3, (fact(3), ["a"]))
+        await one.write([Entry("a", Order(3, 0), 1)])
+    await database.execute(NEXT_GENERATION, number, 0)
+    async with open_store(database, "replicad", "s1", ["s1"], ["facts"]) as one:
+        assert (await one.recorded())["facts"].token == 0
+        with pytest.raises(Restart):
+            await one.follow("facts", "bbbb")
+        again = Store(one._db, one._keeper, one._schema, one._source, one._sender)
+        await record(again, 3, (fact(3, body='"new"'), ["a"]))
+        assert await orders(again, "a") == [(3, 0)]
 
 
 async def test_a_name_runs_once_and_is_free_again_when_its_connection_is_gone(

@@ -42,7 +42,7 @@ LISTS = (("s1",), ("s1", "s2"), ("s2", "s3"), ("s1", "s2", "s3"))
 FINAL = ("s1", "s2")
 IMPOSSIBLE = "127.0.0.1:9/r"  # without a scheme
 REFUSALS = (400, 413, 414, 415, 422, 431)
-PATIENCE = 15.0
+PATIENCE = 60.0
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(120 * SEEDS * max(1, ROUNDS // 4))]
 

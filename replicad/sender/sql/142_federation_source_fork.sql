@@ -53,41 +53,49 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION federation_source_fork(text, text, bigint) IS 'Forgets what a source has recorded of void facts';
--- federation_source_follow(source, sender, stream, epoch): this sender reads rows of the generation `epoch`, and what it has
--- recorded of the stream is, all of it, of that generation too. Of the stream of facts that becomes true for all senders of
--- the source at once: what others have recorded above the fork is void, and their sessions end, since they may be about to
--- record more of it. Of another stream it becomes true for this sender, and for those of which no generation is known.
--- Writes federation_sender; after a fork what federation_source_fork writes.
+-- federation_source_follow(source, sender, stream, epoch): what this sender has recorded of a stream is, all of it, of the
+-- generation `epoch` too. So it is for senders of which no generation is known. Writes federation_sender.
 CREATE OR REPLACE FUNCTION federation_source_follow(source text, sender text, stream text, epoch text) RETURNS void
+LANGUAGE sql AS $$
+    UPDATE federation_sender s SET epoch = federation_source_follow.epoch
+    WHERE s.source = federation_source_follow.source AND s.stream = federation_source_follow.stream
+        AND (s.name = federation_source_follow.sender OR s.epoch IS NULL)
+$$;
+COMMENT ON FUNCTION federation_source_follow(text, text, text, text) IS 'Of which generation a recorded token is';
+-- federation_source_enter(source, sender, epoch): this sender reads the first facts of the generation `epoch`. What the
+-- source has recorded is of that generation too, for all its senders at once: what lies above the fork is void and is
+-- forgotten, and the other senders' sessions end, since they may be about to record more of it. Not the tokens alone say
+-- whether there is something: after a change of the list the lowest token counts, and destinations may have got further.
+-- True: something was forgotten, so what this sender has in memory is void as well. Writes federation_sender; after a fork
+-- what federation_source_fork writes.
+CREATE OR REPLACE FUNCTION federation_source_enter(source text, sender text, epoch text) RETURNS boolean
 LANGUAGE plpgsql AS $$
 DECLARE
     here text := source;
     present text := epoch;
-    followed text := stream;
     fork bigint;
+    void boolean := false;
 BEGIN
-    IF followed <> here THEN
-        UPDATE federation_sender s SET epoch = present
-        WHERE s.source = here AND s.stream = followed
-            AND (s.name = federation_source_follow.sender OR s.epoch IS NULL);
-        RETURN;
-    END IF;
     LOCK TABLE federation_sender IN SHARE ROW EXCLUSIVE MODE;
     IF EXISTS (SELECT FROM federation_sender s WHERE s.source = here AND s.stream = here AND s.epoch <> present) THEN
+        PERFORM federation_source_end_others(here, sender);
         SELECT min(g.began_at) INTO fork
         FROM federation_sender s
         JOIN stream x ON x.name = s.stream
         JOIN stream_generation h ON h.stream = x.number AND h.id = s.epoch
         JOIN stream_generation p ON p.stream = x.number AND p.id = present
         JOIN stream_generation g ON g.stream = x.number AND g.number > h.number AND g.number <= p.number
-        WHERE s.source = here AND s.stream = here AND s.token > g.began_at;
-        IF fork IS NOT NULL THEN
+        WHERE s.source = here AND s.stream = here;
+        void := EXISTS (SELECT FROM federation_sender s WHERE s.source = here AND s.stream = here AND s.token > fork)
+            OR EXISTS (SELECT FROM federation_destination d WHERE d.source = here
+                AND greatest(d.last_successful_stream_ordering, d.txn_stream_ordering) > fork)
+            OR EXISTS (SELECT FROM federation_destination_room r WHERE r.source = here AND r.stream_ordering > fork);
+        IF void THEN
             PERFORM federation_source_fork(here, sender, fork);
-        ELSE
-            PERFORM federation_source_end_others(here, sender);
         END IF;
     END IF;
     UPDATE federation_sender s SET epoch = present WHERE s.source = here AND s.stream = here;
+    RETURN void;
 END
 $$;
-COMMENT ON FUNCTION federation_source_follow(text, text, text, text) IS 'Of which generation a recorded token is';
+COMMENT ON FUNCTION federation_source_enter(text, text, text) IS 'Begins a generation of the facts of a source';

@@ -370,6 +370,12 @@ class ValueUnheld(DatabaseError):
     code, reasons = "value_unheld", dict[int, str]()
 
 
+class ColumnsChanged(DatabaseError):
+    """A table has got columns, or other types of columns, since the pipeline looked at it."""
+
+    code = "columns_changed"
+
+
 class SparkWorkerLost(ReplicadError):
     """A Python worker of Spark did not start within ten seconds, or died; the next try may find a less busy machine."""
 

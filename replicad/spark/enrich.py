@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replicad.errors import UsageError, ValueUnheld
+from replicad.errors import ColumnsChanged, UsageError, ValueUnheld
 from replicad.spark.database import PATIENCE, patiently
-from replicad.spark.tables import UNHELD, Layout
+from replicad.spark.tables import ADDED, UNHELD, Layout
 from replicad.spark.touches import chunks_by_shard
 
 CHUNK = 10_000  # ids in one query; larger queries are not faster and hold more rows in memory
@@ -56,6 +56,7 @@ class Enricher:
 
         Raises:
             DatabaseError: the rows cannot be read, e.g. because a column was dropped.
+            ColumnsChanged: a table has columns that the layout does not have, or values that its types do not hold.
             ValueUnheld: some rows hold what Arrow cannot hold.
             UsageError: no rule has a table for the shard of a touch.
         """
@@ -70,8 +71,13 @@ class Enricher:
         ids = touched.column("id").combine_chunks()
         database, query = located
         found = patiently(database or self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
+        if ADDED in found.column_names and found.num_rows and (names := found.column(ADDED)[0].as_py()):
+            raise ColumnsChanged(f"the table of shard {shard} has new columns: {names}")
         _check_held(found, self.layout.id, shard)
-        rows = conform(found, self.layout.schema)
+        try:
+            rows = conform(found, self.layout.schema)
+        except pa.ArrowInvalid as error:  # a wider type since the pipeline looked
+            raise ColumnsChanged(f"the table of shard {shard} has another type: {str(error)[:200]}") from error
         known = rows.column(self.layout.id)
         absent = touched.filter(pc.invert(pc.is_in(ids, value_set=known.combine_chunks())))
         seqs = touched.column("seq").take(pc.index_in(known, value_set=ids))

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from replicad import errors
 from replicad.errors import (
+    ColumnsChanged,
     ConnectionLost,
     DatabaseError,
     DatabaseRefused,
@@ -35,6 +35,7 @@ from replicad.spark.checkpoint import PARKED, Checkpoint, open_checkpoint
 from replicad.spark.database import forget
 from replicad.spark.downstream import check_downstream
 from replicad.spark.enrich import KEYS, Changes, Enricher
+from replicad.spark.explaining import explain
 from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
@@ -42,8 +43,9 @@ from replicad.spark.poison import park_refused
 from replicad.spark.preflight import Watch, wait_until_ready
 from replicad.spark.reporter import Reporter
 from replicad.spark.reports import BatchReport, PipelineResult
-from replicad.spark.session import build_session, check_pyspark
+from replicad.spark.session import build_session, check_pyspark, quiet_callbacks
 from replicad.spark.sinks.base import Shape
+from replicad.spark.survey import FOLLOW, IGNORE, STOP, Known
 from replicad.spark.tables import find_layout
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before a batch that failed i
 _PATIENCE = 60.0  # seconds to wait for the current batch when a pipeline ends
 _PATIENCE_FAILING = 5.0  # the same for a batch that failed before
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
+_BACKFILL = "rows that were written before have NULL in new columns; if they should not: replicad tubes backfill {tube}"
 _OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
 _RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # other errors end the run
 
@@ -112,6 +115,8 @@ class _Run:
         self._result = PipelineResult()
         self._reporter = Reporter(config.source, config.name)
         self._enricher: Enricher | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._known = Known()
         self._shape: Shape | None = None  # known after the first start
         self._failures = 0  # since the last batch that succeeded
 
@@ -120,12 +125,14 @@ class _Run:
         if not wait_until_ready(self._config, lambda: self._until(self._result)):
             return False
         if self._enricher is None:  # made once: a column that is dropped later must not change the downstream
-            self._enricher = make_enricher(self._config)
+            self._known = Known() if self._checkpoint is None else Known.read(self._checkpoint)
+            self._enricher = make_enricher(self._config, self._known)
         return True
 
     def to_the_end(self, spark: SparkSession) -> PipelineResult:
         self._spark = spark
         self._checkpoint = open_checkpoint(self._config.checkpoint, spark)
+        self._enricher = None  # with what the checkpoint knows
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, jitter=0.0)
         while True:
             batches = self._result.batches
@@ -134,8 +141,13 @@ class _Run:
             try:
                 return self._once()
             except _RETRIED as error:
-                if isinstance(error, DatabaseRefused):
+                if isinstance(error, DatabaseRefused) or (
+                    isinstance(error, ColumnsChanged) and self._config.new_columns == STOP
+                ):
                     raise
+                if isinstance(error, ColumnsChanged):
+                    self._enricher = None
+                    log.warning("columns_changed", error=str(error), hint=_BACKFILL.format(tube=self._config.tube))
                 if self._result.batches > batches:
                     self._failures = 0
                     backoff.reset()
@@ -158,7 +170,7 @@ class _Run:
             self._spark,
             self._on_batch,
             self._made_enricher(),
-            self._checkpoint,
+            self._opened(),
             reporter=self._reporter,
             result=self._result,
             holder=self._holder,
@@ -184,6 +196,10 @@ class _Run:
             runner.unmark()
         return self._result
 
+    def _opened(self) -> Checkpoint:
+        assert self._checkpoint is not None
+        return self._checkpoint
+
     def _made_enricher(self) -> Enricher:
         assert self._enricher is not None
         return self._enricher
@@ -208,12 +224,12 @@ class _Run:
 
     def _park(self, error: ReplicadError) -> bool:
         """Park the ids that cannot be read or written. False if they are not the reason for the failures."""
-        if not isinstance(error, (DatabaseError, DownstreamError)) or isinstance(error, _OUTAGES):
+        if not isinstance(error, (DatabaseError, DownstreamError)) or isinstance(error, (*_OUTAGES, ColumnsChanged)):
             return False
-        options = parse_options(_options(self._config, self._checkpoint, self._holder), streaming=True)
+        options = parse_options(_options(self._config, self._opened(), self._holder), streaming=True)
         try:
             parked = [
-                park_refused(one, self._made_enricher(), self._try_out, self._failures, self._checkpoint)
+                park_refused(one, self._made_enricher(), self._try_out, self._failures, self._opened())
                 for one in options.by_island().values()
             ]
         except _OUTAGES as outage:
@@ -242,7 +258,7 @@ class _Run:
     def _release(self) -> None:
         """Release the tube. The reader mostly cannot: Spark kills its process when a query stops."""
         options = parse_options(
-            {**_options(self._config, self._checkpoint, self._holder), "leaseWait": "0"}, streaming=True
+            {**_options(self._config, self._opened(), self._holder), "leaseWait": "0"}, streaming=True
         )
         for one in options.by_island().values():
             with contextlib.suppress(ReplicadError), TubeHold(one, holder=self._holder, renewing=False) as hold:
@@ -266,7 +282,8 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
     """
     checkpoint = open_checkpoint(config.checkpoint, spark)
     reporter = Reporter(config.source, config.name)
-    return _start(config, spark, on_batch, make_enricher(config), checkpoint, reporter=reporter)[0]
+    enricher = make_enricher(config, Known.read(checkpoint))
+    return _start(config, spark, on_batch, enricher, checkpoint, reporter=reporter)[0]
 
 
 def _start(
@@ -285,12 +302,18 @@ def _start(
     from replicad.spark.batches import BatchRunner  # noqa: PLC0415
 
     register(spark)
+    quiet_callbacks()
     shape = Shape(enricher.schema, config.id_column, enricher.layout.types)
     if config.transform is not None:
         shape = _shape_after(config, spark, enricher)
+    layout, before = enricher.layout, Known.read(checkpoint).columns
+    if before and config.columns == ALL_COLUMNS:
+        shape = replace(shape, added=frozenset(layout.known.columns).difference(before))
     config.sink.prepare(shape)
     checkpoint.make()
     check_downstream(config, checkpoint)
+    if config.columns == ALL_COLUMNS:
+        layout.known.write(checkpoint)
     forget(config.database)  # this thread no longer needs the connection
     runner = BatchRunner(
         enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), checkpoint, reporter.send
@@ -305,15 +328,35 @@ def _start(
     return writer.start(), runner
 
 
-def make_enricher(config: PipelineConfig) -> Enricher:
-    """Look up the pipeline's tables in Postgres.
+def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enricher:
+    """Look up the pipeline's tables in Postgres. `known` is what the checkpoint knows of their columns.
 
     Raises:
-        UsageError: a table or column is missing.
+        UsageError: a table or column is missing; there are new columns, and the pipeline shall stop then.
         DatabaseError: Postgres cannot be used.
     """
-    columns = None if config.columns == ALL_COLUMNS else list(config.columns)
-    layout = find_layout(config.database, config.rules, config.id_column, columns, config.reading)
+    columns, following = None, False
+    if config.columns != ALL_COLUMNS:
+        columns, known = list(config.columns), None
+    elif config.new_columns != IGNORE:
+        following = True
+    elif known is not None and known.columns:
+        columns = list(known.columns)
+    layout = find_layout(
+        config.database, config.rules, config.id_column, columns, config.reading, known, following=following
+    )
+    new = [name for name in layout.known.columns if known is not None and known.columns and name not in known.columns]
+    if new and config.new_columns == STOP:
+        raise UsageError(
+            f"the tables have new columns ({', '.join(new)}), and new_columns is `{STOP}`; set it to `{FOLLOW}` or "
+            f"`{IGNORE}`, or list `columns` (docs/schema-changes.md)"
+        )
+    for source in layout.sources:
+        if source.lacking:
+            names = sorted(frozenset().union(*source.lacking.values()))
+            log.warning(
+                "columns_lacking", columns=", ".join(names), shards=len(source.lacking), table=source.rule.table
+            )
     for url in {config.database, *(rule.database for rule in config.rules if rule.database)}:
         forget(url)  # this thread no longer needs the connection
     return Enricher(config.database, layout)
@@ -352,24 +395,3 @@ def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher
     before = dict(zip(enricher.schema.names, enricher.schema.types, strict=True))
     types = {name: type for name, type in enricher.layout.types.items() if ours.get(name) == before[name]}
     return Shape(pa.schema([*ours.items(), *KEYS]), config.id_column, types)
-
-
-# --- errors ---
-
-_LOST = re.compile(r"Python worker (?:failed to connect back|exited unexpectedly)[^\n]*")
-_OURS = re.compile(r"replicad\.errors\.([A-Za-z]+): (.+)")
-
-
-def explain(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """The ReplicadError that ended a query: `cause`, or one in the text of Spark's error. Otherwise `error` itself."""
-    if isinstance(error, ReplicadError):
-        return error
-    if isinstance(cause, ReplicadError):
-        return cause
-    for text in (str(error), str(cause or "")):
-        for name, sentence in reversed(_OURS.findall(text)):
-            kind: Any = getattr(errors, name, None)
-            if isinstance(kind, type) and issubclass(kind, ReplicadError):
-                return kind(sentence.strip())
-    lost = _LOST.search(str(error))
-    return error if lost is None else SparkWorkerLost(f"{lost[0]}; is the machine too busy or out of memory?")

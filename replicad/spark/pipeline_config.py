@@ -14,6 +14,7 @@ from replicad.spark.options import SourceOptions, parse_options
 from replicad.spark.places import place_of
 from replicad.spark.reading_columns import NUMERIC_FORMS, PARK, RANGE_FORMS, Reading
 from replicad.spark.sinks.base import Sink
+from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS
 from replicad.spark.tables import TableRule
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class PipelineConfig:
     seconds, 0 for as soon as pods arrive.
     `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
     `numeric` is a name in NUMERIC_FORMS, `out_of_range` one in RANGE_FORMS (reading_columns.py, docs/types.md).
+    `new_columns`, a name in NEW_COLUMN_FORMS: what becomes of a column that a table gets (survey.py).
     `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read
     are parked. If there are none, the run ends.
     `rebuild`: if the downstream is not the one that the checkpoint has written to, schedule a backfill of all rows by
@@ -57,6 +59,7 @@ class PipelineConfig:
     columns: Sequence[str] | str = ALL_COLUMNS
     numeric: str = "text"
     out_of_range: str = PARK
+    new_columns: str = FOLLOW
     trigger: str | float = AVAILABLE_NOW
     name: str = "pipeline"
     tries: int = 5
@@ -80,6 +83,10 @@ class PipelineConfig:
             raise UsageError(f"numeric: {self.numeric!r} is not valid; give one of {', '.join(NUMERIC_FORMS)}")
         if self.out_of_range not in RANGE_FORMS:
             raise UsageError(f"out_of_range: {self.out_of_range!r} is not valid; give one of {', '.join(RANGE_FORMS)}")
+        if self.new_columns not in NEW_COLUMN_FORMS:
+            raise UsageError(
+                f"new_columns: {self.new_columns!r} is not valid; give one of {', '.join(NEW_COLUMN_FORMS)}"
+            )
         if isinstance(self.columns, str) and self.columns != ALL_COLUMNS:
             raise UsageError(f"columns: give a list of names, or {ALL_COLUMNS!r} for all")
         if not isinstance(self.columns, str) and not self.columns:

@@ -24,6 +24,7 @@ from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import KEEP, ROWS_PER_FILE, ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS
 from replicad.spark.tables import TableRule
 from replicad.tubes.shards import ShardSet
 
@@ -130,6 +131,13 @@ ENRICH = (
         "dates and times beyond the years 1 to 9999; "
         + "; ".join(f"`{name}`: {to}" for name, to in RANGE_FORMS.items()),
     ),
+    Key(
+        "new_columns",
+        "text",
+        FOLLOW,
+        "a column that a table gets while `columns` is `*`; "
+        + "; ".join(f"`{name}`: {to}" for name, to in NEW_COLUMN_FORMS.items()),
+    ),
 )
 RUN = (
     Key("checkpoint", "text", None, "folder, or URI for Hadoop, in which Spark keeps how far it is", required=True),
@@ -227,6 +235,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         columns=enrich.get("columns", ALL_COLUMNS),
         numeric=enrich.get("numeric", "text"),
         out_of_range=enrich.get("out_of_range", PARK),
+        new_columns=enrich.get("new_columns", FOLLOW),
         sink=_sink(dict(found["downstream"]), folder, url),
         checkpoint=below(folder, run["checkpoint"]),
         trigger=trigger or run.get("trigger", AVAILABLE_NOW),

@@ -62,6 +62,12 @@ class Column:
     type: str | None
     unheld: str = ""
 
+    def is_wider(self, other: Column) -> bool:
+        """Whether it holds all values of the other one, and has another type."""
+        if None in (self.type, other.type) or self.type == other.type:
+            return False
+        return ColumnType.parse(self.type or "").holds(ColumnType.parse(other.type or ""))
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:

@@ -5,6 +5,7 @@ For a cluster make your own session (`spark-submit`) and pass it to `pipeline.ru
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,17 @@ def check_pyspark() -> None:
         raise EnvironmentRefused(
             f"PySpark is {pyspark.__version__}, replicad needs {oldest} or newer; pip install -U pyspark"
         )
+
+
+def quiet_callbacks() -> None:
+    """Keep py4j from printing the whole stack of a batch that fails: the error is passed on, and told in a sentence."""
+    logger = logging.getLogger("py4j.clientserver")
+    if _is_news not in logger.filters:
+        logger.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "while executing the Python Proxy" not in record.getMessage()
 
 
 def build_session(

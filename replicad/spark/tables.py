@@ -14,10 +14,11 @@ import pyarrow as pa
 from replicad.errors import UsageError
 from replicad.spark.database import patiently, quote
 from replicad.spark.reading_columns import Column, Reading, read_columns
+from replicad.spark.survey import Known, Survey, new_columns, survey_tables
 from replicad.tubes.shards import ALL_SHARDS, ShardSet
 
 RESERVED = "_"  # the first character of replicad's own columns: _shard, _seq
-UNHELD = "_unheld"
+UNHELD, ADDED = "_unheld", "_added"
 _LIST_TABLES = """
 SELECT format('%I.%I', n.nspname, c.relname), format('%I', c.relname), pg_catalog.pg_table_is_visible(c.oid)
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
@@ -65,13 +66,16 @@ _EXAMPLE = "`shard_{shard:04d}.cities`, where {shard} is the number of the shard
 class Source:
     """How to select the rows of one rule's shards: SQL expressions by column. A column without expression is NULL.
 
-    `unheld` is SQL for a text that says what Arrow cannot hold in a row; NULL for a row that it holds. Empty: it holds
-    every row.
+    `unheld` has, for columns of which Arrow cannot hold every value, SQL for a text that says which one; NULL for a
+    value that it holds. `lacking` are the columns that a shard's table does not have, by shard: they are NULL.
+    `all_columns` are those of all its tables; empty: it does not matter whether one gets another column.
     """
 
     rule: TableRule
     expressions: Mapping[str, str]
-    unheld: str = ""
+    unheld: Mapping[str, str] = field(default_factory=dict)
+    lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    all_columns: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,52 +83,60 @@ class Layout:
     """The sources of rows and their schema: the id column first, then the others.
 
     `types`: the types that the columns have in Postgres, as format_type() writes them, where the values come unchanged
-    or as their text, and where all tables have the same.
+    or as their text, and where all tables have the same. `known` is what the checkpoint will know.
     """
 
     id: str
     schema: pa.Schema
     sources: tuple[Source, ...]
     types: Mapping[str, str] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
 
     def query(self, shard: int) -> tuple[str | None, str] | None:
         """The database of a shard (see `TableRule.database`), and SQL that selects the rows with the ids in `$1`.
 
-        A row that Arrow cannot hold has the reason in the column `_unheld`. None if no rule covers the shard.
+        A row that Arrow cannot hold has the reason in the column `_unheld`. `_added` has the names of columns that are
+        in the table but not in the layout. None if no rule covers the shard.
         """
         for source in self.sources:
             if shard in source.rule.shards:
-                columns = ", ".join(f"{text} AS {quote(name)}" for name, text in source.expressions.items())
-                columns += f", {source.unheld} AS {quote(UNHELD)}" if source.unheld else ""
-                sql = f"SELECT {columns} FROM {source.rule.of(shard)} WHERE {quote(self.id)} = ANY($1)"
+                table, lacking = source.rule.of(shard), source.lacking.get(shard, frozenset())
+                chosen = {name: text for name, text in source.expressions.items() if name not in lacking}
+                reasons = [text for name, text in source.unheld.items() if name in chosen]
+                if reasons:
+                    chosen[UNHELD] = f"COALESCE({', '.join(reasons)})"
+                if source.all_columns:
+                    chosen[ADDED] = new_columns(table, source.all_columns - lacking)
+                columns = ", ".join(f"{text} AS {quote(name)}" for name, text in chosen.items())
+                sql = f"SELECT {columns} FROM {table} WHERE {quote(self.id)} = ANY($1)"
                 return source.rule.database, sql
         return None
 
 
-def find_layout(
-    url: str, rules: Sequence[TableRule], id_column: str, columns: Sequence[str] | None, reading: Reading
+def find_layout(  # noqa: PLR0917 - one after the other, as a pipeline has them
+    url: str,
+    rules: Sequence[TableRule],
+    id_column: str,
+    columns: Sequence[str] | None,
+    reading: Reading,
+    known: Known | None = None,
+    *,
+    following: bool = False,
 ) -> Layout:
     """Look up the tables and choose the columns. `columns` None: all columns of any of the tables.
 
-    `url` is the database of the rules without one. `reading` has the rules for the values.
+    `url` is the database of the rules without one. `reading` has the rules for the values. `known` is what the
+    checkpoint knows of the columns. `following`: a column that a table gets later must be noticed.
 
     Raises:
         UsageError: a table or column is missing or cannot be used; the message lists those that exist.
         DatabaseError: Postgres cannot be used.
     """
-    found: list[tuple[TableRule, dict[str, Column]]] = []
-    listed: dict[str, list[tuple[str, str, bool]]] = {}
-    for rule in rules:
-        where = rule.database or url
-        if where not in listed:
-            listed[where] = patiently(where, _list_tables, patience=10)
-        table = _example_of(rule, listed[where])
-        look = functools.partial(read_columns, table=table, reading=reading)
-        found.append((rule, patiently(where, look, patience=10)))
-        _check_id(found[-1][1], id_column, table)
+    known = known or Known()
+    looked = _look(url, rules, id_column, reading)
     kinds: dict[str, pa.DataType] = {id_column: pa.int64()}
     types: dict[str, set[str | None]] = {}
-    for rule, there in found:
+    for rule, _, there in looked:
         for name in columns if columns is not None else there:
             if name == id_column or name not in there:
                 continue
@@ -135,18 +147,52 @@ def find_layout(
                     "list the columns that you need, or cast it in a view"
                 )
             types.setdefault(name, set()).add(there[name].type)
-    _check_columns(columns, kinds, {name for _, there in found for name in there}, rules)
-    order = [id_column, *(name for name in columns or kinds if name != id_column)]
-    sources = tuple(_source(rule, {name: there[name] for name in order if name in there}) for rule, there in found)
+    _check_columns(columns, kinds, {name for _, _, there in looked for name in there}, rules)
+    before = [name for name in known.columns if name in kinds]  # columns keep their places downstream
+    order = list(dict.fromkeys([id_column, *before, *(columns or kinds)]))
+    sources, whole = [], set(known.whole)
+    for rule, survey, there in looked:
+        strict = known.whole if known.columns else survey.first | set(columns or ())
+        lacking = {table: names - strict for table, names in survey.lacking.items()}
+        by_shard = {shard: lacking[table] for table in lacking if (shard := rule.shard_of(table)) is not None}
+        whole |= strict | survey.whole
+        chosen = {name: there[name] for name in order if name in there}
+        sources.append(_source(rule, chosen, by_shard, survey.columns if following else frozenset()))
     same = {name: next(iter(of)) for name, of in types.items() if len(of) == 1}
-    known = {name: type for name, type in same.items() if type is not None}
-    return Layout(id_column, pa.schema([(name, kinds[name]) for name in order]), sources, known)
+    of_one = {name: type for name, type in same.items() if type is not None}
+    schema = pa.schema([(name, kinds[name]) for name in order])
+    return Layout(id_column, schema, tuple(sources), of_one, Known(tuple(order), frozenset(whole)))
 
 
-def _source(rule: TableRule, columns: Mapping[str, Column]) -> Source:
-    reasons = [column.unheld for column in columns.values() if column.unheld]
-    unheld = f"COALESCE({', '.join(reasons)})" if reasons else ""
-    return Source(rule, {name: column.expression for name, column in columns.items()}, unheld)
+def _look(
+    url: str, rules: Sequence[TableRule], id_column: str, reading: Reading
+) -> list[tuple[TableRule, Survey, dict[str, Column]]]:
+    """Each rule with its tables, and their columns. Of the types of a column, that which holds all values counts."""
+    found = []
+    listed: dict[str, list[tuple[str, str, bool]]] = {}
+    for rule in rules:
+        where = rule.database or url
+        if where not in listed:
+            listed[where] = patiently(where, _list_tables, patience=10)
+        tables = _tables_of(rule, listed[where])
+        survey = patiently(where, functools.partial(survey_tables, tables=tables), patience=10)
+        columns: dict[str, Column] = {}
+        for table in survey.examples:
+            look = functools.partial(read_columns, table=table, reading=reading)
+            for name, column in patiently(where, look, patience=10).items():
+                if column.is_wider(columns.setdefault(name, column)):
+                    columns[name] = column
+        _check_id(columns, id_column, tables[0])
+        found.append((rule, survey, columns))
+    return found
+
+
+def _source(
+    rule: TableRule, columns: Mapping[str, Column], lacking: Mapping[int, frozenset[str]], all_columns: frozenset[str]
+) -> Source:
+    reasons = {name: column.unheld for name, column in columns.items() if column.unheld}
+    expressions = {name: column.expression for name, column in columns.items()}
+    return Source(rule, expressions, reasons, {at: names for at, names in lacking.items() if names}, all_columns)
 
 
 def _check_id(columns: Mapping[str, Column], id_column: str, table: str) -> None:
@@ -171,14 +217,14 @@ def _check_columns(
         )
 
 
-def _example_of(rule: TableRule, listed: Sequence[tuple[str, str, bool]]) -> str:
-    """The rule's table of the lowest shard that has one."""
+def _tables_of(rule: TableRule, listed: Sequence[tuple[str, str, bool]]) -> list[str]:
+    """The rule's tables, in the order of their shards."""
     names = {full for full, _, _ in listed} | {short for _, short, visible in listed if visible}
     if "{" not in rule.table and rule.table in names:
-        return rule.table
+        return [rule.table]
     shards = [shard for shard in map(rule.shard_of, names) if shard is not None]
     if shards:
-        return rule.of(min(shards))
+        return [rule.of(shard) for shard in sorted(shards)]
     base = rule.table.rpartition(".")[2].strip('"')
     near = sorted(full for full, _, _ in listed if base in full)[:5]
     raise UsageError(

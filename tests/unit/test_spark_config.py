@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from replicad.errors import EnvironmentRefused, SparkWorkerLost, UsageError
+from replicad.spark.explaining import explain
 from replicad.spark.java import find_java, parse_version
-from replicad.spark.pipeline import explain
 from replicad.spark.pipeline_config import PipelineConfig
 from replicad.spark.pipeline_file import DOWNSTREAMS, KINDS, load_config
 from replicad.spark.sinks.bulk import BulkSink
@@ -161,6 +161,7 @@ def test_what_does_not_fit_is_refused_by_file_and_key(tmp_path: Path, old: str, 
         ('columns = ["name", "population"]', "id = 3", r"\[enrich\] id: 3 is not valid; give a text"),
         ('numeric = "float"', "numeric = true", r"\[enrich\] numeric: true is not valid; give a text"),
         ('numeric = "float"', 'out_of_range = "keep"', "'keep' is not valid; give one of park, null, limits"),
+        ('numeric = "float"', 'new_columns = "yes"', "'yes' is not valid; give one of follow, stop, ignore"),
         ('kind = "parquet"', "kind = 1", r"\[downstream\] kind: 1 is not valid; give one of"),
         ('folder = "out"', "folder = 1", r"\[downstream\] folder: 1 is not valid; give a text"),
         ('folder = "out"', 'folder = "s3://b/c"', "for an object store use the downstream `delta`"),

@@ -22,12 +22,14 @@ class Shape:
     """The columns of `Changes.writes`, with `_shard` and `_seq`, and the name of the id column.
 
     A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written. `types`: the types
-    that the columns have in Postgres (see `tables.Layout`), where they are known.
+    that the columns have in Postgres (see `tables.Layout`), where they are known. `added` are columns that
+    the source got since the last start: `prepare` adds them, with NULL for the rows that are there.
     """
 
     schema: pa.Schema
     id: str
     types: Mapping[str, str] = field(default_factory=dict, compare=False)
+    added: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def keys(self) -> pa.Schema:

@@ -51,6 +51,10 @@ class DeltaSink(Sink):
         )
         there = {one.name for one in made.schema().fields}
         wanted = set(shape.schema.names)
+        if there < wanted and wanted - there <= shape.added:
+            added = pa.schema([field for field in shape.schema if field.name not in there])
+            made.alter.add_columns(_deltalake().Schema.from_arrow(added).fields)
+            there = wanted
         if there != wanted:
             raise UsageError(
                 f"the Delta table {self.uri} has other columns ({', '.join(sorted(there ^ wanted))} are only on one "

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from replicad.errors import DownstreamError, DownstreamUnavailable, EnvironmentRefused, UsageError
 from replicad.eventlog import get_logger
-from replicad.spark.enrich import Changes
+from replicad.spark.enrich import Changes, conform
 from replicad.spark.places import local_path
 from replicad.spark.sinks import manifest
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
@@ -84,6 +84,8 @@ class ParquetSink(Sink):
             if any((self.folder / manifest.DATA).iterdir()):
                 raise UsageError(f"{self.folder / manifest.DATA} is not empty and has no manifest; use another folder")
             manifest.publish(self.folder, Manifest(0, shape))
+        elif _adds(found.shape, shape):
+            self._add_columns(found, shape)
         elif found.shape != shape:
             raise UsageError(
                 f"downstream folder {self.folder} has a table with other columns ({_named(found.shape)}, now it "
@@ -171,6 +173,18 @@ class ParquetSink(Sink):
             f"another pipeline writes to {self.folder} at the same time; stop one of them, and start the other again"
         )
 
+    def _add_columns(self, found: Manifest, shape: Shape) -> None:
+        """Write all files anew: readers of Parquet take the columns of one file for those of all."""
+        shards = {}
+        for shard, leaves in found.shards.items():
+            made: list[Leaf] = []
+            for leaf in leaves:
+                rows = pq.read_table(self.folder / manifest.DATA / leaf.file, schema=found.shape.schema)
+                made.extend(self._write(conform(rows, shape.schema), found.version, shard, shape.id))
+            shards[shard] = tuple(made)
+        if not manifest.publish(self.folder, Manifest(found.version + 1, shape, shards, found.applied)):
+            raise self._taken()
+
     def _rewrite_shard(
         self, base: Manifest, batch: BatchId, shard: int, writes: pa.Table, deletes: pa.Table
     ) -> tuple[list[Leaf], int]:
@@ -190,10 +204,10 @@ class ParquetSink(Sink):
                 old = pq.read_table(self.folder / manifest.DATA / leaf.file, schema=base.shape.schema)
                 kept = old.filter(pc.invert(pc.is_in(old.column(id_), value_set=ids)))
                 deleted += pc.sum(pc.is_in(old.column(id_), value_set=mine_d.column(id_).combine_chunks())).as_py() or 0
-            made.extend(self._write(pa.concat_tables([kept, mine_w]).sort_by(id_), batch, shard, id_))
+            made.extend(self._write(pa.concat_tables([kept, mine_w]).sort_by(id_), batch.number, shard, id_))
         return made, deleted
 
-    def _write(self, rows: pa.Table, batch: BatchId, shard: int, id_: str) -> list[Leaf]:
+    def _write(self, rows: pa.Table, number: int, shard: int, id_: str) -> list[Leaf]:
         """Write rows sorted by id into as few files as their number allows; none for no rows."""
         if not len(rows):
             return []
@@ -204,7 +218,7 @@ class ParquetSink(Sink):
         made = []
         for start, end in itertools.pairwise(cuts):
             piece = rows.slice(start, end - start)
-            name = f"{batch.number:012d}-{os.urandom(8).hex()}.parquet"
+            name = f"{number:012d}-{os.urandom(8).hex()}.parquet"
             with (folder / name).open("xb") as out:
                 pq.write_table(piece, out, compression="zstd", compression_level=1)
                 out.flush()
@@ -236,6 +250,13 @@ def _between(table: pa.Table, leaves: Sequence[Leaf], number: int, id_: str) -> 
     if number + 1 < len(leaves):
         table = table.filter(pc.less(ids, leaves[number + 1].low))
     return table
+
+
+def _adds(before: Shape, after: Shape) -> bool:
+    """Whether the only difference is columns that may be added."""
+    added = set(after.schema.names) - set(before.schema.names)
+    kept = pa.schema([field for field in after.schema if field.name not in added])
+    return bool(added) and added <= after.added and before == Shape(kept, after.id)
 
 
 def _named(shape: Shape) -> str:

@@ -111,6 +111,13 @@ class PostgresSink(Sink):
             with driver.cursor() as cursor:
                 for statement in statements:
                     cursor.execute(statement)
+                there = self._columns(cursor)
+                added = [field for field in shape.schema if field.name in shape.added and field.name not in there]
+                if added:
+                    columns = ", ".join(
+                        f"ADD COLUMN {quote(field.name)} {_created_as(field, shape)}" for field in added
+                    )
+                    cursor.execute(f"ALTER TABLE {self.table} {columns}")
                 return self._columns(cursor)
 
         self._casts(shape, patiently(self.url, work, patience=min(self.patience, 10)))

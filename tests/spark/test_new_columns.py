@@ -1,0 +1,183 @@
+"""ADD COLUMN while a pipeline runs, in one shard after the other: no row that has the column is written without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import deltalake
+import pandas as pd
+import pyarrow as pa
+import pytest
+from cities import Cities
+from fake_daemon import FakeDaemon
+from helpers import psql
+from pyspark.sql import SparkSession
+
+from replicad.errors import ColumnsChanged, DatabaseError, UsageError
+from replicad.spark import pipeline
+from replicad.spark.checkpoint import open_checkpoint
+from replicad.spark.database import forget
+from replicad.spark.enrich import Changes, Enricher
+from replicad.spark.reading_columns import Reading
+from replicad.spark.reports import PipelineResult
+from replicad.spark.sinks.base import BatchId, Shape, Sink
+from replicad.spark.sinks.delta import DeltaSink
+from replicad.spark.sinks.parquet import ParquetSink
+from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.survey import Known
+from replicad.spark.tables import TableRule, find_layout
+from replicad.spark.touches import TOUCH_SCHEMA, deduplicate
+
+RULE = TableRule("shard_{shard:04d}.cities")
+
+
+@pytest.fixture
+def cities(database_url: str, daemon: FakeDaemon) -> Iterator[Cities]:
+    yield Cities(database_url, daemon)
+    forget(database_url)
+
+
+def enricher(cities: Cities, known: Known) -> Enricher:
+    layout = find_layout(cities.url, [RULE], "id", None, Reading(), known, following=True)
+    return Enricher(cities.url, layout)
+
+
+def row(made: Enricher, shard: int, id_: int = 1) -> dict[str, object]:
+    touched = deduplicate(pa.Table.from_pylist([{"shard": shard, "id": id_, "seq": 1}], TOUCH_SCHEMA))
+    (change,) = made.changes(touched)
+    found: dict[str, object] = change.writes.to_pylist()[0]
+    return found
+
+
+def test_a_new_column_is_noticed_with_the_first_row_that_may_have_it_and_known_by_shard(
+    cities: Cities, tmp_path: Path
+) -> None:
+    for shard in (1, 2, 3):
+        cities.put(shard, [1], shard)
+    checkpoint = open_checkpoint(tmp_path)
+    before = enricher(cities, Known.read(checkpoint))
+    before.layout.known.write(checkpoint)
+    psql(cities.url, "ALTER TABLE shard_0002.cities ADD COLUMN mood text DEFAULT 'glad'")
+    assert row(before, 1)["people"] == 1
+    with pytest.raises(ColumnsChanged, match="the table of shard 2 has new columns: mood"):
+        row(before, 2)
+    between = enricher(cities, Known.read(checkpoint))
+    assert [(row(between, shard)["mood"], row(between, shard)["people"]) for shard in (1, 2, 3)] == [
+        (None, 1), ("glad", 2), (None, 3),
+    ]  # fmt: skip
+    psql(cities.url, "ALTER TABLE shard_0001.cities DROP COLUMN area, ADD COLUMN mood text DEFAULT 'sad'")
+    with pytest.raises(DatabaseError, match='column "area" does not exist'):
+        row(between, 1)
+    with pytest.raises(DatabaseError, match='column "area" does not exist'):
+        row(enricher(cities, Known.read(checkpoint)), 1)
+    psql(cities.url, "ALTER TABLE shard_0001.cities ADD COLUMN area numeric")
+    psql(cities.url, "ALTER TABLE shard_0003.cities ADD COLUMN mood text")
+    after = enricher(cities, Known.read(checkpoint))
+    assert after.layout.schema.names == ["id", "name", "people", "area", "mood"]
+    assert [row(after, shard)["mood"] for shard in (1, 2, 3)] == ["sad", "glad", None]
+    after.layout.known.write(checkpoint)
+    psql(cities.url, "ALTER TABLE shard_0003.cities RENAME COLUMN mood TO feeling")
+    with pytest.raises(DatabaseError, match='column "mood" does not exist'):
+        row(enricher(cities, Known.read(checkpoint)), 3)
+
+
+def test_a_wider_type_in_one_shard_is_noticed_and_the_widest_counts(cities: Cities) -> None:
+    for shard in (1, 2, 3):
+        cities.put(shard, [1], shard)
+    before = enricher(cities, Known())
+    psql(cities.url, "ALTER TABLE shard_0002.cities ALTER people TYPE bigint")
+    assert row(before, 2)["people"] == 2
+    psql(cities.url, "UPDATE shard_0002.cities SET people = 5000000000")
+    with pytest.raises(ColumnsChanged, match="the table of shard 2 has another type"):
+        row(before, 2)
+    after = enricher(cities, Known())
+    assert [row(after, shard)["people"] for shard in (1, 2)] == [1, 5_000_000_000]
+    assert after.layout.types["people"] == "bigint"
+
+
+KEYS = [("_shard", pa.int32()), ("_seq", pa.int64())]
+OLD = Shape(pa.schema([("id", pa.int64()), ("name", pa.string()), *KEYS]), "id")
+NEW = Shape(
+    pa.schema([("id", pa.int64()), ("name", pa.string()), ("born", pa.date32()), ("n", pa.string()), *KEYS]), "id"
+)
+GROWN = Shape(NEW.schema, "id", {"n": "numeric(8,2)"}, frozenset({"born", "n"}))
+
+
+def put(sink: Sink, shape: Shape, number: int, **values: object) -> None:
+    changed = pa.Table.from_pylist([{"_shard": 1, "_seq": number, **values}], shape.schema)
+    batch = BatchId("q", number)
+    sink.commit(batch, [sink.apply(shape, batch, 0, [Changes(changed, shape.keys.empty_table())])])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "delta", "postgres"])
+def test_a_downstream_gets_the_columns_with_null_in_what_is_there(cities: Cities, tmp_path: Path, kind: str) -> None:
+    sinks = {
+        "parquet": ParquetSink(tmp_path / "lake"),
+        "delta": DeltaSink(str(tmp_path / "delta")),
+        "postgres": PostgresSink(cities.url, "dw.cities"),
+    }
+    sink = sinks[kind]
+    sink.prepare(OLD)
+    put(sink, OLD, 1, id=1, name="a")
+    with pytest.raises(UsageError, match=r"other columns|has no column"):
+        sink.prepare(NEW)
+    for _ in range(2):
+        sink.prepare(GROWN)
+    put(sink, GROWN, 2, id=2, name="b", born=None, n="1.50")
+    if kind == "postgres":
+        assert psql(cities.url, "SELECT id, name, n FROM dw.cities ORDER BY id") == "1|a|\n2|b|1.50"
+        kept = "SELECT format_type(atttypid, atttypmod) FROM pg_attribute WHERE attrelid = 'dw.cities'::regclass"
+        assert psql(cities.url, f"{kept} AND attname IN ('born', 'n') ORDER BY attname") == "date\nnumeric"
+        return
+    if kind == "parquet":
+        found = pd.read_parquet(tmp_path / "lake/current")
+        assert not sink.apply(GROWN, BatchId("q", 3), 0, []).repeated
+        assert sink.apply(GROWN, BatchId("q", 1), 0, []).repeated, "it still knows its batches"
+    else:
+        found = deltalake.DeltaTable(str(tmp_path / "delta")).to_pandas()
+    rows = found.sort_values("id")[["id", "name", "n"]].astype(object).to_dict("records")
+    assert [(one["id"], one["name"], None if pd.isna(one["n"]) else one["n"]) for one in rows] == [
+        (1, "a", None), (2, "b", "1.50"),
+    ]  # fmt: skip
+
+
+def test_a_start_follows_stops_or_ignores_what_the_checkpoint_does_not_know(cities: Cities, tmp_path: Path) -> None:
+    known = Known(("id", "name", "people", "area"), frozenset({"id", "name", "people", "area"}))
+    psql(cities.url, "ALTER TABLE shard_0001.cities ADD COLUMN late text")
+
+    def columns(known: Known | None, **more: str) -> list[str]:
+        config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, **more)
+        return list(pipeline.make_enricher(config, known).layout.schema.names)
+
+    assert columns(known, new_columns="ignore") == ["id", "name", "people", "area"]
+    assert columns(known, new_columns="follow") == ["id", "name", "people", "area", "late"]
+    with pytest.raises(UsageError, match=r"new columns \(late\), and new_columns is `stop`"):
+        columns(known, new_columns="stop")
+    assert "late" in columns(Known(), new_columns="stop"), "nothing is new to a new checkpoint"
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(400)
+def test_a_running_pipeline_follows_a_migration_from_shard_to_shard(
+    spark: SparkSession, cities: Cities, tmp_path: Path
+) -> None:
+    config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, trigger=0, tries=20)
+    cities.put(1, [1], 1)
+    todo = [3, 1]
+
+    def until(_: PipelineResult) -> bool:
+        if cities.daemon.tubes["t"].pods:
+            return False
+        if not todo:
+            return True
+        shard = todo.pop(0)
+        psql(cities.url, f"ALTER TABLE shard_{shard:04d}.cities ADD COLUMN mood text DEFAULT 'glad {shard}'")
+        for one in (1, 2, 3):
+            cities.put(one, [10 + len(todo)], 1)
+        return False
+
+    pipeline.run(config, spark, until)
+    assert psql(cities.url, "SELECT _shard, id, mood FROM dw.cities ORDER BY 1, 2").splitlines() == [
+        "1|1|", "1|10|glad 1", "1|11|", "2|10|", "2|11|", "3|10|glad 3", "3|11|glad 3",
+    ]  # fmt: skip

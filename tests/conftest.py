@@ -30,6 +30,7 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.postgres.schema import PARTS, Part, script
 from tests.lengths import LONG, examples
+from tests.process_state import differences, state
 from tests.roles import DAEMON, ROLES, as_daemon
 
 PATIENCE = 60.0  # seconds for what should take milliseconds: a limit is for what hangs, never for what is slow
@@ -68,7 +69,26 @@ structlog.configure = _configure_uncached
 
 
 @pytest.fixture(autouse=True)
-def logs_as_they_come() -> Iterator[None]:
+def process_as_it_was() -> Iterator[None]:
+    """A test that leaves the process changed fails: the next ones would not prove what they say."""
+    before = state()
+    yield
+    changed = differences(before, state())
+    assert not changed, f"the test leaves its process changed: {'; '.join(changed)}"
+
+
+@pytest.fixture
+def signals_as_they_were(process_as_it_was: None) -> Iterator[None]:
+    """For tests that run `serve` in this process: it sets handlers for the rest of it."""
+    numbers = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_come(process_as_it_was: None) -> Iterator[None]:
     """No test inherits the log level and the format that a command in the same process has set."""
     _configure_logs()
     yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -47,16 +46,6 @@ def answering(reply: bytes) -> Iterator[str]:
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         thread.join(PATIENCE)
-
-
-@pytest.fixture(autouse=True)
-def signals_as_they_were() -> Iterator[None]:
-    """`serve` sets handlers for the rest of its process."""
-    numbers = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
 
 
 def every_command() -> list[list[str]]:
@@ -106,6 +95,7 @@ def test_help_and_ping_load_neither_trio_nor_drivers_nor_spark() -> None:
     assert done.stderr.splitlines()[1:] == ["[]", "[]"]  # after what `ping` says
 
 
+@pytest.mark.usefixtures("signals_as_they_were")
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

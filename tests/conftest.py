@@ -77,22 +77,17 @@ def process_as_it_was() -> Iterator[None]:
     assert not changed, f"the test leaves its process changed: {'; '.join(changed)}"
 
 
-@pytest.fixture
-def signals_as_they_were(process_as_it_was: None) -> Iterator[None]:
-    """For tests that run `serve` in this process: it sets handlers for the rest of it."""
-    numbers = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
 @pytest.fixture(autouse=True)
-def logs_as_they_come(process_as_it_was: None) -> Iterator[None]:
-    """No test inherits the log level and the format that a command in the same process has set."""
+def as_before_any_command(process_as_it_was: None) -> Iterator[None]:
+    """A command sets logs, signal handlers and the import path for the rest of its process: here for other tests."""
     _configure_logs()
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
+    path = list(sys.path)
     yield
     _configure_logs()
+    sys.path[:] = path
+    for number, handler in handlers:
+        signal.signal(number, handler)
 
 
 def _configure_logs() -> None:

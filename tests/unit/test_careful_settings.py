@@ -84,7 +84,6 @@ def test_a_secret_that_every_user_can_read_is_refused(tmp_path: Path, mode: int,
     assert made(file=open_file).insecure
 
 
-@pytest.mark.usefixtures("signals_as_they_were")
 def test_serve_refuses_the_command_of_the_image_without_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["serve", "--listen", "0.0.0.0:9009", "--database", "postgresql://x@127.0.0.1:1/x"]) == 2
     assert "REPLICAD_TOKEN" in capsys.readouterr().err

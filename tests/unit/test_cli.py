@@ -95,7 +95,6 @@ def test_help_and_ping_load_neither_trio_nor_drivers_nor_spark() -> None:
     assert done.stderr.splitlines()[1:] == ["[]", "[]"]  # after what `ping` says
 
 
-@pytest.mark.usefixtures("signals_as_they_were")
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

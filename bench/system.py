@@ -125,8 +125,14 @@ class System:
         )
 
     def cpu_of_ended(self) -> float:
-        """Seconds of processor time that Postgres' processes took which have ended: each connection has one."""
-        times = self._postmaster().cpu_times()
+        """Seconds of processor time that Postgres' processes took which have ended: each connection has one.
+
+        Waits until no connection is left: a process counts when the postmaster has seen its end, some time after its
+        client has gone.
+        """
+        postmaster = self._postmaster()
+        wait_until(lambda: not any(map(_serves_client, postmaster.children())), "Postgres' connections to end")
+        times = postmaster.cpu_times()
         return float(times.children_user + times.children_system)
 
     def cpu_since(self, before: dict[int, float]) -> float:
@@ -185,6 +191,16 @@ def process(command: Sequence[str], output: object = subprocess.DEVNULL) -> Iter
         except subprocess.TimeoutExpired:
             started.kill()
             started.wait()
+
+
+def _serves_client(backend: psutil.Process) -> bool:
+    """Whether a child of the postmaster belongs to a connection, or is one that has just ended."""
+    try:
+        return "[local]" in " ".join(backend.cmdline())
+    except psutil.ZombieProcess:
+        return True
+    except psutil.NoSuchProcess:
+        return False
 
 
 def cpu(server: psutil.Process) -> float:

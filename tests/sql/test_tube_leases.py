@@ -9,6 +9,8 @@ import trio
 
 from replicad.errors import LeaseHeld, LeaseLost, PartitionsChanged, TubeRefused, UnknownTube
 from replicad.postgres.bridge import Connection, Database
+from replicad.tubes.commands import Lease, Part
+from replicad.tubes.leases import LeaseBook
 from tests.conftest import PATIENCE
 
 CLAIM = "SELECT term, beat FROM tube.tube_lease_claim('a', $1, $2, $3, '10 seconds', $4::bigint[])"
@@ -32,6 +34,22 @@ async def tube(db: Database) -> Database:
 
 async def left(db: Database) -> list[int]:
     return [row["id"] for row in await db.fetch("SELECT unnest(ids) AS id FROM tube.a ORDER BY seq")]
+
+
+async def test_one_statement_renews_the_leases_of_these_terms_that_are_held_by_the_client(tube: Database) -> None:
+    mine, other = await claim(tube, 2, 0, "billing/w c1"), await claim(tube, 2, 1, "billing2/w c2")
+    book = LeaseBook(tube, "tube")
+    terms = [mine[0], other[0], 10**9]
+
+    async def beats() -> dict[int, int]:
+        return {row["term"]: row["beat"] for row in await tube.fetch("SELECT term, beat FROM tube.tube_lease")}
+
+    assert await book.keep("a", terms, "billing") == [Lease("a", Part(0, 2), mine[0], 10.0)]
+    first = await beats()
+    assert (first[mine[0]] > mine[1], first[other[0]]) == (True, other[1])
+    assert {lease.term for lease in await book.keep("a", terms)} == {mine[0], other[0]}
+    assert all((await beats())[term] > first[term] for term in first)
+    assert await book.keep("b", terms) == []
 
 
 async def test_the_holder_gets_its_term_again_and_nobody_else_gets_the_partition(tube: Database) -> None:

@@ -61,6 +61,10 @@ class Followed:
         """The generation of the stream that is followed; None before the first answer to a token without one."""
         return self._pursuit.follower.epoch(stream)
 
+    def is_accepted(self, stream: str) -> bool:
+        """Whether the subscription to the stream was accepted on the present or last connection."""
+        return self._pursuit.follower.answered(stream)
+
     def positions(self, stream: str) -> Mapping[str, int]:
         """The position up to which each known writer's rows were delivered (`*`: all, in a linear subscription)."""
         return self._pursuit.follower.positions(stream)

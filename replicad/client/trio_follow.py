@@ -12,7 +12,8 @@ from replicad.client.pursuit import FollowWishes
 from replicad.client.sockets import Target
 from replicad.client.steps import STEPS, Connect, Sleep
 from replicad.client.trio_link import TrioLink, open_link
-from replicad.errors import ReplicadError
+from replicad.errors import ConnectionLost, ReplicadError
+from replicad.protocol.command import Command
 
 T = TypeVar("T")
 
@@ -50,6 +51,17 @@ class TrioFollower(Followed, AsyncIterator[T]):
         events = [await self.__anext__()]
         self._add_at_hand(events)
         return events
+
+    async def send(self, *commands: Command) -> None:
+        """Send commands on the present connection: for those that mean something only where a stream is followed. What
+        the server answers is received like other lines.
+
+        Raises:
+            ConnectionLost: there is no connection now.
+        """
+        if self._link is None:
+            raise ConnectionLost(f"there is no connection to {self._target} now")
+        await self._link.send(commands)
 
     async def __anext__(self) -> T:
         if self._failure is not None:

@@ -14,7 +14,7 @@ import structlog
 import trio
 
 from replicad.client.events import Connected, Disconnected, PositionMoved, Reset, RowBatch, StreamStopped
-from replicad.client.trio_client import TrioClient, TrioFollower, open_client
+from replicad.client.trio_client import TrioFollower, open_client
 from replicad.errors import ConnectionLost, DatabaseError, RemoteError
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.commands import RemoteServerUp
@@ -60,7 +60,7 @@ def client_upstream(
     async def open_upstream(tokens: Mapping[str, str]) -> AsyncIterator[Upstream]:
         async with open_client(host, port, name=name, token=token, tls=tls) as client:
             async with client.follow(tokens, linear=True, also=_ALSO) as follower, open_plain_nursery() as nursery:
-                upstream = _ClientUpstream(client, follower)
+                upstream = _ClientUpstream(follower)
                 nursery.start_soon(upstream.send_acks)
                 yield upstream
 
@@ -68,8 +68,7 @@ def client_upstream(
 
 
 class _ClientUpstream:
-    def __init__(self, client: TrioClient, follower: TrioFollower[Told]) -> None:
-        self._client = client
+    def __init__(self, follower: TrioFollower[Told]) -> None:
         self._follower = follower
         self._acks: dict[str, FederationAck] = {}  # by stream; not sent yet
         self._said = trio.Event()
@@ -85,18 +84,24 @@ class _ClientUpstream:
         self._said.set()
 
     async def send_acks(self) -> None:
-        """Send the last ack of each stream; try again if it fails."""
+        """Send the last ack of each stream; try again if it fails.
+
+        On the connection that follows the streams: after a fork the daemon accepts acks on no other, since only there
+        was it said of which generation the rows are.
+        """
         while True:
             await self._said.wait()
             self._said = trio.Event()
-            acks = list(self._acks.values())
+            acks = [ack for stream, ack in self._acks.items() if self._follower.is_accepted(stream)]
             try:
-                await self._client.send(*acks)
+                if acks:
+                    await self._follower.send(*acks)
             except (ConnectionLost, RemoteError, DatabaseError) as error:
                 log.debug("ack_not_sent", error=str(error))
-                self._said.set()
-                await trio.sleep(ACK_RETRY)
             else:
                 for ack in acks:
                     if ack.stream is not None and self._acks[ack.stream] is ack:
                         del self._acks[ack.stream]
+            if self._acks:
+                self._said.set()
+                await trio.sleep(ACK_RETRY)

@@ -413,6 +413,11 @@ async def test_ids_that_went_back_are_delivered_under_their_new_meaning(
         await write(facts, "facts", fact(111, "a"), fact(112, "a"))
         await receiver.expect(lambda: numbers(receiver, "a")[30:] == [111, 112])
 
+        async def acknowledged() -> bool:  # after a fork only on the connection that follows the stream
+            return bool(await facts.fetch_value("SELECT replicad.stream_acked('facts')") == 12)
+
+        await expect_soon(acknowledged)
+
 
 @pytest.mark.parametrize("more", [0, 30])
 async def test_ids_that_were_given_out_again_while_no_sender_ran_are_delivered_under_their_new_meaning(

@@ -392,7 +392,9 @@ class FederationError(ReplicadError):
 
 
 class SenderRefused(FederationError):
-    """Another sender runs under that name, or the senders do not agree on how they share the destinations."""
+    """Another sender runs under that name, the senders do not agree on how they share the destinations, or the stream's
+    ids cannot be those of facts.
+    """
 
     code = "sender_refused"
 

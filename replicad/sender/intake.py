@@ -30,7 +30,7 @@ from replicad.errors import (
     DatabaseError,
     DatabaseUnavailable,
     RouteFailed,
-    StreamRefused,
+    SenderRefused,
     StreamRestarted,
 )
 from replicad.protocol.commands import RemoteServerUp
@@ -233,7 +233,7 @@ class Intake:
     async def _take_rows(self, upstream: Upstream, batches: Sequence[RowBatch]) -> None:
         stream, upto = batches[0].stream, batches[-1].token
         if batches[0].token <= 0:
-            raise StreamRefused(f"stream {stream} has ids that are not above 0, such as {batches[0].token}")
+            raise SenderRefused(f"stream {stream} has ids that are not above 0, such as {batches[0].token}")
         rows = [SourceRow(batch.token, part, text) for batch in batches for part, text in enumerate(batch.rows)]
         if stream == self._facts:
             await self._route(rows, upto, self._route_facts, self._record_facts)

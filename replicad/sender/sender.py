@@ -21,6 +21,7 @@ from replicad.errors import (
     ReplicadError,
     SchemaTooNew,
     StreamError,
+    StreamRefused,
     StreamRestarted,
     TokenAhead,
     TokenExpired,
@@ -43,6 +44,9 @@ from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
 
 CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
+START_GRACE = (
+    15.0  # seconds in which a stream may be refused when a sender starts: one that was just reset is, for a moment
+)
 STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
 Objection = Callable[[str], str | None]  # why nothing is sent to a destination of that name, or None
 _FATAL = (UsageError, NotAuthorised, WrongServer, SchemaTooNew, StreamError, FederationError)
@@ -83,6 +87,7 @@ class Sender:
         self._engine: Engine | None = None
         self._intake: Intake | None = None
         self._task_status: trio.TaskStatus[None] | None = None
+        self._began = 0.0
         self._scope = trio.CancelScope()
         self.stopping = False
         _check_names(settings)
@@ -110,6 +115,7 @@ class Sender:
             ReplicadError: it could not start, or another try would not help.
         """
         self._task_status = task_status
+        self._began = trio.current_time()
         backoff = Backoff(first=0.5, cap=30.0)
         while not self.stopping:
             began = trio.current_time()
@@ -136,7 +142,10 @@ class Sender:
                 raise StreamRestarted(
                     f"{cause}. Start the sender once with --from to say where to go on: a token, now or earliest"
                 ) from cause
-            if isinstance(cause, _FATAL) or self._task_status is not None:
+            starting = self._task_status is not None
+            if isinstance(cause, StreamRefused) and (not starting or trio.current_time() - self._began < START_GRACE):
+                continue
+            if isinstance(cause, _FATAL) or starting:
                 raise cause
         return [str(cause) for cause in causes]
 

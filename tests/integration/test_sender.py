@@ -12,7 +12,7 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.errors import StreamRestarted, UnknownStream, UsageError
+from replicad.errors import StreamRefused, StreamRestarted, UnknownStream, UsageError
 from replicad.groups import sole_leaf
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
@@ -256,6 +256,30 @@ async def test_a_stream_that_does_not_exist_is_named(facts: Database, start_send
     error = sole_leaf(caught.value)
     assert isinstance(error, UnknownStream)
     assert "nonsense" in str(error)
+
+
+async def test_a_stream_that_is_refused_for_a_moment_ends_no_sender_and_one_that_stays_refused_ends_its_start(
+    facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just after a reset a stream is refused until the daemon has looked at it again."""
+    await facts.execute("ALTER TABLE facts RENAME COLUMN id TO other")
+    monkeypatch.setattr("replicad.sender.sender.START_GRACE", 0.0)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with start_sender():
+            pass
+    assert isinstance(sole_leaf(caught.value), StreamRefused)
+    monkeypatch.setattr("replicad.sender.sender.START_GRACE", 60.0)
+    async with trio.open_nursery() as nursery:
+
+        async def mend() -> None:
+            with capture_logs() as events:
+                await receiver.expect(lambda: any(event["event"] == "session_ended" for event in events))
+            await facts.execute("ALTER TABLE facts RENAME COLUMN other TO id")
+
+        nursery.start_soon(mend)
+        async with start_sender(start="earliest"):
+            await write(facts, "facts", fact(1, "a"))
+            await receiver.expect(lambda: numbers(receiver, "a") == [1])
 
 
 async def test_a_row_that_cannot_be_routed_stops_there_or_is_skipped_and_holds_up_none_before_it(

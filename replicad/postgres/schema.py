@@ -145,7 +145,8 @@ async def install(db: Database, part: Part, schema: str | None = None) -> Outcom
     except DatabaseError as error:
         if means(error.sqlstate, sqlstates.NO_RIGHT) and present is not None and present.version == PARTS[part].version:
             return Outcome.OTHER_BUILD
-        raise _explained(error, part, schema, present) from error
+        holder = await db.fetch_value(_LOCKED_BY, schema) if means(error.sqlstate, sqlstates.TIMED_OUT) else None
+        raise _explained(error, part, schema, present, holder) from error
 
 
 async def upgrade(db: Database, part: Part, schema: str | None = None) -> Outcome:
@@ -222,8 +223,19 @@ _FIND = """
 """
 
 
+# Whose session holds the lock that installers take in turn. Every role that may connect can take it.
+_LOCKED_BY = """
+    SELECT format('pid %s (%s, role %s)', a.pid, a.application_name, a.usename)
+    FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
+    WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 2 AND a.datname = current_database()
+        AND l.classid = hashtext('replicad schema')::oid AND l.objid = hashtext($1)::oid LIMIT 1
+"""
+LOCK_WAIT = 20.0  # seconds for the lock, as the script waits for tables; another installer takes less
+
+
 async def _install(db: Database, part: Part, schema: str) -> Outcome:
     async with db.connection() as connection, connection.transaction():
+        await connection.execute("SELECT set_config('lock_timeout', $1, true)", f"{LOCK_WAIT * 1000:.0f}ms")
         # As in the script; then the installed version is read again, since another daemon may have been first.
         await connection.execute("SELECT pg_advisory_xact_lock(hashtext('replicad schema'), hashtext($1))", schema)
         present = await read_installed(connection, part, schema)
@@ -281,12 +293,19 @@ def _script_words(part: Part, schema: str) -> str:
     return f"replicad sql up {part}{where}"
 
 
-def _explained(error: DatabaseError, part: Part, schema: str, present: Installed | None) -> DatabaseError:
-    """The same failure with its meaning for the installation and the remedy. Nothing was changed."""
+def _explained(
+    error: DatabaseError, part: Part, schema: str, present: Installed | None, holder: str | None
+) -> DatabaseError:
+    """The same failure with its meaning for the installation and the remedy. Nothing was changed.
+
+    `holder`: the session that holds the lock of the installers.
+    """
     target = PARTS[part].version
     done = "installed" if present is None else f"upgraded from version {present.version} to version {target}"
     if means(error.sqlstate, sqlstates.NO_RIGHT):
         advice = f"have its owner, or a superuser, run {_script(part, schema)}"
+    elif holder is not None:
+        advice = f"{holder} holds the lock of the installation; end that session (pg_terminate_backend) and start again"
     elif means(error.sqlstate, sqlstates.TIMED_OUT):
         advice = "a table stayed locked; end long transactions (see pg_stat_activity) and start again"
     else:

@@ -23,6 +23,7 @@ from replicad.streams import registry
 from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
+from tests.roles import as_daemon
 
 from ..federation_receiver import Receiver, Reply
 
@@ -77,7 +78,7 @@ def start_sender(daemon: Daemon, receiver: Receiver, database_url: str) -> Start
         )
         address = daemon.addresses[0]
         upstream = client_upstream(address.host, address.port, name=settings.sender_name)
-        sender = Sender(settings, url=database_url, schema="replicad", open_upstream=upstream, moves=moves)
+        sender = Sender(settings, url=as_daemon(database_url), schema="replicad", open_upstream=upstream, moves=moves)
         async with trio.open_nursery() as nursery:
             await nursery.start(sender.run)
             yield sender

@@ -16,7 +16,7 @@ from replicad.daemon import superuser
 from replicad.errors import DatabaseError, DatabaseRefused, StreamRefused
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry, rows, rows_probe, trimming
+from replicad.streams import registry, rows, rows_probe, status, trimming
 from replicad.streams.chunks import Chunk
 from replicad.streams.serving.windows import PostgresWindows
 from tests.conftest import psql
@@ -434,3 +434,75 @@ async def test_positions_unused_sequences_and_looks_for_late_rows_are_read_as_th
         window = await look.window(stream, 0, 100)
         assert (list(window.ids), window.counts) == ([41], None)
         assert await look.attached(stream, f"{team}.plain", 50, 50) == (1, 41, 41)
+
+
+async def test_a_renamed_owner_and_a_restore_without_owners_leave_readers_that_work_or_are_made_again(
+    database_url: str, postgres_url: str, team: str, database: Database
+) -> None:
+    psql(database_url, f"SET ROLE {team}; CREATE TABLE {team}.plain (id bigserial PRIMARY KEY, n int)")
+    psql(database_url, f"INSERT INTO {team}.plain (n) VALUES (7)")
+    await registry.add(database, "plain", f"{team}.plain", "id", row="to_jsonb(t.n)")
+    psql(database_url, f"ALTER ROLE {team} RENAME TO {team}_new")
+    try:
+        assert await lines_of(database, "plain") == ["RDATA plain master 1 7"], (
+            "it is found by its owner, not by its name"
+        )
+        # As pg_restore --no-owner leaves it: the reader belongs to whoever restores, and the table again to its owner.
+        psql(
+            database_url,
+            "DO $$ BEGIN EXECUTE (SELECT format('ALTER FUNCTION %s OWNER TO postgres', oid::regprocedure) FROM pg_proc"
+            " WHERE proname ~ '^reader_1_'); END $$",
+        )
+        assert "reader_missing" in str((await registry.load_stream(database, "plain")).reader)
+        with pytest.raises(DatabaseError, match=r"stream_reader_ensure|GRANT"):
+            await lines_of(database, "plain")
+        await registry.ensure_readers(database)  # as each daemon does when it begins
+        assert await lines_of(database, "plain") == ["RDATA plain master 1 7"]
+        psql(database_url, f"ALTER TABLE {team}.plain OWNER TO {DAEMON}")
+        await registry.ensure_readers(database)
+        assert await lines_of(database, "plain") == ["RDATA plain master 1 7"]
+    finally:
+        psql(postgres_url, f"ALTER ROLE {team}_new RENAME TO {team}")
+
+
+async def test_a_role_that_may_only_use_the_schema_can_hold_a_watched_stream_back_and_is_named(
+    events: Database, database_url: str, team: str, netcat: Connect
+) -> None:
+    """PREPARE of an INSERT takes the lock of a writer before rights are checked. docs/access.md has it.
+
+    A stream whose ids are reserved is not held back.
+    """
+    psql(database_url, f"GRANT USAGE ON SCHEMA public TO {team}")
+    await events.execute("CREATE TABLE kept (id bigserial PRIMARY KEY, body jsonb)")
+    await registry.add(events, "kept", "public.kept", "id", row="body", method="reservation")
+    async with netcat() as nc, open_database(as_role(database_url, team), size=1, application_name="idler") as other:
+        await nc.send("REPLICATE events NOW", "REPLICATE kept NOW")
+        await nc.until("POSITION kept .*")
+        with pytest.raises(DatabaseError, match="permission denied"):
+            await other.execute("INSERT INTO public.events (body) VALUES ('1')")
+        async with other.connection() as connection:
+            await connection.execute("BEGIN")
+            await connection.execute("PREPARE p AS INSERT INTO public.events (body) VALUES ('1')")
+            await connection.execute("PREPARE q AS INSERT INTO public.kept (body) VALUES ('1')")
+            await events.execute("INSERT INTO events (body) VALUES ('1')")
+            await events.execute("INSERT INTO kept (id, body) VALUES (replicad.stream_next('kept'), '2')")
+            await nc.until(r"RDATA kept master \d+ 2")
+            seen = await status.show(events, "events")
+            assert (seen.lag_rows, seen.held_by and seen.held_by.application_name) == (1, "idler")
+            await connection.execute("ROLLBACK")
+        await nc.until("RDATA events master 1 1")
+
+
+@pytest.mark.bare_database
+async def test_who_may_merely_connect_delays_an_installation_for_a_bounded_time_and_is_named(
+    database_url: str, team: str, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "LOCK_WAIT", 0.2)
+    async with open_database(as_role(database_url, team), size=1, application_name="nobody") as other:
+        async with other.connection() as connection:
+            await connection.execute("SELECT pg_advisory_lock(hashtext('replicad schema'), hashtext('replicad'))")
+            with pytest.raises(DatabaseError, match=rf"pid \d+ \(nobody, role {team}\) holds the lock") as failed:
+                await schema.install(database, "stream")
+            assert "nothing was changed" in str(failed.value)
+            await connection.execute("SELECT pg_advisory_unlock_all()")
+    assert await schema.install(database, "stream") is schema.Outcome.INSTALLED

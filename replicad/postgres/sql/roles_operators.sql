@@ -7,7 +7,9 @@ DECLARE
     name text;
 BEGIN
     FOREACH role IN ARRAY {operators} LOOP
-        EXECUTE format('GRANT CONNECT ON DATABASE %I TO %I', current_database(), role);
+        IF NOT has_database_privilege(role, current_database(), 'CONNECT') THEN
+            EXECUTE format('GRANT CONNECT ON DATABASE %I TO %I', current_database(), role);
+        END IF;
         FOR folder, name IN
             SELECT c.relnamespace::regnamespace, format('%I.%I', n.nspname, c.relname)
             FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace

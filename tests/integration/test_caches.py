@@ -27,12 +27,13 @@ from replicad.client.blocking_client import BlockingClient
 from replicad.client.trio_client import open_client
 from replicad.errors import StreamRefused
 from replicad.postgres import schema
-from replicad.postgres.bridge import Database
+from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
 from replicad.retry import Backoff
 from replicad.streams import trimming
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
+from tests.roles import as_daemon
 
 from .clients.proxy import FaultProxy
 from .conftest import Connect
@@ -310,7 +311,7 @@ async def test_entries_outlive_a_lost_connection_and_what_was_missed_is_caught_u
 
 
 async def test_where_the_token_resumes_nothing_everything_is_emptied(
-    things: Database, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
+    things: Database, database_url: str, start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]]
 ) -> None:
     """What came after it was trimmed while nobody listened."""
     async with start_daemon(ping_interval=0.2) as daemon:
@@ -325,7 +326,7 @@ async def test_where_the_token_resumes_nothing_everything_is_emptied(
                 for _ in range(3):
                     await change(things, 0)
                 last = int(await things.fetch_value("SELECT max(id) FROM replicad.cache_invalidation"))
-                await trim(things, last)
+                await trim(database_url, last)
                 proxy.frozen = False
                 await until(lambda: caches.live)
                 assert caches.told[0] == 0, "the rows are gone"
@@ -333,14 +334,15 @@ async def test_where_the_token_resumes_nothing_everything_is_emptied(
                 assert caches.statistics().caches["thing"].emptied == 1
 
 
-async def trim(db: Database, upto: int) -> None:
-    """Trim the stream, once the daemon has noted that it published all of it, which it does every second."""
-    with trio.fail_after(PATIENCE):
-        while True:
-            with suppress(StreamRefused):
-                await trimming.trim(db, "caches", before=upto)
-                return
-            await trio.sleep(0.05)
+async def trim(url: str, upto: int) -> None:
+    """Trim the stream as its owner, once the daemon has noted that it published all of it (every second)."""
+    async with open_database(as_daemon(url), size=1, application_name="owner") as owner:
+        with trio.fail_after(PATIENCE):
+            while True:
+                with suppress(StreamRefused):
+                    await trimming.trim(owner, "caches", before=upto)
+                    return
+                await trio.sleep(0.05)
 
 
 async def test_no_entry_is_given_out_longer_than_it_is_proven_to_be_good(

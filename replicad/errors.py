@@ -376,8 +376,14 @@ class ColumnsChanged(DatabaseError):
     code = "columns_changed"
 
 
-class SparkWorkerLost(ReplicadError):
-    """A Python worker of Spark did not start within ten seconds, or died; the next try may find a less busy machine."""
+class SparkFailed(ReplicadError):
+    """Spark ended a query for a reason of its own, or code of the user's did; the message is its sentence."""
+
+    code = "spark_failed"
+
+
+class SparkWorkerLost(SparkFailed):
+    """A Python worker of Spark did not start in time, or died; the next try may find a less busy machine."""
 
     code = "spark_worker_lost"
 

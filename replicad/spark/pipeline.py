@@ -25,7 +25,7 @@ from replicad.errors import (
     DownstreamUnavailable,
     LeaseLost,
     ReplicadError,
-    SparkWorkerLost,
+    SparkFailed,
     UsageError,
     ValueUnheld,
 )
@@ -40,7 +40,7 @@ from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
 from replicad.spark.poison import park_refused
-from replicad.spark.preflight import Watch, wait_until_ready
+from replicad.spark.preflight import Watch, wait_until_ready, warn_of_shared_shards
 from replicad.spark.reporter import Reporter
 from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.session import build_session, check_pyspark, quiet_callbacks
@@ -64,7 +64,7 @@ _PATIENCE_FAILING = 5.0  # the same for a batch that failed before
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
 _BACKFILL = "rows that were written before have NULL in new columns; if they should not: replicad tubes backfill {tube}"
 _OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
-_RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkWorkerLost)  # other errors end the run
+_RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkFailed)  # other errors end the run
 
 
 def run(
@@ -90,6 +90,7 @@ def run(
     made = _Run(config, until or (lambda _: False), on_batch)
     if not made.wait_until_ready():
         return PipelineResult()
+    warn_of_shared_shards(config)
     if spark is not None and not callable(spark):
         return made.to_the_end(spark)
     session = build_session(f"replicad {config.name}", config=config.spark) if spark is None else spark()

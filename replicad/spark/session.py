@@ -81,7 +81,6 @@ def build_session(
         "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
         "spark.sql.streaming.minBatchesToRetain": "20",
         "spark.sql.streaming.stopTimeout": "15s",
-        "spark.python.authenticate.socketTimeout": "60s",  # for a Python worker to start on a busy machine
         **(config or {}),
     }
     conf = SparkConf(loadDefaults=True).setAll(list(settings.items()))

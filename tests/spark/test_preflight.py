@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 from fake_daemon import FakeDaemon
+from helpers import psql
 
 from replicad.errors import ConnectionLost, DatabaseRefused, UnknownTube, UsageError
 from replicad.spark import pipeline, preflight
+from replicad.spark.database import forget
 from replicad.spark.pipeline_config import PipelineConfig
-from replicad.spark.preflight import Watch, wait_until_ready
+from replicad.spark.preflight import Watch, wait_until_ready, warn_of_shared_shards
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.parquet import ParquetSink
 from tests.conftest import PATIENCE
@@ -172,6 +174,25 @@ def test_what_the_batch_in_hand_waits_for_is_noticed_while_a_pipeline_ends(
         daemon.stop()
         wait_for(lambda: watch.trouble is not None)
         assert str(daemon.port) in (watch.trouble or "")
+
+
+def test_tables_that_share_a_shard_are_warned_of(
+    database_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = config(database_url, tmp_path, 1)
+    warn_of_shared_shards(made)  # as in a database of rows only
+    psql(
+        database_url,
+        "CREATE TABLE a (id bigint PRIMARY KEY); CREATE TABLE b (id bigint PRIMARY KEY);"
+        "SELECT tube.tube_ensure_exists('t'), tube.tube_table_ensure_attached('t', 'a', 1);"
+        "SELECT tube.tube_table_ensure_attached('t', 'b', 2)",
+    )
+    warn_of_shared_shards(made)
+    assert caplog.messages == []
+    psql(database_url, "SELECT tube.tube_table_ensure_detached('t', 'b'), tube.tube_table_ensure_attached('t', 'b', 1)")
+    warn_of_shared_shards(made)
+    assert "a, b" in caplog.text
+    forget(database_url)
 
 
 def wait_for(reached: Callable[[], bool]) -> None:

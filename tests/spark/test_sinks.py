@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_server import IndexServer
 
-from replicad.errors import DownstreamError, UsageError
+from replicad.errors import DownstreamError, DownstreamUnavailable, UsageError
 from replicad.spark.database import forget
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks import manifest, parquet
@@ -389,3 +389,15 @@ def test_a_zombies_commit_of_a_delta_batch_changes_nothing(tmp_path: Path) -> No
     sink.commit(BatchId("q", 0), successor)
     sink.commit(BatchId("q", 0), zombie)
     assert delta_rows(tmp_path / "t") == {(1, 1): "successor"}
+
+
+def test_a_delta_table_that_cannot_be_written_is_an_outage_and_one_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    assert DeltaSink(f"file://{tmp_path}/t").uri == str(tmp_path / "t")
+    assert DeltaSink("s3a://bucket/t").uri == "s3://bucket/t"
+    with pytest.raises(UsageError, match=r"nothing://x/y: .*; give a path, s3://"):
+        DeltaSink("nothing://x/y").prepare(SHAPE)
+    sink = DeltaSink(str(tmp_path / "t"))
+    sink.prepare(SHAPE)
+    (tmp_path / "t/_replicad").write_text("in the way")
+    with pytest.raises(DownstreamUnavailable, match="cannot be written"):
+        sink.apply(SHAPE, BatchId("q", 0), 0, changes({(1, 1): "a"}))

@@ -284,3 +284,28 @@ def test_java_is_found_or_refused_with_the_remedy(tmp_path: Path) -> None:
         find_java({"PATH": str(tmp_path)})
     java.write_text("#!/bin/sh\necho 'openjdk version \"21.0.1\"' >&2\n")
     assert find_java({"PATH": str(tmp_path)}) == java
+
+
+def test_what_spark_says_becomes_one_sentence() -> None:
+    from py4j.protocol import Py4JNetworkError
+    from pyspark.errors import StreamingQueryException
+
+    def said(text: str, cause: BaseException | None = None) -> tuple[str, str]:
+        found = explain(StreamingQueryException(text), cause)
+        return type(found).__name__, str(found)
+
+    head = "[STREAM_FAILED] Query [id = 1, runId = 2] terminated with exception: "
+    tail = "\n=== Streaming Query ===\nIdentifier: pipeline [id = 1]\n" + "\tat org.apache.spark.X.y(X.scala:1)\n" * 90
+    assert said(f"{head}No space left on device SQLSTATE: XXKST{tail}") == (
+        "SparkFailed",
+        "Spark says: No space left on device SQLSTATE: XXKST",
+    )
+    python = 'Traceback (most recent call last):\n  File "my.py", line 3, in f\nValueError: not a city\n'
+    assert said(f"{head}Job aborted due to stage failure\n{python}{tail}") == ("SparkFailed", "ValueError: not a city")
+    assert said(f"{head}x{tail}", KeyError("area")) == ("SparkFailed", "KeyError: 'area'")
+    lost = said(f"{head}Job aborted: ExecutorLostFailure (executor 1 exited caused by one of the running tasks){tail}")
+    assert lost[0] == "SparkWorkerLost"
+    assert len(lost[1]) < 200
+    assert type(explain(Py4JNetworkError("Answer from Java side is empty"))).__name__ == "EnvironmentRefused"
+    mine = AssertionError("of a test")
+    assert explain(mine) is mine

@@ -7,10 +7,12 @@ all, and a repeated batch is recognised: the effect is exactly once. Files of ol
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +22,9 @@ import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
+from replicad.errors import DownstreamError, DownstreamUnavailable, EnvironmentRefused, UsageError
 from replicad.spark.enrich import Changes, conform
+from replicad.spark.places import local_path
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 
 STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
@@ -41,11 +44,13 @@ class DeltaSink(Sink):
     storage: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if "://" not in self.uri:
-            object.__setattr__(self, "uri", os.path.abspath(os.path.expanduser(self.uri)))
+        local = local_path(self.uri)
+        uri = re.sub("^s3a:", "s3:", self.uri) if local is None else str(local.absolute())
+        object.__setattr__(self, "uri", uri)
 
     def prepare(self, shape: Shape) -> None:
         """Create the table, or refuse one with other columns; remove old staged files that a crash left."""
+        store, root = _store(self.uri)
         made = _deltalake().DeltaTable.create(
             self.uri, shape.schema, mode="ignore", storage_options=self.storage or None
         )
@@ -60,7 +65,6 @@ class DeltaSink(Sink):
                 f"the Delta table {self.uri} has other columns ({', '.join(sorted(there ^ wanted))} are only on one "
                 "side); use another table, with a new checkpoint and a backfill"
             )
-        store, root = _store(self.uri)
         for info in store.get_file_info(pafs.FileSelector(f"{root}/{STAGING}", allow_not_found=True, recursive=True)):
             if info.is_file and info.mtime.timestamp() < time.time() - _ORPHAN_AGE:
                 store.delete_file(info.path)
@@ -71,6 +75,10 @@ class DeltaSink(Sink):
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """Stage the changes in a new file."""
+        with self._disk():
+            return self._stage(shape, batch, task, changes)
+
+    def _stage(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         if self._holds(batch):
             return Applied(repeated=True)
         store, root = _store(self.uri)
@@ -89,6 +97,10 @@ class DeltaSink(Sink):
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> int | None:
         """Merge the staged files in one commit, unless the batch is already in the table."""
+        with self._disk():
+            return self._commit(batch, applied)
+
+    def _commit(self, batch: BatchId, applied: Sequence[Applied]) -> int:
         store, _ = _store(self.uri)
         files = [json.loads(done.note) for done in applied if done.note]
         deleted = 0
@@ -124,6 +136,15 @@ class DeltaSink(Sink):
         found = self._table().to_pyarrow_dataset().scanner(columns=[shape.id], filter=stale).head(limit)
         return found.column(shape.id).combine_chunks()
 
+    @contextlib.contextmanager
+    def _disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DownstreamUnavailable(
+                f"the Delta table {self.uri} cannot be written: {error.strerror or error}"
+            ) from error
+
     def _table(self) -> Any:
         return _deltalake().DeltaTable(self.uri, storage_options=self.storage or None)
 
@@ -149,7 +170,12 @@ def _deltalake() -> Any:
 
 
 def _store(uri: str) -> tuple[pafs.FileSystem, str]:
-    store, path = pafs.FileSystem.from_uri(uri)
+    try:
+        store, path = pafs.FileSystem.from_uri(uri)
+    except (pa.ArrowInvalid, NotImplementedError) as error:
+        raise UsageError(
+            f"the Delta table {uri}: {str(error).partition(chr(10))[0]}; give a path, s3://, gs:// or abfs://"
+        ) from error
     return store, path
 
 

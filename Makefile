@@ -58,8 +58,8 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (docs/specs.md)
 	@$(RUN) specs/run.py $(SPECS)
 
-docs: $(VENV)/.dev ## make docs/api.md, docs/sql.md and the tables of protocol.md and docs/operating.md anew
-	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.exits_page tests.desired_page; do $(RUN) -m $$page || exit 1; done
+docs: $(VENV)/.dev ## make the pages and tables of docs/ and protocol.md anew that are made from the program
+	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.exits_page tests.desired_page tests.pipeline_page; do $(RUN) -m $$page || exit 1; done
 
 bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables
 	@$(RUN) -m bench $(BENCH_ARGS)

@@ -44,9 +44,7 @@ from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
 
 CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
-START_GRACE = (
-    15.0  # seconds in which a stream may be refused when a sender starts: one that was just reset is, for a moment
-)
+START_GRACE = 15.0  # seconds in which a stream may be refused to a sender that starts: one just reset is, for a moment
 STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
 Objection = Callable[[str], str | None]  # why nothing is sent to a destination of that name, or None
 _FATAL = (UsageError, NotAuthorised, WrongServer, SchemaTooNew, StreamError, FederationError)

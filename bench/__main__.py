@@ -25,7 +25,7 @@ BENCHMARKS = {
     "tubes": "Tubes: ids from the tube to a TCP client, acks included, against psql running the same statements",
     "touches": "Touches: from a touch to the worker, p50 / p99, at a steady rate with many workers",
     "injection": "Injection: a million ids into a tube, against plain INSERTs of the same arrays",
-    "federation": "Federation: facts delivered to a thousand destinations, against the same client without queues",
+    "federation": "Federation: facts delivered to a thousand destinations, against a plain client without queues",
     "caches": "Caches: invalidations carried out by 200 workers, against Redis pub/sub with the same rows",
     "presence": "Presence: users who come and go, the latency of one, and relays from one daemon to another",
     "ownership": "Sharded writers: what owning a key costs a write, and how long keys take to change hands",

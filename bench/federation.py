@@ -1,9 +1,10 @@
 """Facts per second delivered to a thousand local destinations by `replicad sender`.
 
 Every fact goes to half of the destinations. The sender has delivered one to each when the others are committed;
-the clock runs from that commit to the last delivery: reading, recording in Postgres, queues and HTTP. Beside it the
-same HTTP client posts the same bodies, made beforehand, at the same concurrency, to the same receiver: no stream, no
-Postgres, no queues, nothing remembered. Both are one process; the receiver is another.
+the clock runs from that commit to the last delivery: reading, recording in Postgres, queues and HTTP. Beside it a
+plain client (httpx) posts the same bodies, made beforehand, at the same concurrency, to the same receiver: no
+stream, no Postgres, no queues, nothing remembered. The sender uses the connections of that client (httpcore) without
+what is around them. Both are one process; the receiver is another.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def run(options: Options) -> list[Figure]:
         Figure(
             f"facts/s to {DESTINATIONS} destinations, {PER_FACT} for each fact",
             rates(mine, "facts/s"),
-            f"the same client, no queues {rates(plain, 'facts/s')}",
+            f"httpx, no queues {rates(plain, 'facts/s')}",
             Spread.of_ratios(mine, plain),
         )
     ]

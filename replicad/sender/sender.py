@@ -16,6 +16,7 @@ import structlog
 import trio
 
 from replicad.errors import (
+    DatabaseUnavailable,
     FederationError,
     NotAuthorised,
     ReplicadError,
@@ -86,6 +87,7 @@ class Sender:
         self._intake: Intake | None = None
         self._task_status: trio.TaskStatus[None] | None = None
         self._began = 0.0
+        self._enlisted = False  # Postgres was there, and let us in
         self._scope = trio.CancelScope()
         self.stopping = False
         _check_names(settings)
@@ -141,6 +143,8 @@ class Sender:
                     f"{cause}. Start the sender once with --from to say where to go on: a token, now or earliest"
                 ) from cause
             starting = self._task_status is not None
+            if isinstance(cause, DatabaseUnavailable) and self._enlisted:
+                continue  # another sender of the stream may have ended our session (Store.fork)
             if isinstance(cause, StreamRefused) and (not starting or trio.current_time() - self._began < START_GRACE):
                 continue
             if isinstance(cause, _FATAL) or starting:
@@ -173,6 +177,7 @@ class Sender:
                     )
                 if self.stopping:
                     return
+                self._enlisted = True
                 bounds, delivery = settings.bounds, settings.delivery
                 router, latest = await _open_routing(db, settings.routing, settings.facts)
                 engine = Engine(

@@ -18,6 +18,7 @@ from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
 from replicad.sender.sender import Sender
 from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
+from replicad.sender.store import Store
 from replicad.sender.upstream import client_upstream
 from replicad.streams import registry
 from replicad.streams.serving.pace import Pace as StreamPace
@@ -281,6 +282,25 @@ async def test_a_stream_that_is_refused_for_a_moment_ends_no_sender_and_one_that
         async with start_sender(start="earliest"):
             await write(facts, "facts", fact(1, "a"))
             await receiver.expect(lambda: numbers(receiver, "a") == [1])
+
+
+async def test_a_sender_whose_session_another_one_ends_while_it_starts_begins_again(
+    facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, cuts = Store.recorded, []
+
+    async def cut(store: Store) -> Any:
+        if not cuts:
+            cuts.append(await store._keeper.fetch_value("SELECT pg_backend_pid()"))
+            await facts.execute("SELECT pg_terminate_backend($1, 5000)", cuts[0])
+            await store.begin("facts", 0)
+        return await recorded(store)
+
+    monkeypatch.setattr(Store, "recorded", cut)
+    async with start_sender(start="earliest"):
+        await write(facts, "facts", fact(1, "a"))
+        await receiver.expect(lambda: numbers(receiver, "a") == [1])
+    assert cuts
 
 
 async def test_a_row_that_cannot_be_routed_stops_there_or_is_skipped_and_holds_up_none_before_it(

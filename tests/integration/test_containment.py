@@ -18,7 +18,11 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from replicad.config.settings import Address, ServerSettings
+from replicad.daemon import poller, supervision
+from replicad.daemon.announcing import Announcing
 from replicad.daemon.daemon import Pace as DaemonPace
+from replicad.daemon.deadlines import Deadlines
 from replicad.daemon.listener import Pauses
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.poller import Outages
@@ -33,13 +37,18 @@ from replicad.errors import (
     SchemaTooNew,
     StandbyRefused,
 )
-from replicad.postgres.bridge import Database
+from replicad.operations.http.looks import Looks
+from replicad.postgres.bridge import Database, load_sql
+from replicad.postgres.connection import Connection
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.notices import Notices
 from replicad.presence.book import PresenceBook
 from replicad.presence.pace import Pace as PresencePace
+from replicad.retry import Backoff
 from replicad.streams import acks, registry, troubles
 from replicad.streams.rows import RowSource
+from replicad.streams.serving import catchups, late_rows
+from replicad.streams.serving.late_rows import LateRows
 from replicad.streams.serving.pace import Pace as StreamPace
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.backfill import Pace as BackfillPace
@@ -86,11 +95,34 @@ def paces() -> Paces:
             acks=0.01,
             troubles=0.01,
             refresh=0.05,
+            late_look=0.05,
             restarts=restarts,
         ),
         TubePace(look=0.05, backfills=BackfillPace(retry=0.02), restarts=restarts),
         PresencePace(look=0.05, ips=0.01, sweep=0.05, **retry),
     )
+
+
+@pytest.fixture
+def settings() -> ServerSettings:
+    anywhere = Address("127.0.0.1", 0)
+    return ServerSettings(listen=anywhere, http=anywhere, server_name="example.com")
+
+
+@pytest.fixture(autouse=True)
+def other_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that no setting of a test changes."""
+    monkeypatch.setattr(poller, "BELL_RETRY", 0.02)
+    monkeypatch.setattr(catchups, "SWEEP", 0.02)
+    monkeypatch.setattr(late_rows, "SHARE", 0.0)
+    restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
+    run_once = supervision._run_once
+
+    def soon(job: Any, kind: str, name: str, troubles: Any, _: Restarts) -> Awaitable[Exception | None]:
+        return run_once(job, kind, name, troubles, restarts)
+
+    monkeypatch.setattr(supervision, "_run_once", soon)
+    monkeypatch.setattr(supervision, "Backoff", lambda *_, **__: Backoff(restarts.first, restarts.longest, jitter=0.0))
 
 
 class World:
@@ -190,6 +222,13 @@ async def wait_for_pods_of_victim(world: World) -> None:
     await touch_victim(world)
 
 
+async def claim_and_leave(world: World) -> None:
+    with suppress(OSError, EOFError, trio.BrokenResourceError):
+        async with netcat_to(world.daemon) as nc:
+            await nc.send("CLAIM victim 0/1 ttl=0.5")
+            await nc.until("LEASE .*|ERROR .*")
+
+
 async def backfill_victim(world: World) -> None:
     await world.database.execute("SELECT tube.tube_backfill_schedule('victim', 'id', 1, 1)")
 
@@ -220,6 +259,21 @@ async def knock(world: World) -> None:
         await (await trio.open_tcp_stream(world.daemon.addresses[0].host, world.daemon.addresses[0].port)).aclose()
 
 
+async def read_old_rows(world: World) -> None:
+    """A client that catches up; a failure ends its connection."""
+    await world.insert("victim")
+    with suppress(OSError, EOFError, trio.BrokenResourceError):
+        async with netcat_to(world.daemon) as nc:
+            await nc.send("REPLICATE victim EARLIEST")
+            await nc.until("RDATA victim .*|ERROR .*")
+
+
+async def scrape(world: World) -> None:
+    assert world.daemon.http is not None
+    async with await trio.open_tcp_stream(world.daemon.http.host, world.daemon.http.port) as stream:
+        await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
 async def talk(world: World) -> None:
     """A session whose fault ends it: the next one is another."""
     with suppress(OSError, EOFError, trio.BrokenResourceError):
@@ -236,6 +290,15 @@ def is_victim(self: Session, *_: object) -> bool:
     return self.name == "victim"
 
 
+def rings(self: Connection, sql: str, *_: object) -> bool:
+    return sql == load_sql("bell")
+
+
+def by_its_own_task(*_: object) -> bool:
+    """Not in a request of a client, which does the same where it is due."""
+    return "keep_running" in trio.lowlevel.current_task().name
+
+
 def always(*args: object, **named: object) -> bool:
     return True
 
@@ -245,6 +308,7 @@ class Fault:
     """`provoke` is done again and again until all errors were raised by `owner.attribute`, where `when` holds."""
 
     task: str
+    services: str  # the supervised tasks that it concerns, with commas
     owner: object
     attribute: str
     provoke: Callable[[World], Awaitable[None]] = nothing
@@ -253,28 +317,52 @@ class Fault:
 
 
 FAULTS = (
-    Fault("poller", Horizon, "poll"),
-    Fault("publisher's loop", registry, "load_streams"),
-    Fault("publisher's notes", registry, "publish", write_to_victim),
-    Fault("feed", RowSource, "last_tokens", write_to_victim, of_victim),
-    Fault("lane", RowSource, "copy_vector", write_to_victim, of_victim),
-    Fault("tubes' loop", PodBook, "tubes"),
-    Fault("leases", LeaseBook, "look"),
-    Fault("waker of tubes", PodBook, "shards_between", wait_for_pods_of_victim, of_victim),
-    Fault("backfill", Backfiller, "_next_piece", backfill_victim, of_victim),
-    Fault("presence: settings", PresenceBook, "look"),
-    Fault("presence: daemons", PresenceBook, "beats"),
-    Fault("presence: users", PresenceBook, "apply", say("USER_SYNC w @u{n}:x None start 1")),
-    Fault("presence: beats", PresenceBook, "beat", say("USER_SYNC w @u{n}:x None start 1")),
-    Fault("presence: addresses", PresenceBook, "write_ips", say('USER_IP @u{n}:x ["t", "1.1.1.1", null, null, 1]')),
-    Fault("presence: sweeps", PresenceBook, "sweep_ips"),
-    Fault("relay: send", Database, "fetch", say("REMOTE_SERVER_UP x{n}"), lambda _, sql, *args: "pg_notify" in sql),
-    Fault("relay: listen", Notices, "next", notify),
-    Fault("acks", acks, "note", say("FEDERATION_ACK w{n} 0 victim")),
-    Fault("trouble book", troubles, "write", cause_trouble),
-    Fault("accept", trio.SocketListener, "accept", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
-    Fault("session: reader", Session, "_take", talk, is_victim, codes=DEFECTS),
-    Fault("session: writer", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),
+    Fault("poller", "poller", Horizon, "poll"),
+    Fault("bell", "bell", Connection, "fetch", nothing, rings),
+    Fault("publisher's loop", "publisher", registry, "load_streams"),
+    Fault("publisher's notes", "publisher", registry, "publish", write_to_victim),
+    Fault("feed", "victim", RowSource, "last_tokens", write_to_victim, of_victim),
+    Fault("lane", "victim", RowSource, "copy_vector", write_to_victim, of_victim),
+    Fault("late rows", "late_rows", LateRows, "_forget"),
+    Fault("late rows of a stream", "late_rows", LateRows, "look", nothing, of_victim),
+    Fault("catch-ups", "catch-ups", catchups.Catchups, "_sweep", read_old_rows),
+    Fault("catch-up", "catch-ups", RowSource, "copy_range", read_old_rows, of_victim, codes=DEFECTS),
+    Fault("tubes' loop", "tubes", PodBook, "tubes"),
+    Fault("triggers", "tubes", Database, "fetch", nothing, lambda _, sql, *args: "untouched AS" in sql),
+    Fault("leases", "tubes", LeaseBook, "look"),
+    Fault("letting go of leases", "leases", LeaseBook, "let_go", claim_and_leave, by_its_own_task),
+    Fault("waker of tubes", "tube waiters", PodBook, "shards_between", wait_for_pods_of_victim, of_victim),
+    Fault("backfill", "tubes", Backfiller, "_next_piece", backfill_victim, of_victim),
+    Fault("presence: settings", "presence", PresenceBook, "look"),
+    Fault("presence: daemons", "presence", PresenceBook, "beats"),
+    Fault("presence: users", "presence: users", PresenceBook, "apply", say("USER_SYNC w @u{n}:x None start 1")),
+    Fault("presence: beats", "presence: beats", PresenceBook, "beat", say("USER_SYNC w @u{n}:x None start 1")),
+    Fault(
+        "presence: addresses",
+        "presence: addresses",
+        PresenceBook,
+        "write_ips",
+        say('USER_IP @u{n}:x ["t", "1.1.1.1", null, null, 1]'),
+    ),
+    Fault("presence: sweeps", "presence: sweeps", PresenceBook, "sweep_ips"),
+    Fault(
+        "relay: send",
+        "relay, relay: send",
+        Database,
+        "fetch",
+        say("REMOTE_SERVER_UP x{n}"),
+        lambda _, sql, *args: "pg_notify" in sql,
+    ),
+    Fault("relay: listen", "relay: listen", Notices, "next", notify),
+    Fault("acks", "acks", acks, "note", say("FEDERATION_ACK w{n} 0 victim")),
+    Fault("trouble book", "troubles", troubles, "write", cause_trouble),
+    Fault("accept", "", trio.SocketListener, "accept", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
+    Fault("session: reader", "", Session, "_take", talk, is_victim, codes=DEFECTS),
+    Fault("session: writer", "", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),
+    Fault("deadlines", "sessions, sessions: deadlines", Deadlines, "_call_due", knock),
+    Fault("announcing", "sessions: announcing", Announcing, "_take", say("REMOTE_SERVER_UP x{n}")),
+    Fault("figures", "figures", Looks, "_due", scrape, by_its_own_task),
+    Fault("pages", "http", Looks, "refresh", scrape),
 )
 
 
@@ -325,3 +413,25 @@ async def test_a_failing_task_is_reported_and_hurts_no_bystander(world: World, f
         while [one for one in world.daemon.troubles.current() if not one.place.name.startswith("test ")]:
             await fault.provoke(world)
             await trio.sleep(0.05)
+
+
+async def test_every_supervised_task_of_a_daemon_has_a_fault(
+    database: Database, start_daemon: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that is added without one fails here."""
+    running: set[str] = set()
+    run_once = supervision._run_once
+
+    async def noted(job: Any, kind: str, name: str, *rest: Any) -> Exception | None:
+        running.add(name)
+        return await run_once(job, kind, name, *rest)
+
+    monkeypatch.setattr(supervision, "_run_once", noted)
+    covered = {name for fault in FAULTS for name in fault.services.split(", ") if name}
+    async with AsyncExitStack() as stack:
+        made = World(database, await stack.enter_async_context(start_daemon()), stack)
+        await made.open()
+        with trio.fail_after(HANG):
+            while covered - running:
+                await trio.sleep(0.02)
+    assert running - covered == {"bystander"}

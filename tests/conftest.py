@@ -6,6 +6,7 @@ calculate. So a test takes free ports, looks at its own database only, and relie
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -77,14 +78,18 @@ def process_as_it_was() -> Iterator[None]:
     assert not changed, f"the test leaves its process changed: {'; '.join(changed)}"
 
 
+HANDLED = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # by commands, and by what Spark starts
+
+
 @pytest.fixture(autouse=True)
 def as_before_any_command(process_as_it_was: None) -> Iterator[None]:
-    """A command sets logs, signal handlers and the import path for the rest of its process: here for other tests."""
+    """A command sets logs, handlers of signals, imports and the collector for its process: here for other tests."""
     _configure_logs()
-    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
-    path = list(sys.path)
+    handlers = [(number, signal.getsignal(number)) for number in HANDLED]
+    path, thresholds = list(sys.path), gc.get_threshold()
     yield
     _configure_logs()
+    gc.set_threshold(*thresholds)
     sys.path[:] = path
     for number, handler in handlers:
         signal.signal(number, handler)

@@ -12,7 +12,8 @@ from replicad.client.following import Followed, Tokens
 from replicad.client.pursuit import FollowWishes
 from replicad.client.sockets import SocketLink, Target, open_link
 from replicad.client.steps import STEPS, Connect, Sleep
-from replicad.errors import ReplicadError
+from replicad.errors import ConnectionLost, ReplicadError
+from replicad.protocol.command import Command
 
 T = TypeVar("T")
 
@@ -94,6 +95,17 @@ class BlockingFollower(Followed, Iterator[T]):
     def _disconnect(self) -> None:
         if self._link is not None:
             self._link.close()
+
+    def send(self, *commands: Command) -> None:
+        """Send commands on the present connection: for those that mean something only where a stream is followed. What
+        the server answers is received like other lines.
+
+        Raises:
+            ConnectionLost: there is no connection now.
+        """
+        if self._link is None:
+            raise ConnectionLost(f"there is no connection to {self._target} now")
+        self._link.send(commands)
 
     def close(self) -> None:
         """End the iteration, even if another thread waits in it; safe to repeat."""

@@ -8,8 +8,12 @@ sender serves a destination, and whether a name is valid, is checked later.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from math import isfinite
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard, TypeVar
 
 from replicad.config.declaring import load_object
@@ -85,7 +89,7 @@ class RowRouter(Router):
         found = _object(row)
         destinations = _names(row, found.get("destinations"))
         room = _text(row, "room", found.get("room"))
-        return Fact(destinations, room, _body(found.get("pdu"))) if destinations else None
+        return Fact(destinations, room, _body(row, found, "pdu")) if destinations else None
 
     @staticmethod
     def _update(row: SourceRow) -> Update | None:
@@ -94,7 +98,7 @@ class RowRouter(Router):
         key, droppable = _text(row, "key", found.get("key")), found.get("droppable", False)
         if not isinstance(droppable, bool):
             _fail(row, "its droppable is neither true nor false")
-        return Update(destinations, _body(found.get("edu")), key, droppable) if destinations else None
+        return Update(destinations, _body(row, found, "edu"), key, droppable) if destinations else None
 
 
 class FixedRouter(RowRouter):
@@ -235,6 +239,8 @@ def body_text(row: SourceRow, body: object) -> str:
             text = body
         else:
             text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        if _MARK in text:
+            text = _MARKED.sub(r"\1", text)
         text.encode()  # raises for an unpaired surrogate
     except (TypeError, ValueError, RecursionError) as error:
         raise RouteFailed(f"what the row with token {row.token} was turned into is no JSON: {error}") from error
@@ -249,38 +255,64 @@ def _fail(row: SourceRow, what: str) -> NoReturn:
     raise RouteFailed(f"the row with token {row.token} cannot be routed: {what}")
 
 
-def _value(row: SourceRow) -> Any:
+def _value(row: SourceRow, parse_float: Callable[[str], Any] | None = None) -> Any:
     try:
-        return json.loads(row.text)
+        return json.loads(row.text, parse_float=parse_float)
     except (ValueError, RecursionError) as error:
         raise RouteFailed(f"the row with token {row.token} is no JSON: {error}") from error
 
 
 def _object(row: SourceRow) -> dict[str, Any]:
-    found = _value(row)
+    found = _value(row, parse_float=_number)
     return found if isinstance(found, dict) else {}  # without destinations
 
 
-def _body(value: object) -> object:
-    """The body for a value of a row. Of a `Fact`, a str is JSON text; in a row it is a string like others."""
+def _body(row: SourceRow, found: dict[str, Any], name: str) -> object:
+    """The body that a row has under `name`; None: the whole row. A null is refused: nobody means the whole row then,
+    with the names of all destinations. Of a `Fact`, a str is JSON text; in a row it is a string like others.
+    """
+    if name not in found:
+        return None
+    value = found[name]
+    if value is None:
+        _fail(row, f"its {name} is null; leave {name} out to have the whole row sent")
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value
+
+
+class _Number(str):
+    """A number that a float would change. It becomes a text that begins with _MARK, and `body_text` takes that away."""
+
+    __slots__ = ()
+
+
+_MARK = secrets.token_hex(16)  # no row has this text
+_MARKED = re.compile(rf'"{_MARK}([^"]*)"')
+
+
+def _number(text: str) -> float | _Number:
+    found = float(text)
+    try:
+        exact = isfinite(found) and (repr(found) == text or Decimal(repr(found)) == Decimal(text))
+    except ArithmeticError:  # its exponent has a score of digits
+        exact = False
+    return found if exact else _Number(_MARK + text)
 
 
 def _names(row: SourceRow, found: object) -> tuple[str, ...]:
     """Names of destinations, each once, in their order."""
     if found is None:
         return ()
-    if isinstance(found, str) or not isinstance(found, Iterable):
+    if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
         _fail(row, "its destinations are no list")
-    names = dict.fromkeys(found)
+    names = tuple(found)
     if not all(map(_is_text, names)):
         _fail(row, "not every destination is a text")
-    return tuple(names)
+    return tuple(dict.fromkeys(names))
 
 
 def _is_text(found: object) -> TypeGuard[str]:
     """Whether Postgres can store it as text: no NUL, no unpaired surrogate."""
-    if not isinstance(found, str) or "\0" in found:
+    if not isinstance(found, str) or isinstance(found, _Number) or "\0" in found:
         return False
     return found.isascii() or not any("\ud800" <= char <= "\udfff" for char in found)
 

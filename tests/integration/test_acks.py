@@ -10,7 +10,7 @@ import trio
 from replicad.cli import app
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
-from replicad.sender.upstream import client_upstream
+from replicad.sender.upstream import Upstream, client_upstream
 from replicad.streams import acks, registry, trimming
 from replicad.streams.serving.pace import Pace as StreamPace
 from tests.conftest import install, psql
@@ -85,7 +85,16 @@ async def test_trimming_removes_what_all_senders_have_and_nothing_more(filled: D
 
     assert await removed() == 0, "nobody is known"
     address = daemon.addresses[0]
-    async with client_upstream(address.host, address.port, name="s1")({"events": "50"}) as upstream:
+
+    async def follow(upstream: Upstream) -> None:
+        async for _ in upstream.follow():
+            pass
+
+    async with (
+        client_upstream(address.host, address.port, name="s1")({"events": "50"}) as upstream,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(follow, upstream)  # acks go over the connection that follows
         upstream.acknowledge("s1", "events", 70)
         upstream.acknowledge("s1", "events", 80)
         await known(filled, "events", s1=80)
@@ -97,6 +106,7 @@ async def test_trimming_removes_what_all_senders_have_and_nothing_more(filled: D
         assert await removed() == 0, "a sender that has said nothing needs all of it"
         upstream.acknowledge("s2", "events", 85)
         await known(filled, "events", s1=100, s2=85)
+        nursery.cancel_scope.cancel()
     assert await removed() == 5
     await filled.execute("DELETE FROM replicad.federation_sender")  # s2 is gone for good, and still in the way
     assert await removed() == 0

@@ -15,10 +15,10 @@ import trio
 
 from replicad.config.settings import Address, parse_address
 from replicad.postgres import schema
-from replicad.postgres.bridge import Database
+from replicad.postgres.bridge import Database, open_database
 from tests.conftest import install, psql
 from tests.daemons import Daemon
-from tests.roles import as_daemon
+from tests.roles import DAEMON, as_daemon
 from tests.schema import older
 
 from .conftest import Netcat
@@ -106,9 +106,10 @@ async def test_an_older_daemon_goes_on_beside_one_that_upgrades_the_schema(
     tmp_path: Path,
     start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]],
 ) -> None:
-    async with database.connection() as connection:
+    await database.execute(f"GRANT CREATE ON SCHEMA public TO {DAEMON}")
+    async with open_database(as_daemon(database_url), size=1) as of_daemon, of_daemon.connection() as connection:
         await connection.execute(Path(older.__file__).with_name("v1.sql").read_text(encoding="utf-8"))
-    psql(database_url, TABLES)
+    psql(as_daemon(database_url), TABLES)
     assert await versions(database) == dict.fromkeys(schema.PARTS, 1)
     async with older_daemon(tree, database_url, tmp_path) as address:
         assert await versions(database) == dict.fromkeys(schema.PARTS, 1)

@@ -261,10 +261,18 @@ async def test_a_stream_that_does_not_exist_is_named(facts: Database, start_send
 
 
 async def test_a_stream_that_is_refused_for_a_moment_ends_no_sender_and_one_that_stays_refused_ends_its_start(
-    facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
+    facts: Database, receiver: Receiver, daemon: Daemon, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Just after a reset a stream is refused until the daemon has looked at it again."""
     await facts.execute("ALTER TABLE facts RENAME COLUMN id TO other")
+
+    async def find_until_refused() -> None:
+        with trio.fail_after(PATIENCE):
+            while await daemon.publisher.find("facts"):
+                await trio.sleep(0.02)
+
+    with pytest.raises(StreamRefused):
+        await find_until_refused()
     monkeypatch.setattr("replicad.sender.sender.START_GRACE", 0.0)
     with pytest.raises(ExceptionGroup) as caught:
         async with start_sender():

@@ -13,6 +13,7 @@ from replicad.postgres.bridge import Database
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
+from tests.roles import DAEMON
 
 from .conftest import Netcat, netcat_to
 
@@ -130,7 +131,7 @@ async def pods(nc: Netcat, term: str) -> list[str]:
 async def test_clients_that_come_back_with_one_token_make_postgres_read_each_row_about_once(
     database: Database, start_daemon: Start
 ) -> None:
-    await database.execute("CREATE SEQUENCE reads CACHE 1")
+    await database.execute(f"CREATE SEQUENCE reads CACHE 1; GRANT USAGE ON SEQUENCE reads TO {DAEMON}")
     await database.execute(
         "CREATE FUNCTION counted(body jsonb) RETURNS jsonb LANGUAGE sql VOLATILE "
         "AS $$ SELECT CASE WHEN nextval('reads') > 0 THEN to_jsonb(1) END $$"

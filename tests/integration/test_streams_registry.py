@@ -22,6 +22,7 @@ from replicad.postgres.horizon import LockSource
 from replicad.protocol.tokens import Vector
 from replicad.streams import registry, status
 from replicad.streams.registry import Method
+from replicad.terminal.remedies import as_commands
 
 EVENTS = "CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)"
 
@@ -216,7 +217,7 @@ async def test_a_stream_whose_table_or_sequence_changed_says_why_it_cannot_be_se
         assert re.search(fault, stream.fault), stream.fault
         with pytest.raises(StreamRefused, match="cannot be served"):
             registry.row_source(stream)
-        assert (await status.show(db, "events")).problem == stream.fault
+        assert (await status.show(db, "events")).problem == as_commands(stream.fault)
     await registry.remove(db, "events")
     with pytest.raises(SchemaMissing, match="elsewhere"):
         await registry.load_streams(db, schema="elsewhere")

@@ -92,16 +92,16 @@ async def test_a_call_that_was_cut_off_is_not_repeated_before_its_lease_has_expi
             finally:
                 cut_off.append(trio.current_time())
 
-    renew = LeaseBook.renew
+    keep = LeaseBook.keep
 
-    async def renew_and_cut(book: LeaseBook, *args: Any) -> Lease:
-        lease = await renew(book, *args)
+    async def keep_and_cut(book: LeaseBook, *args: Any) -> list[Lease]:
+        leases = await keep(book, *args)
         if not cut_off:
             for session in list(daemon.hub):
                 session.hang_up(CloseReason.PEER_LOST)
-        return lease
+        return leases
 
-    monkeypatch.setattr(LeaseBook, "renew", renew_and_cut)
+    monkeypatch.setattr(LeaseBook, "keep", keep_and_cut)
     worker = Worker(open_worker_client, "queue", hang_once, settings=replace(SETTINGS, lease_ttl=3.0))
     await queue.execute("SELECT tube.queue_touch(0, '{1}', 'T')")
     async with trio.open_nursery() as nursery:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -199,12 +201,46 @@ async def test_updates_say_whether_they_may_be_dropped_and_are_kept_where_they_d
         {"destinations": ["a"], "room": 5},
         {"destinations": ["a"], "room": "é" * 501},
         "[" * 100_000,
+        {"destinations": [["a"]]},
+        {"destinations": [{"a": 1}]},
+        {"destinations": {"a": 1}},
+        '{"destinations": ["a", 0.12345678901234567890123]}',
+        {"destinations": ["a"], "pdu": None},
     ],
-    ids=range(9),
+    ids=range(14),
 )
 async def test_a_row_that_makes_no_sense_is_named_by_its_token(value: object) -> None:
     with pytest.raises(RouteFailed, match="token 7"):
         await RowRouter().facts([row(value)])
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["destinations", "room", "pdu", "edu", "key", "droppable"]), VALUES))
+def test_no_row_raises_anything_but_that_it_cannot_be_routed(value: dict[str, object]) -> None:
+    router, one = RowRouter(), row(json.dumps(value))
+    for route in (router.facts([one]), router.updates("typing", [one])):
+        with suppress(RouteFailed):
+            trio.run(_result, route)
+
+
+async def _result(waited: Coroutine[Any, Any, object]) -> object:
+    return await waited
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1234567890123456.789", "0.12345678901234567890123", "0.1e-999999", "1e400", "1e-9999999999999999999999"],
+)
+async def test_numbers_keep_all_their_digits(text: str) -> None:
+    for body in (text, f'{{"a":[{text},"{text}"]}}'):
+        [fact] = await RowRouter().facts([row(f'{{"destinations": ["a"], "pdu": {body}}}')])
+        assert fact is not None
+        assert body_text(row("0"), fact.body) == body
 
 
 async def test_a_list_of_destinations_keeps_the_rooms_that_rows_have() -> None:

@@ -107,7 +107,10 @@ async def test_an_older_daemon_goes_on_beside_one_that_upgrades_the_schema(
     start_daemon: Callable[..., AbstractAsyncContextManager[Daemon]],
 ) -> None:
     await database.execute(f"GRANT CREATE ON SCHEMA public TO {DAEMON}")
-    async with open_database(as_daemon(database_url), size=1) as of_daemon, of_daemon.connection() as connection:
+    async with (
+        open_database(as_daemon(database_url), size=1, application_name="test") as of_daemon,
+        of_daemon.connection() as connection,
+    ):
         await connection.execute(Path(older.__file__).with_name("v1.sql").read_text(encoding="utf-8"))
     psql(as_daemon(database_url), TABLES)
     assert await versions(database) == dict.fromkeys(schema.PARTS, 1)

@@ -280,6 +280,14 @@ async def _(world: World) -> None:
     await world.sql("INSERT INTO replicad.federation_destination_room VALUES ('a', 1, 0, NULL, 'events')")
 
 
+async def test_a_sender_that_died_before_it_has_read_all_rows_is_told_of(world: World) -> None:
+    await world.sql(SENDER[0])
+    stream = (await registry.load_streams(world.db))["events"]
+    for position, levels in ((1, [Level.FINE]), (2, [FAILING])):
+        assert await registry.publish(world.db, stream, position, {})
+        assert [one.level for one in await world.find(BY_NAME["senders"])] == levels
+
+
 async def test_what_senders_have_parked_is_told_with_the_command_that_lists_it(world: World) -> None:
     await world.sql(
         "INSERT INTO replicad.federation_parked (source, destination, body, reason)"

@@ -11,9 +11,14 @@ from replicad.operations.doctor.seen import MOST_PARKED, Seen
 async def _senders(seen: Seen) -> Iterable[Finding]:
     rows = await seen.senders()
     found: list[Finding] = []
+    published: dict[str, int] = {}
+    if any(row["recorded"] for row in rows):
+        published = {one.stream.name: one.position or 0 for one in (await seen.streams()).streams}
     for row in rows:
         stream = row["source"]
-        if row["absent"] and row["outstanding"]:
+        recorded = (one.rpartition(" ") for one in row["recorded"])
+        unread = any(published.get(name, 0) > int(token) for name, _, token in recorded)
+        if row["absent"] and (row["outstanding"] or unread):
             text = f"stream {stream}: facts or updates wait, and its sender {', '.join(row['absent'])} does not run"
             found.append(
                 failing(text, f"start `replicad sender --facts {stream}` with its --sender-name and --senders")

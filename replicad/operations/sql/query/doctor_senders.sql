@@ -1,4 +1,5 @@
--- For each source of senders: the senders on its list that are not running, whether something is outstanding, what is
+-- For each source of senders: the senders on its list that are not running, whether something is outstanding, how far
+-- those that do not run have recorded each stream (name, a blank, token), what is
 -- parked (of all sources, $1 items at most), and the destination that has failed for longest while something is.
 SELECT s.source,
     ARRAY(
@@ -9,6 +10,11 @@ SELECT s.source,
     ) AS absent,
     EXISTS (SELECT FROM {schema}.federation_destination_room r WHERE r.source = s.source)
         OR EXISTS (SELECT FROM {schema}.federation_edu u WHERE u.source = s.source) AS outstanding,
+    ARRAY(
+        SELECT e.stream || ' ' || e.token FROM {schema}.federation_sender e
+        WHERE e.source = s.source AND e.token IS NOT NULL
+            AND NOT EXISTS (SELECT FROM {schema}.federation_source_running(s.source) r WHERE r.name = e.name)
+    ) AS recorded,
     (SELECT count(*) FROM (SELECT FROM {schema}.federation_parked p WHERE p.source = s.source LIMIT $1) x) AS parked,
     f.number AS failing, f.name AS first, f.last_error, f.failing_s
 FROM (SELECT e.source FROM {schema}.federation_sender e UNION SELECT p.source FROM {schema}.federation_parked p) s

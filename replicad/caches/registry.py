@@ -20,6 +20,7 @@ from replicad.caches.cache import Cache, CacheStatistics, Member
 from replicad.caches.functions import cached_function
 from replicad.caches.keys import Entry, Invalidation, freeze, listed, parse_rows
 from replicad.caches.storage import LruStorage, Storage
+from replicad.caches.uses import name_of, seconds, storage_of
 from replicad.errors import UsageError
 
 P = ParamSpec("P")
@@ -77,10 +78,10 @@ class Caches:
         self.lock = threading.RLock()  # reentrant: the code of a storage may call a cached function
         self.live = False
         self.problem: str | None = "nobody follows the stream"
-        self.max_staleness = max_staleness
+        self.max_staleness = seconds(max_staleness, "max_staleness", lowest=0.001)
         self.fresh_at = 0.0  # everything committed by then has been applied
         self.now = now
-        self._tolerate = tolerate
+        self._tolerate = seconds(tolerate, "tolerate", lowest=0)
         self._followed = False
         self._lost_at: float | None = None
         self._members: dict[str, Member] = {}
@@ -123,7 +124,7 @@ class Caches:
 
     def cache(self, name: str, *, max_entries: int = MAX_ENTRIES, storage: Storage | None = None) -> Cache:
         """A cache for use by hand. Raises UsageError if the name is in use."""
-        made = Cache(self, name, LruStorage(max_entries) if storage is None else storage)
+        made = Cache(self, name_of(name), LruStorage(max_entries) if storage is None else storage_of(storage))
         self._add(name, made)
         return made
 
@@ -137,7 +138,7 @@ class Caches:
             UsageError: the name is in use, or the function has no `cache_clear`.
         """
         made = Adopted(self, function)
-        self._add(name or made.name, made)
+        self._add(name_of(name or made.name), made)
         return made.caller(function)
 
     def register_group(self, name: str, members: Iterable[str | tuple[str, Rekey]]) -> None:
@@ -148,11 +149,18 @@ class Caches:
 
         Raises:
             TypeError: a member is neither of both, or `members` is one name alone.
+            UsageError: a member is a group, or this group is a member of one: it would be stale in silence.
         """
+        name_of(name, "a group")
         if isinstance(members, str):
             raise TypeError(f"the members of a group are a list, also if there is one: [{members!r}], not {members!r}")
         shares = [_share(member) for member in members]
         with self.lock:
+            nested = sorted({one.member for one in shares} & {name, *self._groups})
+            around = sorted(group for group, known in self._groups.items() if any(one.member == name for one in known))
+            if nested or around:
+                inner, outer = (nested[0], name) if nested else (name, around[0])
+                raise UsageError(f"{inner} is a group and cannot be a member of group {outer}: name its caches there")
             self._groups.setdefault(name, []).extend(shares)
 
     def _add(self, name: str, member: Member) -> None:
@@ -166,8 +174,10 @@ class Caches:
     def invalidate(self, func: str, keys: Entry | None = None) -> None:
         """Invalidate an entry, or all, of a cache or group in this process. Call it after you have committed a change.
 
-        The stream does the same at all workers, some milliseconds later. Raises TypeError as `keys.freeze`.
+        The stream does the same at all workers, some milliseconds later. Raises TypeError as `keys.freeze`, and
+        if `func` is no name.
         """
+        name_of(func)
         found = None if keys is None else list(listed(keys))
         freeze(found or ())
         self._carry_out(self._effects(Invalidation(func, found)))

@@ -35,6 +35,8 @@ class LruStorage:
 
     def __init__(self, max_entries: int) -> None:
         """Raises UsageError if `max_entries` is below 1."""
+        if not isinstance(max_entries, int):
+            raise TypeError(f"max_entries is a whole number, not {max_entries!r}")
         if max_entries < 1:
             raise UsageError(f"a cache of {max_entries} entries caches nothing; leave the decorator out instead")
         self._max = max_entries

@@ -107,6 +107,39 @@ def test_a_text_in_the_place_of_a_list_of_keys_is_refused(caches: Caches, make: 
         make(caches)
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda caches: caches.invalidate(freeze, [1]), TypeError, 'its name "freeze" is meant'),
+        (lambda caches: caches.invalidate(None), TypeError, "named by a text"),
+        (lambda caches: caches.invalidate(["f"], [1]), TypeError, "named by a text"),
+        (lambda caches: caches.register_group(5, ["f"]), TypeError, "a group is named by a text"),
+        (lambda caches: caches.cache("x" * 201), TypeError, "1 to 200 characters"),
+        (lambda caches: caches.cache("f", max_entries="5"), TypeError, "max_entries"),
+        (lambda caches: caches.cache("f", storage=dict), TypeError, "storage="),
+        (lambda caches: caches.cache("f", storage=[]), TypeError, "storage="),
+        (lambda _: Caches(max_staleness="60"), TypeError, "max_staleness"),
+        (lambda _: Caches(max_staleness=math.nan), TypeError, "max_staleness"),
+        (lambda _: Caches(max_staleness=0), TypeError, "max_staleness"),
+        (lambda _: Caches(tolerate=None), TypeError, "tolerate"),
+        (lambda _: Caches(tolerate=-1), TypeError, "tolerate"),
+        (lambda caches: caches.register_group("g", ["g"]), UsageError, "g is a group"),
+    ],
+)
+def test_wrong_uses_are_refused_where_they_are_written(caches: Caches, make: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        make(caches)
+
+
+def test_a_group_in_a_group_is_refused_in_either_order_since_its_caches_would_be_stale(caches: Caches) -> None:
+    caches.register_group("inner", ["f"])
+    with pytest.raises(UsageError, match="inner is a group and cannot be a member of group outer"):
+        caches.register_group("outer", ["inner"])
+    caches.register_group("other", ["later"])
+    with pytest.raises(UsageError, match="later is a group and cannot be a member of group other"):
+        caches.register_group("later", ["f"])
+
+
 @pytest.mark.parametrize("rekeyed", ["ab", b"ab", {"a", "b"}, {"a": "b"}, 7, [object()]])
 def test_keys_of_a_group_that_are_no_list_empty_its_member(caches: Caches, rekeyed: Any) -> None:
     cache = caches.cache("f")

@@ -318,7 +318,7 @@ class TubeService:
     async def _info(self, tube: str, lists: Callable[[str], bool] = lambda _: True) -> TubeInfo:
         """The tube. Raises UnknownTube, also if the client may not know the name (`lists`)."""
         hidden = not lists(tube)
-        if hidden or tube not in self.tubes or self.tubes[tube].fault is not None:  # created or repaired just now?
+        if hidden or tube not in self.tubes or self.fault(tube) is not None:  # made, made again or mended just now?
             await self._look_at_tubes()
         found = None if hidden else self.tubes.get(tube)
         if found is None:

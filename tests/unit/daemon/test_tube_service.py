@@ -348,6 +348,15 @@ async def test_errors_of_the_database_are_answered_as_they_are_where_the_tube_is
         assert (await client.say("PODS t 0/1 1"))[0] == "CURSOR t 0/1 0.0 0"
 
 
+async def test_a_tube_that_was_dropped_and_made_again_is_served_before_the_next_look(autojump_clock: MockClock) -> None:
+    async with open_tubes(pace=replace(Pace(), look=1000.0)) as world:
+        client = world.desk.connect()
+        world.positions.say("tube:t", Reading(position=0, refused=StreamRefused("its table was dropped")))
+        assert (await client.say("CLAIM t 0/1"))[0].startswith("ERROR tube_refused: tube t cannot be served: its table")
+        world.books.infos["t"] = replace(TUBE, table_oid=4711)
+        assert await client.say("CLAIM t 0/1 ttl=20") == ["LEASE t 0/1 1 20"]
+
+
 async def test_a_position_that_is_refused_is_a_trouble_and_ends_the_wait(autojump_clock: MockClock) -> None:
     async with open_tubes() as world:
         client = await world.claimed()

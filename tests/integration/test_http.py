@@ -328,10 +328,13 @@ async def test_what_senders_have_in_postgres_is_told(events: Database, daemon: D
         "INSERT INTO replicad.federation_destination (source, name, txn_id, failures, failing_since)"
         " VALUES ('events', 'a', 'x', 2, now() - interval '1 hour'), ('events', 'b', NULL, 2, now())"
     )
+    async with open_store(events, "replicad", "refused", ["refused"], ["nothing"]):
+        pass  # its stream was refused when it started for the first time: nobody waits for it
     async with open_store(events, "replicad", "s1", ["s1", "s2"], ["events"]):
         found = await ask_until(daemon.http, "/metrics", lambda found: "replicad_sender_running{" in found)
     assert found.value('replicad_sender_running{sender="s1",stream="events"}') == 1
     assert found.value('replicad_sender_running{sender="s2",stream="events"}') == 0
+    assert 'sender="refused"' not in found
     assert found.value('replicad_sender_parked_items{kind="fact",stream="events"}') == 2
     assert found.value('replicad_sender_parked_items{kind="update",stream="events"}') == 1
     assert found.value('replicad_sender_destinations{stream="events"}') == 2

@@ -161,6 +161,18 @@ class Watched:
         self._foreign: tuple[str, ...] = ()
 
     @property
+    def sequence(self) -> int:
+        """The oid of the sequence that gives its ids; not for a source of positions that writers publish."""
+        assert not isinstance(self.source, TableSource)
+        return self.source.sequence
+
+    @property
+    def sequence_reader(self) -> str | None:
+        """The function that reads the sequence as its owner, if not our own role does. As `sequence`."""
+        assert not isinstance(self.source, TableSource)
+        return self.source.sequence_reader
+
+    @property
     def watch(self) -> LockWatch | TableWatch:
         """The lock-watch or the table reader, depending on the stream's method."""
         watch = self.locks or self.table

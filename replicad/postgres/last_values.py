@@ -1,0 +1,136 @@
+"""Reads the last values of the sequences that are watched: together, or one by one when one of them cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from replicad import errors, sqlstates
+from replicad.postgres.blockers import Blockers
+from replicad.postgres.bridge import Connection, load_sql
+from replicad.postgres.owners import as_owner
+from replicad.postgres.watched import Watched
+from replicad.sqlstates import means
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A sequence's last value, and what was read after it: ends of the WAL, and the sequence's file."""
+
+    last_value: int
+    inserted: int
+    flushed: int
+    file: int | None
+
+
+class LastValues:
+    """What was read last, and how to read it.
+
+    `inspect` checks all streams and refuses those that cannot be served; `inspect_soon` asks for that at the next poll.
+    """
+
+    def __init__(
+        self, blockers: Blockers, *, inspect: Callable[[Connection], Awaitable[None]], inspect_soon: Callable[[], None]
+    ) -> None:
+        self.read: dict[int, int | None] = {}  # by sequence, as they were read last; None: unused
+        self._blockers = blockers
+        self._inspect = inspect
+        self._inspect_soon = inspect_soon
+        self._names: Mapping[int, str] = {}
+        self._unused: dict[int, int] = {}  # unused sequences: the value below their first one
+
+    def inspected(self, names: Mapping[int, str]) -> None:
+        """A check has found these relations: quoted names by oid. Unused sequences are to be read again."""
+        self._names = names
+        self._unused = {}
+
+    def forget(self) -> None:
+        """A new connection, perhaps to another server: nothing was read from it."""
+        self.read = {}
+
+    async def fetch(self, connection: Connection, active: list[Watched]) -> dict[int, Value] | None:
+        """Those of all sequences that exist, may be read and are not locked. None: try again at the next poll.
+
+        If Postgres refuses to read a sequence, only its own stream is refused.
+        """
+        readers = {watched.sequence: watched.sequence_reader for watched in active}
+        while True:
+            free = {sequence: readers[sequence] for sequence in readers.keys() - self._blockers.holders.keys()}
+            if not free:
+                return {}
+            try:
+                values = await self._fetch(connection, free)
+            except errors.DatabaseUnavailable:
+                raise
+            except errors.DatabaseError as error:
+                if means(error.sqlstate, sqlstates.GONE_MEANWHILE) and self._blockers.may_wait:
+                    self._blockers.waited()  # dropped just now: the next try does not see it
+                elif not means(error.sqlstate, sqlstates.LOCKED):
+                    return await self._one_by_one(connection, active)
+                elif not await self._blockers.may_try_again(connection, error):
+                    return None
+            else:
+                self._blockers.none_met()
+                return values
+
+    async def fetch_one(self, connection: Connection, watched: Watched) -> dict[int, Value]:
+        """Only that of this stream. Raises DatabaseError if Postgres refuses."""
+        return await self._fetch(connection, {watched.sequence: watched.sequence_reader})
+
+    async def _one_by_one(self, connection: Connection, active: list[Watched]) -> dict[int, Value]:
+        """They cannot be read together: read each alone, to find the one that fails."""
+        values: dict[int, Value] = {}
+        for watched in active:
+            if watched.sequence in values or watched.sequence in self._blockers.holders:
+                continue
+            try:
+                values |= await self.fetch_one(connection, watched)
+            except errors.DatabaseUnavailable:
+                raise
+            except errors.DatabaseError as error:
+                if means(error.sqlstate, sqlstates.LOCKED):
+                    if not await self._blockers.may_try_again(connection, error):
+                        break
+                elif not means(error.sqlstate, sqlstates.GONE_MEANWHILE):
+                    watched.cannot_read(error)
+        return values
+
+    async def _fetch(self, connection: Connection, readers: Mapping[int, str | None]) -> dict[int, Value]:
+        """`readers`: by sequence, the function that reads it as its owner (owners.py), or None."""
+        values: dict[int, Value] = {}
+        for row in await connection.fetch(load_sql("horizon_last_values"), list(readers)):
+            sequence = row["sequence"]
+            self.read[sequence] = row["last_value"]
+            if row["last_value"] is not None:
+                self._unused.pop(sequence, None)
+                values[sequence] = Value(row["last_value"], row["inserted"], row["flushed"], row["file"])
+            elif not row["readable"]:
+                await self._inspect(connection)  # refuses the streams that need it
+            elif sequence in self._unused:
+                values[sequence] = Value(self._unused[sequence], row["inserted"], row["flushed"], row["file"])
+            elif (value := await self._fetch_unused(connection, sequence, readers[sequence])) is not None:
+                values[sequence] = value
+        return values
+
+    async def _fetch_unused(self, connection: Connection, sequence: int, reader: str | None) -> Value | None:
+        """The value at which an unused sequence begins. Not always its START: it may have been restarted or set."""
+        name = self._names.get(sequence)
+        if name is None:
+            return None
+        try:
+            query = load_sql("horizon_unused_sequence").replace("{sequence}", name)
+            first = await as_owner(connection, reader, sequence).fetch_row(query)
+        except errors.DatabaseUnavailable:
+            raise
+        except errors.DatabaseError:  # it was renamed, or we may not read it any more
+            self._inspect_soon()
+            return None
+        after = await connection.fetch_row(load_sql("horizon_last_values"), [sequence])
+        if first is None or after is None or not after["readable"]:
+            return None
+        last_value = after["last_value"]
+        if last_value is None:
+            if first["is_called"]:
+                return None  # used and set back between the two: the next poll finds out
+            last_value = self._unused[sequence] = first["last_value"] - 1
+        return Value(last_value, after["inserted"], after["flushed"], after["file"])

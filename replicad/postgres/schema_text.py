@@ -24,6 +24,7 @@ Direction = Literal["up", "down"]
 PACKAGE = Path(__file__).parents[1]
 """Every folder of the package may have a part in `sql/`: see `Declaration`."""
 
+_SHARED = ("reader_body",)  # texts that several parts have in common, each under a name of its own
 _KINDS = {"FUNCTION": "routines", "PROCEDURE": "routines", "TYPE": "types", "DOMAIN": "types", "INDEX": "indexes"}
 _CREATED = re.compile(
     r"^CREATE\s+(?:OR\s+REPLACE\s+|UNLOGGED\s+|UNIQUE\s+)*(FUNCTION|PROCEDURE|TABLE|SEQUENCE|VIEW|TYPE|DOMAIN|INDEX)\s+"
@@ -81,6 +82,7 @@ def declarations(root: Path = PACKAGE) -> Mapping[Part, Declaration]:
 def load(root: Path) -> Mapping[str, str]:
     """The texts of all parts, by part and file: `tube/010_tube_registry.sql`, `tube/released.json`; and the templates
     of the scripts, as `schema/up.sql`. What a part installs is in the order of the files' names, whatever their folder.
+    A name in `_SHARED` stands in braces for the text of that file of `postgres/sql`.
     """
     folders = {part.name: part.folder for part in declarations(root).values()} | {"schema": root / "postgres/sql"}
     found: dict[str, Path] = {}
@@ -88,7 +90,11 @@ def load(root: Path) -> Mapping[str, str]:
         own = [*folder.glob("*.sql"), *folder.glob("public/*.sql"), *folder.glob("released.json")]
         found |= {f"{name}/{path.name}": path for path in sorted(own, key=lambda path: path.name)}
         found |= {f"{name}/upgrade/{path.name}": path for path in folder.glob("upgrade/*.sql")}
-    return {name: path.read_text(encoding="utf-8") for name, path in found.items()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in found.items()}
+    for name in _SHARED:
+        shared = texts.pop(f"schema/{name}.sql")
+        texts = {part: text.replace(f"{{{name}}}", shared) for part, text in texts.items()}
+    return texts
 
 
 def digest(part: Part) -> str:

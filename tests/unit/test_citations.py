@@ -6,17 +6,16 @@ A clone has nothing else. So no text of the package cites a private document, an
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "replicad"
+from tests.source import IN_ONE_PROCESS, PACKAGE, ROOT, Module, modules
+
+pytestmark = IN_ONE_PROCESS
 
 # Words by which texts have cited what only their author had.
 PRIVATE = re.compile(
@@ -25,6 +24,7 @@ PRIVATE = re.compile(
     r"|(?<!\w)\((?:the )?(?:positions|fan-?out|isolation|generations|tubes|faults|access|protocol-facts)(?:\.md)?\)",
     re.IGNORECASE,
 )
+COMMENT = re.compile(r"(?:^|\s)#\s?(.*)")
 PAGE = re.compile(r"\b(?:docs/[\w./-]+\.(?:md|py)|protocol\.md|README\.md|CHANGELOG\.md)")
 CODE = re.compile(r"(?<![\w./*-])((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|sql))\b")
 IN_PAGES = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sql|toml|json))`")
@@ -32,37 +32,32 @@ PLACEHOLDER = re.compile(r"^synapse/|NNN_|/N\.sql|/name\.sql|^sql/part\.toml$") 
 KEYS = {"schema/up.sql", "tube/010_tube_registry.sql"}  # of the texts of SQL parts (schema_text.load): no paths
 
 
-def of_python(path: Path) -> Iterator[str]:
+def of_python(module: Module) -> Iterator[str]:
     """The comments and docstrings of a module, each as one line."""
-    source = path.read_text(encoding="utf-8")
     block: list[str] = []
-    before = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            if token.start[0] != before + 1:
-                yield " ".join(block)
-                block = []
-            block.append(token.string.lstrip("# "))
-            before = token.start[0]
+    for line in module.text.splitlines():
+        if comment := COMMENT.search(line):
+            block.append(comment[1])
+        elif block:
+            yield " ".join(block)
+            block = []
     yield " ".join(block)
-    for node in ast.walk(ast.parse(source)):
+    for node in module.nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield " ".join(node.value.value.split())
 
 
-def of_sql(path: Path) -> Iterator[str]:
+def of_sql(path: Path) -> str:
     """The comments of a file of SQL, as one line."""
-    yield " ".join(re.findall(r"--\s?(.*)", path.read_text(encoding="utf-8")))
+    return " ".join(re.findall(r"--\s?(.*)", path.read_text(encoding="utf-8")))
 
 
 @cache
 def texts() -> list[tuple[str, str]]:
     """Every comment and docstring of the package, with the file that it stands in."""
-    found = []
-    for read, pattern in ((of_python, "*.py"), (of_sql, "*.sql")):
-        for path in sorted(PACKAGE.rglob(pattern)):
-            found += [(path.relative_to(ROOT).as_posix(), text) for text in read(path) if text]
-    return found
+    found = [(module.path, text) for module in modules() for text in of_python(module)]
+    found += [(path, of_sql(path)) for path in sorted(PACKAGE.rglob("*.sql"))]
+    return [(path.relative_to(ROOT).as_posix(), text) for path, text in found if text]
 
 
 def test_there_are_texts_to_look_at() -> None:

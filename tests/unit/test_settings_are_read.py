@@ -9,32 +9,19 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-import replicad
 from replicad.config.declaring import setting, settings_of, whole_number
+from tests.source import IN_ONE_PROCESS, modules
 
-PACKAGE = Path(replicad.__file__).parent
+pytestmark = IN_ONE_PROCESS
+
 CHECKS = ("__post_init__", "_check_trigger")  # methods that read values in order to refuse them
 KINDS = {"setting", "count", "duration", "amount", "choice"}  # what declares a setting
 PLAIN = {"replicad.spark.pipeline_config": "PipelineConfig", "replicad.spark.options": "SourceOptions"}
-
-
-@cache
-def modules() -> tuple[tuple[str, ast.Module], ...]:
-    """Name and syntax tree of every module of the package."""
-    return tuple(_modules())
-
-
-def _modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        yield ".".join(parts).removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
 
 
 def declares_settings(tree: ast.Module) -> bool:
@@ -49,13 +36,13 @@ def declares_settings(tree: ast.Module) -> bool:
 def declared() -> dict[str, set[str]]:
     """Names of settings by the class that declares them."""
     found: dict[str, set[str]] = {}
-    for name, tree in modules():
-        if not declares_settings(tree) and name not in PLAIN:
+    for module in modules():
+        if not declares_settings(module.tree) and module.name not in PLAIN:
             continue
-        for made in vars(importlib.import_module(name)).values():
-            if not (isinstance(made, type) and is_dataclass(made) and made.__module__ == name):
+        for made in vars(importlib.import_module(module.name)).values():
+            if not (isinstance(made, type) and is_dataclass(made) and made.__module__ == module.name):
                 continue
-            names = {entry.name for entry in fields(made)} if made.__name__ == PLAIN.get(name) else set()
+            names = {entry.name for entry in fields(made)} if made.__name__ == PLAIN.get(module.name) else set()
             names |= {one.name for one in settings_of(made, nested=False)}
             if names:
                 found[made.__name__] = names
@@ -86,7 +73,7 @@ def readings(trees: Iterable[ast.Module], declaring: Iterable[str]) -> set[str]:
 
 def test_every_setting_is_read_outside_of_its_declaration_and_its_check() -> None:
     classes = declared()
-    read = readings((tree for _, tree in modules()), classes)
+    read = readings((module.tree for module in modules()), classes)
     idle = {f"{owner}.{name}" for owner, names in classes.items() for name in names if name not in read}
     assert idle == set(), "settings that do nothing: remove them, or make them work"
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-import replicad
 from replicad.postgres import schema, schema_text
+from tests.source import IN_ONE_PROCESS, PACKAGE, ROOT, constants, modules
 
-PACKAGE = Path(replicad.__file__).parent
-PAGES = [PACKAGE.parent / "README.md", PACKAGE.parent / "protocol.md", *(PACKAGE.parent / "docs").glob("*.md")]
+pytestmark = IN_ONE_PROCESS
+
+PAGES = [ROOT / "README.md", ROOT / "protocol.md", *(ROOT / "docs").glob("*.md")]
 LOADERS = ("load_sql", "statement")  # functions whose first argument is the name of a query
 # Functions that call an SQL function, and where among their arguments its name is.
 CALLERS = {"call_rows": 2, "call_row": 2, "call_value": 2, "rows_call": 1, "value_call": 1, "Ask": 0, "_write": 0}
@@ -23,27 +24,11 @@ NO_CALL = re.compile(r"--[^\n]*|^COMMENT ON [^;]*;|^(?:GRANT|REVOKE) [^;]*;", re
 NAMES = sorted(path.stem for path in PACKAGE.glob("*/sql/query/*.sql"))
 
 
-@cache
-def trees() -> list[ast.Module]:
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
-@cache
-def texts() -> set[str]:
-    """All string constants of the package."""
-    return {
-        node.value
-        for tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-
-
-def constants(places: Mapping[str, int]) -> set[str]:
+def arguments(places: Mapping[str, int]) -> set[str]:
     """The texts that stand at those places among the arguments of the functions of those names."""
     found = set()
-    for tree in trees():
-        for node in ast.walk(tree):
+    for module in modules():
+        for node in module.nodes:
             if isinstance(node, ast.Call):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 given = node.args[places[name] : places[name] + 1] if name in places else []
@@ -58,7 +43,7 @@ def installed() -> dict[Path, str]:
 
 
 def test_every_file_of_a_query_is_named_by_the_code() -> None:
-    assert [name for name in NAMES if name not in texts()] == [], "nothing loads these files of sql/query"
+    assert [name for name in NAMES if name not in constants()] == [], "nothing loads these files of sql/query"
 
 
 def test_no_two_queries_have_one_name() -> None:
@@ -66,7 +51,7 @@ def test_no_two_queries_have_one_name() -> None:
 
 
 def test_every_query_that_the_code_names_has_a_file() -> None:
-    names = constants(dict.fromkeys(LOADERS, 0))
+    names = arguments(dict.fromkeys(LOADERS, 0))
     assert len(names) > 20
     assert sorted(names - set(NAMES)) == [], "there is no such file in sql/query"
 
@@ -78,7 +63,7 @@ def test_no_file_of_a_query_holds_a_mere_call() -> None:
 
 
 def test_every_function_that_the_code_calls_is_installed() -> None:
-    names = constants(CALLERS)
+    names = arguments(CALLERS)
     assert len(names) > 60
     known = {name for text in installed().values() for name in FUNCTION.findall(text)} | {"set_config", "to_regclass"}
     assert sorted(names - known) == [], "no part installs these functions"
@@ -86,7 +71,7 @@ def test_every_function_that_the_code_calls_is_installed() -> None:
 
 def test_every_function_of_the_schema_is_called_or_documented() -> None:
     queries = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("sql/query/*.sql")]
-    used = "\n".join([*(NO_CALL.sub("", text) for text in [*installed().values(), *queries]), *texts()])
+    used = "\n".join([*(NO_CALL.sub("", text) for text in [*installed().values(), *queries]), *constants()])
     words = Counter(re.findall(r"\w+", used))
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     older = called_by_older_programs()

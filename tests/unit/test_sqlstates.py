@@ -10,6 +10,9 @@ import pytest
 
 from replicad import sqlstates
 from replicad.sqlstates import means
+from tests.source import IN_ONE_PROCESS, modules
+
+pytestmark = IN_ONE_PROCESS
 
 FILE = Path(sqlstates.__file__)
 MEANINGS = {name: value for name, value in vars(sqlstates).items() if name.isupper() and isinstance(value, tuple)}
@@ -18,10 +21,10 @@ CODES = {state for meaning in MEANINGS.values() for state in meaning if len(stat
 
 def test_no_other_file_writes_a_state_that_has_a_name() -> None:
     found = [
-        f"{path.relative_to(FILE.parent)}:{node.lineno} {node.value}"
-        for path in sorted(FILE.parent.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value in CODES and path != FILE
+        f"{module.name}:{node.lineno} {node.value}"
+        for module in modules()
+        for node in module.nodes
+        if isinstance(node, ast.Constant) and node.value in CODES and module.path != FILE
     ]
     assert len(CODES) > 10
     assert found == [], "use the name in sqlstates.py"

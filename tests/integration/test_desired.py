@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from replicad import features
 from replicad.cli import app
 from replicad.config.settings import DatabaseSettings
 from replicad.postgres.bridge import open_database
+from replicad.postgres.programs import find_programs
 from replicad.terminal.desired.changes import Action, Difference, compare, make, present_objects
 from replicad.terminal.desired.section import Place
 from replicad.terminal.desired.toml import read_tables, render
@@ -159,6 +162,54 @@ def test_what_differs_is_shown_and_changed_and_what_cannot_be_is_refused_as_a_wh
     told = run("plan", str(file), status=2)
     assert "replicad: " in told
     assert "streams.x.tabel is not known; did you mean table?" in told
+
+
+@contextmanager
+def open_transaction(url: str, statement: str) -> Iterator[None]:
+    """A transaction of another session that has run the statement."""
+    command = [find_programs() / "psql", "--no-psqlrc", "-qtAX", "-d", url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as session:
+        assert session.stdin is not None
+        assert session.stdout is not None
+        session.stdin.write(f"BEGIN; {statement}; SELECT 'begun';\n")
+        session.stdin.flush()
+        assert session.stdout.readline() == "begun\n"
+        yield
+        session.stdin.close()
+
+
+def test_plan_tries_whether_a_new_table_can_be_a_stream_and_leaves_nothing_behind(
+    run: Run, database_url: str, tmp_path: Path
+) -> None:
+    psql(
+        database_url, "CREATE VIEW seen AS SELECT * FROM events; CREATE UNLOGGED TABLE fast (id bigserial PRIMARY KEY)"
+    )
+    file = tmp_path / "replicad.toml"
+    ways = {
+        "bare": "no sequence feeds column id of public.bare. run: ALTER TABLE public.bare ALTER COLUMN id ADD ",
+        "seen": "public.seen is a view. register the table that is written to",
+        "fast": "public.fast is unlogged: a crash empties it. run: ALTER TABLE public.fast SET LOGGED",
+    }
+    good = "[streams.good]\ntable = 'events'\nid = 'id'\nmethod = 'reservation'\n"
+    file.write_text(good + "".join(f"[streams.{name}]\ntable = '{name}'\nid = 'id'\n" for name in ways))
+    count = "SELECT count(*) FROM replicad.stream; SELECT count(*) FROM pg_proc; SELECT count(*) FROM pg_trigger"
+    before = psql(database_url, count)
+    planned = run("plan", str(file), status=2)
+    for name, why in ways.items():
+        (line,) = [one for one in planned.splitlines() if one.startswith(f"! stream {name}: ")]
+        assert why in line
+        added = run("streams", "add", name, "--table", name, "--id", "id", status=7)
+        assert line.partition(": ")[2] in added, "it is the check of `streams add`"
+    assert "+ stream good\n" in planned
+    assert "not tried" not in planned
+    assert "nothing was changed" in run("apply", str(file), status=7)
+    assert psql(database_url, count) == before
+    file.write_text(good)
+    with open_transaction(database_url, "LOCK TABLE events IN ROW EXCLUSIVE MODE"):  # as a writer has
+        planned = run("plan", str(file), status=2)
+    assert "+ stream good\n" in planned
+    assert "    it was not tried whether it can be made: " in planned
+    assert psql(database_url, count) == before
 
 
 # --- any file ---

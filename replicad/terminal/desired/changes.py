@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicad.errors import DatabaseUnavailable, ReplicadError
+from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError
 from replicad.terminal.desired.section import Key, Place, Section, Values, described
 from replicad.terminal.desired.toml import Wanted, value_of
 from replicad.terminal.remedies import as_commands
@@ -67,9 +67,17 @@ async def _compare_one(
     except DatabaseUnavailable:
         raise
     except ReplicadError as error:
-        return [Difference(section, name, Action.REFUSE, (as_commands(str(error)),), present)]
+        return [_refused(section, name, error, present)]
     if present is None:
         lines = tuple(_values(section.keys, wanted))
+        if section.attempt is not None:
+            try:
+                untried = await section.attempt(place, name, wanted)
+            except DatabaseError:
+                raise
+            except ReplicadError as error:
+                return [_refused(section, name, error, None)]
+            lines += () if untried is None else (f"it was not tried whether it can be made: {untried}",)
         return [Difference(section, name, Action.MAKE, lines, None, wanted)]
     found = []
     changed: list[str] = []
@@ -88,6 +96,10 @@ async def _compare_one(
     if extra:
         found.append(Difference(section, name, Action.EXTRA, tuple(extra), present, wanted))
     return found
+
+
+def _refused(section: Section, name: str, error: ReplicadError, present: Values | None) -> Difference:
+    return Difference(section, name, Action.REFUSE, (as_commands(str(error)),), present)
 
 
 def _key_differences(section: Section, name: str, key: Key, before: Any, after: Any) -> Iterator[tuple[str, bool]]:

@@ -48,6 +48,8 @@ class Section:
     `normal`: the normal form of an object of the file. Raises what making it would raise.
     `change`: make the object, or give it the values that differ. The second argument is what is present, or None.
     `removal`: what the database has beside the file, with the command that removes it.
+    `attempt`: raise what making a missing object would raise, and leave nothing behind. Returns why that could not be
+    tried, or None. It raises a ReplicadError that is no DatabaseError where the object cannot be made.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Section:
     change: Callable[[Place, str, Values | None, Values], Awaitable[None]]
     normal: Callable[[Place, str, Values], Awaitable[Values]]
     removal: Callable[[str], str]
+    attempt: Callable[[Place, str, Values], Awaitable[str | None]] | None = None
     named: bool = True
     lists: str = ""  # what is in a list or inner table, and the command that removes one, for `{name}` and `{one}`
 

@@ -24,7 +24,7 @@ def _verbs() -> Verbs:
 
     features = served()
     commands = [kind for feature in features for kind in feature.commands]
-    return verbs_of([*CORE, *commands], [verb for feature in features for verb in feature.verbs])
+    return verbs_of([*CORE, *commands], features)
 
 
 @click.group("access", cls=ReplicadGroup, short_help="Check access files and make secrets.")

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 import structlog
 
+from replicad.config.recent import RECENT
 from replicad.config.settings import LogSettings
 from replicad.masking import MASK, mask_secrets, visible
 
@@ -109,6 +110,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None, *, colou
             structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if as_text else "iso", utc=not as_text),
             structlog.processors.format_exc_info,
             mask_event,
+            RECENT.note,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),

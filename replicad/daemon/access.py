@@ -19,7 +19,7 @@ import trio
 
 from replicad.config.access import ALL_RIGHTS, LIST, AccessFile, Client, Verbs, read_access
 from replicad.daemon.guesses import Guesses
-from replicad.daemon.service import HangUp
+from replicad.daemon.service import Feature, HangUp
 from replicad.daemon.troubles import Troubles
 from replicad.errors import Forbidden, NotAuthorised, UsageError
 from replicad.protocol.command import Command
@@ -33,11 +33,14 @@ WRONG = "the token is wrong; ask the operator of this server for it"  # whatever
 log = structlog.get_logger()
 
 
-def verbs_of(kinds: Iterable[type[Command]], plain: Iterable[str] = ()) -> Verbs:
-    """The verbs that the commands declare, and others without a name."""
+def verbs_of(kinds: Iterable[type[Command]], features: Collection[Feature] = ()) -> Verbs:
+    """The verbs that the commands declare, and others that features ask for."""
     declared = [kind for kind in kinds if kind.VERB is not None]
     named = frozenset(kind.VERB or "" for kind in declared if kind.OBJECT is not None)
-    return Verbs(named, (frozenset(kind.VERB or "" for kind in declared) - named) | frozenset(plain))
+    plain = frozenset(kind.VERB or "" for kind in declared) - named
+    return Verbs(
+        named.union(*(feature.named_verbs for feature in features)), plain.union(*(each.verbs for each in features))
+    )
 
 
 def names_of(stream: trio.abc.Stream) -> frozenset[str]:
@@ -189,7 +192,7 @@ class ClientAccess:
     """The client at the other end of one connection, and what it may do."""
 
     __slots__ = (
-        "_address", "_certificate", "_control", "_digest", "_noted", "_on_change", "_session", "client",
+        "_address", "_certificate", "_control", "_digest", "_how", "_noted", "_on_change", "_session", "client",
     )  # fmt: skip
 
     def __init__(self, control: AccessControl, peer: str, certificate: frozenset[str]) -> None:
@@ -198,6 +201,7 @@ class ClientAccess:
         self._address = peer.rpartition(":")[0].strip("[]")
         self._certificate = certificate
         self._digest: bytes | None = None  # of the secret by which the client is known; None: by its certificate
+        self._how = ""  # token or certificate
         self._session: Connected | None = None
         self._on_change: list[Callable[[], None]] | None = None
         self._noted: set[tuple[str, str | None]] | None = None
@@ -244,6 +248,13 @@ class ClientAccess:
             self._digest = sha256(word.partition(".")[2].encode()).digest()
             self._enter(client, "token")
 
+    def note_use(self) -> None:
+        """Log who the client is. Called when it first asks for something: a health check asks for nothing, and comes
+        every few seconds.
+        """
+        if self.name and self._session is not None:
+            self._session.log.info("client_known", by=self._how)
+
     def end(self) -> None:
         """The session has ended."""
         self._session = self._on_change = None
@@ -253,8 +264,7 @@ class ClientAccess:
     def _enter(self, client: Client, how: str) -> None:
         self._control.count(self, client)
         self.client = client
-        if client.name and self._session is not None:
-            self._session.log.info("client_known", by=how)
+        self._how = how
 
     def _by_certificate(self) -> Client | None:
         return self._control.find_by_certificate(self._certificate, self._address) if self._certificate else None

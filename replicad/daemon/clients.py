@@ -16,10 +16,13 @@ ORDINARY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """A journal that a client reads: of which stream, and for how many seconds its next chunk has waited for it."""
+    """A stream that a client is sent. One that reads the journal is behind by the seconds that its next chunk has
+    waited for it. One that catches up with old rows has so many ids to go; nothing waits for it in memory.
+    """
 
     stream: str
-    behind_s: float
+    behind_s: float | None
+    ids_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ async def open_daemon(
         access = AccessControl(
             token=settings.token,
             file=settings.access_file,
-            verbs=verbs_of(vocabulary, [verb for feature in features for verb in feature.verbs]),
+            verbs=verbs_of(vocabulary, features),
             troubles=troubles,
         )
         hub = Hub(budget.connections, troubles, settings.limits)

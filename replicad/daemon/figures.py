@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from replicad.daemon.clients import Following
+
 GAUGE: Literal["gauge"] = "gauge"
 COUNTER: Literal["counter"] = "counter"
 
@@ -90,10 +92,14 @@ class Source(Protocol):
 
 
 class Figures:
-    """The sources of one daemon. Services add theirs when they are made."""
+    """The sources of one daemon. Services add theirs when they are made.
+
+    `catching_up`: what clients, by the number of their connections, are sent beside what they read from journals.
+    """
 
     def __init__(self) -> None:
         self.sources: list[Source] = []
+        self.catching_up: Callable[[], Mapping[int, Sequence[Following]]] = dict
 
     def add(self, source: Source) -> None:
         """Add a source."""

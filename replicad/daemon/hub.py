@@ -36,6 +36,10 @@ class Member(Protocol):
         """Whether the client may get what is sent to all clients."""
 
     @property
+    def number(self) -> int:
+        """The connection's number, unique in this daemon."""
+
+    @property
     def sent(self) -> int:
         """The bytes that its socket has taken."""
 

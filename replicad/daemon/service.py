@@ -222,10 +222,12 @@ class Host:
 class Feature:
     """A feature: its name, its commands, and the function that makes its service.
 
-    `verbs`: rights without a name that it asks for, beside those that its commands declare.
+    `verbs`, `named_verbs`: rights that it asks for, beside those that its commands declare: without a name, and with
+    the name of a stream or tube.
     """
 
     name: str
     commands: tuple[type[Command], ...]
     open: Callable[[Host], Service]
     verbs: tuple[str, ...] = ()
+    named_verbs: tuple[str, ...] = ()

@@ -313,6 +313,7 @@ class Session(Answering):
             case _:
                 if not self._asked:
                     self._asked = True
+                    self.access.note_use()
                     self.log.info("session_opened", connected=len(self._hub))
                 await handle(command)
 

@@ -23,7 +23,7 @@ def command(http: str | None, as_json: bool, **options: Any) -> None:
     """List the clients that are connected to a daemon, what they follow and how far they are behind, then who was cut.
 
     The daemon must run with `serve --http`; --http names that address. A client is behind by the time that its next
-    rows have waited for it in memory. Clients that catch up from Postgres show nothing that they follow yet. With
+    rows have waited for it in memory. One that catches up with old rows of a stream has so many ids to go instead. With
     --json each line is a client, or a cut (`"cut": true`).
     """
     if http is None:
@@ -54,9 +54,14 @@ def _client(row: Mapping[str, Any]) -> dict[str, Any]:
         "client": row["access"] or None,
         "connected_s": float(row["connected_s"]),
         "sent_mb": row["sent"] / 1e6,
-        "follows": ", ".join(sorted({one["stream"] for one in following})) or (None if row["known"] else "(newcomer)"),
-        "behind_s": max((one["behind_s"] for one in following), default=None),
+        "follows": ", ".join(sorted(set(map(_followed, following)))) or (None if row["known"] else "(newcomer)"),
+        "behind_s": max((one["behind_s"] for one in following if one["behind_s"] is not None), default=None),
     }
+
+
+def _followed(one: Mapping[str, Any]) -> str:
+    left = one.get("ids_left")
+    return str(one["stream"]) if left is None else f"{one['stream']} (catches up, {left:,} ids to go)"
 
 
 def _cut(row: Mapping[str, Any]) -> dict[str, Any]:

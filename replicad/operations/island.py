@@ -77,8 +77,7 @@ class Island:
         silent = self._silent(found, reported, now, clock)
         rows = [self._row(dict(row), now, faults.get(row["tube"]), silent) for row in found]
         self._before = {row["tube"]: (now, row["moved_in"] or 0, row["moved_out"] or 0) for row in found}
-        daemons = (server["pollers"] + 1) // 2
-        return Picture(str(db.target), rows, streams, daemons, remarks, server=server["version"])
+        return Picture(str(db.target), rows, streams, server["daemons"], remarks, server=server["version"])
 
     async def _streams(self, db: Database) -> tuple[list[Row], Sequence[Reported], list[str]]:
         """The rows of streams, what daemons report, and sentences. Without the streams' SQL: none."""
@@ -97,7 +96,7 @@ class Island:
         return [self._stream(one) for one in overview.streams], reported, list(dict.fromkeys(remarks))
 
     def _stream(self, one: StreamStatus) -> Row:
-        from replicad.operations.doctor.stream_checks import who
+        from replicad.terminal.holders import who
 
         trouble = [] if one.problem is None else [f"{one.state}: {one.problem}"]
         holder = one.held_by

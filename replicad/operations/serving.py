@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Service
 from replicad.errors import UsageError
 
-STATUS = "status"  # the right to see /status and /metrics
+STATUS = "status"  # the right to see /status, /clients, /metrics, and the data of the console
+REPLAY = "replay"  # the right to put parked ids back into a tube
 _PACKAGES = ("hypercorn", "starlette", "prometheus_client")
 
 
@@ -54,4 +55,4 @@ def open_service(host: Host) -> Service:
     return NoHttp() if host.settings.http is None else Http(host)
 
 
-FEATURE = Feature("http", (), open_service, verbs=(STATUS,))
+FEATURE = Feature("http", (), open_service, verbs=(STATUS,), named_verbs=(REPLAY,))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import replicad
 from replicad.config.logs import configure_logs, mask_value
+from replicad.config.recent import RECENT
 from replicad.config.settings import LogSettings
 from replicad.eventlog import get_logger
 from replicad.masking import mask_secrets
@@ -57,6 +58,18 @@ def test_no_secret_reaches_the_log_wherever_it_stands(output: io.StringIO) -> No
     text = output.getvalue()
     assert "hunter2" not in text
     assert len([json.loads(line) for line in text.splitlines()]) == 4
+
+
+def test_the_last_events_are_kept_as_the_log_has_them(output: io.StringIO) -> None:
+    configure_logs(LogSettings(), output)
+    last = max((one.number for one in RECENT.after(0)), default=0)
+    log = structlog.get_logger()
+    log.debug("hidden")
+    log.warning("shown", url="postgresql://u:hunter2@h/d", password="hunter2")
+    (one,) = RECENT.after(last)
+    assert (one.event, one.level) == ("shown", "warning")
+    assert "hunter2" not in str(one.fields)
+    assert one.fields.keys() == {"url", "password"}
 
 
 def test_text_form_is_for_people_and_masks_as_well(output: io.StringIO) -> None:

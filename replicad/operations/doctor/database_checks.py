@@ -92,10 +92,9 @@ async def _sessions(seen: Seen) -> Iterable[Finding]:
 
 
 async def _daemons(seen: Seen) -> Iterable[Finding]:
-    row = await seen.server()
-    if not row["pollers"]:
+    number = (await seen.server())["daemons"]
+    if not number:
         return [failing("no daemon is connected to this database", "start `replicad serve`")]
-    number = (row["pollers"] + 1) // 2  # a daemon has two such sessions, or one while it begins
     return fine(f"{counted(number, 'daemon is', 'daemons are')} connected")
 
 

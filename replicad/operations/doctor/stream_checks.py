@@ -6,33 +6,10 @@ from collections.abc import Iterable
 
 from replicad.operations.doctor.declared import Check, Finding, Level, counted, failing, fine, warning
 from replicad.operations.doctor.seen import Seen
-from replicad.postgres.bridge import quote_literal
-from replicad.postgres.horizon import Holder
 from replicad.streams import status
+from replicad.terminal.holders import how_to_end, who
 
 _WAITS = (status.NO_DAEMON, status.IDS_AHEAD)  # states in which the stream is served, and rows wait
-
-
-def how_to_end(holder: Holder) -> str:
-    """The statement that ends what holds a position back."""
-    if holder.gid is not None:
-        return f"ROLLBACK PREPARED {quote_literal(holder.gid)} (or COMMIT PREPARED, if it was meant)"
-    if holder.pid is not None:
-        return f"SELECT pg_terminate_backend({holder.pid})"
-    if holder.application_name:
-        return f"start the writer {holder.application_name}, or `replicad streams writers retire`"
-    return "SELECT * FROM pg_locks WHERE NOT granted"
-
-
-def who(holder: Holder) -> str:
-    """The holder, for a sentence."""
-    if holder.gid is not None:
-        return f"prepared transaction {holder.gid}"
-    if holder.pid is not None:
-        name = f" ({holder.application_name})" if holder.application_name else ""
-        query = " ".join((holder.query or "").split())[:80]
-        return f"pid {holder.pid}{name}" + (f", which ran last: {query}" if query else "")
-    return f"writer {holder.application_name}" if holder.application_name else "another session"
 
 
 async def _streams(seen: Seen) -> Iterable[Finding]:

@@ -19,9 +19,11 @@ from starlette.routing import Route
 
 from replicad.daemon.figures import GAUGE, Family, Obstacle, Sample
 from replicad.daemon.service import Host
+from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, Refused, calling
 from replicad.operations.http.exposition import Exposition
 from replicad.operations.http.looks import AGE, FAILURES, Looks
+from replicad.operations.http.surroundings import Surroundings
 from replicad.operations.serving import STATUS
 
 LONGEST = 10.0  # seconds for an answer; wrong secrets wait up to 8
@@ -41,6 +43,7 @@ INDEX = """replicad
 /status   the same and more, as JSON
 /clients  who is connected, and who was cut, as JSON
 /metrics  for Prometheus; docs/operating.md has the table
+/console  all of this for people, in a browser
 """
 
 log = structlog.get_logger()
@@ -50,9 +53,10 @@ Page = Callable[[Request, Caller], Awaitable[Response]]
 class Pages:
     """The answers. `looks.run` must be running."""
 
-    def __init__(self, host: Host, looks: Looks) -> None:
+    def __init__(self, host: Host, looks: Looks, surroundings: Surroundings) -> None:
         self._host = host
         self._looks = looks
+        self._surroundings = surroundings
         self._exposition = Exposition(self.families())
         self._version = metadata.version("replicad")
         self._started = time.time()
@@ -60,15 +64,20 @@ class Pages:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        pages = {
+        console = Console(self._host)
+        pages: dict[str, Page] = {
             "/": self.index,
             "/livez": self.livez,
             "/readyz": self.readyz,
             "/status": self.status,
             "/clients": self.clients,
             "/metrics": self.metrics,
+            "/events": console.events,
+            "/parked": console.parked,
+            **dict.fromkeys(FILES, console.file),
         }
-        return Starlette(routes=[Route(path, self._answer(page)) for path, page in pages.items()])
+        routes = [Route(path, self._answer(page)) for path, page in pages.items()]
+        return Starlette(routes=[*routes, Route("/replay", self._answer(console.replay), methods=["POST"])])
 
     def _answer(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -76,6 +85,7 @@ class Pages:
             if trio.current_time() > request.scope["state"].get("opened_at", float("inf")) + OLD:
                 response.headers["connection"] = "close"
             response.headers["cache-control"] = "no-store"
+            response.headers["x-content-type-options"] = "nosniff"
             return response
 
         return answer
@@ -126,6 +136,7 @@ class Pages:
             "server_name": self._host.settings.server_name,
             "version": self._version,
             "uptime_seconds": round(trio.current_time() - self._began, 1),
+            "server": self._surroundings.server,
             "ready": not found,
             "obstacles": [one._asdict() for one in found if caller.sees(one)],
         }
@@ -144,6 +155,7 @@ class Pages:
         """Who is connected, what they follow, and who was cut, as JSON. Needs the right `status`."""
         caller.require(STATUS)
         hub, now = self._host.hub, trio.current_time()
+        catching_up = self._host.figures.catching_up()
         found = []
         for number, session in enumerate(list(hub)):
             if number == MOST_CLIENTS:
@@ -151,7 +163,8 @@ class Pages:
             if number % SLICE == 0:
                 await trio.lowlevel.checkpoint()
             view = asdict(session.view(now))
-            view["following"] = [one for one in view["following"] if caller.lists("stream", one["stream"])]
+            also = map(asdict, catching_up.get(session.number, ()))
+            view["following"] = [one for one in (*view["following"], *also) if caller.lists("stream", one["stream"])]
             found.append(view)
         cuts = [{**asdict(cut), "ago_s": now - cut.at} for cut in reversed(hub.cuts)]
         body = {"connected": len(hub), "clients": found, "cuts": cuts, "closed": dict(hub.statistics().closed)}

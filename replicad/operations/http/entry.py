@@ -28,6 +28,11 @@ class Refused(Exception):
         self.why = why
 
 
+def no_such(kind: str, name: str) -> Refused:
+    """The answer for a name that does not exist, and for one that the caller may not know."""
+    return Refused(404, f"there is no {kind} {name[:80]!r}")
+
+
 class Caller:
     """Who sent a request. `known`: it has proved who it is, or nobody has to."""
 
@@ -48,6 +53,22 @@ class Caller:
             self._access.require_plain(verb)
         except Forbidden as error:
             raise Refused(403, str(error)) from error
+
+    def require_on(self, verb: str, kind: str, name: str) -> None:
+        """Raise Refused if the caller may not do this to the stream or tube; 404 if it may not know the name."""
+        if not self.known:
+            raise Refused(401, "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH")
+        try:
+            if self._access.require(verb, kind, name):
+                return
+        except Forbidden as error:
+            raise Refused(403, str(error)) from error
+        raise no_such(kind, name)
+
+    @property
+    def lists_all(self) -> bool:
+        """Whether no name is hidden from the caller by its rule for names in general."""
+        return not self._access.limited or self._access.lists("*")
 
     def lists(self, kind: object, name: str) -> bool:
         """Whether the caller may know a name of this kind."""

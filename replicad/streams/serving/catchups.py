@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import trio
 
 from replicad.config.limits import Limits
+from replicad.daemon.clients import Following
 from replicad.daemon.places import Places
 from replicad.errors import DatabaseError
 from replicad.streams.row_pieces import Bounds, Piece, Segment, read_piece
@@ -112,6 +113,7 @@ class Catchups:
         self._shelves: WeakKeyDictionary[Feed, Shelf] = WeakKeyDictionary()
         self._readings: dict[Shelf, list[Reading]] = {}
         self.under_way: set[UnderWay] = set()
+        self.clients: dict[tuple[int, str], UnderWay] = {}  # by connection and stream; also those that wait their turn
         self._nursery: trio.Nursery | None = None
         self._kept = trio.Event()  # set when a piece is kept, so that it is dropped some time
         self._reads = self._rows = 0
@@ -131,6 +133,14 @@ class Catchups:
                         self._kept = trio.Event()
         finally:
             self._nursery = None
+
+    def following(self) -> dict[int, list[Following]]:
+        """What each client that catches up is sent, by the number of its connection."""
+        found: dict[int, list[Following]] = {}
+        for (client, stream), one in self.clients.items():
+            left = max(0, one.feed.sent_upto - one.position)
+            found.setdefault(client, []).append(Following(stream, None, left))
+        return found
 
     def _sweep(self) -> None:
         """Drop the pieces that no client will need."""

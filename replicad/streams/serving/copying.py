@@ -84,7 +84,7 @@ class Copying:
         self._client = taking.client
         self._taking = taking
         self.feed = feed
-        self._linear = linear
+        self.linear = linear
         self._size = catchups.limits.sizes.first
         self._at: int | None = None  # all rows up to this id were sent
 
@@ -108,7 +108,7 @@ class Copying:
 
     async def _copy(self, upto: Mapping[str, int], epoch: str) -> bool:
         feed, before = self.feed, self.reached
-        copier = Copier(feed.catchup_rows(feed.stream), linear=self._linear)
+        copier = Copier(feed.catchup_rows(feed.stream), linear=self.linear)
         seen = LastTokens(feed.name, before, one=copier.one_writer)
         stopped: RowUnreadable | None = None
         try:

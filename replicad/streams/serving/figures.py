@@ -14,6 +14,7 @@ from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.publisher import REGISTRY, Publisher
 from replicad.streams.serving.served_stream import KIND, Serving
 from replicad.streams.waiting_rows import MOST, count_waiting
+from replicad.terminal.holders import held_back
 
 SERVED, WAITING, STARTING, REFUSED = STATES = ("served", "waiting", "starting", "refused")
 _OF, _ORDER = ("stream",), ("stream", "order")
@@ -182,7 +183,6 @@ class StreamFigures:
     def _detail(self, serving: Serving) -> Mapping[str, object]:
         now, reading, feed = trio.current_time(), serving.reading, serving.feed
         holder = None if reading is None else reading.held_by
-        held = serving.lag.held_seconds(now)
         return {
             "state": self.state(serving),
             "problem": self._publisher.why_not_served(serving),
@@ -190,16 +190,7 @@ class StreamFigures:
             "last_value": None if reading is None else reading.last_value,
             "lag_seconds": round(serving.lag.seconds(serving.published, now), 3),
             "lag_rows": self._waiting_rows(serving),
-            "held_back": None
-            if holder is None or held is None
-            else {
-                "seconds": round(held, 3),
-                "kind": holder.kind.value,
-                "pid": holder.pid,
-                "application_name": holder.application_name,
-                "transaction_seconds": holder.age_s,
-                "prepared": holder.gid,
-            },
+            "held_back": held_back(holder, serving.lag.held_seconds(now)),
             "readers": 0 if feed is None else sum(lane.channel.readers for lane in feed.lanes.values()),
             "late_rows": 0 if feed is None else feed.late_rows,
         }

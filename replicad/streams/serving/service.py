@@ -112,6 +112,7 @@ def feature(pace: Pace = Pace()) -> Feature:
         book = TroubleBook(notes, troubles, host.settings.server_name, pace)
         service = StreamService(publisher, acks, book, host.poller, pace, catchups=CatchupLimits.of(limits))
         host.figures.add(StreamFigures(publisher, service.catchups, pools.housekeeping, schema))
+        host.figures.catching_up = service.catchups.following
         return service
 
     return Feature("streams", COMMANDS, open_service)

@@ -215,12 +215,15 @@ class Subscriptions:
         self, feed: Feed, channel: Channel, begin: Begin, linear: bool, extended: bool
     ) -> None:
         """`_catch_up`, in turn with the other catch-ups of the client, if their number is bounded."""
+        copying = Copying(self._catchups, self._taking, feed, begin.positions, begin.others_after, linear=linear)
         self._catching_up.add(feed.name)
+        self._catchups.clients[self._session.number, feed.name] = copying
         try:
             async with self._session.access.catching_up():
-                await self._catch_up(feed, channel, begin, linear, extended)
+                await self._catch_up(feed, channel, copying, begin, extended)
         finally:
             self._catching_up.discard(feed.name)
+            self._catchups.clients.pop((self._session.number, feed.name), None)
 
     def _read(
         self, feed: Feed, channel: Channel, index: int, *, linear: bool, extended: bool, preamble: bytes = b""
@@ -321,17 +324,16 @@ class Subscriptions:
             )
         return start, min(token.minimum, *start.values())
 
-    async def _catch_up(self, feed: Feed, channel: Channel, begin: Begin, linear: bool, extended: bool) -> None:
+    async def _catch_up(self, feed: Feed, channel: Channel, copying: Copying, begin: Begin, extended: bool) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""
         session = self._session
         await session.flush()
         await session.send(begin.preamble)
         async with self._under_way:
-            await self._catch_up_now(feed, channel, begin, linear, extended)
+            await self._catch_up_now(feed, channel, copying, begin.epoch, extended)
 
-    async def _catch_up_now(self, feed: Feed, channel: Channel, begin: Begin, linear: bool, extended: bool) -> None:
-        session, epoch = self._session, begin.epoch
-        copying = Copying(self._catchups, self._taking, feed, begin.positions, begin.others_after, linear=linear)
+    async def _catch_up_now(self, feed: Feed, channel: Channel, copying: Copying, epoch: str, extended: bool) -> None:
+        session, linear = self._session, copying.linear
         began = trio.current_time()
         while True:
             epoch, boundary = await self._to_present(feed, channel, copying, epoch, linear=linear, extended=extended)

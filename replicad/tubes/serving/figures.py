@@ -12,6 +12,7 @@ from replicad.postgres.horizon import Reading
 from replicad.postgres.statements import statement
 from replicad.streams.queries import Impatient
 from replicad.streams.together import fetch_together
+from replicad.terminal.holders import held_back
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import TubeInfo
 
@@ -132,7 +133,10 @@ class TubeFigures:
                     }
                 )
             state = SERVED if fault is None else REFUSED
-            yield Detail(KIND, name, {"state": state, "problem": fault, "partitions": partitions})
+            reading = self._served.readings.get(name)
+            holder = None if reading is None else reading.held_by
+            held = held_back(holder, None if holder is None else holder.age_s or 0.0)
+            yield Detail(KIND, name, {"state": state, "problem": fault, "held_back": held, "partitions": partitions})
 
     def looks(self) -> Sequence[Look]:
         """`Source.looks`."""

@@ -195,7 +195,11 @@ async def test_a_client_with_a_certificate_needs_no_auth_and_cannot_become_anoth
     desk = Desk(nursery, Troubles())
     desk.access = control(tmp_path, '[client.a]\ncertificate = "spiffe://corp/a"\n[client.b]\nSECRET')
     await desk.open()
-    assert await desk.connect("h:1", ["spiffe://corp/a"]).say("PING 5") == []
+    first = desk.connect("h:1", ["spiffe://corp/a"])
+    assert await first.say("PING 5", "NAME checker") == []
+    known = [e for e in logs if e["event"] == "client_known"]
+    assert known == [], "a health check comes every few seconds and asks for nothing"
+    await first.say("STREAMS", "STREAMS")
     assert [(e["client"], e["by"]) for e in logs if e["event"] == "client_known"] == [("a", "certificate")]
     assert await desk.connect("h:1", ["spiffe://corp/a"]).say(f"AUTH b.{SECRET}") == [WRONG]
     assert await desk.connect("h:2", ["spiffe://corp/x"]).say(f"AUTH b.{SECRET}") == []

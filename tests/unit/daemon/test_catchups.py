@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,3 +249,26 @@ async def test_a_client_catches_up_with_a_bounded_number_of_streams_at_a_time(au
         lines += await client.lines(20)
         assert sum("RDATA" in line for line in lines) == 18
         assert store.most == 2
+
+
+async def test_what_a_client_catches_up_with_is_shown_with_the_ids_to_go_also_while_it_waits(
+    autojump_clock: MockClock,
+) -> None:
+    store = Counted()
+    async with open_streams("s", "t", store=store, catchups=replace(SMALL, per_client=1)) as streams:
+        for name in ("s", "t"):
+            await streams.write(name, *range(1, 201))
+        store.seconds = 10.0
+        client = streams.connect()
+        await client.say("REPLICATE s EARLIEST", "REPLICATE t EARLIEST")
+        await client.lines(15)
+        number = client.session.number
+        (first, second) = sorted(streams.service.catchups.following()[number], key=lambda one: one.stream)
+        assert (first.stream, second.stream) == ("s", "t")
+        assert 0 < (first.ids_left or 0) < 200, "a piece of it was sent"
+        assert second.ids_left == 200, "it waits for its turn"
+        assert first.behind_s is second.behind_s is None
+        store.seconds = 0.0
+        await client.lines(30)
+        assert streams.service.catchups.following() == {}
+        assert [one.stream for one in client.session.view(trio.current_time()).following] == ["s", "t"]

@@ -1,0 +1,310 @@
+// The console: asks for JSON every two seconds and shows it. Texts of others (names, errors, rows) only ever become the
+// text of a node, never HTML. Elements are kept and changed, not made anew, so that the focus and selections stay.
+
+import { MOST_ROWS, duration, holder, keep, long, make, put, table } from "./console-nodes.js";
+
+const PAUSE = 2_000; // milliseconds between two looks
+const LONGEST_PAUSE = 30_000; // after failures
+const PATIENCE = 15_000; // for an answer; the daemon answers within 10 s
+const MOST_EVENTS = 200; // as many as the daemon keeps
+
+const $ = (id) => document.getElementById(id);
+let token = sessionStorage.getItem("token") ?? "";
+let events = [];
+let lastEvent = 0;
+let daemonStart = null;
+const open = new Map(); // tubes whose parked entries are shown: name to what was answered last
+const chosen = new Map(); // tube to the set of numbers that are ticked
+
+// --- asking ---
+
+class Refused extends Error {
+  constructor(status, text) {
+    super(text || `status ${status}`);
+    this.status = status;
+  }
+}
+
+async function ask(path, options = {}) {
+  const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
+  const answer = await fetch(path, { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+  if (!answer.ok) throw new Refused(answer.status, (await answer.text()).trim());
+  return answer.json();
+}
+
+async function look() {
+  const status = await ask("status");
+  const clients = await ask("clients");
+  let news = await ask(`events?after=${lastEvent}`);
+  if (news.started !== daemonStart) { // it was started again, and counts from 1
+    if (lastEvent > 0) news = await ask("events?after=0");
+    daemonStart = news.started;
+    events = [];
+  }
+  lastEvent = news.last;
+  events = [...events, ...news.events].slice(-MOST_EVENTS);
+  for (const tube of [...open.keys()]) {
+    try {
+      open.set(tube, await ask(`parked?tube=${encodeURIComponent(tube)}`));
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      open.delete(tube);
+    }
+  }
+  return { status, clients };
+}
+
+async function run() {
+  let pause = PAUSE;
+  for (;;) {
+    if (document.hidden) await happens(document, "visibilitychange");
+    try {
+      const seen = await look();
+      pause = PAUSE;
+      last = seen;
+      $("sign").hidden = true;
+      $("main").hidden = false;
+      show(seen);
+    } catch (error) {
+      if (error.status === 401) {
+        await signIn(error.message);
+        continue;
+      }
+      pause = Math.min(2 * pause, LONGEST_PAUSE);
+      say(`no news (${error.message}); trying again every ${Math.round(pause / 1000)} s`, "bad");
+    }
+    await new Promise((resolve) => setTimeout(resolve, pause));
+  }
+}
+
+async function signIn(why) {
+  $("main").hidden = true;
+  $("sign").hidden = false;
+  $("refused").textContent = token ? why : "";
+  say("not signed in", "warn");
+  $("token").focus();
+  await happens($("sign"), "submit", (event) => event.preventDefault());
+  token = $("token").value.trim();
+  $("token").value = "";
+  sessionStorage.setItem("token", token);
+}
+
+function say(text, tone) {
+  put($("state"), text);
+  $("state").className = tone;
+}
+
+const happens = (target, name, also = () => {}) =>
+  new Promise((resolve) => target.addEventListener(name, (event) => resolve(also(event)), { once: true }));
+
+// --- what is shown ---
+
+const plain = (title, name) => ({ title, of: (row) => row[name] });
+const label = (title, name) => ({ title, of: (row) => String(row[name]) }); // a number that counts nothing
+const STREAM = [
+  plain("Stream", "name"),
+  { title: "State", of: (row) => [row.state, row.state === "served" ? "good" : "bad"] },
+  plain("Position", "position"),
+  plain("Last id", "last_value"),
+  plain("Rows waiting", "lag_rows"),
+  { title: "Lag", of: (row) => long(row.lag_seconds) },
+  plain("Readers", "readers"),
+  { title: "Held back", fill: (cell, row) => holder(cell, row.held_back) },
+  { title: "Problem", of: (row) => [row.problem ?? (row.late_rows ? `${row.late_rows} late rows` : null), "bad"] },
+];
+const PARTITION = [
+  label("Partition", "partition"),
+  { title: "Holder", of: (row) => row.holder ?? (row.pods || row.backfill_pods ? ["nobody reads", "bad"] : ["none", "quiet"]) },
+  { title: "Lease", of: (row) => row.holder && (row.lease_alive ? ["alive", "good"] : [`silent for ${duration(row.silent_seconds)}`, "bad"]) },
+  plain("Pods", "pods"),
+  { title: "Lag", of: (row) => long(row.age_s) },
+  { title: "Backfill pods", of: (row) => row.backfill_pods || null },
+  { title: "Parked", of: (row) => (row.parked ? [row.parked.toLocaleString("en"), "bad"] : null) },
+];
+const PARKED = [
+  { title: "Replay", fill: tick },
+  label("Number", "number"),
+  label("Shard", "shard"),
+  plain("Op", "op"),
+  { title: "Ids", of: (row) => row.ids.join(", ") + (row.id_count > row.ids.length ? `, ... (${row.id_count})` : "") },
+  plain("Tries", "tries"),
+  { title: "Since", of: (row) => new Date(1000 * row.at).toLocaleString() },
+  plain("Error", "error"),
+];
+const CLIENT = [
+  label("Number", "number"),
+  plain("Name", "name"),
+  plain("Address", "peer"),
+  plain("Client", "access"),
+  { title: "Connected", of: (row) => duration(row.connected_s) },
+  { title: "Sent", of: (row) => `${(row.sent / 1e6).toLocaleString("en", { maximumFractionDigits: 1 })} MB` },
+  { title: "Follows", of: (row) => (row.known ? row.following.map(followed).join(", ") : ["newcomer", "quiet"]) },
+  { title: "Behind", of: (row) => long(most(row.following.map((one) => one.behind_s))) },
+];
+const AGO = { title: "Ago", of: (row) => duration(row.ago_s) };
+const CUT = [AGO, plain("Name", "name"), plain("Address", "peer"), plain("Client", "access"), plain("Reason", "reason"), plain("Why", "why")];
+const TROUBLE = [
+  { title: "What", of: (row) => `${row.kind} ${row.name}` },
+  { title: "For", of: (row) => duration(row.lasting_seconds) },
+  plain("Code", "code"),
+  { title: "Reason", of: (row) => [row.reason, "bad"] },
+];
+const EVENT = [
+  { title: "Time", of: (row) => new Date(1000 * row.at).toLocaleTimeString() },
+  { title: "Level", of: (row) => [row.level, row.level === "warning" ? "warn" : row.level === "info" ? "quiet" : "bad"] },
+  plain("Event", "event"),
+  { title: "Fields", of: (row) => Object.entries(row.fields).map(([name, value]) => `${name}=${value}`).join(" ") },
+];
+
+const followed = (one) =>
+  one.ids_left == null ? one.stream : `${one.stream} (catches up, ${one.ids_left.toLocaleString("en")} ids to go)`;
+const most = (values) => values.reduce((high, one) => (one == null ? high : Math.max(high ?? 0, one)), null);
+
+function show({ status, clients }) {
+  const wanted = $("filter").value.trim().toLowerCase();
+  const named = (row) => !wanted || [row.name, row.peer, row.access].some((one) => one?.toLowerCase().includes(wanted));
+  const { streams = [], tubes = [], backfills = [], troubles = [], obstacles, server } = status;
+  document.title = `${status.ready ? "" : "(!) "}${status.server_name} - replicad`;
+  put($("server"), status.server_name);
+  say(status.ready ? "ready" : `not ready: ${obstacles.length || "hidden"} not served`, status.ready ? "good" : "bad");
+  keep($("obstacles"), obstacles, (one) => `${one.kind} ${one.name}`, () => make("li"), (node, one) => put(node, one.why));
+  table($("stream-list"), STREAM, streams.filter(named), (row) => row.name, "There are no streams: replicad streams add");
+  showTubes(tubes.filter(named), backfills);
+  put($("connected"), `${clients.connected.toLocaleString("en")} connected`);
+  const inOrder = clients.clients.filter(named).sort((a, b) => a.number - b.number);
+  table($("client-list"), CLIENT, inOrder, (row) => row.number, "Nobody is connected.");
+  table($("cut-list"), CUT, clients.cuts.filter(named), (row) => `${row.at} ${row.peer}`, "Nobody was cut.");
+  const ended = Object.entries(clients.closed).map(([reason, number]) => `${reason} ${number.toLocaleString("en")}`);
+  put($("closed"), `Ended since the start: ${ended.join(", ") || "none"}`);
+  showFacts(status, server);
+  table($("trouble-list"), TROUBLE, troubles, (row) => `${row.kind} ${row.name} ${row.cause}`, "There are none.");
+  table($("event-list"), EVENT, [...events].reverse(), (row) => row.number, "There are none yet.");
+}
+
+function showFacts(status, server) {
+  const facts = [["This one", `${status.server_name}, replicad ${status.version}, up for ${duration(status.uptime_seconds)}`]];
+  if (server.database) { // else it was not read lately
+    facts.unshift(["Daemons", `${server.daemons} connected to this database`]);
+    facts.push(["Database", `${server.database} at ${server.host}, PostgreSQL ${server.version}${server.standby ? " (a standby)" : ""}`]);
+    facts.push(["Sessions", `${server.sessions} of ${server.max_sessions}, as role ${server.role}`]);
+  }
+  const parts = facts.flatMap(([name, text]) => [{ key: `${name}?`, tag: "dt", text: name }, { key: name, tag: "dd", text }]);
+  keep($("facts"), parts, (one) => one.key, (one) => make(one.tag), (node, one) => put(node, one.text));
+}
+
+// --- tubes, and what is parked in them ---
+
+function showTubes(tubes, backfills) {
+  const list = $("tube-list");
+  const items = tubes.length ? tubes.slice(0, MOST_ROWS) : [{ name: "", none: true }];
+  keep(list, items, (one) => one.name, beginTube, (node, tube) => {
+    if (tube.none) return;
+    const part = (name) => node.querySelector(`.${name}`);
+    put(part("name"), tube.name);
+    put(part("state"), tube.state);
+    part("state").className = `state ${tube.state === "served" ? "good" : "bad"}`;
+    put(part("problem"), tube.problem);
+    holder(part("holder"), tube.held_back?.seconds >= 1 ? tube.held_back : null);
+    table(part("partitions"), PARTITION, worstFirst(tube.partitions), (row) => row.partition, "");
+    const own = backfills.filter((one) => one.name === tube.name);
+    keep(part("backfills"), own, (one) => one.table, () => make("p", {}, make("progress"), make("span")), showBackfill);
+    const number = tube.partitions.reduce((sum, one) => sum + (one.parked ?? 0), 0);
+    showParked(node, tube.name, number);
+  });
+}
+
+function beginTube(tube) {
+  if (tube.none) return make("p", { className: "quiet", textContent: "There are no tubes: replicad tubes create" });
+  const div = (className) => make("div", { className });
+  const toggle = make("button", { type: "button", className: "toggle" });
+  const replay = make("button", { type: "button", className: "replay", textContent: "Replay what is ticked" });
+  const result = make("p", { className: "result" });
+  result.setAttribute("role", "status");
+  const heading = make("h3", {}, make("span", { className: "name" }), " ", make("span", { className: "state" }));
+  toggle.addEventListener("click", () => toggleParked(tube.name));
+  replay.addEventListener("click", () => replayChosen(tube.name, result));
+  const parked = make("div", { className: "parked" }, div("entries"), replay);
+  const about = [make("p", { className: "problem bad" }), div("holder"), div("partitions"), div("backfills")];
+  return make("article", {}, heading, ...about, toggle, parked, result);
+}
+
+const worstFirst = (rows) =>
+  rows.length <= MOST_ROWS ? rows : [...rows].sort((a, b) => trouble(b) - trouble(a) || a.partition - b.partition);
+const trouble = (row) => (row.holder && !row.lease_alive) + (row.pods && !row.holder ? 2 : 0) + (row.parked ? 1 : 0);
+
+function showBackfill(node, one) {
+  const [bar, text] = node.children;
+  if (one.of > 0) {
+    bar.max = one.of;
+    bar.value = Math.min(one.ids, one.of);
+  }
+  const of = one.of ? ` of about ${one.of.toLocaleString("en")}` : "";
+  put(text, ` backfill of ${one.table}: ${one.ids.toLocaleString("en")}${of} ids, last ${duration(one.idle_seconds)} ago`);
+}
+
+function showParked(node, tube, number) {
+  const toggle = node.querySelector(".toggle");
+  const found = open.get(tube);
+  toggle.hidden = number === 0 && found === undefined;
+  put(toggle, found === undefined ? `Show ${number.toLocaleString("en")} parked` : "Hide what is parked");
+  toggle.setAttribute("aria-expanded", String(found !== undefined));
+  const parked = node.querySelector(".parked");
+  parked.hidden = found === undefined;
+  const entries = found?.parked ?? [];
+  const ticked = chosen.get(tube) ?? new Set();
+  for (const one of ticked) if (!entries.some((entry) => entry.number === one)) ticked.delete(one);
+  const rows = entries.map((one) => ({ ...one, tube }));
+  table(node.querySelector(".entries"), PARKED, rows, (row) => row.number, "Nothing is parked.");
+  node.querySelector(".replay").disabled = ticked.size === 0;
+}
+
+function tick(cell, row) {
+  if (cell.childElementCount > 0) return;
+  const box = make("input", { type: "checkbox", ariaLabel: `Replay ${row.number}` });
+  box.addEventListener("change", () => {
+    const ticked = chosen.get(row.tube) ?? new Set();
+    chosen.set(row.tube, ticked);
+    if (box.checked) ticked.add(row.number);
+    else ticked.delete(row.number);
+    box.closest("article").querySelector(".replay").disabled = ticked.size === 0;
+  });
+  cell.append(box);
+}
+
+async function toggleParked(tube) {
+  if (open.delete(tube)) return again();
+  try {
+    open.set(tube, await ask(`parked?tube=${encodeURIComponent(tube)}`));
+  } catch (error) {
+    say(error.message, "bad");
+  }
+  return again();
+}
+
+async function replayChosen(tube, result) {
+  const numbers = [...(chosen.get(tube) ?? [])].slice(0, 100); // as many as one request may have
+  put($("question"), `Put ${numbers.length} parked ${numbers.length === 1 ? "entry" : "entries"} back into tube ${tube}? Workers get them again.`);
+  $("sure").returnValue = "no";
+  $("sure").showModal();
+  await happens($("sure"), "close");
+  if ($("sure").returnValue !== "yes") return;
+  try {
+    const body = JSON.stringify({ tube, numbers });
+    const done = await ask("replay", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+    put(result, `${done.replayed} put back`);
+    result.className = "result good";
+    open.set(tube, await ask(`parked?tube=${encodeURIComponent(tube)}`));
+  } catch (error) {
+    put(result, error.message);
+    result.className = "result bad";
+  }
+  again();
+}
+
+let last = null;
+function again() {
+  if (last !== null) show(last);
+}
+
+$("filter").addEventListener("input", again);
+run();

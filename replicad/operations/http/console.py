@@ -1,0 +1,202 @@
+"""The console: a page for people, and what only it asks for. The rest of what it shows is `/status` and `/clients`.
+
+The page itself holds nothing of the daemon, so everybody gets it, as `/livez`. Its data come as JSON under the rules of
+the other pages.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+import trio
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from replicad.config.recent import RECENT, Recent, RecentEvents
+from replicad.daemon.service import Host
+from replicad.errors import ReplicadError
+from replicad.operations.http.entry import NAMES, Caller, Refused, no_such
+from replicad.operations.serving import REPLAY, STATUS
+from replicad.postgres.statements import call_value, statement
+
+FILES = {
+    "/console": ("console.html", "text/html"),
+    "/console.css": ("console.css", "text/css"),
+    "/console.js": ("console.js", "text/javascript"),
+    "/console-nodes.js": ("console-nodes.js", "text/javascript"),
+}
+POLICY = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+MOST_PARKED = 100  # entries that are shown of a tube, and that one request puts back
+BODY = 16 << 10  # bytes of a request
+WAIT = 5.0  # seconds for Postgres
+
+log = structlog.get_logger()
+
+
+class Console:
+    """The pages of the console. `events`: the last ones of the process."""
+
+    def __init__(self, host: Host, events: RecentEvents = RECENT) -> None:
+        self._host = host
+        self._events = events
+        self._began = time.time()
+        self._schema = host.settings.database.tube_schema
+        folder = resources.files("replicad.operations") / "console"
+        self._files = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+
+    async def file(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        """The page, its style and its program. Needs no right."""
+        content, kind = self._files[request.url.path]
+        return Response(content, media_type=kind, headers=POLICY)
+
+    async def events(self, request: Request, caller: Caller) -> Response:
+        """The last events of the log that the caller may see. Needs the right `status`.
+
+        `?after=NUMBER`: only later ones. `started` changes when the daemon is started again, and numbers begin again.
+        """
+        caller.require(STATUS)
+        after = _whole(request.query_params.get("after", "0"))
+        everything = caller.lists_all and all(
+            caller.sees(detail) for source in self._host.figures.sources for detail in source.details()
+        )
+        found = self._events.after(after)
+        shown = [one._asdict() for one in found if is_visible(one, caller, everything=everything)]
+        last = found[-1].number if found else after
+        return JSONResponse({"started": self._began, "last": last, "events": shown})
+
+    async def parked(self, request: Request, caller: Caller) -> Response:
+        """What is parked of the tube `?tube=NAME`, the oldest first. Needs the right `status`, and to list the tube."""
+        caller.require(STATUS)
+        tube = request.query_params.get("tube", "")
+        if not caller.lists("tube", tube) or not self._is_served(tube):
+            raise no_such("tube", tube)
+        with _asking_postgres():
+            query = statement("console_parked", self._schema)
+            rows = await self._host.pools.housekeeping.fetch(query, tube, MOST_PARKED + 1)
+        return JSONResponse(
+            {"tube": tube, "parked": [dict(row) for row in rows[:MOST_PARKED]], "more": len(rows) > MOST_PARKED}
+        )
+
+    async def replay(self, request: Request, caller: Caller) -> Response:
+        """Put parked entries back into their tube: a POST of `{"tube": NAME, "numbers": [...]}`.
+
+        Needs the right `replay` on the tube. Refuses what a page of another site may have sent.
+        """
+        require_own_page(request.headers, open_to_all=self._host.access.open_to_all)
+        tube, numbers = _wanted(await _body(request))
+        caller.require_on(REPLAY, "tube", tube)
+        if not self._is_served(tube):
+            raise no_such("tube", tube)
+        with _asking_postgres():
+            pool = self._host.pools.housekeeping
+            count = int(await call_value(pool, self._schema, "tube_parked_replay", tube, numbers))
+        peer = request.scope["state"]["peer"]
+        log.info("parked_replayed", tube=tube, numbers=numbers, replayed=count, client=caller.name or None, peer=peer)
+        return JSONResponse({"tube": tube, "replayed": count})
+
+    def _is_served(self, tube: str) -> bool:
+        details = (detail for source in self._host.figures.sources for detail in source.details())
+        return any(detail.kind == "tube" and detail.name == tube for detail in details)
+
+
+def is_visible(event: Recent, caller: Caller, *, everything: bool) -> bool:
+    """Whether the caller may see an event: it may list what the event names, or everything if it names nothing.
+
+    An event that names nothing may quote any name in a text.
+    """
+    fields = event.fields
+    named = [(kind, str(fields[kind])) for kind in NAMES if kind in fields]
+    if fields.get("kind") in NAMES and "name" in fields:
+        named.append((fields["kind"], str(fields["name"])))
+    return everything or (bool(named) and all(caller.lists(*one) for one in named))
+
+
+def require_own_page(headers: Headers, *, open_to_all: bool) -> None:
+    """Refuse a request that changes something and that a page of another site has a browser send.
+
+    A browser names the page's origin in every POST. JSON from another origin needs a permission that is never given.
+    Where nobody has to prove who he is, the host must be an address or `localhost`: a name that leads here may be one
+    that its owner has pointed at this machine (DNS rebinding), and then the origin looks right.
+
+    Raises:
+        Refused: it may come from another site.
+    """
+    host = headers.get("host", "")
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, "send JSON, with `Content-Type: application/json`")
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
+    if (origin is not None and urlsplit(origin).netloc != host) or site != "same-origin":
+        raise Refused(403, "a page of another site sent this request")
+    if open_to_all and not _is_address(host):
+        raise Refused(
+            403, "without a secret (--token-file, --access-file) use an address or localhost in place of a host's name"
+        )
+
+
+def _is_address(host: str) -> bool:
+    name = (urlsplit(f"//{host}").hostname or "").lower()
+    if name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _body(request: Request) -> Any:
+    """The JSON of a request. Raises Refused."""
+    found = bytearray()
+    async for piece in request.stream():
+        found += piece
+        if len(found) > BODY:
+            raise Refused(413, f"a request has at most {BODY} bytes")
+    try:
+        return json.loads(found)
+    except ValueError as error:
+        raise Refused(400, f"this is no JSON: {error}") from error
+
+
+def _wanted(body: Any) -> tuple[str, list[int]]:
+    match body:
+        case {"tube": str(tube), "numbers": list(numbers)} if 0 < len(numbers) <= MOST_PARKED and _are_whole(numbers):
+            return tube, numbers
+    raise Refused(400, f'send {{"tube": NAME, "numbers": [...]}} with 1 to {MOST_PARKED} numbers of parked entries')
+
+
+def _are_whole(numbers: Iterable[object]) -> bool:
+    return all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 1 << 63 for one in numbers)
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise Refused(400, "`after` must be a number")
+    return int(text)
+
+
+@contextmanager
+def _asking_postgres() -> Iterator[None]:
+    """Turns what Postgres refuses, and what takes too long, into an answer."""
+    try:
+        with trio.fail_after(WAIT):
+            yield
+    except trio.TooSlowError as error:
+        raise Refused(503, f"Postgres did not answer within {WAIT:g} s") from error
+    except ReplicadError as error:
+        raise Refused(503, str(error)) from error

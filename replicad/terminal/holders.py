@@ -1,0 +1,59 @@
+"""Who holds a position back, in words, and the statement that ends it. For every place that shows it to an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from replicad.postgres.bridge import quote_literal
+from replicad.postgres.horizon import Holder
+
+MOST_QUERY = 80  # characters of a statement that are shown
+
+
+def statement_to_end(holder: Holder) -> str | None:
+    """The SQL that ends what holds a position back; None where no statement does."""
+    if holder.gid is not None:
+        return f"ROLLBACK PREPARED {quote_literal(holder.gid)}"
+    if holder.pid is not None:
+        return f"SELECT pg_terminate_backend({holder.pid})"
+    return None
+
+
+def how_to_end(holder: Holder) -> str:
+    """What to do about the holder: the statement, or a command."""
+    statement = statement_to_end(holder)
+    if statement is not None:
+        return statement if holder.gid is None else f"{statement} (or COMMIT PREPARED, if it was meant)"
+    if holder.application_name:
+        return f"start the writer {holder.application_name}, or `replicad streams writers retire`"
+    return "SELECT * FROM pg_locks WHERE NOT granted"
+
+
+def who(holder: Holder) -> str:
+    """The holder, for a sentence."""
+    if holder.gid is not None:
+        return f"prepared transaction {holder.gid}"
+    if holder.pid is not None:
+        name = f" ({holder.application_name})" if holder.application_name else ""
+        query = " ".join((holder.query or "").split())[:MOST_QUERY]
+        return f"pid {holder.pid}{name}" + (f", which ran last: {query}" if query else "")
+    return f"writer {holder.application_name}" if holder.application_name else "another session"
+
+
+def held_back(holder: Holder | None, seconds: float | None) -> Mapping[str, object] | None:
+    """What `/status` says of a holder. Not its statement: that may have values of a user in it.
+
+    `seconds`: how long the position has not moved. None if nothing holds it back.
+    """
+    if holder is None or seconds is None:
+        return None
+    return {
+        "seconds": round(seconds, 3),
+        "kind": holder.kind.value,
+        "pid": holder.pid,
+        "application_name": holder.application_name,
+        "transaction_seconds": holder.age_s,
+        "prepared": holder.gid,
+        "end": how_to_end(holder),
+        "sql": statement_to_end(holder),
+    }

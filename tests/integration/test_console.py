@@ -1,0 +1,213 @@
+"""The JSON that feeds the console, and putting parked ids back: who may, and from where."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.config.recent import RECENT
+from replicad.config.settings import Address, ServerSettings
+from replicad.operations.http.console import BODY, FILES, MOST_PARKED
+from replicad.postgres.bridge import Database
+from tests.conftest import PATIENCE
+from tests.console_scene import PACES
+from tests.daemons import Daemon, Paces
+
+from .test_http import ANY_PORT, SECRET, Answer, ask, ask_until, bearer, tokens
+
+Start = Callable[..., AbstractAsyncContextManager[Daemon]]
+
+
+@pytest.fixture
+def settings() -> ServerSettings:
+    return ServerSettings(listen=ANY_PORT, http=ANY_PORT, server_name="example.com")
+
+
+@pytest.fixture
+def paces() -> Paces:
+    return PACES
+
+
+async def post(address: Address | None, body: Any, **headers: str) -> Answer:
+    """POST to /replay as a page of the console does; `headers` with _ for -; None leaves one out."""
+    assert address is not None
+    own = {"content-type": "application/json", "origin": f"http://{address}", "host": str(address)}
+    wanted = {**own, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    text = body if isinstance(body, str) else json.dumps(body)
+
+    def send() -> Answer:
+        connection = http.client.HTTPConnection(address.host, address.port, timeout=PATIENCE)
+        try:
+            connection.request("POST", "/replay", text, {name: value for name, value in wanted.items() if value})
+            found = connection.getresponse()
+            return Answer(found.status, dict(found.getheaders()), found.read().decode())
+        finally:
+            connection.close()
+
+    return await trio.to_thread.run_sync(send)
+
+
+async def make_tube(db: Database, name: str, parked: int) -> list[int]:
+    """A tube with parked entries; returns their numbers."""
+    await db.execute(f"SELECT tube.tube_ensure_exists('{name}', partitions => 2)")
+    rows = await db.fetch(
+        "INSERT INTO tube.tube_parked (tube, seq, op, shard, ids, ts, tries, error)"
+        " SELECT $1, g, 'U', 1, ARRAY(SELECT generate_series(g, g + 29)), now(), 3, 'refused: <b>' || g || '</b>'"
+        " FROM generate_series(1, $2::int) AS g RETURNING parked",
+        name,
+        parked,
+    )
+    return [row["parked"] for row in rows]
+
+
+def listed(answer: Answer) -> list[int]:
+    assert answer.status == 200, answer.text
+    return [one["number"] for one in json.loads(answer.text)["parked"]]
+
+
+async def test_parked_entries_are_shown_and_put_back_by_who_may_do_it(
+    start_daemon: Start, database: Database, tmp_path: Path
+) -> None:
+    few = await make_tube(database, "few", 3)
+    await make_tube(database, "secret", 1)
+    word = bearer(f"ops.{SECRET}")
+    pods = "SELECT count(*) FROM tube.few"
+    async with start_daemon(access_file=tokens(tmp_path, '["status", "list few"]')) as daemon:
+        shown = json.loads((await ask(daemon.http, "/parked?tube=few", **word)).text)
+        assert [one["number"] for one in shown["parked"]] == few
+        assert shown["parked"][0]["error"] == "refused: <b>1</b>"
+        assert (len(shown["parked"][0]["ids"]), shown["parked"][0]["id_count"], shown["more"]) == (20, 30, False)
+        hidden, unknown = [await ask(daemon.http, f"/parked?tube={name}", **word) for name in ("secret", "absent")]
+        assert (hidden.status, hidden.text) == (unknown.status, unknown.text.replace("absent", "secret"))
+        assert hidden.status == 404
+        assert (await ask(daemon.http, "/parked?tube=few")).status == 401
+        refused = await post(daemon.http, {"tube": "few", "numbers": few}, **word)
+        assert refused.status == 403
+        assert 'the operator can add "replay few" to [client.ops]' in refused
+        assert (await post(daemon.http, {"tube": "few", "numbers": few})).status == 401
+        hidden, unknown = [await post(daemon.http, {"tube": n, "numbers": [1]}, **word) for n in ("secret", "absent")]
+        assert (hidden.status, hidden.text) == (404, unknown.text.replace("absent", "secret"))
+        assert await database.fetch_value(pods) == 0
+    async with start_daemon(access_file=tokens(tmp_path, '["status", "replay few"]')) as daemon:
+        done = await post(daemon.http, {"tube": "few", "numbers": [*few[:2], 999_999]}, **word)
+        assert json.loads(done.text) == {"tube": "few", "replayed": 2}
+        assert listed(await ask(daemon.http, "/parked?tube=few", **word)) == few[2:]
+        assert await database.fetch_value(pods) == 2
+        again = await post(daemon.http, {"tube": "few", "numbers": few[:2]}, **word)
+        assert json.loads(again.text)["replayed"] == 0, "they are gone"
+
+
+FOREIGN = {
+    "a form": ({"content_type": "text/plain"}, 415),
+    "another site": ({"origin": "https://evil.example"}, 403),
+    "another port": ({"origin": "http://127.0.0.1:1"}, 403),
+    "an opaque page": ({"origin": "null"}, 403),
+    "a frame": ({"origin": "", "sec_fetch_site": "cross-site"}, 403),
+    "a name that was made to lead here": ({"origin": "http://evil.example", "host": "evil.example"}, 403),
+}
+
+
+async def test_pages_of_other_sites_and_odd_requests_change_nothing(database: Database, daemon: Daemon) -> None:
+    numbers = await make_tube(database, "orders", MOST_PARKED + 1)
+    await ask_until(daemon.http, "/parked?tube=orders", lambda one: one.status == 200)
+    wanted = {"tube": "orders", "numbers": numbers[:1]}
+    for name, (headers, status) in FOREIGN.items():
+        assert (await post(daemon.http, wanted, **headers)).status == status, name
+    for body, status in (
+        ("{", 400), ([], 400), ({"tube": "orders"}, 400), ({"tube": "orders", "numbers": []}, 400),
+        ({"tube": "orders", "numbers": numbers}, 400), ({"tube": "orders", "numbers": [True]}, 400),
+        ({"tube": "orders", "numbers": [1 << 64]}, 400), (" " * (BODY + 1), 413),
+    ):  # fmt: skip
+        assert (await post(daemon.http, body)).status == status, str(body)[:80]
+    assert (await ask(daemon.http, "/replay")).status == 405
+    shown = json.loads((await ask(daemon.http, "/parked?tube=orders")).text)
+    assert [one["number"] for one in shown["parked"]] == numbers[:MOST_PARKED]
+    assert shown["more"] is True
+    done = await post(daemon.http, wanted, origin="", host="localhost:1")
+    assert json.loads(done.text)["replayed"] == 1, "curl has no origin"
+
+
+async def test_status_has_what_the_console_shows(events: Database, daemon: Daemon) -> None:
+    await make_tube(events, "orders", 1)
+    await events.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
+    await events.execute("SELECT tube.tube_table_ensure_attached('orders', 'orders', 1)")
+    async with events.connection() as writer, writer.transaction():
+        await events.execute("INSERT INTO tube.orders (op, shard, ids) VALUES ('B', 1, '{1}'), ('B', 1, '{2}')")
+        await events.execute(
+            "INSERT INTO tube.tube_backfill (tube, tbl, shard, start_seq, order_col, shards, ids, approx_ids)"
+            " VALUES ('orders', 'orders'::regclass, 1, '1', 'id', '{1}', 40, 100)"
+        )
+        await writer.execute("INSERT INTO events (body) VALUES ('{}')")
+        pid = await writer.fetch_value("SELECT pg_backend_pid()")
+        found = await ask_until(
+            daemon.http,
+            "/status",
+            lambda one: (
+                (body := json.loads(one.text))["streams"][0]["held_back"] is not None
+                and bool(body["server"])
+                and "backfills" in body
+            ),
+        )
+    body = json.loads(found.text)
+    assert body["streams"][0]["held_back"]["sql"] == f"SELECT pg_terminate_backend({pid})"
+    assert (body["server"]["daemons"], body["server"]["standby"]) == (1, False)
+    (backfill,) = body["backfills"]
+    assert {name: backfill[name] for name in ("name", "table", "ids", "of")} == {
+        "name": "orders", "table": "orders", "ids": 40, "of": 100
+    }  # fmt: skip
+
+
+async def test_events_are_those_that_the_client_may_know_and_only_later_ones_when_asked(
+    start_daemon: Start, events: Database, tmp_path: Path
+) -> None:
+    word = bearer(f"ops.{SECRET}")
+    said: list[dict[str, Any]] = [
+        {"event": "trouble_began", "level": "warning", "kind": "stream", "name": "secret", "reason": "broken"},
+        {"event": "trouble_began", "level": "warning", "kind": "tube", "name": "orders", "reason": "<i>broken</i>"},
+        {"event": "parked", "level": "warning", "tube": "orders", "seq": 7},
+        {"event": "session_closed", "level": "info", "error": "forbidden: stream secret"},
+    ]
+
+    async def shown(daemon: Daemon, after: int = 0) -> dict[str, Any]:
+        found = await ask(daemon.http, f"/events?after={after}", **word)
+        assert found.status == 200, found.text
+        return dict(json.loads(found.text))
+
+    for allow, expected in (
+        ('["status", "list orders"]', [1, 2]),
+        ('["status", "list *"]', [0, 1, 2, 3]),
+        ('["status", "list *"]\ndeny = ["list event*", "list secret"]', [1, 2]),
+    ):
+        async with start_daemon(access_file=tokens(tmp_path, allow)) as daemon:
+            before = (await shown(daemon))["last"]
+            for one in said:
+                RECENT.note(None, "", dict(one))
+            found = await shown(daemon, before)
+            assert [one["event"] for one in found["events"]] == [said[number]["event"] for number in expected], allow
+            assert found["last"] == before + len(said), "also past those that are hidden"
+            assert (await shown(daemon, found["last"]))["events"] == []
+            assert (await ask(daemon.http, "/events?after=x", **word)).status == 400
+            assert (await ask(daemon.http, "/events")).status == 401
+
+
+async def test_the_page_is_open_to_all_and_lets_no_foreign_code_run(start_daemon: Start, database: Database) -> None:
+    async with start_daemon(token=SECRET) as daemon:
+        for path, (_, kind) in FILES.items():
+            found = await ask(daemon.http, path)
+            assert found.status == 200
+            assert found.headers["content-type"].startswith(kind)
+            assert found.headers["x-content-type-options"] == "nosniff"
+            policy = found.headers["content-security-policy"]
+            assert "default-src 'none'; script-src 'self'" in policy
+            assert "unsafe" not in policy
+            assert "require-trusted-types-for 'script'" in policy
+            assert "frame-ancestors 'none'" in policy
+            assert "http://" not in found.text, "it needs no other host"
+            assert "https://" not in found.text

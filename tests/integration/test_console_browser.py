@@ -1,0 +1,181 @@
+"""The console in a real Chromium: live, by keyboard, on a phone, in the dark, and with names that are HTML."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from replicad.config.settings import ServerSettings
+from replicad.postgres.bridge import Database
+from tests import browser
+from tests.conftest import PATIENCE
+from tests.console_scene import ERROR, HOSTILE, PACES, clients, set_up
+from tests.daemons import Daemon
+
+from .test_http import ANY_PORT, SECRET
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page
+
+Start = Callable[..., AbstractAsyncContextManager[Daemon]]
+MILLISECONDS = PATIENCE * 1000
+pytestmark = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "there is a browser")
+
+
+@pytest.fixture
+def settings() -> ServerSettings:
+    return ServerSettings(listen=ANY_PORT, http=ANY_PORT, server_name="example.com")
+
+
+class Visit:
+    """A page of the console, and everything that went wrong in it."""
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        from playwright.sync_api import expect
+
+        self.faults: list[str] = []
+        self.hosts: set[str] = set()
+        expect.set_options(timeout=MILLISECONDS)
+        context.set_default_timeout(MILLISECONDS)
+        self.page: Page = context.new_page()
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("console", lambda message: self._note(message.type, message.text))
+        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+        self.page.goto(f"{url}/console")
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind == "error" and "401" not in text:
+            self.faults.append(text)
+
+    def rows(self, place: str) -> list[str]:
+        """The rows of a table as a person reads them."""
+        return [" ".join(one.split()) for one in self.page.locator(f"{place} tbody tr").all_inner_texts()]
+
+    def tab_to(self, label: str) -> None:
+        """Press Tab until the element with this text or label has the focus."""
+        for _ in range(60):
+            self.page.keyboard.press("Tab")
+            found = self.page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.textContent")
+            if found == label:
+                return
+        raise AssertionError(f"Tab does not come to {label!r}")
+
+
+@asynccontextmanager
+async def visited(daemon: Daemon, look: Callable[[Visit], None], **options: Any) -> AsyncIterator[None]:
+    """Runs `look` in a thread, beside the block."""
+
+    def run() -> None:
+        with browser.open_browser() as chromium:
+            visit = Visit(chromium.new_context(**options), f"http://{daemon.http}")
+            look(visit)
+            assert visit.faults == []
+            assert visit.hosts == {str(daemon.http)}, "it needs no other host"
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.to_thread.run_sync, run)
+        yield
+
+
+async def test_the_console_is_live_and_shows_who_holds_back_and_hostile_texts_as_texts(
+    start_daemon: Start, database: Database
+) -> None:
+    await set_up(database, stream=HOSTILE, name=HOSTILE)
+    seen, ended = trio.Event(), trio.Event()
+    pid: list[int] = []
+
+    def look(visit: Visit) -> None:
+        from playwright.sync_api import expect
+
+        page = visit.page
+        statement = page.locator("#stream-list code").first
+        statement.wait_for()
+        assert statement.inner_text() == f"SELECT pg_terminate_backend({pid[0]})"
+        page.locator("#stream-list button").first.click()
+        page.get_by_role("button", name="Copied").or_(page.get_by_role("button", name="Selected")).wait_for()
+        page.locator("#client-list").get_by_text(HOSTILE).first.wait_for()
+        page.locator("#tube-list").get_by_text("worker-1").first.wait_for()
+        assert any(row.startswith(HOSTILE) and "served" in row for row in visit.rows("#stream-list"))
+        assert "41,000 of about 100,000 ids" in page.locator("#tube-list").inner_text()
+        assert "trouble_began" in visit.rows("#event-list")[1]
+        page.evaluate("document.body.dataset.mark = 'the same page'")
+        trio.from_thread.run_sync(seen.set)
+        expect(page.locator("#stream-list code")).to_have_count(0)
+        page.get_by_role("button", name="Show 3 parked").click()
+        page.get_by_text(ERROR).first.wait_for()
+        assert page.evaluate("document.body.dataset.mark") == "the same page"
+        assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+        assert page.title() == "example.com - replicad"
+        page.locator("#filter").fill("no such name")
+        page.locator("#stream-list").get_by_text("There are no streams").wait_for()
+        trio.from_thread.run_sync(ended.set)
+
+    async with start_daemon(PACES) as daemon, clients(daemon, stream=HOSTILE, name=HOSTILE):
+        async with database.connection() as writer:
+            async with writer.transaction():
+                await writer.execute("INSERT INTO orders (body) VALUES ('x')")
+                pid.append(await writer.fetch_value("SELECT pg_backend_pid()"))
+                async with visited(daemon, look):
+                    await seen.wait()
+                    await writer.execute("COMMIT; BEGIN")
+        assert ended.is_set()
+
+
+async def test_parked_ids_are_replayed_with_the_keyboard_alone_on_a_phone_in_the_dark(
+    start_daemon: Start, database: Database
+) -> None:
+    await set_up(database)
+
+    def look(visit: Visit) -> None:
+        from playwright.sync_api import expect
+
+        page, press = visit.page, visit.page.keyboard.press
+        page.get_by_role("button", name="Show 3 parked").wait_for()
+        visit.tab_to("Show 3 parked")
+        press("Enter")
+        page.get_by_label("Replay 1", exact=True).wait_for()
+        visit.tab_to("Replay 1")
+        press("Space")
+        visit.tab_to("Replay what is ticked")
+        press("Enter")
+        page.get_by_role("dialog").wait_for()
+        assert "Put 1 parked entry back into tube cities?" in page.get_by_role("dialog").inner_text()
+        assert page.evaluate("document.activeElement.textContent") == "Leave it", "Enter by mistake changes nothing"
+        visit.tab_to("Replay")
+        press("Enter")
+        page.get_by_text("1 put back").wait_for()
+        expect(page.locator(".entries tbody tr")).to_have_count(2)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the phone"
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)")
+        assert max(dark) < 64
+
+    phone = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "has_touch": True, "is_mobile": True}
+    async with start_daemon() as daemon, clients(daemon):
+        async with visited(daemon, look, **phone):
+            pass
+        assert await database.fetch_value("SELECT count(*) FROM tube.tube_parked") == 2
+        assert await database.fetch_value("SELECT count(*) FROM tube.cities WHERE ids = '{2988508}'") == 1
+
+
+async def test_a_secret_is_asked_for_and_a_wrong_one_is_said_to_be_wrong(
+    start_daemon: Start, database: Database
+) -> None:
+    def look(visit: Visit) -> None:
+        page = visit.page
+        page.get_by_label("The daemon wants a secret").fill("wrong")
+        page.keyboard.press("Enter")
+        page.get_by_role("alert").filter(has_text="the token is wrong").wait_for()
+        assert page.locator("#main").is_hidden()
+        page.get_by_label("The daemon wants a secret").fill(SECRET)
+        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("heading", name="Streams").wait_for()
+        assert page.locator("#state").inner_text() == "ready"
+        page.reload()
+        page.get_by_role("heading", name="Streams").wait_for()
+
+    async with start_daemon(token=SECRET) as daemon, visited(daemon, look):
+        pass

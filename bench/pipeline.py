@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from bench.report import Figure, Spread, amount, latency, percentile, rates
 from bench.spark import Bench, bench_on_spark
 from bench.system import Options, free_port
-from replicad.spark import pipeline
+from replicad.spark import pipeline, starting
 from replicad.spark.database import connection
 from replicad.spark.enrich import Changes, Enricher
 from replicad.spark.pipeline_config import PipelineConfig
@@ -32,6 +32,7 @@ from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.survey import Known
 
 ROWS = 200_000  # that are enriched
 BACKFILL = 1_000_000  # rows that are put into each downstream
@@ -105,7 +106,7 @@ class Made(Enricher):
 def _enrichment(options: Options, bench: Bench) -> Figure:
     """The same touches through the same pipeline, in turn with rows out of Postgres and with rows out of nothing."""
     rows = options.sized(ROWS)
-    real, floor = pipeline.make_enricher, _made_enricher
+    real, floor = starting.make_enricher, _made_enricher
     mine: list[float] = []
     made: list[float] = []
     for number in range(options.runs + 1):  # the first one warms the workers up
@@ -129,12 +130,12 @@ def _enrichment(options: Options, bench: Bench) -> Figure:
     )
 
 
-def _made_enricher(config: PipelineConfig) -> Enricher:
-    enricher = _real_enricher(config)
+def _made_enricher(config: PipelineConfig, known: Known | None = None) -> Enricher:
+    enricher = _real_enricher(config, known)
     return Made(enricher.url, enricher.layout, enricher.chunk)
 
 
-_real_enricher = pipeline.make_enricher
+_real_enricher = starting.make_enricher
 
 
 # --- backfills ---

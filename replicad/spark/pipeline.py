@@ -10,10 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import pyarrow as pa
 
 from replicad.errors import (
     ColumnsChanged,
@@ -26,35 +23,30 @@ from replicad.errors import (
     LeaseLost,
     ReplicadError,
     SparkFailed,
-    UsageError,
     ValueUnheld,
 )
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
-from replicad.spark.checkpoint import PARKED, Checkpoint, open_checkpoint
-from replicad.spark.database import forget
-from replicad.spark.downstream import check_downstream
-from replicad.spark.enrich import KEYS, Changes, Enricher
+from replicad.spark.checkpoint import Checkpoint, open_checkpoint
+from replicad.spark.enrich import Changes, Enricher
 from replicad.spark.explaining import explain
 from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
-from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
+from replicad.spark.pipeline_config import AVAILABLE_NOW, PipelineConfig
 from replicad.spark.poison import park_refused
 from replicad.spark.preflight import Watch, wait_until_ready, warn_of_shared_shards
 from replicad.spark.reporter import Reporter
-from replicad.spark.reports import BatchReport, PipelineResult
-from replicad.spark.session import build_session, check_pyspark, quiet_callbacks
+from replicad.spark.reports import PipelineResult
+from replicad.spark.session import build_session, check_pyspark
 from replicad.spark.sinks.base import Shape
-from replicad.spark.survey import FOLLOW, IGNORE, STOP, Known
-from replicad.spark.tables import find_layout
+from replicad.spark.starting import OnBatch, make_enricher, make_runner, source_options, start_query
+from replicad.spark.survey import Known
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
     from replicad.spark.batches import BatchRunner
-
-OnBatch = Callable[[BatchReport, PipelineResult], None]
 
 log = get_logger("replicad.spark")
 
@@ -117,7 +109,6 @@ class _Run:
         self._reporter = Reporter(config.source, config.name)
         self._enricher: Enricher | None = None
         self._checkpoint: Checkpoint | None = None
-        self._known = Known()
         self._shape: Shape | None = None  # known after the first start
         self._failures = 0  # since the last batch that succeeded
 
@@ -126,8 +117,8 @@ class _Run:
         if not wait_until_ready(self._config, lambda: self._until(self._result)):
             return False
         if self._enricher is None:  # made once: a column that is dropped later must not change the downstream
-            self._known = Known() if self._checkpoint is None else Known.read(self._checkpoint)
-            self._enricher = make_enricher(self._config, self._known)
+            known = Known() if self._checkpoint is None else Known.read(self._checkpoint)
+            self._enricher = make_enricher(self._config, known)
         return True
 
     def to_the_end(self, spark: SparkSession) -> PipelineResult:
@@ -142,9 +133,7 @@ class _Run:
             try:
                 return self._once()
             except _RETRIED as error:
-                if isinstance(error, DatabaseRefused) or (
-                    isinstance(error, ColumnsChanged) and self._config.new_columns == STOP
-                ):
+                if isinstance(error, DatabaseRefused):
                     raise
                 if isinstance(error, ColumnsChanged):
                     self._enricher = None
@@ -166,17 +155,16 @@ class _Run:
 
     def _once(self) -> PipelineResult:
         """Start the query and wait for its end."""
-        query, runner = _start(
+        runner = make_runner(
             self._config,
             self._spark,
-            self._on_batch,
             self._made_enricher(),
             self._opened(),
-            reporter=self._reporter,
-            result=self._result,
-            holder=self._holder,
+            on_batch=self._on_batch,
+            send_report=self._reporter.send,
         )
-        self._shape = runner.shape
+        runner.result, self._shape = self._result, runner.shape
+        query = start_query(self._config, self._spark, runner, self._opened(), holder=self._holder)
         try:
             while not query.awaitTermination(_LOOK):
                 if self._until(runner.result):
@@ -227,7 +215,7 @@ class _Run:
         """Park the ids that cannot be read or written. False if they are not the reason for the failures."""
         if not isinstance(error, (DatabaseError, DownstreamError)) or isinstance(error, (*_OUTAGES, ColumnsChanged)):
             return False
-        options = parse_options(_options(self._config, self._opened(), self._holder), streaming=True)
+        options = parse_options(source_options(self._config, self._opened(), self._holder), streaming=True)
         try:
             parked = [
                 park_refused(one, self._made_enricher(), self._try_out, self._failures, self._opened())
@@ -259,7 +247,7 @@ class _Run:
     def _release(self) -> None:
         """Release the tube. The reader mostly cannot: Spark kills its process when a query stops."""
         options = parse_options(
-            {**_options(self._config, self._opened(), self._holder), "leaseWait": "0"}, streaming=True
+            {**source_options(self._config, self._opened(), self._holder), "leaseWait": "0"}, streaming=True
         )
         for one in options.by_island().values():
             with contextlib.suppress(ReplicadError), TubeHold(one, holder=self._holder, renewing=False) as hold:
@@ -282,117 +270,7 @@ def start(config: PipelineConfig, spark: SparkSession, on_batch: OnBatch | None 
         UsageError, EnvironmentRefused, DatabaseError: it cannot start.
     """
     checkpoint = open_checkpoint(config.checkpoint, spark)
-    reporter = Reporter(config.source, config.name)
     enricher = make_enricher(config, Known.read(checkpoint))
-    return _start(config, spark, on_batch, enricher, checkpoint, reporter=reporter)[0]
-
-
-def _start(
-    config: PipelineConfig,
-    spark: SparkSession,
-    on_batch: OnBatch | None,
-    enricher: Enricher,
-    checkpoint: Checkpoint,
-    *,
-    reporter: Reporter,
-    result: PipelineResult | None = None,
-    holder: str | None = None,
-) -> tuple[StreamingQuery, BatchRunner]:
-    check_pyspark()
-    from replicad.spark import register  # noqa: PLC0415 - after `check_pyspark`
-    from replicad.spark.batches import BatchRunner  # noqa: PLC0415
-
-    register(spark)
-    quiet_callbacks()
-    shape = Shape(enricher.schema, config.id_column, enricher.layout.types)
-    if config.transform is not None:
-        shape = _shape_after(config, spark, enricher)
-    layout, before = enricher.layout, Known.read(checkpoint).columns
-    if before and config.columns == ALL_COLUMNS:
-        shape = replace(shape, added=frozenset(layout.known.columns).difference(before))
-    config.sink.prepare(shape)
-    checkpoint.make()
-    check_downstream(config, checkpoint)
-    if config.columns == ALL_COLUMNS:
-        layout.known.write(checkpoint)
-    forget(config.database)  # this thread no longer needs the connection
-    runner = BatchRunner(
-        enricher, config.sink, shape, config.transform, on_batch, result or PipelineResult(), checkpoint, reporter.send
-    )
-    reader = spark.readStream.format("replicad").options(**_options(config, checkpoint, holder))
-    writer = reader.load().writeStream.queryName(config.name).foreachBatch(runner)
-    writer = writer.option("checkpointLocation", checkpoint.location)
-    if config.trigger == AVAILABLE_NOW:
-        writer = writer.trigger(availableNow=True)
-    else:
-        writer = writer.trigger(processingTime=f"{round(float(config.trigger) * 1000)} milliseconds")
-    return writer.start(), runner
-
-
-def make_enricher(config: PipelineConfig, known: Known | None = None) -> Enricher:
-    """Look up the pipeline's tables in Postgres. `known` is what the checkpoint knows of their columns.
-
-    Raises:
-        UsageError: a table or column is missing; there are new columns, and the pipeline shall stop then.
-        DatabaseError: Postgres cannot be used.
-    """
-    columns, following = None, False
-    if config.columns != ALL_COLUMNS:
-        columns, known = list(config.columns), None
-    elif config.new_columns != IGNORE:
-        following = True
-    elif known is not None and known.columns:
-        columns = list(known.columns)
-    layout = find_layout(
-        config.database, config.rules, config.id_column, columns, config.reading, known, following=following
-    )
-    new = [name for name in layout.known.columns if known is not None and known.columns and name not in known.columns]
-    if new and config.new_columns == STOP:
-        raise UsageError(
-            f"the tables have new columns ({', '.join(new)}), and new_columns is `{STOP}`; set it to `{FOLLOW}` or "
-            f"`{IGNORE}`, or list `columns` (docs/schema-changes.md)"
-        )
-    for source in layout.sources:
-        if source.lacking:
-            names = sorted(frozenset().union(*source.lacking.values()))
-            log.warning(
-                "columns_lacking", columns=", ".join(names), shards=len(source.lacking), table=source.rule.table
-            )
-    for url in {config.database, *(rule.database for rule in config.rules if rule.database)}:
-        forget(url)  # this thread no longer needs the connection
-    return Enricher(config.database, layout)
-
-
-def _options(config: PipelineConfig, checkpoint: Checkpoint, holder: str | None) -> dict[str, str]:
-    """The options of the source for one start of the query."""
-    options = config.source_options
-    if holder is not None:
-        options = {key: value for key, value in options.items() if key.lower() != "consumer"}
-        options["holder"] = holder
-    if checkpoint.read(PARKED) is not None:  # the batch that is replayed lacks the parked pods
-        options = {key: value for key, value in options.items() if key.lower() != "failondataloss"}
-        options["failOnDataLoss"] = "false"
-    return options
-
-
-def _shape_after(config: PipelineConfig, spark: SparkSession, enricher: Enricher) -> Shape:
-    """The shape of rows after the transform, found by running it on an empty DataFrame."""
-    from pyspark.sql import DataFrame  # noqa: PLC0415
-    from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415
-
-    from replicad.spark.batches import spark_schema  # noqa: PLC0415
-
-    assert config.transform is not None
-    after = config.transform(spark.createDataFrame([], spark_schema(enricher.schema)))
-    if not isinstance(after, DataFrame):
-        raise UsageError(f"transform: it returned {type(after).__name__}, not a DataFrame")
-    found = {field.name: field.type for field in to_arrow_schema(after.schema, timezone="UTC")}
-    for name, kind in ((config.id_column, pa.int64()), *zip(KEYS.names, KEYS.types, strict=True)):
-        if found.get(name) != kind:
-            state = f"is {found[name]}" if name in found else "is missing"
-            raise UsageError(f"transform: it must keep the column {name} ({kind}), which {state} in its result")
-    ours = {config.id_column: pa.int64()}
-    ours.update({name: kind for name, kind in found.items() if name not in KEYS.names})
-    before = dict(zip(enricher.schema.names, enricher.schema.types, strict=True))
-    types = {name: type for name, type in enricher.layout.types.items() if ours.get(name) == before[name]}
-    return Shape(pa.schema([*ours.items(), *KEYS]), config.id_column, types)
+    send = Reporter(config.source, config.name).send
+    runner = make_runner(config, spark, enricher, checkpoint, on_batch=on_batch, send_report=send)
+    return start_query(config, spark, runner, checkpoint)

@@ -14,12 +14,18 @@ from replicad.spark.options import SourceOptions, parse_options
 from replicad.spark.places import place_of
 from replicad.spark.reading_columns import NUMERIC_FORMS, PARK, RANGE_FORMS, Reading
 from replicad.spark.sinks.base import Sink
-from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS
+from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS
 from replicad.spark.tables import TableRule
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_CHOICES: Mapping[str, Mapping[str, str]] = {
+    "numeric": NUMERIC_FORMS,
+    "out_of_range": RANGE_FORMS,
+    "new_columns": NEW_COLUMN_FORMS,
+    "wider_types": WIDER_TYPE_FORMS,
+}
 AVAILABLE_NOW = "available_now"
 ALL_COLUMNS = "*"
 
@@ -36,6 +42,8 @@ class PipelineConfig:
     `options` are further options of the source by their Spark names, e.g. `{"maxPodsPerTrigger": "5000"}`.
     `numeric` is a name in NUMERIC_FORMS, `out_of_range` one in RANGE_FORMS (reading_columns.py, docs/types.md).
     `new_columns`, a name in NEW_COLUMN_FORMS: what becomes of a column that a table gets (survey.py).
+    `wider_types`, a name in WIDER_TYPE_FORMS: what becomes of a column that gets a wider type in some table.
+    `renamed` has the new names of columns that are being renamed in the tables, by the names that they have downstream.
     `tries`: after so many failures of a batch in a row, with growing pauses between, the ids whose rows cannot be read
     are parked. If there are none, the run ends.
     `rebuild`: if the downstream is not the one that the checkpoint has written to, schedule a backfill of all rows by
@@ -60,6 +68,8 @@ class PipelineConfig:
     numeric: str = "text"
     out_of_range: str = PARK
     new_columns: str = FOLLOW
+    wider_types: str = FOLLOW
+    renamed: Mapping[str, str] = field(default_factory=dict)
     trigger: str | float = AVAILABLE_NOW
     name: str = "pipeline"
     tries: int = 5
@@ -79,13 +89,13 @@ class PipelineConfig:
             )
         if not 1 <= self.tries <= 1000:
             raise UsageError(f"tries: {self.tries} is out of range; give a number from 1 to 1000")
-        if self.numeric not in NUMERIC_FORMS:
-            raise UsageError(f"numeric: {self.numeric!r} is not valid; give one of {', '.join(NUMERIC_FORMS)}")
-        if self.out_of_range not in RANGE_FORMS:
-            raise UsageError(f"out_of_range: {self.out_of_range!r} is not valid; give one of {', '.join(RANGE_FORMS)}")
-        if self.new_columns not in NEW_COLUMN_FORMS:
+        for name, forms in _CHOICES.items():
+            if getattr(self, name) not in forms:
+                raise UsageError(f"{name}: {getattr(self, name)!r} is not valid; give one of {', '.join(forms)}")
+        both = self.renamed.keys() & self.renamed.values()
+        if both:
             raise UsageError(
-                f"new_columns: {self.new_columns!r} is not valid; give one of {', '.join(NEW_COLUMN_FORMS)}"
+                f"renamed: {min(both)} is an old and a new name; give the names downstream and in the tables"
             )
         if isinstance(self.columns, str) and self.columns != ALL_COLUMNS:
             raise UsageError(f"columns: give a list of names, or {ALL_COLUMNS!r} for all")

@@ -24,7 +24,7 @@ from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import KEEP, ROWS_PER_FILE, ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
-from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS
+from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS
 from replicad.spark.tables import TableRule
 from replicad.tubes.shards import ShardSet
 
@@ -138,6 +138,19 @@ ENRICH = (
         "a column that a table gets while `columns` is `*`; "
         + "; ".join(f"`{name}`: {to}" for name, to in NEW_COLUMN_FORMS.items()),
     ),
+    Key(
+        "wider_types",
+        "text",
+        FOLLOW,
+        "a column that gets a type with more values in some table, such as bigint for integer; "
+        + "; ".join(f"`{name}`: {to}" for name, to in WIDER_TYPE_FORMS.items()),
+    ),
+    Key(
+        "renamed",
+        "texts by name",
+        {},
+        'columns that are renamed in one table after the other: `{old = "new"}`; downstream they keep the old name',
+    ),
 )
 RUN = (
     Key("checkpoint", "text", None, "folder, or URI for Hadoop, in which Spark keeps how far it is", required=True),
@@ -236,6 +249,8 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         numeric=enrich.get("numeric", "text"),
         out_of_range=enrich.get("out_of_range", PARK),
         new_columns=enrich.get("new_columns", FOLLOW),
+        wider_types=enrich.get("wider_types", FOLLOW),
+        renamed=enrich.get("renamed", {}),
         sink=_sink(dict(found["downstream"]), folder, url),
         checkpoint=below(folder, run["checkpoint"]),
         trigger=trigger or run.get("trigger", AVAILABLE_NOW),

@@ -125,12 +125,12 @@ class Reading:
         return f"CASE WHEN {held} THEN {value} WHEN {value} > {_FIRST[of]} THEN {_LAST[of]} ELSE {_FIRST[of]} END"
 
 
-def read_columns(driver: Any, table: str, reading: Reading) -> dict[str, Column]:
-    """The columns of a table, in its order.
+def read_types(driver: Any, table: str) -> dict[str, str]:
+    """The columns of a table in its order, and their types as format_type() writes them.
 
     Raises:
         DatabaseError: there is no such table, or it cannot be looked up.
     """
     with driver.cursor() as cursor:
         cursor.execute(COLUMNS.format(table=literal(table)))
-        return {name: reading.column(name, type) for name, type in cursor.fetchall()}
+        return dict(cursor.fetchall())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicad.spark.checkpoint import Checkpoint
+from replicad.spark.column_types import ColumnType
 from replicad.spark.database import literal
 
 FOLLOW, STOP, IGNORE = "follow", "stop", "ignore"
@@ -22,10 +23,14 @@ NEW_COLUMN_FORMS = {
     STOP: "the run ends",
     IGNORE: "it is left out",
 }
+WIDER_TYPE_FORMS = {
+    FOLLOW: "the column downstream gets it too",
+    STOP: "the run ends",
+}
 FILE = "replicad-columns"  # in the checkpoint
 
 _COLUMNS = """
-SELECT named, pg_catalog.array_agg(name ORDER BY number) FROM (
+SELECT pg_catalog.array_agg(name ORDER BY number) FROM (
   SELECT t.name, min(t.number) AS number, pg_catalog.array_agg(a.attname::text ORDER BY a.attnum) AS named,
     pg_catalog.array_agg(pg_catalog.format_type(a.atttypid, a.atttypmod) ORDER BY a.attnum) AS types
   FROM ROWS FROM (pg_catalog.unnest($1::text[])) WITH ORDINALITY AS t(name, number)
@@ -40,10 +45,14 @@ WHERE attrelid = {table}::pg_catalog.regclass AND attnum > 0 AND NOT attisdroppe
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a checkpoint knows: all columns that were carried, in their order, and those that every table had once."""
+    """What a checkpoint knows: all columns that were carried, in their order, and those that every table had once.
+
+    `types` are the types that the columns had in Postgres, as format_type() writes them. An earlier version kept none.
+    """
 
     columns: tuple[str, ...] = ()
     whole: frozenset[str] = frozenset()
+    types: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Known:
@@ -52,35 +61,26 @@ class Known:
         if not text:
             return cls()
         found = json.loads(text)
-        return cls(tuple(found["columns"]), frozenset(found["whole"]))
+        return cls(tuple(found["columns"]), frozenset(found["whole"]), found.get("types", {}))
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Keep it."""
-        text = json.dumps({"columns": list(self.columns), "whole": sorted(self.whole)})
+        text = json.dumps({"columns": list(self.columns), "whole": sorted(self.whole), "types": dict(self.types)})
         if checkpoint.read(FILE) != text:
             checkpoint.write(FILE, text)
 
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The tables of one rule. `examples` are the first tables of each form, `columns` the names that any of them has.
-
-    `lacking` are the columns that some tables lack, by table; `first` are those of the first table.
-    """
-
-    examples: tuple[str, ...]
-    columns: frozenset[str]
-    first: frozenset[str]
-    lacking: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-    @property
-    def whole(self) -> frozenset[str]:
-        """The columns that all of the tables have."""
-        return self.columns.difference(*self.lacking.values())
+    def widened(self, types: Mapping[str, str]) -> frozenset[str]:
+        """The columns whose types hold all values of the types that are known, and are others."""
+        return frozenset(
+            name
+            for name, type in types.items()
+            if self.types.get(name, type) != type
+            and ColumnType.parse(type).holds(ColumnType.parse(self.types.get(name, type)))
+        )
 
 
-def survey_tables(driver: Any, tables: Iterable[str]) -> Survey:
-    """Look at the columns of all tables.
+def survey_tables(driver: Any, tables: Iterable[str]) -> list[tuple[str, ...]]:
+    """The tables in groups that have the same columns of the same types, in the order of the first table of each.
 
     Raises:
         DatabaseError: one was dropped meanwhile.
@@ -90,15 +90,7 @@ def survey_tables(driver: Any, tables: Iterable[str]) -> Survey:
     names = pa.array([list(tables)], pa.list_(pa.string()))
     with driver.cursor() as cursor:
         cursor.execute(_COLUMNS, parameters=pa.record_batch([names], names=["0"]))
-        found = [(list(columns), list(of)) for columns, of in cursor.fetchall()]
-    every = frozenset(name for columns, _ in found for name in columns)
-    lacking = {table: every.difference(columns) for columns, of in found for table in of}
-    return Survey(
-        tuple(of[0] for _, of in found),
-        every,
-        frozenset(found[0][0] if found else ()),
-        {table: names for table, names in lacking.items() if names},
-    )
+        return [tuple(alike) for (alike,) in cursor.fetchall()]
 
 
 def new_columns(table: str, known: Iterable[str]) -> str:

@@ -15,18 +15,18 @@ from helpers import psql
 from pyspark.sql import SparkSession
 
 from replicad.errors import ColumnsChanged, DatabaseError, UsageError
-from replicad.spark import pipeline
+from replicad.spark import pipeline, starting
 from replicad.spark.checkpoint import open_checkpoint
 from replicad.spark.database import forget
 from replicad.spark.enrich import Changes, Enricher
-from replicad.spark.reading_columns import Reading
+from replicad.spark.layouts import Wanted, find_layout
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.base import BatchId, Shape, Sink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.survey import Known
-from replicad.spark.tables import TableRule, find_layout
+from replicad.spark.tables import TableRule
 from replicad.spark.touches import TOUCH_SCHEMA, deduplicate
 
 RULE = TableRule("shard_{shard:04d}.cities")
@@ -38,9 +38,10 @@ def cities(database_url: str, daemon: FakeDaemon) -> Iterator[Cities]:
     forget(database_url)
 
 
-def enricher(cities: Cities, known: Known) -> Enricher:
-    layout = find_layout(cities.url, [RULE], "id", None, Reading(), known, following=True)
-    return Enricher(cities.url, layout)
+def enricher(cities: Cities, known: Known, **renamed: str) -> Enricher:
+    return Enricher(
+        cities.url, find_layout(cities.url, [RULE], Wanted("id", known=known, renamed=renamed, following=True))
+    )
 
 
 def row(made: Enricher, shard: int, id_: int = 1) -> dict[str, object]:
@@ -91,9 +92,27 @@ def test_a_wider_type_in_one_shard_is_noticed_and_the_widest_counts(cities: Citi
     psql(cities.url, "UPDATE shard_0002.cities SET people = 5000000000")
     with pytest.raises(ColumnsChanged, match="the table of shard 2 has another type"):
         row(before, 2)
-    after = enricher(cities, Known())
+    after = enricher(cities, before.layout.known)
     assert [row(after, shard)["people"] for shard in (1, 2)] == [1, 5_000_000_000]
     assert after.layout.types["people"] == "bigint"
+    assert before.layout.known.widened(after.layout.known.types) == {"people"}
+    psql(cities.url, "DROP TABLE shard_0002.cities")
+    assert enricher(cities, after.layout.known).layout.types["people"] == "bigint", "it stays as it is downstream"
+
+
+def test_a_renamed_column_is_read_by_both_names_and_keeps_the_old_one_downstream(cities: Cities) -> None:
+    for shard in (1, 2, 3):
+        cities.put(shard, [1], shard)
+    known = enricher(cities, Known()).layout.known
+    psql(cities.url, "ALTER TABLE shard_0002.cities RENAME people TO inhabitants")
+    psql(cities.url, "ALTER TABLE shard_0003.cities ADD inhabitants integer DEFAULT -1")
+    psql(cities.url, "ALTER TABLE shard_0001.cities RENAME id TO number")
+    made = enricher(cities, known, people="inhabitants", id="number")
+    assert made.layout.schema.names == ["id", "name", "people", "area"]
+    assert [(row(made, shard)["id"], row(made, shard)["people"]) for shard in (1, 2, 3)] == [(1, 1), (1, 2), (1, 3)]
+    psql(cities.url, "ALTER TABLE shard_0002.cities ADD COLUMN mood text")
+    with pytest.raises(ColumnsChanged, match="new columns: mood"):
+        row(made, 2)
 
 
 KEYS = [("_shard", pa.int32()), ("_seq", pa.int64())]
@@ -108,6 +127,47 @@ def put(sink: Sink, shape: Shape, number: int, **values: object) -> None:
     changed = pa.Table.from_pylist([{"_shard": 1, "_seq": number, **values}], shape.schema)
     batch = BatchId("q", number)
     sink.commit(batch, [sink.apply(shape, batch, 0, [Changes(changed, shape.keys.empty_table())])])
+
+
+WIDE = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("price", pa.string()), *KEYS])
+NARROW = pa.schema([("id", pa.int64()), ("n", pa.int32()), ("price", pa.int32()), *KEYS])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "delta", "postgres"])
+def test_a_downstream_gets_wider_types_and_keeps_its_rows(cities: Cities, tmp_path: Path, kind: str) -> None:
+    sinks = {
+        "parquet": ParquetSink(tmp_path / "lake"),
+        "delta": DeltaSink(str(tmp_path / "delta")),
+        "postgres": PostgresSink(cities.url, "dw.cities"),
+    }
+    sink = sinks[kind]
+    before = Shape(NARROW, "id", {"n": "integer", "price": "integer"})
+    types = {"n": "bigint", "price": "numeric"}
+    after = Shape(WIDE, "id", types, widened=frozenset({"n", "price"}))
+    sink.prepare(before)
+    identity = sink.identity()
+    put(sink, before, 1, id=1, n=1, price=-3)
+    for refused in (Shape(WIDE, "id", types), Shape(WIDE, "id", types, widened=frozenset({"n"}))):
+        with pytest.raises(UsageError, match=r"other columns|would be (int64|string)|cannot hold the rows"):
+            sink.prepare(refused)
+    for _ in range(2):
+        sink.prepare(after)
+    assert sink.identity() == identity, "it is still the downstream of the checkpoint"
+    put(sink, after, 2, id=2, n=1 << 40, price="0.50")
+    assert sink.apply(after, BatchId("q", 1), 0, []).repeated, "it still knows its batches"
+    if kind == "postgres":
+        rows = psql(cities.url, "SELECT id, n, price FROM dw.cities ORDER BY id")
+        assert rows == f"1|1|-3\n2|{1 << 40}|0.50"
+        psql(cities.url, "CREATE VIEW dw.uses AS SELECT n FROM dw.cities")
+        text = Shape(WIDE.set(1, pa.field("n", pa.string())), "id", {"n": "numeric"}, widened=frozenset({"n"}))
+        with pytest.raises(DatabaseError, match=r"used by a view.*; run it yourself: ALTER TABLE dw.cities ALTER"):
+            sink.prepare(text)
+        return
+    found = pd.read_parquet(tmp_path / "lake/current") if kind == "parquet" else None
+    if found is None:
+        found = deltalake.DeltaTable(str(tmp_path / "delta")).to_pandas()
+    rows = found.sort_values("id")[["id", "n", "price"]].values.tolist()
+    assert rows == [[1, 1, "-3"], [2, 1 << 40, "0.50"]]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "delta", "postgres"])
@@ -148,13 +208,17 @@ def test_a_start_follows_stops_or_ignores_what_the_checkpoint_does_not_know(citi
 
     def columns(known: Known | None, **more: str) -> list[str]:
         config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, **more)
-        return list(pipeline.make_enricher(config, known).layout.schema.names)
+        return list(starting.make_enricher(config, known).layout.schema.names)
 
     assert columns(known, new_columns="ignore") == ["id", "name", "people", "area"]
     assert columns(known, new_columns="follow") == ["id", "name", "people", "area", "late"]
     with pytest.raises(UsageError, match=r"new columns \(late\), and new_columns is `stop`"):
         columns(known, new_columns="stop")
     assert "late" in columns(Known(), new_columns="stop"), "nothing is new to a new checkpoint"
+    narrow = Known(known.columns, known.whole, {"people": "smallint"})
+    assert columns(narrow, wider_types="follow")
+    with pytest.raises(UsageError, match=r"wider types \(people is integer\), and wider_types is `stop`"):
+        columns(narrow, wider_types="stop", new_columns="ignore")
 
 
 @pytest.mark.spark

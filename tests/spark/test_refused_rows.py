@@ -18,13 +18,13 @@ from replicad.spark import poison
 from replicad.spark.checkpoint import PARKED, open_checkpoint
 from replicad.spark.database import forget
 from replicad.spark.options import parse_options
-from replicad.spark.pipeline import make_enricher
 from replicad.spark.poison import park_refused
 from replicad.spark.sinks.base import Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.starting import make_enricher
 
 GUARDED = """
 CREATE SCHEMA dw;

@@ -23,13 +23,15 @@ class Shape:
 
     A row's identity is (`_shard`, id). `_seq` is the seq of the last touch for which it was written. `types`: the types
     that the columns have in Postgres (see `tables.Layout`), where they are known. `added` are columns that
-    the source got since the last start: `prepare` adds them, with NULL for the rows that are there.
+    the source got since the last start: `prepare` adds them, with NULL for the rows that are there. `widened` are those
+    that got a type that holds all values of the one before: `prepare` makes the columns downstream wider.
     """
 
     schema: pa.Schema
     id: str
     types: Mapping[str, str] = field(default_factory=dict, compare=False)
     added: frozenset[str] = field(default=frozenset(), compare=False)
+    widened: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def keys(self) -> pa.Schema:

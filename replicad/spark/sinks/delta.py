@@ -26,6 +26,7 @@ from replicad.errors import DownstreamError, DownstreamUnavailable, EnvironmentR
 from replicad.spark.enrich import Changes, conform
 from replicad.spark.places import local_path
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.widening import remedy, widens
 
 STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
 _GONE = "_gone"
@@ -54,20 +55,41 @@ class DeltaSink(Sink):
         made = _deltalake().DeltaTable.create(
             self.uri, shape.schema, mode="ignore", storage_options=self.storage or None
         )
-        there = {one.name for one in made.schema().fields}
-        wanted = set(shape.schema.names)
-        if there < wanted and wanted - there <= shape.added:
-            added = pa.schema([field for field in shape.schema if field.name not in there])
-            made.alter.add_columns(_deltalake().Schema.from_arrow(added).fields)
-            there = wanted
-        if there != wanted:
-            raise UsageError(
-                f"the Delta table {self.uri} has other columns ({', '.join(sorted(there ^ wanted))} are only on one "
-                "side); use another table, with a new checkpoint and a backfill"
-            )
+        self._fit(made, shape)
         for info in store.get_file_info(pafs.FileSelector(f"{root}/{STAGING}", allow_not_found=True, recursive=True)):
             if info.is_file and info.mtime.timestamp() < time.time() - _ORPHAN_AGE:
                 store.delete_file(info.path)
+
+    def _fit(self, table: Any, shape: Shape) -> None:
+        """Let the table have the columns of the shape, or refuse it. For a wider type all files are written anew."""
+        delta = _deltalake()
+        there, wanted = table.schema(), delta.Schema.from_arrow(shape.schema)
+        types = {one.name: one.type for one in there.fields}
+        other = [one for one in wanted.fields if types.get(one.name, one.type) != one.type]
+        missing = [one for one in wanted.fields if one.name not in types]
+        names = types.keys() ^ {one.name for one in wanted.fields}
+        if names != {one.name for one in missing} or not {one.name for one in missing} <= shape.added:
+            raise UsageError(
+                f"the Delta table {self.uri} has other columns ({', '.join(sorted(names))} are only on one "
+                "side); use another table, with a new checkpoint and a backfill"
+            )
+        before = pa.schema(there.to_arrow())
+        for one in other:
+            old, new = before.field(one.name).type, shape.schema.field(one.name).type
+            if one.name not in shape.widened or not widens(old, new):
+                raise UsageError(
+                    f"column {one.name} of the Delta table {self.uri} is {old}, and would be {new}; "
+                    f"{remedy(old, new)}use another table, with a new checkpoint and a backfill"
+                )
+        if other:
+            rows = table.to_pyarrow_dataset().scanner().to_reader()
+            anew = pa.RecordBatchReader.from_batches(
+                shape.schema,
+                (piece for batch in rows for piece in conform(pa.table(batch), shape.schema).to_batches()),
+            )
+            delta.write_deltalake(table, anew, mode="overwrite", schema_mode="overwrite")
+        elif missing:
+            table.alter.add_columns(missing)
 
     def identity(self) -> str:
         """The number that Delta gave to the table."""

@@ -31,6 +31,7 @@ from replicad.spark.places import local_path
 from replicad.spark.sinks import manifest
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
 from replicad.spark.sinks.manifest import Leaf, Manifest
+from replicad.spark.widening import grows, remedy
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -84,12 +85,17 @@ class ParquetSink(Sink):
             if any((self.folder / manifest.DATA).iterdir()):
                 raise UsageError(f"{self.folder / manifest.DATA} is not empty and has no manifest; use another folder")
             manifest.publish(self.folder, Manifest(0, shape))
-        elif _adds(found.shape, shape):
-            self._add_columns(found, shape)
+        elif found.shape.id == shape.id and grows(
+            found.shape.schema, shape.schema, added=shape.added, widened=shape.widened
+        ):
+            self._write_anew(found, shape)
         elif found.shape != shape:
+            old = found.shape.schema
+            kept = [remedy(old.field(one.name).type, one.type) for one in shape.schema if one.name in old.names]
             raise UsageError(
                 f"downstream folder {self.folder} has a table with other columns ({_named(found.shape)}, now it "
-                f"would be {_named(shape)}); use another folder, with a new checkpoint and a backfill"
+                f"would be {_named(shape)}); {max(kept, default='')}use another folder, with a new checkpoint and a "
+                "backfill"
             )
         if not self._identity.exists():
             self._identity.write_text(f"{uuid.uuid4()}\n", encoding="ascii")
@@ -173,7 +179,7 @@ class ParquetSink(Sink):
             f"another pipeline writes to {self.folder} at the same time; stop one of them, and start the other again"
         )
 
-    def _add_columns(self, found: Manifest, shape: Shape) -> None:
+    def _write_anew(self, found: Manifest, shape: Shape) -> None:
         """Write all files anew: readers of Parquet take the columns of one file for those of all."""
         shards = {}
         for shard, leaves in found.shards.items():
@@ -250,13 +256,6 @@ def _between(table: pa.Table, leaves: Sequence[Leaf], number: int, id_: str) -> 
     if number + 1 < len(leaves):
         table = table.filter(pc.less(ids, leaves[number + 1].low))
     return table
-
-
-def _adds(before: Shape, after: Shape) -> bool:
-    """Whether the only difference is columns that may be added."""
-    added = set(after.schema.names) - set(before.schema.names)
-    kept = pa.schema([field for field in after.schema if field.name not in added])
-    return bool(added) and added <= after.added and before == Shape(kept, after.id)
 
 
 def _named(shape: Shape) -> str:

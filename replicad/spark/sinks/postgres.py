@@ -24,6 +24,7 @@ from replicad.errors import (
     RowRefused,
     UsageError,
 )
+from replicad.eventlog import get_logger
 from replicad.spark.column_types import COLUMNS, ColumnType
 from replicad.spark.database import PATIENCE, forget, literal, patiently, quote
 from replicad.spark.enrich import Changes
@@ -40,8 +41,11 @@ _CREATED = {  # what comes as text; a table that we create gets the type itself,
     "numeric", "json", "jsonb", "uuid", "inet", "cidr", "macaddr", "macaddr8", "interval", "xml",
     "time without time zone", "time with time zone", *_TYPES.values(),
 }  # fmt: skip
+_LOCK_WAIT = 30  # seconds for which ALTER TABLE may wait, and others behind it
 _PART = r'(?:"(?:[^"]|"")+"|[A-Za-z_][A-Za-z0-9_$]*)'
 _NAME = re.compile(rf"(?:({_PART})\.)?({_PART})")
+
+log = get_logger("replicad.spark")
 
 _BATCHES = """
 CREATE TABLE IF NOT EXISTS {batches} (
@@ -111,16 +115,27 @@ class PostgresSink(Sink):
             with driver.cursor() as cursor:
                 for statement in statements:
                     cursor.execute(statement)
-                there = self._columns(cursor)
-                added = [field for field in shape.schema if field.name in shape.added and field.name not in there]
-                if added:
-                    columns = ", ".join(
-                        f"ADD COLUMN {quote(field.name)} {_created_as(field, shape)}" for field in added
-                    )
-                    cursor.execute(f"ALTER TABLE {self.table} {columns}")
+                changes = _changes(shape, self._columns(cursor))
+                if changes:
+                    self._alter(cursor, changes)
                 return self._columns(cursor)
 
         self._casts(shape, patiently(self.url, work, patience=min(self.patience, 10)))
+
+    def _alter(self, cursor: Any, changes: list[str]) -> None:
+        """Change the columns of the table. A wider type mostly rewrites it."""
+        change = f"ALTER TABLE {self.table} {', '.join(changes)}"
+        log.warning("downstream_altered", statement=change)
+        cursor.execute(f"SET lock_timeout = '{_LOCK_WAIT}s'")
+        try:
+            cursor.execute(change)
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            raise DatabaseError(
+                f"the downstream table {self.table} cannot follow the source: {text}; run it yourself: {change}"
+            ) from error
+        finally:
+            cursor.execute("RESET lock_timeout")
 
     def probe(self) -> None:
         """Ask the server something, on a connection of this thread."""
@@ -161,7 +176,7 @@ class PostgresSink(Sink):
             )
         narrow = []
         for field in shape.schema:
-            wanted, type = shape.types.get(field.name) or _type_of(field), there[field.name]
+            wanted, type = _wanted(field, shape), there[field.name]
             if not ColumnType.parse(type).holds(ColumnType.parse(wanted)):
                 name = quote(field.name)
                 narrow.append((f"{name} is {type}", f"ALTER COLUMN {name} TYPE {wanted} USING {name}::text::{wanted}"))
@@ -256,6 +271,25 @@ class PostgresSink(Sink):
                 return _ask(cursor, sql, pa.scalar(shard, pa.int32()), before, limit)
 
         return pa.array([row[0] for row in patiently(self.url, work, patience=self.patience)], pa.int64())
+
+
+def _changes(shape: Shape, there: Mapping[str, str]) -> list[str]:
+    """What has to be altered in a table for the columns that the source got, or got wider."""
+    found = []
+    for field in shape.schema:
+        name, made = quote(field.name), _created_as(field, shape)
+        if field.name not in there:
+            found += [f"ADD COLUMN {name} {made}"] if field.name in shape.added else []
+        elif field.name in shape.widened:
+            wanted, present = (ColumnType.parse(type) for type in (_wanted(field, shape), there[field.name]))
+            if not present.holds(wanted) and wanted.holds(present):
+                found.append(f"ALTER COLUMN {name} TYPE {made} USING {name}::{made}")
+    return found
+
+
+def _wanted(field: pa.Field, shape: Shape) -> str:
+    """The type whose values a column has to hold."""
+    return shape.types.get(field.name) or _type_of(field)
 
 
 def _created_as(field: pa.Field, shape: Shape) -> str:

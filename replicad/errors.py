@@ -106,6 +106,18 @@ class RelayGap(ReplicadError):
     code = "relay_gap"
 
 
+class RedisUnavailable(ConnectionLost):
+    """Redis cannot be reached, the connection to it was lost, or it did not answer in time."""
+
+    code = "redis_unavailable"
+
+
+class RedisRefused(ReplicadError):
+    """Redis answers and does not let us: a password, a right, a replica, a second publisher. The message says what."""
+
+    code = "redis_refused"
+
+
 class PresenceRefused(ReplicadError):
     """What a worker says of its users cannot be kept; the message has the bound or the reason."""
 

@@ -35,6 +35,7 @@ FEATURES = (
     Listed(desired=("replicad.presence.desired",)),
     Listed(desired=("replicad.caches.desired",), commands={"caches": "replicad.caches.cli"}),
     Listed(desired=("replicad.sharding.desired",), commands={"writers": "replicad.sharding.cli"}),
+    Listed(serves="replicad.redis.service"),
     Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),

@@ -18,6 +18,10 @@ from replicad.operations.serving import Http
 from replicad.presence import service as presence
 from replicad.presence.pace import Pace as PresencePace
 from replicad.presence.service import PresenceService
+from replicad.redis import service as redis
+from replicad.redis.pace import Pace as RedisPace
+from replicad.redis.service import RedisService
+from replicad.redis.work import RedisWork
 from replicad.streams.serving import service as streams
 from replicad.streams.serving.pace import Pace as StreamPace
 from replicad.streams.serving.publisher import Publisher
@@ -36,6 +40,7 @@ class Paces:
     streams: StreamPace = StreamPace()
     tubes: TubePace = TubePace()
     presence: PresencePace = PresencePace()
+    redis: RedisPace = RedisPace()
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Daemon:
     tubes: TubeService
     presence: PresenceService
     http: Address | None = None
+    redis: RedisWork | None = None
 
 
 @asynccontextmanager
@@ -69,6 +75,7 @@ async def open_daemon(
         "streams": streams.feature(paces.streams),
         "tubes": tubes.feature(paces.tubes),
         "presence": presence.feature(paces.presence),
+        "redis": redis.feature(paces.redis),
     }
     served = [paced.get(feature.name, feature) for feature in features.served()]
     async with daemon.open_daemon(settings, as_daemon(url) if least else url, served, recover, paces.daemon) as running:
@@ -81,6 +88,7 @@ async def open_daemon(
             cast(TubeService, running.services["tubes"]),
             cast(PresenceService, running.services["presence"]),
             None if settings.http is None else cast(Http, running.services["http"]).server.addresses[0],
+            cast(RedisService, running.services["redis"]).work,
         )
 
 

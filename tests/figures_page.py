@@ -14,17 +14,19 @@ from pathlib import Path
 from replicad.daemon import own_figures
 from replicad.daemon.figures import Family
 from replicad.operations.http import app, exposition
+from replicad.redis import figures as of_redis
 from replicad.sender import figures as of_senders
 from replicad.streams.serving import figures as of_streams
 from replicad.tubes.serving import figures as of_tubes
 
 PAGE = Path(__file__).parents[1] / "docs/operating.md"
-SECTION = re.compile(r"(<!-- figures of ([a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SECTION = re.compile(r"(<!-- figures of ([A-Za-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PARTS: dict[str, Sequence[Family]] = {
     "the exporter": (*app.FAMILIES, exposition.LEFT_OUT),
     "the daemon": own_figures.FAMILIES,
     "streams": of_streams.FAMILIES,
     "tubes": of_tubes.FAMILIES,
+    "Redis": of_redis.FAMILIES,
     "senders": of_senders.FAMILIES,
 }
 

@@ -122,6 +122,10 @@ class Follower:
         """The position of each known writer; in a linear subscription only of `*`."""
         return self._streams[stream].positions()
 
+    def writers(self, stream: str) -> Mapping[str, int]:
+        """The small numbers of the listed writers, by name; empty in a linear subscription."""
+        return self._streams[stream].writers
+
     def answered(self, stream: str) -> bool:
         """Whether the subscription to the stream was accepted on this connection."""
         return self._streams[stream].answered

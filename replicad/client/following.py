@@ -61,6 +61,10 @@ class Followed:
         """The generation of the stream that is followed; None before the first answer to a token without one."""
         return self._pursuit.follower.epoch(stream)
 
+    def writers(self, stream: str) -> Mapping[str, int]:
+        """The small numbers of the stream's writers that vector tokens are made of, by name."""
+        return self._pursuit.follower.writers(stream)
+
     def is_accepted(self, stream: str) -> bool:
         """Whether the subscription to the stream was accepted on the present or last connection."""
         return self._pursuit.follower.answered(stream)

@@ -84,6 +84,11 @@ class StreamProgress:
         """The generation in which the positions are; None as long as it is not known."""
         return self._epoch
 
+    @property
+    def writers(self) -> Mapping[str, int]:
+        """The small numbers of the listed writers, by name."""
+        return self._writers.numbers
+
     def is_forked(self, epoch: str) -> bool:
         """Whether the token is of another generation than the server."""
         return self._epoch is not None and epoch != self._epoch

@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,6 +29,8 @@ from replicad.protocol.connection import Due, Timing
 
 T = TypeVar("T")
 
+Dial = Callable[[], Awaitable[Any]]  # the connection, a trio.abc.Stream: executors of Spark have no trio
+
 READ_BYTES = 1 << 18  # as much as a fast sender can send between two reads
 _SHORTEST_PAUSE = 0.05  # seconds, at least, between two calls of `tick` by the thread
 _PLAIN_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
@@ -36,7 +38,11 @@ _PLAIN_WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The daemon's address, our name and token, and time-outs in seconds."""
+    """The daemon's address, our name and token, and time-outs in seconds.
+
+    `dial`, for the trio client only: makes the connection in another way than by TCP to the address. `host` is then
+    what messages call the daemon, and `tls` is not used. It raises ConnectionLost.
+    """
 
     host: str
     port: int
@@ -46,8 +52,11 @@ class Target:
     answer_timeout: float = 60.0
     keepalive: bool = True
     timing: Timing = field(default_factory=Timing)
+    dial: Dial | None = None
 
     def __str__(self) -> str:
+        if self.dial is not None:
+            return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 

@@ -43,7 +43,7 @@ async def open_link(target: Target, nursery: trio.Nursery, ready: ReadyCalls | N
     link: TrioLink | None = None
     try:
         with trio.fail_after(target.connect_timeout):
-            link = TrioLink(await _connect(target), target, ready)
+            link = TrioLink(await connect(target), target, ready)
             nursery.start_soon(link.serve)
             link.server_name = await link.run(greet(link.connection, target.us))
     except trio.TooSlowError as error:
@@ -57,7 +57,11 @@ async def open_link(target: Target, nursery: trio.Nursery, ready: ReadyCalls | N
     return link
 
 
-async def _connect(target: Target) -> trio.abc.Stream:
+async def connect(target: Target) -> trio.abc.Stream:
+    """A connection to the daemon, after the TLS handshake; nothing was sent on it. Raises ConnectionLost."""
+    if target.dial is not None:
+        dialled: trio.abc.Stream = await target.dial()
+        return dialled
     stream: trio.abc.Stream | None = None
     try:
         stream = await trio.open_tcp_stream(target.host, target.port)

@@ -87,6 +87,12 @@ def _database(text: str) -> str:
     return text
 
 
+def _redis(text: str) -> str:
+    if not re.match(r"rediss?://[^/]", text):
+        raise ValueError("give a URL such as redis://host:6379/0, or rediss://host:6379/0 with TLS")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class DatabaseSettings:
     """The Postgres to use, and the names of replicad's schemas in it."""
@@ -167,6 +173,25 @@ class ServerSettings:
         "HOST:PORT",
         parse_address,
     )
+    redis: str | None = setting(
+        None,
+        "Redis to publish all streams to as well (the extra `redis`); rediss:// is with TLS. Default: none. A password "
+        "is better given by REPLICAD_REDIS_PASSWORD.",
+        "URL",
+        _redis,
+        in_repr=False,
+    )
+    redis_password: str | None = setting(None, "Password for --redis.", "PASSWORD", str, secret=True)
+    redis_ca: Path | None = setting(
+        None, "Certificate authority (PEM) of a Redis with TLS. Default: those of the system.", "FILE", path
+    )
+    redis_announce: Address | None = setting(
+        None,
+        "Address at which clients that follow over Redis reach this daemon, for rows that they missed. "
+        "Default: --listen, unless that is a wildcard.",
+        "HOST:PORT",
+        parse_address,
+    )
     wait_for_database: float = duration(
         0, "How long to wait at the start for a Postgres that does not answer yet. 0: end at once.", 0, 86_400
     )
@@ -183,6 +208,8 @@ class ServerSettings:
         _read_token_file(self)
         if self.tls_key is not None and self.tls_cert is None:
             raise UsageError("--tls-key needs --tls-cert, the certificate of the key")
+        if self.redis is None and (self.redis_password or self.redis_ca or self.redis_announce):
+            raise UsageError("--redis-ca, --redis-announce and REPLICAD_REDIS_PASSWORD need --redis URL")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise UsageError("--tls-client-ca needs --tls-cert: clients send certificates only to a server with TLS")
 

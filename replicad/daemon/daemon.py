@@ -15,12 +15,13 @@ import trio
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import cuts
-from replicad.daemon.access import AccessControl, names_of, verbs_of
+from replicad.daemon.access import OPEN, AccessControl, ClientAccess, names_of, verbs_of
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.figures import Figures
 from replicad.daemon.files import EXTRA_CLIENTS
 from replicad.daemon.handshakes import Handshakes
 from replicad.daemon.hub import Hub
+from replicad.daemon.inside import Inside
 from replicad.daemon.installing import install_all
 from replicad.daemon.listener import Acceptor, Pauses, open_listeners
 from replicad.daemon.own_figures import OwnFigures
@@ -216,7 +217,8 @@ async def open_daemon(
         figures = Figures()
         folder = settings.database.data_folder if settings.database.database is None else None
         figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, folder))
-        host = Host(settings, pools, poller, hub, relay, troubles, access, figures, handshakes)
+        inside = Inside()
+        host = Host(settings, pools, poller, hub, relay, troubles, access, figures, handshakes, inside, vocabulary)
         services = {feature.name: feature.open(host) for feature in features}
         async with trio.open_nursery() as nursery:
             everything = [Relaying(hub, relay), *services.values()]
@@ -229,7 +231,7 @@ async def open_daemon(
             ]
             await _start(nursery, jobs, troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
-            entrance = _Entrance(hub, dispatch, vocabulary, access, handshakes)
+            entrance = _Entrance(hub, dispatch, vocabulary, access, handshakes, inside)
             async with _serving(settings, listeners, entrance, pauses=pace.accepting) as addresses:
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)
@@ -257,6 +259,7 @@ class _Entrance:
     vocabulary: Vocabulary
     access: AccessControl
     handshakes: Handshakes | None
+    inside: Inside
 
 
 def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
@@ -289,7 +292,13 @@ async def _serving(
     full = _too_many(settings, hub.limit)
 
     async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
-        known = entrance.access.enter(peer, names_of(stream))
+        await serve_as(stream, peer, entrance.access.enter(peer, names_of(stream)))
+
+    async def serve_inside(stream: trio.abc.Stream, name: str) -> None:
+        with hub.troubles.contain_and_record("session", name, "serve"):
+            await serve_as(stream, name, OPEN.enter(name))
+
+    async def serve_as(stream: trio.abc.Stream, peer: str, known: ClientAccess) -> None:
         session = Session(stream, peer, settings, hub, entrance.vocabulary, access=known)
         if not hub.admit(session):
             await _refuse(stream, full)
@@ -300,6 +309,7 @@ async def _serving(
             hub.leave(session, CloseReason.INTERNAL_ERROR)  # no effect unless `run` failed before its first statement
 
     async with trio.open_nursery() as sessions:
+        entrance.inside.admit(sessions, serve_inside)
         acceptor = Acceptor(
             serve_one,
             sessions,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outlet import Piece
 from replicad.errors import ReplicadError, RowUnreadable
-from replicad.protocol.command import Command
+from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.states import CloseReason
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from replicad.daemon.figures import Figures
     from replicad.daemon.handshakes import Handshakes
     from replicad.daemon.hub import Hub
+    from replicad.daemon.inside import Inside
     from replicad.daemon.poller import Poller
     from replicad.daemon.pools import Pools
     from replicad.daemon.relay import Relay
@@ -216,6 +217,8 @@ class Host:
     access: AccessControl
     figures: Figures
     handshakes: Handshakes | None
+    inside: Inside
+    vocabulary: Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

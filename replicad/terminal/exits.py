@@ -48,7 +48,7 @@ UNREACHABLE: Final = Exit(
 NOT_ALLOWED: Final = Exit(
     5,
     "The daemon or Postgres answers and does not let us: a token, a password, a right, a standby.",
-    (errors.NotAuthorised, errors.Forbidden, errors.DatabaseRefused, errors.StandbyRefused),
+    (errors.NotAuthorised, errors.Forbidden, errors.DatabaseRefused, errors.StandbyRefused, errors.RedisRefused),
 )
 NOT_FOUND: Final = Exit(6, "There is no stream or tube of that name.", (errors.UnknownStream, errors.UnknownTube))
 REFUSED: Final = Exit(

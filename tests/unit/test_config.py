@@ -175,7 +175,10 @@ def test_no_secret_shows_in_the_text_of_settings_or_of_their_refusal() -> None:
 
 
 def test_a_secret_has_no_option_on_the_command_line() -> None:
-    assert [made.name for made in settings_of(ServerSettings) if not made.on_command_line] == ["token"]
+    assert [made.name for made in settings_of(ServerSettings) if not made.on_command_line] == [
+        "token",
+        "redis_password",
+    ]
 
 
 def test_an_unusable_certificate_is_refused_with_its_name(tmp_path: Path) -> None:

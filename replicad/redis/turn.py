@@ -1,0 +1,138 @@
+"""The role of the publisher: one daemon of a database has it, under a term, for as long as it renews it.
+
+A daemon takes the role when it is free or its beat has not changed for the time to live. It publishes only until 0.9
+of that time after it *sent* its last renewal. The term is also in Redis (publishing.lua): a publisher that was paused
+and comes back is refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import structlog
+import trio
+
+from replicad.daemon.troubles import Troubles
+from replicad.errors import DatabaseError
+from replicad.redis.book import Standing, Turn
+from replicad.redis.pace import Pace
+from replicad.redis.publisher import RedisPublisher
+
+TRUST = 0.9  # of the time to live
+RELEASE_TIMEOUT = 2.0  # seconds to give the role back, best effort
+
+log = structlog.get_logger()
+
+
+class Book(Protocol):
+    """What is needed of `PublisherBook`, whose methods have the docstrings."""
+
+    async def install(self) -> None: ...
+
+    async def look(self) -> Standing | None: ...
+
+    async def claim(self, holder: str, seen: int | None) -> Turn | None: ...
+
+    async def renew(self, term: int, tokens: Mapping[str, str]) -> bool: ...
+
+    async def release(self, term: int, tokens: Mapping[str, str]) -> None: ...
+
+
+class Turns:
+    """Takes the role again and again, and publishes while it has it."""
+
+    def __init__(
+        self,
+        book: Book,
+        holder: str,
+        *,
+        is_fit: Callable[[], bool],
+        begin: Callable[[Turn], RedisPublisher],
+        troubles: Troubles,
+        pace: Pace,
+    ) -> None:
+        """`is_fit`: whether this daemon reaches Redis; one that does not leaves the role to the others."""
+        self._book = book
+        self._holder = holder
+        self._is_fit = is_fit
+        self._begin = begin
+        self._troubles = troubles
+        self._pace = pace
+        self.publisher: RedisPublisher | None = None  # while this daemon has the role
+        self.term: int | None = None
+        self.others: str | None = None  # the name of who has it, if it is another one
+        self.turns = 0  # since the start
+        self._lines = self._overflows = 0  # of the turns before
+
+    @property
+    def lines(self) -> int:
+        """Lines published since the start."""
+        return self._lines + (0 if self.publisher is None else self.publisher.lines)
+
+    @property
+    def overflows(self) -> int:
+        """How often too much waited, since the start."""
+        return self._overflows + (0 if self.publisher is None else self.publisher.intake.overflows)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises DatabaseError if the tables cannot be installed."""
+        await self._book.install()
+        while True:
+            asked = trio.current_time()
+            turn = None
+            with self._troubles.contain("service", "redis", "role"):
+                turn = await self._claim()
+            if turn is not None:
+                await self._have(turn, asked)
+            await trio.sleep(self._pace.look)
+
+    async def _claim(self) -> Turn | None:
+        standing = await self._book.look()
+        self.others = None if standing is None else standing.holder
+        if not self._is_fit():
+            return None
+        if standing is None or standing.holder is None:
+            return await self._book.claim(self._holder, None)
+        if standing.silent < self._pace.ttl:
+            return None
+        log.warning("redis_publisher_silent", holder=standing.holder, silent_s=round(standing.silent, 1))
+        return await self._book.claim(self._holder, standing.beat)
+
+    async def _have(self, turn: Turn, asked: float) -> None:
+        publisher = self.publisher = self._begin(turn)
+        self.term, self.others = turn.term, None
+        self.turns += 1
+        log.info("redis_publishes", term=turn.term, streams=len(turn.tokens))
+        why = "the daemon stops"
+        try:
+            scope = trio.CancelScope(deadline=asked + self._pace.ttl * TRUST)
+            with scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(publisher.run)
+                    why = await self._renew(turn, publisher, scope)
+                    nursery.cancel_scope.cancel()
+            if scope.cancelled_caught:
+                why = "it could not be renewed in time"
+        finally:
+            self._lines, self._overflows = self.lines, self.overflows
+            self.publisher = self.term = None
+            log.info("redis_publishes_no_more", term=turn.term, lines=publisher.lines, reason=why)
+            with trio.move_on_after(RELEASE_TIMEOUT, shield=True), self._troubles.contain("service", "redis", "role"):
+                await self._book.release(turn.term, publisher.tokens)
+
+    async def _renew(self, turn: Turn, publisher: RedisPublisher, scope: trio.CancelScope) -> str:
+        """Renew until the role is lost or is better left to another; returns the reason."""
+        while True:
+            await trio.sleep(self._pace.renew)
+            if publisher.failing_s >= self._pace.give_up:
+                return "Redis does not answer"
+            sent = trio.current_time()
+            try:
+                if not await self._book.renew(turn.term, publisher.tokens):
+                    return "another daemon has it"
+            except DatabaseError as error:
+                self._troubles.fail("service", "redis", "role", error)
+            else:
+                self._troubles.end("service", "redis", "role")
+                scope.deadline = sent + self._pace.ttl * TRUST

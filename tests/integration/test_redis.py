@@ -1,0 +1,326 @@
+"""Redis as a second way out: what is published and heard, by whom, and what happens when something is away.
+
+Every test runs against the model of tests/redis_servers.py, and against the real server where the machine has one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.errors import DatabaseUnavailable, RedisRefused
+from replicad.postgres.bridge import Database
+from replicad.presence.book import PresenceBook
+from replicad.redis.address import parse_redis
+from replicad.redis.figures import RedisFigures
+from replicad.redis.link import RedisLink, open_redis
+from replicad.redis.messages import Message
+from replicad.redis.outlet import RedisOutlet
+from replicad.redis.pace import Pace
+from replicad.streams import registry
+from tests.conftest import PATIENCE
+from tests.daemons import Daemon, Paces
+from tests.redis_servers import PROGRAM, WHY_NOT, ModelRedis, RealRedis, real_redis
+
+from .conftest import netcat_to
+
+SERVER = "example.org"
+QUICK = Pace(
+    ttl=0.6, look=0.05, renew=0.1, sync=0.2, snapshot=0.05, give_up=0.5, retry=0.02, longest_retry=0.1, answer=0.5,
+    silence=1.0,
+)  # fmt: skip
+
+Start = Callable[..., AbstractAsyncContextManager[Daemon]]
+
+
+@pytest.fixture
+def paces(paces: Paces) -> Paces:
+    return replace(paces, redis=QUICK)
+
+
+@pytest.fixture(params=["model", pytest.param("real", marks=pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT))])
+async def redis(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RealRedis | ModelRedis]:
+    if request.param == "real":
+        with real_redis(tmp_path) as server:
+            yield server
+        return
+    async with trio.open_nursery() as nursery:
+        model = ModelRedis(nursery)
+        await model.start()
+        yield model
+        nursery.cancel_scope.cancel()
+
+
+class Listener:
+    """A process that has subscribed to channels, and one connection on which it publishes."""
+
+    def __init__(self, link: RedisLink, out: RedisLink) -> None:
+        self._link = link
+        self._out = out
+        self._waiting: dict[str, deque[str]] = defaultdict(deque)
+
+    async def say(self, line: str, channel: str = SERVER) -> None:
+        await self._out.call("PUBLISH", channel, line)
+
+    async def line(self, channel: str = SERVER) -> str:
+        """The next line of the channel."""
+        with trio.fail_after(PATIENCE):
+            while not self._waiting[channel]:
+                for found, line in await self._link.messages():
+                    self._waiting[found.decode()].append(line.decode())
+        return self._waiting[channel].popleft()
+
+    async def until(self, pattern: str, channel: str = SERVER) -> list[str]:
+        """The lines of the channel up to one that matches."""
+        lines = []
+        while not lines or not re.fullmatch(pattern, lines[-1]):
+            lines.append(await self.line(channel))
+        return lines
+
+
+@asynccontextmanager
+async def listening(url: str, *channels: str) -> AsyncIterator[Listener]:
+    link, out = [await open_redis(parse_redis(url), name=name) for name in ("listener", "speaker")]
+    try:
+        await link.subscribe(channels or (SERVER,))
+        yield Listener(link, out)
+    finally:
+        await link.aclose()
+        await out.aclose()
+
+
+async def add_events(database: Database, *names: str) -> None:
+    for name in names or ("events",):
+        await database.execute(f"CREATE TABLE {name} (id bigserial PRIMARY KEY, writer text, body text)")
+        await registry.add(database, name, f"public.{name}", "id", instance_column="writer", row="to_json(t.body)")
+
+
+async def write(database: Database, first: int, last: int, writer: str = "w1", table: str = "events") -> None:
+    await database.execute(
+        f"INSERT INTO {table} (writer, body) SELECT '{writer}', 'row ' || n FROM generate_series({first}, {last}) n"
+    )
+
+
+def ids(lines: list[str]) -> list[int]:
+    return [int(line.split(" ")[3]) for line in lines if line.startswith("RDATA ") and " batch " not in line]
+
+
+def redis_of(url: str) -> dict[str, Any]:
+    return {"redis": url, "server_name": SERVER}
+
+
+async def wait_publishing(daemon: Daemon) -> None:
+    assert daemon.redis is not None
+    with trio.fail_after(PATIENCE):
+        while daemon.redis.turns.publisher is None or not daemon.redis.turns.publisher.connected:
+            await trio.sleep(0.01)
+
+
+async def test_rows_are_published_on_both_channels_and_replicate_is_answered_by_all_positions(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database
+) -> None:
+    await add_events(database, "events", "other")
+    async with start_daemon(**redis_of(redis.url)) as daemon, listening(redis.url, SERVER, f"{SERVER}/events") as one:
+        await wait_publishing(daemon)
+        await write(database, 1, 3)
+        assert ids(await one.until("RDATA events w1 3 .*")) == [1, 2, 3]
+        await one.say("REPLICATE ")
+        lines = await one.until("POSITION other .*")
+        assert "POSITION events w1 3 3" in lines
+        await write(database, 4, 5)
+        lines = await one.until("RDATA events w1 5 .*")
+        assert ids(lines) == [4, 5]
+        assert not [line for line in lines if line.startswith(("WRITERS", "ERROR", "PING"))]
+        await write(database, 6, 6)
+        own = await one.until("RDATA events w1 6 .*", f"{SERVER}/events")
+        assert ids(own) == [1, 2, 3, 4, 5, 6]
+        assert any(re.fullmatch(r"WRITERS events \w+ master=1 w1=2", line) for line in own)
+        assert own[-2] == "POSITION events w1 5 5"
+
+
+async def test_one_daemon_publishes_and_another_takes_over_without_a_missing_row(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database
+) -> None:
+    await add_events(database)
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(listening(redis.url))
+        daemons = [await stack.enter_async_context(start_daemon(**redis_of(redis.url))) for _ in range(3)]
+        lines: list[str] = []
+        for number in range(3):
+            with trio.fail_after(PATIENCE):
+                while len(holders := [one for one in daemons if _publisher(one) is not None]) != 1:
+                    await trio.sleep(0.01)
+            await wait_publishing(holders[0])
+            await write(database, 3 * number + 1, 3 * number + 2)
+            lines += await one.until(f"RDATA events w1 {3 * number + 2} .*")
+            if number < 2:
+                _cut_off(holders[0], stack)  # it can neither renew nor give back: as after the loss of its network
+                daemons.remove(holders[0])
+                await write(database, 3 * number + 3, 3 * number + 3)
+        found = ids(lines)
+        assert set(found) == set(range(1, 9))
+        assert list(dict.fromkeys(found)) == sorted(set(found))
+        row = await database.fetch_row("SELECT term, holder FROM replicad.redis_publisher")
+        assert row["term"] == holders[0].redis.turns.term
+
+
+def _publisher(daemon: Daemon) -> Any:
+    assert daemon.redis is not None
+    return daemon.redis.turns.publisher
+
+
+def _cut_off(daemon: Daemon, stack: AsyncExitStack) -> None:
+    """Let a daemon reach the role in Postgres no more."""
+    assert daemon.redis is not None
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+
+    async def fail(*_: object) -> Any:
+        raise DatabaseUnavailable("cut off by the test")
+
+    for name in ("look", "claim", "renew", "release"):
+        patch.setattr(daemon.redis.turns._book, name, fail)
+
+
+async def test_a_publisher_with_an_earlier_term_is_refused(redis: RealRedis | ModelRedis) -> None:
+    async def outlet(term: int) -> RedisOutlet:
+        return RedisOutlet(await open_redis(parse_redis(redis.url), name="test"), SERVER, term, "db1:9009")
+
+    message = [("events", [Message(b"POSITION events w1 1 1")])]
+    async with listening(redis.url) as one:
+        earlier, later = await outlet(7), await outlet(8)
+        assert await earlier.publish(message) == 1
+        assert await later.publish(message) == 1
+        with pytest.raises(RedisRefused, match=r"another daemon publishes example.org to redis://.*term 8"):
+            await earlier.publish(message)
+        assert await later.publish([("events", [Message(b"RDATA events w1 2 {}")])]) == 1
+        assert len(await one.until("RDATA events w1 2 .*")) == 3
+        for each in (earlier, later):
+            await each.aclose()
+
+
+async def test_commands_of_other_processes_are_treated_as_on_tcp(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database, database_url: str
+) -> None:
+    await add_events(database, "federation")
+    await PresenceBook(database, "replicad").enable(grace=0.1)
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(listening(redis.url))
+        daemons = [await stack.enter_async_context(start_daemon(**redis_of(redis.url))) for _ in range(2)]
+        clients = [await stack.enter_async_context(netcat_to(daemon)) for daemon in daemons]
+        with trio.fail_after(PATIENCE):
+            while sum(_publisher(daemon) is not None for daemon in daemons) != 1 or any(
+                not daemon.redis.hearing.connected or not daemon.presence.statistics().roster for daemon in daemons
+            ):
+                await trio.sleep(0.01)
+        await write(database, 1, 3, table="federation")
+        await one.until("RDATA federation w1 3 .*")
+        await one.say("NO_SUCH_COMMAND 1")
+        await one.say("USER_SYNC half a line")
+        await one.say("CLAIM cities 1/1")  # only what needs no answer is heard
+        await one.say("USER_SYNC w9 @ann:example.org PHONE start 1490197670513")
+        await one.say('USER_IP @ann:example.org ["t","1.2.3.4","agent","PHONE",1490197670513]', f"{SERVER}/USER_IP")
+        await one.say("FEDERATION_ACK sender1 2")
+        await one.say("REMOTE_SERVER_UP far.example.org")
+        assert '"online"' in (await one.until("RDATA presence .*"))[-1]
+        for client in clients:
+            await client.until("REMOTE_SERVER_UP far.example.org")
+        await clients[0].send("REMOTE_SERVER_UP near.example.org")
+        await clients[1].until("REMOTE_SERVER_UP near.example.org")
+        lines = await one.until("REMOTE_SERVER_UP near.example.org")
+        await one.say("CLEAR_USER_SYNC w9")
+        lines += await one.until('RDATA presence .*"offline".*')
+        assert not [line for line in lines if "far.example.org" in line]  # it is not published again
+        assert sum("near.example.org" in line for line in lines) == 1
+        with trio.fail_after(PATIENCE):
+            while await database.fetch_value("SELECT count(*) FROM replicad.stream_ack WHERE token = 2") != 1:
+                await trio.sleep(0.02)
+            while await database.fetch_value("SELECT count(*) FROM replicad.presence_user_ip") != 1:
+                await trio.sleep(0.02)
+        assert all(daemon.redis.hearing.refused >= 2 for daemon in daemons)
+
+
+async def test_clients_of_tcp_notice_nothing_of_a_redis_that_is_away_or_hangs(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database
+) -> None:
+    await add_events(database)
+    async with start_daemon(**redis_of(redis.url)) as daemon, netcat_to(daemon) as client:
+        await wait_publishing(daemon)
+        await client.send("REPLICATE")
+        redis.stop()
+        with trio.fail_after(PATIENCE):
+            while {one.place.cause for one in daemon.troubles.of("service", "redis")} < {"hear", "publish"}:
+                await trio.sleep(0.01)
+        await write(database, 1, 3)
+        await client.until("RDATA events w1 3 .*")
+        assert "no connection to redis://127.0.0.1" in str(daemon.troubles.why("service", "redis"))
+        figures = {one.family.name: one.value for one in RedisFigures(daemon.redis).samples()}
+        assert figures["replicad_redis_connected"] == 0
+        with trio.fail_after(PATIENCE):
+            while _publisher(daemon) is not None:  # another daemon might reach Redis
+                await trio.sleep(0.01)
+        started = redis.start()
+        if started is not None:
+            await started
+        async with listening(redis.url) as one:
+            await wait_publishing(daemon)
+            await write(database, 4, 5)
+            assert ids(await one.until("RDATA events w1 5 .*"))[-2:] == [4, 5]
+        assert not daemon.troubles.of("service", "redis")
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
+async def test_a_redis_that_takes_nothing_keeps_a_bounded_number_of_rows_and_gets_them_later(
+    tmp_path: Path, start_daemon: Start, database: Database
+) -> None:
+    await add_events(database)
+    paces = Paces(redis=replace(QUICK, waiting_bytes=20_000, give_up=60, ttl=60))
+    with real_redis(tmp_path) as redis:
+        async with start_daemon(paces=paces, **redis_of(redis.url)) as daemon, netcat_to(daemon) as client:
+            await wait_publishing(daemon)
+            await client.send("REPLICATE")
+            async with listening(redis.url) as one:
+                os.kill(redis.pid, signal.SIGSTOP)
+                try:
+                    await write(database, 1, 3_000)
+                    await client.until("RDATA events w1 3000 .*")
+                    with trio.fail_after(PATIENCE):
+                        while not daemon.redis.turns.overflows:
+                            await trio.sleep(0.01)
+                    await write(database, 3_001, 3_002)
+                    await client.until("RDATA events w1 3002 .*")
+                    assert _publisher(daemon).intake.bytes < 1_000_000
+                finally:
+                    os.kill(redis.pid, signal.SIGCONT)
+                found = ids(await one.until("RDATA events w1 3002 .*"))
+            assert list(dict.fromkeys(found)) == list(range(1, 3_003))
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
+async def test_a_wrong_password_and_a_full_redis(tmp_path: Path, start_daemon: Start, database: Database) -> None:
+    await add_events(database)
+    with real_redis(tmp_path, "--requirepass", "open sesame", "--maxmemory", "100kb") as redis:
+        async with start_daemon(**redis_of(redis.url), redis_password="wrong") as daemon:
+            with trio.fail_after(PATIENCE):
+                while "REPLICAD_REDIS_PASSWORD" not in str(daemon.troubles.why("service", "redis")):
+                    await trio.sleep(0.01)
+            assert "wrong" not in str(daemon.troubles.why("service", "redis")).replace("WRONGPASS", "")
+        url = redis.url.replace("//", "//:open%20sesame@")
+        async with start_daemon(**redis_of(redis.url), redis_password="open sesame") as daemon:
+            async with listening(url) as one:
+                await wait_publishing(daemon)
+                link = await open_redis(parse_redis(url), name="test")
+                with pytest.raises(RedisRefused, match="OOM"):
+                    await link.call("SET", "much", "x")
+                await link.aclose()
+                await write(database, 1, 2)
+                assert ids(await one.until("RDATA events w1 2 .*")) == [1, 2]

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -31,6 +30,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.connection import Timing
 from replicad.retry import Backoff
 from replicad.streams import trimming
+from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 from tests.roles import as_daemon
@@ -447,10 +447,9 @@ async def test_a_command_line_enables_invalidates_and_tells(
     database: Database, database_url: str, daemon: Daemon
 ) -> None:
     async def replicad(*words: str, fails: bool = False) -> str:
-        command = [sys.executable, "-m", "replicad", "caches", *words, "--database", database_url]
-        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        done = await replicad_async("caches", *words, "--database", database_url)
         assert (done.returncode != 0) == fails, done.stderr
-        return (done.stderr if fails else done.stdout).decode()
+        return done.stderr if fails else done.stdout
 
     loads = []
 

@@ -20,6 +20,7 @@ from replicad.cli import app
 from replicad.operations.psql import without_password
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
+from tests.commands import replicad
 from tests.conftest import PATIENCE, install, psql
 
 Run = Callable[..., Any]
@@ -329,10 +330,7 @@ def test_top_goes_on_with_the_islands_that_answer(run: Run, database_url: str) -
 def without_database(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder, with no database named."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("REPLICAD_")}
-    command = [sys.executable, "-m", "replicad", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    return replicad(*words, cwd=folder, env=environment)
 
 
 @pytest.mark.parametrize(

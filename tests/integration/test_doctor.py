@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from replicad.operations.doctor.seen import Seen, Thresholds
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, troubles
 from tests import doctor_page as page
+from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
@@ -388,10 +388,8 @@ def settings() -> ServerSettings:
 
 async def run(*words: str) -> tuple[int, str, str]:
     """The exit status and both outputs of a command."""
-    done = await trio.run_process(
-        [sys.executable, "-m", "replicad", *words], capture_stdout=True, capture_stderr=True, check=False
-    )
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    done = await replicad_async(*words)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def test_a_running_daemon_is_fine(events: Database, daemon: Daemon, database_url: str) -> None:

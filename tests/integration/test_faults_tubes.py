@@ -23,6 +23,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.protocol.connection import Timing
+from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
@@ -232,7 +233,6 @@ async def test_a_transaction_that_stays_open_holds_back_its_tube_only_and_is_nam
 
 
 async def top(url: str, tube: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "replicad", "top", "--json", "--warn", "0", "--database", url]
-    done = await trio.run_process(command, capture_stdout=True)
+    done = await replicad_async("top", "--json", "--warn", "0", "--database", url)
     [row] = [row for row in map(json.loads, done.stdout.splitlines()) if row["tube"] == tube]
     return row  # type: ignore[no-any-return]

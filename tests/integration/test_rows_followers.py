@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import trio
@@ -16,6 +15,7 @@ from replicad.errors import RowTooLong, RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.protocol.lines import LineTooLong
 from replicad.streams import registry
+from tests.commands import replicad_async
 from tests.daemons import Daemon
 
 
@@ -133,9 +133,8 @@ async def test_the_command_line_skips_a_row_after_saying_what_that_means(
     risky: Database, database_url: str, daemon: Daemon
 ) -> None:
     async def replicad(*arguments: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "replicad", *arguments, "--database", database_url]
-        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
-        return done.returncode, done.stdout.decode(), done.stderr.decode()
+        done = await replicad_async(*arguments, "--database", database_url)
+        return done.returncode, done.stdout, done.stderr
 
     feed = await daemon.publisher.find("risky")
     with trio.fail_after(60):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 
 import pytest
-import trio
 
 from replicad.cli import app
 from replicad.errors import UsageError
 from replicad.postgres.bridge import Database
 from replicad.sender.sender import Sender
 from replicad.sender.settings import WEBHOOK, Delivery, Routing, SenderSettings
+from tests.commands import replicad_async
 
 from ..federation_receiver import Receiver, Reply, Request
 from .test_sender import (  # noqa: F401 - its fixtures
@@ -48,10 +47,9 @@ def run(database_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 async def command(url: str, *words: str) -> str:
     """What `replicad sender parked` prints."""
-    done = await trio.run_process(
-        [sys.executable, "-m", "replicad", "sender", "parked", *words, "--database", url], capture_stdout=True
-    )
-    return done.stdout.decode()
+    done = await replicad_async("sender", "parked", *words, "--database", url)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 async def test_what_a_receiver_refuses_is_parked_and_delivered_later_where_the_operator_wants_it(

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -22,6 +21,7 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.streams import registry, status
 from replicad.streams.serving.feed import Feed
+from tests.commands import replicad
 from tests.conftest import PATIENCE, psql
 from tests.daemons import Daemon
 
@@ -37,10 +37,7 @@ async def db(database: Database) -> Database:
 
 
 def command(url: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "replicad", *words, "--database", url],
-        capture_output=True, text=True, timeout=HANG, check=False,
-    )  # fmt: skip
+    return replicad(*words, "--database", url)
 
 
 @pytest.mark.parametrize("kind", ["serial", "bigserial"])

@@ -23,6 +23,7 @@ from replicad.config.settings import Address, ServerSettings
 from replicad.operations.island import Island
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
+from tests.commands import replicad_async
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
@@ -36,8 +37,7 @@ def settings() -> ServerSettings:
 
 async def look(url: str, *words: str) -> list[dict[str, Any]]:
     """The rows of `top --json`."""
-    command = [sys.executable, "-m", "replicad", "top", "--json", "--database", url, *words]
-    done = await trio.run_process(command, capture_stdout=True)
+    done = await replicad_async("top", "--json", "--database", url, *words)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -100,10 +100,7 @@ async def test_streams_and_daemons_are_in_it(events: Database, daemon: Daemon, d
         while (rows := await look(database_url))[0]["position"] != 1:
             pass
     assert [(row["kind"], row["stream"], row["state"]) for row in rows] == [("stream", "events", "ok")]
-    done = await trio.run_process(
-        [sys.executable, "-m", "replicad", "status", "--database", database_url], capture_stdout=True
-    )
-    shown = done.stdout.decode()
+    shown = (await replicad_async("status", "--database", database_url)).stdout
     assert shown.startswith("database: ")
     assert "(PostgreSQL " in shown
     assert re.search(r"^events +1 +0 +0\.0 +ok$", shown, re.MULTILINE), shown
@@ -117,9 +114,7 @@ async def test_streams_and_daemons_are_in_it(events: Database, daemon: Daemon, d
 async def test_status_is_one_object_as_json(database: Database, database_url: str) -> None:
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY)")
     await registry.add(database, "events", "public.events", "id")
-    command = [sys.executable, "-m", "replicad", "status", "--json", "--database", database_url]
-    done = await trio.run_process(command, capture_stdout=True)
-    found = json.loads(done.stdout)
+    found = json.loads((await replicad_async("status", "--json", "--database", database_url)).stdout)
     assert found["daemons"] == 0
     assert [row["stream"] for row in found["streams"]] == ["events"]
 

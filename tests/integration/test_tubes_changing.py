@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -14,6 +12,7 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import call_value
 from replicad.tubes.cli import changing
+from tests.commands import replicad
 from tests.conftest import PATIENCE
 
 WAITING = (
@@ -35,8 +34,7 @@ async def tables(database: Database) -> Database:
 
 def run_cli(url: str, *words: str) -> str:
     """What a command prints, reports included."""
-    command = [sys.executable, "-m", "replicad", *words, "--database", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = replicad(*words, "--database", url)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

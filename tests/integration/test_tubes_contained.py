@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ from replicad.postgres.bridge import Database
 from replicad.streams import troubles
 from replicad.tubes.backfill import Pace as BackfillPace
 from replicad.tubes.serving.pace import Pace as TubePace
+from tests.commands import replicad
 from tests.daemons import Daemon, Paces
 
 from .conftest import Connect, Netcat
@@ -122,8 +121,7 @@ async def use(nc: Netcat, database: Database, term: int, new: int) -> None:
 
 
 def cli(url: str, *words: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "replicad", *words, "--json", "--database", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = replicad(*words, "--json", "--database", url)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

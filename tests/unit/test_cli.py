@@ -17,19 +17,14 @@ import pytest
 from replicad import errors
 from replicad.cli import app
 from replicad.terminal import failures
+from tests.commands import replicad
 from tests.conftest import PATIENCE
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the real command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "replicad", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**{k: v for k, v in os.environ.items() if not k.startswith("REPLICAD_")}, **environ},
-    )
+    """Run the command in a process of its own, with no variable of ours but these."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("REPLICAD_")}
+    return replicad(*arguments, env={**plain, **environ})
 
 
 @contextmanager
@@ -120,9 +115,11 @@ def test_a_failure_is_one_line_on_stderr_with_the_right_status(
 
 
 def test_the_module_runs_as_the_command_does() -> None:
-    done = run("--version")
-    assert done.returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "replicad", "--version"], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
     assert done.stdout.startswith("replicad ")
+    assert run("--version").stdout == done.stdout
     assert run("ping", "127.0.0.1:1").returncode == 4
     assert run("serve", REPLICAD_POLL_MIN="fast").stderr.startswith("replicad: REPLICAD_POLL_MIN: 'fast'")
 

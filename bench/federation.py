@@ -1,10 +1,10 @@
 """Facts per second delivered to a thousand local destinations by `replicad sender`.
 
 Every fact goes to half of the destinations. The sender has delivered one to each when the others are committed;
-the clock runs from that commit to the last delivery: reading, recording in Postgres, queues and HTTP. Beside it a
-plain client (httpx) posts the same bodies, made beforehand, at the same concurrency, to the same receiver: no
-stream, no Postgres, no queues, nothing remembered. The sender uses the connections of that client (httpcore) without
-what is around them. Both are one process; the receiver is another.
+the clock runs from that commit to the last delivery: reading, recording in Postgres, queues and HTTP. Beside it two
+plain clients post the same bodies, made beforehand, at the same concurrency, to the same receiver: no stream, no
+Postgres, no queues, nothing remembered. One is httpx, the other is what the sender sends with (`sender.transport`).
+Each is one process; the receiver is another. Processor time says more than the rate where others use the machine.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from statistics import median
+from typing import Literal
 
 import httpx
+import psutil
 import trio
 
 from bench.report import Figure, Spread, rates
-from bench.system import MARK, Daemon, Options, System, free_port, process, system
+from bench.system import MARK, Daemon, Options, System, cpu, free_port, process, system
+from replicad.sender.items import START, Transaction
+from replicad.sender.settings import WEBHOOK, Delivery
+from replicad.sender.transport import open_transport
 
 DESTINATIONS = 1000
 FACTS = 400  # at full scale
@@ -31,8 +37,19 @@ PER_FACT = 500  # destinations of a fact
 PER_TRANSACTION = 50  # facts, as the sender has them
 CONCURRENCY = 128  # requests at once, likewise
 DONE = 300.0  # seconds to wait for the last delivery
+Kind = Literal["httpx", "the sender's client"]
 _HEAD = b"content-length:"
 _spawn = get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of one round, and of processor time: of the client or sender, of Postgres and of the receiver."""
+
+    wall: float
+    client: float
+    postgres: float
+    receiver: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,7 @@ class Receiver:
 
     port: int
     pipe: Connection
+    process: psutil.Process
 
     def reset(self) -> None:
         """Count from 0 again."""
@@ -54,23 +72,46 @@ class Receiver:
 
 
 def run(options: Options) -> list[Figure]:
-    """Delivered facts per second, to all destinations together."""
+    """Delivered facts per second, to all destinations together; and where processor time goes."""
     facts = options.sized(FACTS)
     expected = facts * PER_FACT
-    mine, plain = [], []
+    mine: list[Took] = []
+    plain: dict[Kind, list[Took]] = {"httpx": [], "the sender's client": []}
     with system() as ours, ours.daemon() as daemon, _receiver() as receiver:
         ours.sql("CREATE TABLE facts (id bigserial PRIMARY KEY, body json NOT NULL)")
         ours.replicad("streams", "add", "facts", "--table", "public.facts", "--id", "id", "--row", "t.body")
         for number in range(options.runs):
-            mine.append(expected / _by_sender(ours, daemon, receiver, f"s{number}", facts))
-            plain.append(expected / _by_client(receiver, facts))
-    return [
+            mine.append(_by_sender(ours, daemon, receiver, f"s{number}", facts))
+            for kind, rounds in plain.items():
+                rounds.append(_by_client(kind, receiver, facts))
+
+    def rate(rounds: list[Took]) -> list[float]:
+        return [expected / one.wall for one in rounds]
+
+    def cost(rounds: list[Took], part: Callable[[Took], float]) -> str:
+        return f"{median(part(one) for one in rounds) * 1e6 / expected:.1f} us"
+
+    figures = [
         Figure(
             f"facts/s to {DESTINATIONS} destinations, {PER_FACT} for each fact",
-            rates(mine, "facts/s"),
-            f"httpx, no queues {rates(plain, 'facts/s')}",
-            Spread.of_ratios(mine, plain),
+            rates(rate(mine), "facts/s"),
+            f"{kind}, no queues {rates(rate(rounds), 'facts/s')}",
+            Spread.of_ratios(rate(mine), rate(rounds)),
         )
+        for kind, rounds in plain.items()
+    ]
+    return [
+        *figures,
+        *(
+            Figure(
+                "processor time for a fact",
+                f"sender {cost(mine, lambda took: took.client)}, Postgres {cost(mine, lambda took: took.postgres)}, "
+                f"receiver {cost(mine, lambda took: took.receiver)}",
+                f"{kind} {cost(rounds, lambda took: took.client)}, receiver {cost(rounds, lambda took: took.receiver)}",
+                Spread.of_ratios([1 / one.client for one in mine], [1 / one.client for one in rounds]),
+            )
+            for kind, rounds in plain.items()
+        ),
     ]
 
 
@@ -85,8 +126,8 @@ def _commit(ours: System, facts: int, per_fact: int, first: int = 1) -> None:
     )
 
 
-def _by_sender(ours: System, daemon: Daemon, receiver: Receiver, name: str, facts: int) -> float:
-    """Seconds from the commit to the last delivery; the sender has nothing on record from earlier rounds."""
+def _by_sender(ours: System, daemon: Daemon, receiver: Receiver, name: str, facts: int) -> Took:
+    """From the commit to the last delivery; the sender has nothing on record from earlier rounds."""
     ours.sql(
         "TRUNCATE facts",
         "DO $$ BEGIN IF to_regclass('replicad.federation_fact') IS NOT NULL THEN TRUNCATE replicad.federation_fact, "
@@ -116,58 +157,94 @@ def _by_sender(ours: System, daemon: Daemon, receiver: Receiver, name: str, fact
         _commit(ours, 1, DESTINATIONS)
         wait_for(DESTINATIONS)
         receiver.reset()
+        parts = (psutil.Process(sender.pid), receiver.process)
+        before, database = [cpu(one) for one in parts], ours.cpu()
         began = time.monotonic()
         _commit(ours, facts, PER_FACT)
         wait_for(facts * PER_FACT)
-        return time.monotonic() - began
+        wall = time.monotonic() - began
+        mine, theirs = (cpu(one) - spent for one, spent in zip(parts, before, strict=True))
+        return Took(wall, mine, ours.cpu_since(database), theirs)
 
 
-def _by_client(receiver: Receiver, facts: int) -> float:
-    """Seconds that a plain client takes for the same bodies, after it has posted one to each destination."""
+def _by_client(kind: Kind, receiver: Receiver, facts: int) -> Took:
+    """For the same bodies by a plain client, after it has posted one to each destination."""
     here, there = _spawn.Pipe()
-    poster = _spawn.Process(target=post, args=(there, receiver.port, facts), daemon=True)
+    poster = _spawn.Process(target=post, args=(there, kind, receiver.port, facts), daemon=True)
     poster.start()
     here.recv()
     receiver.reset()
+    parts = (psutil.Process(poster.pid), receiver.process)
+    before = [cpu(one) for one in parts]
     began = time.monotonic()
     here.send("go")
     here.recv()
-    took = time.monotonic() - began
+    wall = time.monotonic() - began
+    mine, theirs = (cpu(one) - spent for one, spent in zip(parts, before, strict=True))
+    here.send("end")
     poster.join()
     if receiver.taken() != facts * PER_FACT:
         raise RuntimeError(f"{receiver.taken()} of {facts * PER_FACT} facts arrived by the plain client")
-    return took
+    return Took(wall, mine, 0.0, theirs)
 
 
-def post(pipe: Connection, port: int, facts: int) -> None:
+def post(pipe: Connection, kind: Kind, port: int, facts: int) -> None:
     """The work of the plain client's process."""
     each = facts * PER_FACT // DESTINATIONS
     sizes = [min(PER_TRANSACTION, each - done) for done in range(0, each, PER_TRANSACTION)]
     pdu = {"event_id": f"${0:014}{MARK.decode()}:example.com", "type": "m.room.msg", "n": 0}
-    bodies = [json.dumps({"facts": [pdu] * size, "updates": []}).encode() for size in sizes]
-    jobs = [
-        (f"http://127.0.0.1:{port}/d{name}/{n}", body) for n, body in enumerate(bodies) for name in range(DESTINATIONS)
-    ]
-    trio.run(_post_all, pipe, iter([(url, b"") for url, _ in jobs[:DESTINATIONS]]), iter(jobs))
+    bodies = [(json.dumps(pdu, separators=(",", ":")),) * size for size in sizes]
+    jobs = [(f"d{name}", n, body) for n, body in enumerate(bodies) for name in range(DESTINATIONS)]
+    trio.run(_post_all, pipe, kind, port, iter([(name, n, ()) for name, n, _ in jobs[:DESTINATIONS]]), iter(jobs))
 
 
-async def _post_all(pipe: Connection, warming: Iterator[tuple[str, bytes]], jobs: Iterator[tuple[str, bytes]]) -> None:
-    limits = httpx.Limits(max_connections=CONCURRENCY // 16, max_keepalive_connections=CONCURRENCY // 16)
-    clients: Sequence[httpx.AsyncClient] = [
-        httpx.AsyncClient(limits=limits, trust_env=False, timeout=60) for _ in range(16)
-    ]
+Job = tuple[str, int, tuple[str, ...]]  # the name of a destination, the number of the transaction, its facts
+Send = Callable[[Job], Awaitable[None]]
 
-    async def work(client: httpx.AsyncClient, jobs: Iterator[tuple[str, bytes]]) -> None:
-        for url, body in jobs:
-            (await client.post(url, content=body, headers={"content-type": "application/json"})).raise_for_status()
 
-    for some in (warming, jobs):
-        async with trio.open_nursery() as nursery:
-            for number in range(CONCURRENCY):
-                nursery.start_soon(work, clients[number % len(clients)], some)
-        pipe.send("done")
-        if some is warming:
+async def _post_all(pipe: Connection, kind: Kind, port: int, warming: Iterator[Job], jobs: Iterator[Job]) -> None:
+    async def work(send: Send, jobs: Iterator[Job]) -> None:
+        for job in jobs:
+            await send(job)
+
+    async with _httpx(port) if kind == "httpx" else _transport(port) as senders:
+        for some in (warming, jobs):
+            async with trio.open_nursery() as nursery:
+                for number in range(CONCURRENCY):
+                    nursery.start_soon(work, senders[number % len(senders)], some)
+            pipe.send("done")
             await trio.to_thread.run_sync(pipe.recv)
+
+
+@asynccontextmanager
+async def _httpx(port: int) -> AsyncIterator[Sequence[Send]]:
+    limits = httpx.Limits(max_connections=CONCURRENCY // 16, max_keepalive_connections=CONCURRENCY // 16)
+
+    def sender(client: httpx.AsyncClient) -> Send:
+        async def send(job: Job) -> None:
+            name, number, facts = job
+            body = f'{{"facts":[{",".join(facts)}],"updates":[]}}'.encode()
+            url = f"http://127.0.0.1:{port}/{name}/{number}"
+            answer = await client.post(url, content=body, headers={"content-type": "application/json"})
+            answer.raise_for_status()
+
+        return send
+
+    yield [sender(httpx.AsyncClient(limits=limits, trust_env=False, timeout=60)) for _ in range(16)]
+
+
+@asynccontextmanager
+async def _transport(port: int) -> AsyncIterator[Sequence[Send]]:
+    url = f"http://127.0.0.1:{port}/{{destination}}/{{transaction}}"
+    async with open_transport(Delivery(form=WEBHOOK, url=url, allow_private=("127.0.0.1",))) as transport:
+
+        async def send(job: Job) -> None:
+            name, number, facts = job
+            outcome = await transport.send(name, Transaction(f"{number:032x}", number, 0, START, facts, ()))
+            if not outcome.delivered:
+                raise RuntimeError(outcome.reason)
+
+        yield [send]
 
 
 @contextmanager
@@ -178,7 +255,7 @@ def _receiver() -> Iterator[Receiver]:
     receiver.start()
     here.recv()
     try:
-        yield Receiver(port, here)
+        yield Receiver(port, here, psutil.Process(receiver.pid))
     finally:
         receiver.kill()
         receiver.join()

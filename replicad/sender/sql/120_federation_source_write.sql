@@ -7,6 +7,8 @@ LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
     refused record;
+    taken record;
+    updates bigint[];
 BEGIN
     INSERT INTO federation_destination AS d (source, name, last_successful_stream_ordering, last_successful_part, serial,
         txn_id, txn_ts, txn_stream_ordering, txn_part, txn_edus, txn_edu_ids, txn_pdus, txn_aside,
@@ -59,13 +61,19 @@ BEGIN
         INSERT INTO federation_parked (source, destination, room, body, reason)
         SELECT g.source, g.destination, g.key, g.body, refused.reason FROM gone g ORDER BY g.id;
     END LOOP;
-    DELETE FROM federation_destination_room r
-    USING json_to_recordset(entries) AS e (name text, token bigint, part integer)
-    WHERE r.source = federation_source_write.source AND r.destination = e.name
-        AND (r.stream_ordering, r.part) <= (e.token, e.part);
-    DELETE FROM federation_edu u
-    USING json_to_recordset(entries) AS e (done_edus bigint[])
-    WHERE u.source = federation_source_write.source AND u.id = ANY (e.done_edus);
+    FOR taken IN  -- one by one: no statistics then lead to a plan that reads what all destinations have yet to take
+        SELECT e.name, e.token, e.part FROM json_to_recordset(entries) AS e (name text, token bigint, part integer)
+    LOOP
+        DELETE FROM federation_destination_room r
+        WHERE r.source = federation_source_write.source AND r.destination = taken.name
+            AND (r.stream_ordering, r.part) <= (taken.token, taken.part);
+    END LOOP;
+    updates := ARRAY(
+        SELECT unnest(e.done_edus) FROM json_to_recordset(entries) AS e (done_edus bigint[])
+    );
+    IF updates <> '{}' THEN
+        DELETE FROM federation_edu u WHERE u.source = federation_source_write.source AND u.id = ANY (updates);
+    END IF;
 END
 $$;
 COMMENT ON FUNCTION federation_source_write(text, json) IS 'Writes down how destinations stand';

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from replicad.caches.cache import CacheStatistics, Owner
+from replicad.caches.emptying import Emptying
 from replicad.errors import UsageError
 
 P = ParamSpec("P")
@@ -21,8 +22,8 @@ R = TypeVar("R")
 class Adopted:
     """One such function. A call counts as a hit if its own cache was used, whether or not that had the value."""
 
-    def __init__(self, caches: Owner, function: Callable[..., Any]) -> None:
-        """Raises UsageError if the function has no `cache_clear`."""
+    def __init__(self, caches: Owner, function: Callable[..., Any], name: str | None = None) -> None:
+        """`name` None: that of the function. Raises UsageError if that has no `cache_clear`."""
         inner = getattr(function, "__wrapped__", None)
         clear = getattr(function, "cache_clear", None)
         if not callable(inner) or not callable(clear):
@@ -32,10 +33,10 @@ class Adopted:
             )
         if inspect.iscoroutinefunction(inner):
             raise UsageError("lru_cache keeps coroutines, which can be awaited once: decorate with cached() instead")
-        self.name: str = inner.__name__
+        self.name: str = name or inner.__name__
         self._caches = caches
         self._inner = inner
-        self._clear = clear
+        self._emptying = Emptying(self.name, clear, caches.now)
         self._info = getattr(function, "cache_info", None)
         self._under_way: set[object] = set()  # calls that began after the last invalidation
         self._old: set[object] = set()  # calls that began before it; while there are any, the cache is not used
@@ -47,7 +48,7 @@ class Adopted:
         @functools.wraps(self._inner)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             with self._caches.lock:
-                if self._old or not (self._caches.live and self._caches.answers()):
+                if self._old or not (self._caches.live and self._caches.answers() and self._emptying.usable()):
                     self._bypassed += 1
                     ticket = None
                 else:
@@ -70,7 +71,7 @@ class Adopted:
             if ticket in self._old:
                 self._old.remove(ticket)
                 if not self._old:
-                    self._clear()
+                    self._emptying.run()
 
     # --- for the registry, under its lock ---
 
@@ -86,7 +87,7 @@ class Adopted:
     def empty(self) -> None:
         """All entries are invalid."""
         self.void()
-        self._clear()
+        self._emptying.run()
         self._emptied += 1
 
     def void(self) -> None:
@@ -98,9 +99,9 @@ class Adopted:
         """This is a forked process; the threads whose calls were under way are not in it."""
         self._under_way.clear()
         self._old.clear()
-        self._clear()
+        self._emptying.run()
 
     def statistics(self) -> CacheStatistics:
         """Counts, as one frozen value."""
         entries = self._info().currsize if callable(self._info) else 0
-        return CacheStatistics(entries, self._hits, 0, 0, self._bypassed, 0, self._emptied)
+        return CacheStatistics(entries, self._hits, 0, 0, self._bypassed, 0, self._emptied, self._emptying.problem)

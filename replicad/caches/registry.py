@@ -137,8 +137,8 @@ class Caches:
         Raises:
             UsageError: the name is in use, or the function has no `cache_clear`.
         """
-        made = Adopted(self, function)
-        self._add(name_of(name or made.name), made)
+        made = Adopted(self, function, name and name_of(name))
+        self._add(name_of(made.name), made)
         return made.caller(function)
 
     def register_group(self, name: str, members: Iterable[str | tuple[str, Rekey]]) -> None:

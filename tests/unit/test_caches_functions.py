@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import logging
 import math
 import os
 import sys
@@ -20,6 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicad.caches.cache import CacheStatistics
+from replicad.caches.emptying import RETRY
+from replicad.caches.following import Following
 from replicad.caches.keys import Invalidation, freeze, parse_rows
 from replicad.caches.registry import Caches
 from replicad.caches.storage import LruStorage
@@ -350,6 +353,90 @@ def test_a_storage_of_another_make_is_used_as_it_is_and_may_refuse_values(caches
     assert storage == {(1,): 1}
     caches.apply(['["f", [1], 0]'])
     assert storage == {}
+
+
+class Failing(dict[Any, Any]):
+    """A storage, or the cache of a function, of which every method may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: set[str] = set()
+
+    def _fail(self, method: str) -> None:
+        if method in self.fails:
+            raise ConnectionError(f"{method}: the storage is away")
+
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        self._fail("get")
+        return super().get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._fail("set")
+        super().__setitem__(key, value)
+
+    def pop(self, key: Any, default: Any = None, /) -> Any:
+        self._fail("pop")
+        return super().pop(key, default)
+
+    def clear(self) -> None:
+        self._fail("clear")
+        super().clear()
+
+    def __len__(self) -> int:
+        self._fail("len")
+        return super().__len__()
+
+
+def test_a_storage_that_raises_ends_nothing_and_is_not_used_until_it_was_emptied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock = [0.0]
+    caches = Caches(max_staleness=math.inf, now=lambda: clock[0])
+    following = Following(caches, "caches")
+    storage, truth = Failing(), ["old"]
+    of_function: dict[str, str] = {}
+
+    @functools.wraps(lambda name: truth[0])
+    def kept(name: str) -> str:
+        return of_function.setdefault(name, truth[0])
+
+    kept.cache_clear = lambda: (storage._fail("clear"), of_function.clear())  # type: ignore[attr-defined]
+    load = caches.cached(name="load", storage=storage)(lambda name: truth[0])
+    adopted = caches.adopt(kept, name="adopted")
+
+    def both() -> list[str]:
+        return [load("a"), adopted("a")]
+
+    with following.session():  # that of the thread: what it raises would end it
+        caches.stand(live=True)
+        truth[0] = "new" if both() == ["old"] * 2 else "lost"
+        storage.fails = {"clear", "pop", "len"}
+        caches.apply(['["load", ["a"], 0]', '["adopted", ["a"], 0]'])
+        assert both() == ["new", "new"], "what could not be removed is not used"
+        problems = {name: one.problem for name, one in caches.statistics().caches.items()}
+        assert all("ConnectionError('clear: the storage is away')" in (said or "") for said in problems.values())
+        caches.apply(['["nobody understands"'])
+    assert caches.problem == "following the stream has ended"
+    with following.session():
+        caches.stand(live=True)
+        assert both() == ["new", "new"]
+        storage.fails = set()
+        assert both() == ["new", "new"]
+        assert (storage, of_function) == ({("a",): "old"}, {"a": "old"}), "it is tried with every call"
+        clock[0] += RETRY
+        assert both() == ["new", "new"]
+        assert (storage, of_function) == ({("a",): "new"}, {"a": "new"})
+        assert [one.problem for one in caches.statistics().caches.values()] == [None, None]
+        storage.fails = {"get", "set"}
+        assert load("a") == "new"
+        assert load("b") == "new"
+        storage.fails = {"pop"}
+        truth[0] = "newer"
+        caches.apply(['["load", ["b"], 0]'])
+        assert storage == {}, "one that cannot forget an entry is emptied"
+    events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
+    assert [events.count(event) for event in ("cache_not_emptied", "cache_usable")] == [2, 2]
 
 
 # --- groups ---

@@ -95,6 +95,7 @@ class Intake:
         self._acknowledged: dict[str, int] = {}
         self._strange: set[str] = set()  # invalid names that were logged
         self._rows = self._skipped = self._refused_names = 0
+        self.began = trio.Event()  # the daemon has taken the tokens, and what is void was forgotten
 
     def statistics(self) -> IntakeStatistics:
         """A frozen copy of the counters."""
@@ -119,17 +120,21 @@ class Intake:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._pump, upstream, write, epochs)
             while True:
-                events: list[Told | GenerationBegan] = []
-                with trio.move_on_after(IDLE_TOKEN if self._told else math.inf):
-                    events.append(await read.receive())
-                if not events:
-                    await self._write_positions(upstream)
-                while events and len(events) < ROWS:
-                    try:
-                        events.append(read.receive_nowait())
-                    except trio.WouldBlock:
-                        break
-                await self._take(upstream, events)
+                await self._take_next(upstream, read)
+
+    async def _take_next(self, upstream: Upstream, read: trio.MemoryReceiveChannel[Told | GenerationBegan]) -> None:
+        """Process the events that have come, or store positions if none comes."""
+        events: list[Told | GenerationBegan] = []
+        with trio.move_on_after(IDLE_TOKEN if self._told else math.inf):
+            events.append(await read.receive())
+        if not events:
+            await self._write_positions(upstream)
+        while events and len(events) < ROWS:
+            try:
+                events.append(read.receive_nowait())
+            except trio.WouldBlock:
+                break
+        await self._take(upstream, events)
 
     async def _pump(
         self,
@@ -181,6 +186,7 @@ class Intake:
                 raise Restart
             case Connected():
                 log.info("daemon_connected", server=event.server_name)
+                self.began.set()
                 self._connected()
                 self._acknowledged.clear()  # sent again with the first position of this connection
             case Disconnected():

@@ -45,6 +45,7 @@ from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
 
 CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
+FIRST_WORD = 5.0  # seconds in which a session waits for the daemon before it delivers what is stored
 START_GRACE = 15.0  # seconds in which a stream may be refused to a sender that starts: one just reset is, for a moment
 STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
 Objection = Callable[[str], str | None]  # why nothing is sent to a destination of that name, or None
@@ -231,10 +232,11 @@ class Sender:
         async with self._open_upstream(tokens) as upstream, trio.open_nursery() as services:
             services.start_soon(self._keep_house, store, engine, objection)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(engine.run)
+                nursery.start_soon(_deliver, engine, intake)
                 with self._until_stop():
                     await intake.run(upstream, recorded, self._moves)
                 engine.close()
+                intake.began.set()
                 nursery.cancel_scope.deadline = trio.current_time() + self._settings.sender_grace
             services.cancel_scope.cancel()
 
@@ -271,6 +273,16 @@ class Sender:
             if self.stopping:
                 self._scope.cancel()
             yield
+
+
+async def _deliver(engine: Engine, intake: Intake) -> None:
+    """Run the engine. Not before the daemon has taken the tokens: what is recorded may be void by now.
+
+    Without a daemon it runs soon all the same: what is recorded can be delivered.
+    """
+    with trio.move_on_after(FIRST_WORD):
+        await intake.began.wait()
+    await engine.run()
 
 
 def _check_names(settings: SenderSettings) -> None:

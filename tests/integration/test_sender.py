@@ -16,6 +16,7 @@ from replicad.errors import StreamRefused, StreamRestarted, UnknownStream, Usage
 from replicad.groups import sole_leaf
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
+from replicad.sender.intake import Intake
 from replicad.sender.sender import Sender
 from replicad.sender.settings import Bounds, Delivery, Routing, SenderSettings
 from replicad.sender.store import Store
@@ -29,6 +30,8 @@ from tests.roles import as_daemon
 from ..federation_receiver import Receiver, Reply
 
 QUICK = Bounds(retry_first=0.05, retry_max=0.2, sweep_interval=0.2)
+CUT = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE datname = current_database() AND application_name LIKE 'replicad sender%'"""
 WAITS_FOR_LOCK = """SELECT count(*) FROM pg_stat_activity
     WHERE datname = current_database() AND application_name LIKE 'replicad sender%' AND wait_event_type = 'Lock'"""
 
@@ -484,6 +487,52 @@ async def test_ids_that_were_given_out_again_while_no_sender_ran_are_delivered_u
     await write(facts, "facts", *(fact(number, "a") for number in again))
     async with start_sender():
         await receiver.expect(lambda: numbers(receiver, "a")[20:] == [*again])
+
+
+async def test_what_is_void_when_a_sender_starts_is_not_sent_any_more_and_without_a_daemon_what_is_stored_is(
+    facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generations() -> int:
+        query = "SELECT max(g.number) FROM replicad.stream_generation g JOIN replicad.stream s ON s.number = g.stream"
+        found: int = await facts.fetch_value(f"{query} WHERE s.name = 'facts'")
+        return found
+
+    async with start_sender():
+        await write(facts, "facts", fact(1, "a"))
+        await receiver.expect(lambda: numbers(receiver, "a") == [1])
+        receiver.behave = lambda _: Reply(503)
+        await write(facts, "facts", *(fact(number, "a", "b", "c") for number in range(2, 6)))
+        await receiver.expect(lambda: {one.destination for one in receiver.requests} == {"a", "b", "c"})
+    receiver.behave = lambda _: Reply()
+    before, last = len(receiver.requests), await generations()
+    await facts.execute("TRUNCATE facts RESTART IDENTITY")
+    await write(facts, "facts", fact(101, "a", "b", "c"))
+
+    async def noticed() -> bool:
+        return await generations() > last
+
+    await expect_soon(noticed)
+    run = Intake.run
+
+    async def run_late(intake: Intake, *args: Any) -> None:
+        with trio.move_on_after(0.5):  # in this time void facts would be sent
+            while len(receiver.requests) == before:
+                await trio.sleep(0.01)
+        await run(intake, *args)
+
+    monkeypatch.setattr(Intake, "run", run_late)
+    async with start_sender():
+        await receiver.expect(lambda: all(101 in numbers(receiver, name) for name in ("a", "b", "c")))
+    assert [found["n"] for request in receiver.requests[before:] for found in request.facts] == [101] * 3
+    receiver.behave = lambda _: Reply(503)
+    monkeypatch.setattr("replicad.sender.sender.FIRST_WORD", 0.1)
+    async with start_sender() as sender:
+        await write(facts, "facts", fact(102, "a"))
+        await receiver.expect(lambda: receiver.requests[-1].facts == [{"n": 102}])
+        sender._open_upstream = client_upstream("127.0.0.1", 9, name="nobody listens there")
+        await facts.execute(CUT)
+        receiver.behave = lambda _: Reply()
+        await receiver.expect(lambda: numbers(receiver, "a")[-1] == 102)
 
 
 async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(

@@ -15,7 +15,7 @@ import click
 from replicad.config.declaring import load, read_file
 from replicad.config.settings import ClientSettings, DatabaseSettings, read_settings
 from replicad.errors import EnvironmentRefused, UsageError
-from replicad.sender import parked_cli
+from replicad.sender import parked_cli, retire_cli
 from replicad.sender.settings import Bounds, Delivery, Routing, Secrets, SenderSettings
 from replicad.sender.signing import derive
 from replicad.terminal.command import ReplicadCommand, ReplicadGroup, option, settings_options
@@ -56,7 +56,7 @@ _config_option = option(
     "sender",
     cls=SenderGroup,
     invoke_without_command=True,
-    subcommand_metavar="[secret NAME | parked COMMAND]",
+    subcommand_metavar="[secret NAME | parked COMMAND | retire NAME...]",
     log_level="info",
     short_help="Deliver the facts of a stream to many HTTP destinations.",
     epilog="""\b
@@ -152,6 +152,7 @@ def secret(ctx: click.Context, /, name: str, config: Path | None) -> None:
 
 
 command.add_command(parked_cli.command)
+command.add_command(retire_cli.command)
 
 
 def _move(text: str, facts: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import click
 
 from replicad.errors import UsageError
 from replicad.postgres.statements import statement
+from replicad.protocol.words import MAX_INTEGER
 from replicad.terminal.command import ReplicadGroup, database_options, json_option, option
 from replicad.terminal.database import on_database
 from replicad.terminal.output import echo, print_rows
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from replicad.config.settings import DatabaseSettings
     from replicad.postgres.bridge import Database
 
+_IDS = click.IntRange(1, MAX_INTEGER)
+_WIDEST = 60  # characters of a destination in the table: a name may have a thousand, and would move all columns
 _COLUMNS = ["id", "parked_at", "stream", "destination", "kind", "token", "replaying", "reason"]
 
 
@@ -45,7 +48,7 @@ def _choice(function: Callable[..., None]) -> Callable[..., None]:
 @json_option
 @_choice
 def list_parked(stream: str | None, destination: str | None, limit: int, as_json: bool, **options: Any) -> None:
-    """List what is parked, the oldest first; with --json also the bodies."""
+    """List what is parked, the oldest first; with --json also the bodies, and names in full."""
 
     async def work(db: Database, settings: DatabaseSettings) -> list[Any]:
         query = statement("federation_parked", settings.stream_schema)
@@ -53,11 +56,16 @@ def list_parked(stream: str | None, destination: str | None, limit: int, as_json
 
     rows = [dict(row) for row in on_database(options, work, part="federation")]
     columns = [*_COLUMNS, "body"] if as_json else _COLUMNS
-    print_rows(columns, rows, as_json=as_json, nothing="nothing is parked")
+    if not as_json:
+        for row in rows:  # ids and tokens as other commands take them, without separators
+            name = row["destination"]
+            short = name if len(name) <= _WIDEST else f"{name[: _WIDEST - 3]}..."
+            row.update(id=str(row["id"]), token=row["token"] and str(row["token"]), destination=short)
+    print_rows(columns, rows, as_json=as_json, nothing="nothing that senders deliver is parked")
 
 
 @command.command("replay")
-@click.argument("ids", type=int, nargs=-1)
+@click.argument("ids", type=_IDS, nargs=-1)
 @option("--all", "everything", is_flag=True, help="All that is parked.")
 @_choice
 def replay(ids: tuple[int, ...], everything: bool, **options: Any) -> None:
@@ -71,7 +79,7 @@ def replay(ids: tuple[int, ...], everything: bool, **options: Any) -> None:
 
 
 @command.command("drop")
-@click.argument("ids", type=int, nargs=-1)
+@click.argument("ids", type=_IDS, nargs=-1)
 @option("--all", "everything", is_flag=True, help="All that is parked.")
 @_choice
 def drop(ids: tuple[int, ...], everything: bool, **options: Any) -> None:

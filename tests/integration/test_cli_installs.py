@@ -81,6 +81,7 @@ READERS = {
     "sender parked list": "",
     "sender parked replay": "1",
     "sender parked drop": "1",
+    "sender retire": "s1 --facts nosuch --yes",
     "sender": "--facts nosuch --form webhook --destinations http://127.0.0.1:1/ --server 127.0.0.1:1",
 }
 INSTALLERS = {"caches enable": "cache", "presence enable": "presence"}

@@ -10,7 +10,7 @@ import pytest
 
 from replicad.cli import app
 from replicad.errors import UsageError
-from replicad.postgres.bridge import Database
+from replicad.postgres.bridge import Database, open_database
 from replicad.sender.sender import Sender
 from replicad.sender.settings import WEBHOOK, Delivery, Routing, SenderSettings
 from tests.commands import replicad_async
@@ -89,7 +89,7 @@ async def test_what_a_receiver_refuses_is_parked_and_delivered_later_where_the_o
         await receiver.expect(lambda: receiver.updates("a") == [["good"], ["bad"]])
         await write(facts, "facts", fact(9, "a", "b", room="r"))
         await receiver.expect(lambda: numbers(receiver, "a")[-1] == 9 and numbers(receiver, "b")[-1] == 9)
-        assert await parked("list") == "nothing is parked\n"
+        assert await parked("list") == "nothing that senders deliver is parked\n"
     async with start_sender():
         await write(facts, "facts", fact(10, "a"))
         await receiver.expect(lambda: numbers(receiver, "a") == [0, 1, 2, 5, 6, 8, 3, 4, 9, 10])
@@ -125,7 +125,24 @@ def test_a_destination_of_the_command_line_that_cannot_be_one_is_refused_before_
         Sender(settings, url="", schema="replicad", open_upstream=lambda _: pytest.fail("was opened"))
 
 
-def test_the_command_asks_which_is_meant(run: Run) -> None:
+def test_the_command_asks_which_is_meant_and_shows_ids_as_it_takes_them(run: Run, database_url: str) -> None:
     for verb in ("replay", "drop"):
         assert "--destination, --stream or --all" in run(verb, status=2)
         assert run(verb, "--all").startswith("0 ")
+        for number in ("0", "9223372036854775808"):
+            assert "is not in the range 1<=x<=9223372036854775807" in run(verb, number, status=2)
+        assert run(verb, "9223372036854775807").startswith("0 ")
+
+    async def park() -> None:
+        async with open_database(database_url, size=1, application_name="test") as db:
+            await db.execute(
+                "INSERT INTO replicad.federation_parked (id, source, destination, stream_ordering, body, reason)"
+                " VALUES (1234567, 'events', repeat('x', 1001), 7654321, '{}', 'status 422')"
+            )
+
+    trio.run(park)
+    title, line = run("list").splitlines()
+    assert max(len(title), len(line)) < 200
+    assert [word for word in line.split() if word in ("1234567", "7654321")] == ["1234567", "7654321"]
+    assert json.loads(run("list", "--json"))["destination"] == "x" * 1001
+    assert run("drop", "1234567").startswith("1 ")

@@ -37,7 +37,8 @@ async def _senders(seen: Seen) -> Iterable[Finding]:
                 f"stream {stream}: {row['first'][:100]} has taken nothing for {hours:.1f} h ({row['last_error']}){more}"
             )
             found.append(warning(text, "mend the receiver; `REMOTE_SERVER_UP name` to a daemon ends the pause"))
-    return found or fine(f"senders of {counted(len(rows), 'stream')} are known, and nothing is parked or waits in vain")
+    known = f"senders of {counted(len(rows), 'stream')} are known"
+    return found or fine(f"{known}; of what they deliver nothing is parked, and nothing waits in vain")
 
 
 SENDER_CHECKS = (

@@ -50,7 +50,7 @@ async def _parked(seen: Seen) -> Iterable[Finding]:
         for name, number in parked.items()
         if number
     ]
-    return found or fine("nothing is parked")
+    return found or fine("no pod of a tube is parked")
 
 
 async def _backfills(seen: Seen) -> Iterable[Finding]:

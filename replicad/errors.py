@@ -388,6 +388,12 @@ class ColumnsChanged(DatabaseError):
     code = "columns_changed"
 
 
+class TableUnreadable(DatabaseError):
+    """The table of a shard was dropped, lost a column or its rights. No row is to blame; other shards may be well."""
+
+    code = "table_unreadable"
+
+
 class SparkFailed(ReplicadError):
     """Spark ended a query for a reason of its own, or code of the user's did; the message is its sentence."""
 

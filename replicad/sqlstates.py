@@ -15,6 +15,9 @@ Meaning = tuple[str, ...]
 MISSING: Final[Meaning] = ("42P01", "3F000", "42883", "42704")
 """A table, schema, function or other object does not exist."""
 
+NO_TABLE: Final[Meaning] = ("42P01", "3F000")
+"""A table or its schema does not exist."""
+
 NOT_A_NAME: Final[Meaning] = ("42601", "42602", "0A000")
 """A text cannot be the name of a relation."""
 

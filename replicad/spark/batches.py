@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +17,13 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from replicad.errors import DownstreamError, UsageError
+from replicad.errors import DownstreamError, TableUnreadable, UsageError
 from replicad.eventlog import get_logger
 from replicad.spark.checkpoint import PARKED, Checkpoint
 from replicad.spark.enrich import Changes, Enricher, conform
+from replicad.spark.explaining import explain
 from replicad.spark.reports import BatchReport, PipelineResult, StepResult
+from replicad.spark.setting_aside import Suspects
 from replicad.spark.sinks.base import BatchId, Shape, Sink
 from replicad.spark.tasks import (
     DELETE,
@@ -50,7 +53,8 @@ class BatchRunner:
 
     `busy`: a batch is running. `error` is the exception that ended the last batch, if any. The mark PARKED of
     `checkpoint` is removed when the second batch starts: the first one is then in Spark's commit log. `send_report`
-    sends each report to the daemon.
+    sends each report to the daemon. `suspects`: shards whose ids are parked while their tables cannot be read.
+    `unreadable` has those of the batch that failed because of such tables.
     """
 
     enricher: Enricher
@@ -64,6 +68,8 @@ class BatchRunner:
     error: BaseException | None = None
     busy: bool = False
     first: int | None = None  # number of the first batch since the start
+    suspects: Suspects | None = None
+    unreadable: dict[int, str] = field(default_factory=dict)
     _unmarked: bool = False
 
     def __call__(self, pods: DataFrame, number: int) -> None:
@@ -76,10 +82,13 @@ class BatchRunner:
             self.unmark()
         try:
             batch = BatchId(_query_id(pods.sparkSession), number)
-            outcome = self._run(pods, batch)
-            garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
+            with self._readable(pods) as readable:
+                outcome = self._run(readable, batch)
+                garbage = self._collect_garbage(pods.sparkSession, batch, outcome.controls)
         except BaseException as error:
             self.error = error
+            if isinstance(explain(error), TableUnreadable):
+                self._find_unreadable(pods)
             raise
         finally:
             self.busy = False
@@ -110,23 +119,43 @@ class BatchRunner:
             self.checkpoint.remove(PARKED)
             self._unmarked = True
 
+    @contextmanager
+    def _readable(self, pods: DataFrame) -> Iterator[DataFrame]:
+        """The pods of shards whose tables can be read. The others are parked."""
+        if self.suspects is None or not self.suspects.reasons:
+            yield pods
+            return
+        pods = pods.persist()
+        try:
+            readable, parked = self.suspects.take_out(pods, self.enricher)
+            self._unmarked = self._unmarked and not parked
+            yield readable
+        finally:
+            pods.unpersist()
+
+    def _find_unreadable(self, pods: DataFrame) -> None:
+        try:
+            shards = [row[0] for row in pods.select("shard").distinct().collect()]
+            self.unreadable = self.enricher.unreadable(sorted(shards))
+        except Exception as error:  # noqa: BLE001 - the next try looks again
+            log.warning("shards_unknown", error=str(explain(error)))
+
     # --- the tasks of one step ---
 
-    def _run(self, pods: DataFrame, batch: BatchId) -> StepResult:
+    def _run(self, pods: DataFrame, batch: BatchId, purged: int | None = None) -> StepResult:
+        enricher = self.enricher if purged is None else replace(self.enricher, purged=frozenset({purged}))
         if self.transform is None:
-            work = run_whole(self.enricher, self.sink, self.shape, batch)
+            work = run_whole(enricher, self.sink, self.shape, batch)
             outcome = StepResult.of(_collect(pods.mapInArrow(work, SUMMARY_DDL)))
         else:
-            outcome = self._run_with_transform(pods, batch, self.transform)
+            outcome = self._run_with_transform(pods, batch, self.transform, enricher)
         deleted = self.sink.commit(batch, outcome.applied)
         return outcome if deleted is None else replace(outcome, deleted=deleted)
 
     def _run_with_transform(
-        self, pods: DataFrame, batch: BatchId, transform: Callable[[DataFrame], DataFrame]
+        self, pods: DataFrame, batch: BatchId, transform: Callable[[DataFrame], DataFrame], enricher: Enricher
     ) -> StepResult:
-        enriched = pods.mapInArrow(
-            run_enrichment(self.enricher), spark_schema(enriched_schema(self.enricher))
-        ).persist()
+        enriched = pods.mapInArrow(run_enrichment(enricher), spark_schema(enriched_schema(enricher))).persist()
         try:
             is_row = F.col(KIND).isin(WRITE, DELETE)
             touched = enriched.where(is_row).select("_shard", self.shape.id, "_seq")
@@ -158,6 +187,9 @@ class BatchRunner:
         assert control.start_seq is not None
         seen: pa.Array | None = None
         fruitless, settled = 0, False
+        if (why := self.enricher.unreadable([control.shard])) and not control.purges:
+            log.warning("garbage_kept", shard=control.shard, why=why[control.shard])
+            return
         while True:
             stale = self.sink.stale_ids(self.shape, control.shard, control.start_seq, GARBAGE_PER_STEP)
             if stale is None:
@@ -172,7 +204,7 @@ class BatchRunner:
             settled = False
             done.step += 1
             step = BatchId(batch.query, batch.number, done.step)
-            outcome = self._run(_touch(spark, control, stale), step)
+            outcome = self._run(_touch(spark, control, stale), step, purged=control.shard if control.purges else None)
             if outcome.repeated:  # the step was done before a crash, with other ids
                 continue
             fruitless = fruitless + 1 if seen is not None and stale.equals(seen) else 0

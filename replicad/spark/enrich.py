@@ -6,19 +6,29 @@ row that it finds is never older than the touch. This needs the primary: a stand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from replicad.errors import ColumnsChanged, UsageError, ValueUnheld
+from replicad.errors import (
+    ColumnsChanged,
+    DatabaseError,
+    DatabaseRefused,
+    DatabaseUnavailable,
+    TableUnreadable,
+    UsageError,
+    ValueUnheld,
+)
 from replicad.spark.database import PATIENCE, patiently
 from replicad.spark.tables import ADDED, UNHELD, Layout
-from replicad.spark.touches import chunks_by_shard
+from replicad.spark.touches import TOUCH_SCHEMA, chunks_by_shard
+from replicad.sqlstates import NO_TABLE, WRONG_QUERY, means
 
 CHUNK = 10_000  # ids in one query; larger queries are not faster and hold more rows in memory
+_TRIED = 20  # tables that are tried to find out whether any can be read
 KEYS = pa.schema([("_shard", pa.int32()), ("_seq", pa.int64())])
 
 
@@ -35,13 +45,14 @@ class Changes:
 @dataclass(frozen=True, slots=True)
 class Enricher:
     """Loads the rows of touched ids. `url` is the Postgres of the rules without a `database`; `layout` is from
-    `tables.find_layout`.
+    `layouts.find_layout`. The rows of a shard in `purged` are deleted if there is no table for it.
     """
 
     url: str
     layout: Layout
     chunk: int = CHUNK
     patience: float = PATIENCE
+    purged: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:  # the url may hold a password
         return f"Enricher(layout={self.layout!r})"
@@ -56,12 +67,32 @@ class Enricher:
 
         Raises:
             DatabaseError: the rows cannot be read, e.g. because a column was dropped.
+            TableUnreadable: the table of a shard was dropped, lost a column or its rights.
             ColumnsChanged: a table has columns that the layout does not have, or values that its types do not hold.
             ValueUnheld: some rows hold what Arrow cannot hold.
             UsageError: no rule has a table for the shard of a touch.
         """
         for shard, chunk in chunks_by_shard(touches, self.chunk):
             yield self._look_up(shard, chunk)
+
+    def unreadable(self, shards: Iterable[int]) -> dict[int, str]:
+        """Why the tables of some of these shards cannot be read now, by shard.
+
+        Raises:
+            DatabaseError: for another reason.
+        """
+        found = {}
+        for shard in shards:
+            try:
+                self._look_up(shard, TOUCH_SCHEMA.empty_table())
+            except TableUnreadable as error:
+                found[shard] = str(error)
+        return found
+
+    def reads_any(self, *, except_for: Collection[int]) -> bool:
+        """Whether the table of any other shard can be read."""
+        others = [shard for source in self.layout.sources for shard in source.examples if shard not in except_for]
+        return any(not self.unreadable([shard]) for shard in others[:_TRIED])
 
     def _look_up(self, shard: int, touched: pa.Table) -> Changes:
         located = self.layout.query(shard)
@@ -70,7 +101,15 @@ class Enricher:
             raise UsageError(f"shard {shard} was touched, but no table was named for it (there are {covered})")
         ids = touched.column("id").combine_chunks()
         database, query = located
-        found = patiently(database or self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
+        try:
+            found = patiently(database or self.url, lambda driver: _fetch(driver, query, ids), patience=self.patience)
+        except DatabaseError as error:
+            if not means(error.sqlstate, WRONG_QUERY) or isinstance(error, (DatabaseUnavailable, DatabaseRefused)):
+                raise
+            if shard not in self.purged or not means(error.sqlstate, NO_TABLE):
+                text = f"the table of shard {shard} cannot be read: {error}"
+                raise TableUnreadable(text, sqlstate=error.sqlstate) from error
+            found = self.layout.schema.empty_table()
         if ADDED in found.column_names and found.num_rows and (names := found.column(ADDED)[0].as_py()):
             raise ColumnsChanged(f"the table of shard {shard} has new columns: {names}")
         _check_held(found, self.layout.id, shard)

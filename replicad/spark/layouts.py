@@ -81,7 +81,7 @@ def find_layout(url: str, rules: Sequence[TableRule], wanted: Wanted) -> Layout:
 
 def _look(url: str, rule: TableRule, wanted: Wanted) -> tuple[frozenset[str], list[_Form]]:
     """The columns of the first table of a rule, and the forms that its tables have."""
-    tables = _tables_of(rule, patiently(url, _list_tables, patience=10))
+    tables = _tables_of(rule, patiently(url, list_tables, patience=10))
     found = []
     for alike in patiently(url, functools.partial(survey_tables, tables=tables), patience=10):
         types = patiently(url, functools.partial(read_types, table=alike[0]), patience=10)
@@ -200,7 +200,8 @@ def _tables_of(rule: TableRule, listed: Sequence[tuple[str, str, bool]]) -> list
     )
 
 
-def _list_tables(driver: Any) -> list[tuple[str, str, bool]]:
+def list_tables(driver: Any) -> list[tuple[str, str, bool]]:
+    """The tables and views of a database: name with schema, name alone, and whether that is enough to find it."""
     with driver.cursor() as cursor:
         cursor.execute(_LIST_TABLES)
         return list(cursor.fetchall())

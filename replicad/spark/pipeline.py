@@ -18,6 +18,7 @@ from replicad.errors import (
     DatabaseError,
     DatabaseRefused,
     DatabaseUnavailable,
+    DataLoss,
     DownstreamError,
     DownstreamUnavailable,
     LeaseLost,
@@ -27,17 +28,19 @@ from replicad.errors import (
 )
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
-from replicad.spark.checkpoint import Checkpoint, open_checkpoint
+from replicad.spark.attachments import Attachments
+from replicad.spark.checkpoint import PARKED, Checkpoint, open_checkpoint
 from replicad.spark.enrich import Changes, Enricher
 from replicad.spark.explaining import explain
 from replicad.spark.holding import TubeHold, holder_name
 from replicad.spark.options import parse_options
 from replicad.spark.pipeline_config import AVAILABLE_NOW, PipelineConfig
 from replicad.spark.poison import park_refused
-from replicad.spark.preflight import Watch, wait_until_ready, warn_of_shared_shards
+from replicad.spark.preflight import Watch, wait_until_ready
 from replicad.spark.reporter import Reporter
 from replicad.spark.reports import PipelineResult
 from replicad.spark.session import build_session, check_pyspark
+from replicad.spark.setting_aside import Suspects
 from replicad.spark.sinks.base import Shape
 from replicad.spark.starting import OnBatch, make_enricher, make_runner, source_options, start_query
 from replicad.spark.survey import Known
@@ -56,7 +59,7 @@ _PATIENCE_FAILING = 5.0  # the same for a batch that failed before
 _LOOK = 0.2  # seconds between two checks whether the query has ended or must end
 _BACKFILL = "rows that were written before have NULL in new columns; if they should not: replicad tubes backfill {tube}"
 _OUTAGES = (ConnectionLost, DatabaseUnavailable, DownstreamUnavailable)
-_RETRIED = (ConnectionLost, DatabaseError, DownstreamError, LeaseLost, SparkFailed)  # other errors end the run
+_RETRIED = (ConnectionLost, DatabaseError, DataLoss, DownstreamError, LeaseLost, SparkFailed)  # others end the run
 
 
 def run(
@@ -82,7 +85,6 @@ def run(
     made = _Run(config, until or (lambda _: False), on_batch)
     if not made.wait_until_ready():
         return PipelineResult()
-    warn_of_shared_shards(config)
     if spark is not None and not callable(spark):
         return made.to_the_end(spark)
     session = build_session(f"replicad {config.name}", config=config.spark) if spark is None else spark()
@@ -110,6 +112,8 @@ class _Run:
         self._enricher: Enricher | None = None
         self._checkpoint: Checkpoint | None = None
         self._shape: Shape | None = None  # known after the first start
+        self._attachments = Attachments(config)
+        self._suspects: dict[int, str] = {}  # shards whose tables could not be read, with the reasons
         self._failures = 0  # since the last batch that succeeded
 
     def wait_until_ready(self) -> bool:
@@ -123,6 +127,7 @@ class _Run:
 
     def to_the_end(self, spark: SparkSession) -> PipelineResult:
         self._spark = spark
+        self._attachments.look()
         self._checkpoint = open_checkpoint(self._config.checkpoint, spark)
         self._enricher = None  # with what the checkpoint knows
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, jitter=0.0)
@@ -133,7 +138,9 @@ class _Run:
             try:
                 return self._once()
             except _RETRIED as error:
-                if isinstance(error, DatabaseRefused):
+                if isinstance(error, DatabaseRefused) or (
+                    isinstance(error, DataLoss) and self._checkpoint.read(PARKED) is None
+                ):
                     raise
                 if isinstance(error, ColumnsChanged):
                     self._enricher = None
@@ -164,13 +171,20 @@ class _Run:
             send_report=self._reporter.send,
         )
         runner.result, self._shape = self._result, runner.shape
+        options = source_options(self._config, self._opened(), self._holder)
+        suspects = Suspects(parse_options(options, streaming=True), self._opened(), self._suspects)
+        runner.suspects = suspects
         query = start_query(self._config, self._spark, runner, self._opened(), holder=self._holder)
         try:
             while not query.awaitTermination(_LOOK):
+                self._attachments.look()
                 if self._until(runner.result):
                     self._let_finish(query, runner)
                     break
         except Exception as error:
+            with contextlib.suppress(DatabaseError):  # the next try looks again
+                if suspects.add(runner.unreadable, self._made_enricher()):
+                    self._enricher = None  # perhaps a column was renamed, and it is known how
             found = explain(error, runner.error)
             if found is error:
                 raise

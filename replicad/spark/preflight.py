@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from replicad.errors import ConnectionLost, DatabaseError, DatabaseUnavailable, ReplicadError, UsageError
+from replicad.errors import ConnectionLost, DatabaseUnavailable, ReplicadError, UsageError
 from replicad.eventlog import get_logger
 from replicad.retry import Backoff
 from replicad.spark.connecting import endpoint_of
-from replicad.spark.database import forget, literal, patiently, quote
+from replicad.spark.database import forget, patiently
 from replicad.spark.options import SourceOptions
 from replicad.spark.pipeline_config import AVAILABLE_NOW, PipelineConfig
 
@@ -26,10 +26,6 @@ LONGEST_PAUSE = 5.0  # seconds between two tries
 PATIENCE = 60.0  # seconds for which a run that ends by itself waits for what cannot be reached
 _PROBE_PAUSE = 1.0  # seconds between two looks at the parts while a pipeline ends
 _LOOK = 0.2  # seconds between two questions whether the run must end
-
-_SHARED = """
-SELECT shard, pg_catalog.string_agg(DISTINCT root::text, ', ') FROM {schema}.tube_attachment
-WHERE tube = {tube} AND routing IS NULL GROUP BY shard HAVING count(DISTINCT root) > 1 ORDER BY shard LIMIT 10"""
 
 log = get_logger("replicad.spark")
 
@@ -91,33 +87,6 @@ def check_databases(config: PipelineConfig) -> None:
             patiently(url, _ask, patience=0)
         finally:
             forget(url)
-
-
-def warn_of_shared_shards(config: PipelineConfig) -> None:
-    """Warn if several tables are attached with one shard: the tube does not say of which of them an id is."""
-    sql = _SHARED.format(schema=quote(config.tube_schema), tube=literal(config.tube))
-    for url in dict.fromkeys([config.database, *(rule.database for rule in config.rules if rule.database)]):
-
-        def work(driver: Any) -> list[tuple[int, str]]:
-            with driver.cursor() as cursor:
-                cursor.execute(sql)
-                return list(cursor.fetchall())
-
-        try:
-            found = patiently(url, work, patience=0)
-        except DatabaseError as error:  # it may not be readable for this user; the pipeline does not need it
-            log.debug("attachments_unknown", error=str(error))
-            continue
-        finally:
-            forget(url)
-        for shard, tables in found:
-            log.warning(
-                "tables_share_shard",
-                shard=shard,
-                tables=tables,
-                hint=f"an id in tube {config.tube} may be of each; attach each table with a shard of its own, or "
-                "let all of them have the id of one row",
-            )
 
 
 def _ask(driver: Any) -> None:

@@ -34,6 +34,11 @@ class Control:
         """Where the backfill began that this pod ends. Rows downstream with a lower `_seq` are garbage."""
         return garbage_before(self.payload)
 
+    @property
+    def purges(self) -> bool:
+        """Whether all rows of the shard are garbage if there is no table for it: `replicad tubes purge`."""
+        return isinstance(self.payload, dict) and self.payload.get("purge") is True
+
 
 @dataclass(frozen=True, slots=True)
 class Touches:

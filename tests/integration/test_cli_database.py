@@ -164,6 +164,20 @@ def test_ids_are_touched_from_arguments_stdin_and_queries(
     assert "there is no tube" in run("tubes", "touch", "other", "--shard", "3", "1", status=6)
 
 
+def test_a_shard_is_purged_only_when_its_table_is_gone(run: Run, database_url: str, shards: None) -> None:
+    run("tubes", "create", "t")
+    run("tubes", "attach", "t", "cities", "--shards", "all")
+    assert "is attached to t with shard 2" in run("tubes", "purge", "t", "--shard", "2", status=7)
+    psql(database_url, "INSERT INTO shard_0002.cities VALUES (99); DROP SCHEMA shard_0002 CASCADE")
+    assert run("tubes", "purge", "t", "--shard", "2") == "shard 2 of t will be purged downstream\n"
+    waiting = "SELECT op, shard, ids, payload ->> 'type', payload ->> 'purge', seq > (payload ->> 'start_seq')::bigint"
+    touched = "(payload ->> 'start_seq')::bigint > lag(seq) OVER (ORDER BY seq)"
+    assert psql(database_url, f"SELECT * FROM ({waiting}, {touched} FROM tube.t) x ORDER BY 1").splitlines() == [
+        "B|2|{}|backfill_end|true|t|t", "I|2|{99}||||",
+    ]  # fmt: skip
+    assert "there is no tube" in run("tubes", "purge", "u", "--shard", "2", status=6)
+
+
 def test_what_is_parked_is_listed_replayed_and_dropped(run: Run, database_url: str) -> None:
     run("tubes", "create", "t")
     run("tubes", "touch", "t", "--shard", "3", "1,2,3")

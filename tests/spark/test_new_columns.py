@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import deltalake
 import pandas as pd
@@ -14,7 +17,7 @@ from fake_daemon import FakeDaemon
 from helpers import psql
 from pyspark.sql import SparkSession
 
-from replicad.errors import ColumnsChanged, DatabaseError, UsageError
+from replicad.errors import ColumnsChanged, DatabaseError, TableUnreadable, UsageError
 from replicad.spark import pipeline, starting
 from replicad.spark.checkpoint import open_checkpoint
 from replicad.spark.database import forget
@@ -83,6 +86,27 @@ def test_a_new_column_is_noticed_with_the_first_row_that_may_have_it_and_known_b
         row(enricher(cities, Known.read(checkpoint)), 3)
 
 
+def test_a_shard_whose_table_is_gone_is_told_from_others_and_purged_only_when_asked(cities: Cities) -> None:
+    for shard in (1, 2):
+        cities.put(shard, [1], shard)
+    made = enricher(cities, Known())
+    purging = replace(made, purged=frozenset({1, 2}))
+    touched = deduplicate(pa.Table.from_pylist([{"shard": 2, "id": 1, "seq": 1}], TOUCH_SCHEMA))
+    (kept,) = purging.changes(touched)
+    assert (len(kept.writes), len(kept.deletes)) == (1, 0), "there is a table"
+    psql(cities.url, "DROP SCHEMA shard_0002 CASCADE; ALTER TABLE shard_0003.cities DROP people")
+    assert made.unreadable([1]) == {}
+    assert {shard: "does not exist" in why for shard, why in made.unreadable([1, 2, 3]).items()} == {2: True, 3: True}
+    assert made.reads_any(except_for={2, 3})
+    assert not made.reads_any(except_for={1})
+    with pytest.raises(TableUnreadable, match="the table of shard 2 cannot be read"):
+        list(made.changes(touched))
+    (gone,) = purging.changes(touched)
+    assert gone.deletes.to_pylist() == [{"_shard": 2, "id": 1, "_seq": 1}]
+    with pytest.raises(TableUnreadable, match="people"):
+        row(replace(made, purged=frozenset({3})), 3)
+
+
 def test_a_wider_type_in_one_shard_is_noticed_and_the_widest_counts(cities: Cities) -> None:
     for shard in (1, 2, 3):
         cities.put(shard, [1], shard)
@@ -129,6 +153,7 @@ def put(sink: Sink, shape: Shape, number: int, **values: object) -> None:
     sink.commit(batch, [sink.apply(shape, batch, 0, [Changes(changed, shape.keys.empty_table())])])
 
 
+PURGE = "purge"
 WIDE = pa.schema([("id", pa.int64()), ("n", pa.int64()), ("price", pa.string()), *KEYS])
 NARROW = pa.schema([("id", pa.int64()), ("n", pa.int32()), ("price", pa.int32()), *KEYS])
 
@@ -226,22 +251,54 @@ def test_a_start_follows_stops_or_ignores_what_the_checkpoint_does_not_know(citi
 def test_a_running_pipeline_follows_a_migration_from_shard_to_shard(
     spark: SparkSession, cities: Cities, tmp_path: Path
 ) -> None:
-    config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, trigger=0, tries=20)
+    """Two shards get a column, one a wider type, and one loses a column: its ids are parked, the others only wait for
+    one start of the query at each change. At last a table is dropped, and its shard is purged.
+    """
+    config = cities.config(PostgresSink(cities.url, "dw.cities"), tmp_path, trigger=0, tries=3)
     cities.put(1, [1], 1)
-    todo = [3, 1]
+    changes = [
+        *(f"ALTER TABLE shard_000{shard}.cities ADD COLUMN mood text DEFAULT 'glad {shard}'" for shard in (3, 1)),
+        "ALTER TABLE shard_0002.cities ALTER people TYPE bigint",
+        "ALTER TABLE shard_0003.cities DROP COLUMN people",
+    ]
+    rounds = [*changes, "", "", "", PURGE]
+    starts: list[str | None] = []
+
+    def start(*given: Any, **more: Any) -> Any:
+        starts.append(Known.read(open_checkpoint(config.checkpoint)).types.get("people"))
+        return starting.start_query(*given, **more)
 
     def until(_: PipelineResult) -> bool:
         if cities.daemon.tubes["t"].pods:
             return False
-        if not todo:
+        if not rounds:
             return True
-        shard = todo.pop(0)
-        psql(cities.url, f"ALTER TABLE shard_{shard:04d}.cities ADD COLUMN mood text DEFAULT 'glad {shard}'")
-        for one in (1, 2, 3):
-            cities.put(one, [10 + len(todo)], 1)
+        if (change := rounds.pop(0)) == PURGE:
+            psql(cities.url, "DROP SCHEMA shard_0002 CASCADE")
+            seq = cities.daemon.tubes["t"].top + 1
+            cities.daemon.touch("t", 2, [], "B", {"type": "backfill_end", "start_seq": str(seq), "purge": True})
+            return False
+        psql(cities.url, f"{change};") if change else None
+        for shard in (1, 2, 3):
+            id_ = 9 + len(rounds)
+            people = 1 << 40 if "bigint" in change and shard == 2 else 1
+            column = "" if shard == 3 and len(rounds) < 5 else "people,"
+            values = "" if not column else f"{people},"
+            psql(cities.url, f"INSERT INTO shard_000{shard}.cities (id, {column} name) VALUES ({id_}, {values} 'new')")
+            cities.daemon.touch("t", shard, [id_])
         return False
 
-    pipeline.run(config, spark, until)
-    assert psql(cities.url, "SELECT _shard, id, mood FROM dw.cities ORDER BY 1, 2").splitlines() == [
-        "1|1|", "1|10|glad 1", "1|11|", "2|10|", "2|11|", "3|10|glad 3", "3|11|glad 3",
+    with patch.object(pipeline, "start_query", start):
+        pipeline.run(config, spark, until)
+    assert psql(cities.url, "SELECT _shard, id, people, mood FROM dw.cities ORDER BY 1, 2").splitlines() == [
+        "1|1|1|", *(f"1|{id_}|1|glad 1" for id_ in range(10, 16)), "1|16|1|",
+        *(f"3|{id_}|1|glad 3" for id_ in range(14, 17)),
     ]  # fmt: skip
+    parked = [(ids, error) for _, ids, error in cities.daemon.tubes["t"].parked]
+    assert [ids for ids, _ in parked] == [(13,), (12,), (11,), (10,)]
+    assert all("the table of shard 3 cannot be read" in error and '"people"' in error for _, error in parked)
+    assert starts == [None, "integer", "integer", "integer", "bigint"], "one at each change, and none after the last"
+    sent = "SELECT sum(deleted) FROM dw.replicad_batches"
+    assert psql(cities.url, sent) == "7", "the rows of the shard that was purged"
+    kept = "SELECT format_type(atttypid, -1) FROM pg_attribute WHERE attrelid = 'dw.cities'::regclass"
+    assert psql(cities.url, f"{kept} AND attname = 'people'") == "bigint"

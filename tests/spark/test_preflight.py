@@ -18,9 +18,10 @@ from helpers import psql
 
 from replicad.errors import ConnectionLost, DatabaseRefused, UnknownTube, UsageError
 from replicad.spark import pipeline, preflight
+from replicad.spark.attachments import LOOK_EVERY, Attachments
 from replicad.spark.database import forget
 from replicad.spark.pipeline_config import PipelineConfig
-from replicad.spark.preflight import Watch, wait_until_ready, warn_of_shared_shards
+from replicad.spark.preflight import Watch, wait_until_ready
 from replicad.spark.reports import PipelineResult
 from replicad.spark.sinks.parquet import ParquetSink
 from tests.conftest import PATIENCE
@@ -176,22 +177,33 @@ def test_what_the_batch_in_hand_waits_for_is_noticed_while_a_pipeline_ends(
         assert str(daemon.port) in (watch.trouble or "")
 
 
-def test_tables_that_share_a_shard_are_warned_of(
+def test_tables_that_share_a_shard_or_are_not_attached_are_warned_of_once_each(
     database_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = config(database_url, tmp_path, 1)
-    warn_of_shared_shards(made)  # as in a database of rows only
-    psql(
-        database_url,
-        "CREATE TABLE a (id bigint PRIMARY KEY); CREATE TABLE b (id bigint PRIMARY KEY);"
-        "SELECT tube.tube_ensure_exists('t'), tube.tube_table_ensure_attached('t', 'a', 1);"
-        "SELECT tube.tube_table_ensure_attached('t', 'b', 2)",
-    )
-    warn_of_shared_shards(made)
-    assert caplog.messages == []
-    psql(database_url, "SELECT tube.tube_table_ensure_detached('t', 'b'), tube.tube_table_ensure_attached('t', 'b', 1)")
-    warn_of_shared_shards(made)
-    assert "a, b" in caplog.text
+    clock = [0.0]
+    made = Attachments(config(database_url, tmp_path, 1, table="c_{shard}"), now=lambda: clock[0])
+
+    def warned(sql: str) -> str:
+        psql(database_url, sql)
+        caplog.clear()
+        made.look()
+        assert caplog.text == "", "it has looked a moment ago"
+        clock[0] += LOOK_EVERY
+        made.look()
+        return caplog.text
+
+    made.look()  # as in a database of rows only
+    tables = "CREATE TABLE a (id bigint PRIMARY KEY); CREATE TABLE c_1 (id bigint PRIMARY KEY);"
+    assert warned(f"{tables} SELECT tube.tube_ensure_exists('t')") == "", "such a tube is filled by hand"
+    attach = "SELECT tube.tube_table_ensure_attached('t', '{}', 1)"
+    assert warned(attach.format("a")) == ""
+    text = warned(f"{attach.format('c_1')}; CREATE TABLE c_7 (id bigint)")
+    assert "tables_share_shard shard=1 tables=a, c_1" in text
+    assert "shards_not_attached shards=[7]" in text
+    text = warned("CREATE TABLE c_8 (id bigint)")
+    assert "shards_not_attached shards=[8]" in text
+    assert "share" not in text
+    assert warned("") == ""
     forget(database_url)
 
 

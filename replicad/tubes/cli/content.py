@@ -18,6 +18,7 @@ from replicad.terminal.command import F, ReplicadCommand, ReplicadGroup, json_op
 from replicad.terminal.failures import say
 from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.islands import NoIndex, Tubes, island_options, on_islands, parse_shards, with_island
+from replicad.tubes.cli.purging import purge
 
 _IDS_PER_CALL = 100_000  # ids in one statement: 400 pods, about 1 MB
 MOST_WITHOUT_INDEX = 1_000_000  # rows of a table that is read and sorted for each 100,000 of them
@@ -301,4 +302,4 @@ def _chunks(ids: Iterator[int]) -> Iterator[list[int]]:
         yield chunk
 
 
-CONTENT_COMMANDS: tuple[click.Command, ...] = (touch, insert, backfill, stats, parked)
+CONTENT_COMMANDS: tuple[click.Command, ...] = (touch, insert, backfill, purge, stats, parked)

@@ -137,6 +137,14 @@ class SourceOptions:
     max_ids: int | None = _option(
         "maxIdsPerTrigger", whole_number, None, Use.TUBE_STREAM, "ids in a micro-batch, about; a pod is never split", 1
     )
+    max_ids_of_task: int | None = _option(
+        "maxIdsPerTask",
+        whole_number,
+        None,
+        Use.TUBE_STREAM,
+        "ids of each partition in a micro-batch, about; limits the memory of a task",
+        1,
+    )
     max_backfill_pods: int = _option(
         "maxBackfillPodsPerTrigger",
         whole_number,

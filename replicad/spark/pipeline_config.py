@@ -26,6 +26,7 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
     "new_columns": NEW_COLUMN_FORMS,
     "wider_types": WIDER_TYPE_FORMS,
 }
+IDS_OF_TASK = 200_000  # of which the rows are loaded in one task, unless `maxIdsPerTask` is given: some 100 MB
 AVAILABLE_NOW = "available_now"
 ALL_COLUMNS = "*"
 
@@ -142,6 +143,8 @@ class PipelineConfig:
             raise UsageError(f"options: {clash} is a field of PipelineConfig; set it there")
         if "consumer" not in given:
             ours["consumer"] = re.sub(r"[^!-~]", "-", self.name)
+        if "maxidspertask" not in given:
+            ours["maxIdsPerTask"] = str(IDS_OF_TASK)
         return {**ours, **self.options}
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from replicad.config.declaring import load_object, read_toml, seconds
 from replicad.errors import ReplicadError, UsageError
 from replicad.spark.options import OPTIONS, USES, Use
-from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
+from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, IDS_OF_TASK, PipelineConfig
 from replicad.spark.places import below
 from replicad.spark.reading_columns import PARK, RANGE_FORMS
 from replicad.spark.sinks.base import Sink
@@ -107,8 +107,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+OF_PIPELINES = {"maxIdsPerTask": IDS_OF_TASK}  # defaults that a query of your own does not have
 SOURCE = tuple(
-    Key(one.name, "text, number or flag", one.default, one.help, one.name == "tube")
+    Key(one.name, "text, number or flag", OF_PIPELINES.get(one.name, one.default), one.help, one.name == "tube")
     for one in OPTIONS
     if Use.TUBE_STREAM in USES[one.name] and one.name != "includePayload"  # the pipeline sets that one
 )

@@ -22,11 +22,15 @@ Ask = Callable[..., CursorAt]  # with the arguments of `TubeHold.plan`
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of one micro-batch: pods, ids (about), and backfill pods among the pods. None: no separate limit."""
+    """Limits of one micro-batch: pods, ids (about), and backfill pods among the pods. None: no separate limit.
+
+    `ids_of_task` is a limit for each partition, about: its regular pods may have so many, and its backfill pods too.
+    """
 
     pods: int
     ids: int | None = None
     backfill: int | None = None
+    ids_of_task: int | None = None
 
 
 def plan_batch(ask: Ask, start: TubeOffset, budget: Budget) -> TubeOffset:
@@ -35,7 +39,7 @@ def plan_batch(ask: Ask, start: TubeOffset, budget: Budget) -> TubeOffset:
     Every partition gets an equal share; what one does not use goes to the others. The regular pods of all partitions
     come before the backfill pods of any.
     """
-    plan = _Plan(ask, list(start.places), start.pods)
+    plan = _Plan(ask, list(start.places), start.pods, budget.ids_of_task)
     if len(start.places) == 1 or budget.ids is not None:
         plan.fill_at_once(budget)
     else:
@@ -67,10 +71,13 @@ def shares(total: int, count: int) -> list[int]:
 
 
 class _Plan:
-    """An unfinished plan: the places reached so far. `turn` chooses the partition that comes first."""
+    """An unfinished plan: the places reached so far. `turn` chooses the partition that comes first. `most_ids` is a
+    limit for each question.
+    """
 
-    def __init__(self, ask: Ask, places: list[Place], turn: int) -> None:
+    def __init__(self, ask: Ask, places: list[Place], turn: int, most_ids: int | None) -> None:
         self._ask = ask
+        self._most_ids = most_ids
         self._places = places
         count = len(places)
         self._order = [(turn + number) % count for number in range(count)]
@@ -127,6 +134,7 @@ class _Plan:
         if not pods:
             return 0
         place = self._places[number]
+        ids = min((one for one in (ids, self._most_ids) if one is not None), default=None)
         got = self._ask(Part(number, len(self._places)), place.cursor, limit=pods, ids=ids, backfill=backfill)
         self._places[number] = place.advanced(got.cursor, got.pods)
         return got.pods

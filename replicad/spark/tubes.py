@@ -205,7 +205,7 @@ class TubeStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # 
         if isinstance(limit, ReadAllAvailable):
             return plan_all(hold.plan, begin, _only_zero(options.max_backfill_pods))
         pods = limit.max_rows if isinstance(limit, ReadMaxRows) else options.max_pods
-        budget = Budget(pods, options.max_ids, options.max_backfill_pods)
+        budget = Budget(pods, options.max_ids, options.max_backfill_pods, options.max_ids_of_task)
         if not self._available_now:
             return self._wait_for_pods(hold, begin, budget)
         if self._target is None or len(self._target.cursors) != begin.partitions:

@@ -74,8 +74,12 @@ def test_a_parquet_folder_equals_a_dictionary_after_any_batches(
     sink.prepare(SHAPE)
     for number, (writes, deletes) in enumerate(found):
         gone = [key for key in dict.fromkeys(deletes) if key not in writes]
-        of_shard = [({k: v for k, v in writes.items() if k[0] == s}, [k for k in gone if k[0] == s]) for s in (0, 1)]
-        put(sink, number, *(changes(w, d, number) for w, d in of_shard))
+        tasks = []
+        for shard in (0, 1):  # a task gets its ids in chunks, in their order
+            parts = [[(shard, one) for one in range(low, low + 7)] for low in range(-20, 21, 7)]
+            of_part = [({k: writes[k] for k in part if k in writes}, [k for k in part if k in gone]) for part in parts]
+            tasks.append([one for w, d in of_part if w or d for one in changes(w, d, number)])
+        put(sink, number, *tasks)
         model = {key: name for key, name in {**model, **writes}.items() if key not in gone}
         assert parquet_rows(sink.folder) == model
     for leaves in manifest.latest(sink.folder).shards.values():  # type: ignore[union-attr]

@@ -72,11 +72,18 @@ def test_a_plan_keeps_its_budget_and_takes_something_where_there_is_something(
     assert (end.pods > 0) == (there > 0)
 
 
-@given(tubes, st.integers(1, 30), st.one_of(st.none(), st.integers(1, 30)), st.one_of(st.none(), st.integers(1, 30)))
-def test_planning_on_and_on_reads_everything_once(tube: Tube, pods: int, ids: int | None, backfill: int | None) -> None:
+some = st.one_of(st.none(), st.integers(1, 30))
+
+
+@given(tubes, st.integers(1, 30), some, some, some)
+def test_planning_on_and_on_reads_everything_once_and_no_task_gets_more_than_its_ids(
+    tube: Tube, pods: int, ids: int | None, backfill: int | None, of_task: int | None
+) -> None:
     offset, total = tube.start(), sum(map(len, tube.pods))
     for _ in range(total + 1):
-        end = plan_batch(tube, offset, Budget(pods, ids, backfill))
+        end = plan_batch(tube, offset, Budget(pods, ids, backfill, of_task))
+        for before, after in zip(offset.places, end.places, strict=True):
+            assert of_task is None or after.pods - before.pods <= 2 * of_task, "regular ones, and backfill ones"
         if end == offset:
             break
         offset = end

@@ -9,9 +9,7 @@ machine, or on a shared file system with links.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import os
 import shutil
 import time
 import uuid
@@ -30,6 +28,7 @@ from replicad.spark.enrich import Changes, conform
 from replicad.spark.places import local_path
 from replicad.spark.sinks import manifest
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.sinks.leaves import Files, ShardWriter
 from replicad.spark.sinks.manifest import Leaf, Manifest
 from replicad.spark.widening import grows, remedy
 
@@ -120,15 +119,20 @@ class ParquetSink(Sink):
         base = self._latest()
         if base.holds(batch):
             return Applied(repeated=True)
-        writes, deletes = _gather(shape, changes)
-        touched = pa.chunked_array([*writes.column("_shard").chunks, *deletes.column("_shard").chunks], pa.int32())
-        shards: dict[int, list[Leaf]] = {}
-        deleted = 0
-        for shard in pc.unique(touched).to_pylist():
-            shards[shard], gone = self._rewrite_shard(base, batch, shard, _of(writes, shard), _of(deletes, shard))
-            deleted += gone
-        note = {str(shard): [[x.low, x.file, x.rows, x.min_seq] for x in leaves] for shard, leaves in shards.items()}
-        return Applied(len(writes), deleted, note=json.dumps({"base": base.version, "shards": note}))
+        files = Files(self.folder, base.shape.schema, base.shape.id, self.rows_per_file, batch.number)
+        done: dict[int, list[Leaf]] = {}
+        written = deleted = 0
+        writer: ShardWriter | None = None
+        for shard, writes, deletes in _by_shard(changes, shape.id):
+            if writer is None or writer.shard != shard:
+                deleted += _finish(writer, done)
+                assert shard not in done, "the changes of a shard come one after the other"
+                writer = ShardWriter(files, shard, base.shards.get(shard, ()))
+            writer.add(writes, deletes)
+            written += len(writes)
+        deleted += _finish(writer, done)
+        note = {str(shard): [[x.low, x.file, x.rows, x.min_seq] for x in leaves] for shard, leaves in done.items()}
+        return Applied(written, deleted, note=json.dumps({"base": base.version, "shards": note}))
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:
         """Publish the next version of the table, unless the batch is already in it."""
@@ -181,81 +185,35 @@ class ParquetSink(Sink):
 
     def _write_anew(self, found: Manifest, shape: Shape) -> None:
         """Write all files anew: readers of Parquet take the columns of one file for those of all."""
+        files = Files(self.folder, shape.schema, shape.id, self.rows_per_file, found.version)
         shards = {}
         for shard, leaves in found.shards.items():
             made: list[Leaf] = []
             for leaf in leaves:
                 rows = pq.read_table(self.folder / manifest.DATA / leaf.file, schema=found.shape.schema)
-                made.extend(self._write(conform(rows, shape.schema), found.version, shard, shape.id))
+                made.extend(files.write(shard, conform(rows, shape.schema)))
             shards[shard] = tuple(made)
         if not manifest.publish(self.folder, Manifest(found.version + 1, shape, shards, found.applied)):
             raise self._taken()
 
-    def _rewrite_shard(
-        self, base: Manifest, batch: BatchId, shard: int, writes: pa.Table, deletes: pa.Table
-    ) -> tuple[list[Leaf], int]:
-        """The leaves of a shard after the changes, and how many rows were deleted."""
-        leaves = list(base.shards.get(shard, ()))
-        id_ = base.shape.id
-        ids = pa.concat_arrays([*writes.column(id_).chunks, *deletes.column(id_).chunks, pa.array([], pa.int64())])
-        made: list[Leaf] = []
-        deleted = 0
-        for number, leaf in enumerate(leaves or [None]):
-            mine_w, mine_d = _between(writes, leaves, number, id_), _between(deletes, leaves, number, id_)
-            if leaf is not None and not len(mine_w) and not len(mine_d):
-                made.append(leaf)
-                continue
-            kept = writes.schema.empty_table()
-            if leaf is not None:
-                old = pq.read_table(self.folder / manifest.DATA / leaf.file, schema=base.shape.schema)
-                kept = old.filter(pc.invert(pc.is_in(old.column(id_), value_set=ids)))
-                deleted += pc.sum(pc.is_in(old.column(id_), value_set=mine_d.column(id_).combine_chunks())).as_py() or 0
-            made.extend(self._write(pa.concat_tables([kept, mine_w]).sort_by(id_), batch.number, shard, id_))
-        return made, deleted
 
-    def _write(self, rows: pa.Table, number: int, shard: int, id_: str) -> list[Leaf]:
-        """Write rows sorted by id into as few files as their number allows; none for no rows."""
-        if not len(rows):
-            return []
-        pieces = max(1, len(rows) // self.rows_per_file) if len(rows) >= 2 * self.rows_per_file else 1
-        cuts = [len(rows) * piece // pieces for piece in range(pieces + 1)]
-        folder = self.folder / manifest.DATA / f"shard-{shard}"
-        folder.mkdir(exist_ok=True)
-        made = []
-        for start, end in itertools.pairwise(cuts):
-            piece = rows.slice(start, end - start)
-            name = f"{number:012d}-{os.urandom(8).hex()}.parquet"
-            with (folder / name).open("xb") as out:
-                pq.write_table(piece, out, compression="zstd", compression_level=1)
-                out.flush()
-                os.fsync(out.fileno())
-            lowest = pc.min(piece.column("_seq")).as_py()
-            made.append(Leaf(piece.column(id_)[0].as_py(), f"shard-{shard}/{name}", len(piece), lowest))
-        manifest.sync_folder(folder)
-        return made
-
-
-def _gather(shape: Shape, changes: Iterable[Changes]) -> tuple[pa.Table, pa.Table]:
-    writes, deletes = [shape.schema.empty_table()], [shape.keys.empty_table()]
+def _by_shard(changes: Iterable[Changes], id_: str) -> Iterator[tuple[int, pa.Table, pa.Table]]:
+    """The writes and deletes of one shard each, sorted by id. What comes of a shard has ascending ids."""
     for change in changes:
-        writes.append(change.writes)
-        deletes.append(change.deletes)
-    return pa.concat_tables(writes), pa.concat_tables(deletes)
+        shards = pa.concat_arrays([*change.writes.column("_shard").chunks, *change.deletes.column("_shard").chunks])
+        for shard in sorted(pc.unique(shards).to_pylist()):
+            writes, deletes = (
+                table.filter(pc.equal(table.column("_shard"), shard)) for table in (change.writes, change.deletes)
+            )
+            yield shard, writes.sort_by(id_), deletes
 
 
-def _of(table: pa.Table, shard: int) -> pa.Table:
-    return table.filter(pc.equal(table.column("_shard"), shard))
-
-
-def _between(table: pa.Table, leaves: Sequence[Leaf], number: int, id_: str) -> pa.Table:
-    """The rows of leaf `number`: from its `low` to that of the next. The first leaf has no lower bound."""
-    ids = table.column(id_)
-    if number > 0:
-        table = table.filter(pc.greater_equal(ids, leaves[number].low))
-        ids = table.column(id_)
-    if number + 1 < len(leaves):
-        table = table.filter(pc.less(ids, leaves[number + 1].low))
-    return table
+def _finish(writer: ShardWriter | None, done: dict[int, list[Leaf]]) -> int:
+    """Note the files of a shard. Returns how many of its rows were deleted."""
+    if writer is None:
+        return 0
+    done[writer.shard] = writer.finish()
+    return writer.deleted
 
 
 def _named(shape: Shape) -> str:

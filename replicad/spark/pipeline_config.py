@@ -12,7 +12,7 @@ from replicad.config.declaring import seconds
 from replicad.errors import UsageError
 from replicad.spark.options import SourceOptions, parse_options
 from replicad.spark.places import place_of
-from replicad.spark.reading_columns import NUMERIC_FORMS, PARK, RANGE_FORMS, Reading
+from replicad.spark.reading_columns import DECIMAL, NUMERIC_FORMS, PARK, RANGE_FORMS, Reading
 from replicad.spark.sinks.base import Sink
 from replicad.spark.survey import FOLLOW, NEW_COLUMN_FORMS, WIDER_TYPE_FORMS
 from replicad.spark.tables import TableRule
@@ -66,7 +66,7 @@ class PipelineConfig:
     token: str | None = field(default=None, repr=False)
     id_column: str = "id"
     columns: Sequence[str] | str = ALL_COLUMNS
-    numeric: str = "text"
+    numeric: str = DECIMAL
     out_of_range: str = PARK
     new_columns: str = FOLLOW
     wider_types: str = FOLLOW

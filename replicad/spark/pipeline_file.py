@@ -17,9 +17,9 @@ from replicad.errors import ReplicadError, UsageError
 from replicad.spark.options import OPTIONS, USES, Use
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, IDS_OF_TASK, PipelineConfig
 from replicad.spark.places import below
-from replicad.spark.reading_columns import PARK, RANGE_FORMS
+from replicad.spark.reading_columns import DECIMAL, NUMERIC_FORMS, PARK, RANGE_FORMS
 from replicad.spark.sinks.base import Sink
-from replicad.spark.sinks.bulk import BulkSink
+from replicad.spark.sinks.bulk import AS_TEXT, OBJECT, BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import KEEP, ROWS_PER_FILE, ParquetSink
@@ -124,7 +124,12 @@ ENRICH = (
     ),
     Key("id", "text", "id", "column with the ids that the tube has"),
     Key("columns", "names", ALL_COLUMNS, "columns that go downstream, or `*` for all; the id is always among them"),
-    Key("numeric", "text", "text", "how numeric is carried: as its exact `text`, or as `float`, which may be rounded"),
+    Key(
+        "numeric",
+        "text",
+        DECIMAL,
+        "how numeric is carried; " + "; ".join(f"`{name}`: {to}" for name, to in NUMERIC_FORMS.items()),
+    ),
     Key(
         "out_of_range",
         "text",
@@ -178,6 +183,13 @@ DOWNSTREAMS: dict[str, tuple[Key, ...]] = {
         Key("url", "text", None, "of Elasticsearch or OpenSearch, perhaps with user and password", required=True),
         Key("index", "text", None, "name of the index", required=True),
         Key("api_key", "text", None, "instead of user and password"),
+        Key(
+            "json",
+            "text",
+            OBJECT,
+            f"columns of json and jsonb; `{OBJECT}`: a part of the document, for which one mapping must fit all rows; "
+            f"`{AS_TEXT}`: their text",
+        ),
         Key("document_id", "text", "{shard}:{id}", "id of a row's document"),
         Key("ca", "text", None, "PEM file of the authority that signed the server's certificate"),
     ),
@@ -247,7 +259,7 @@ def _from_sections(found: Mapping[str, Any], folder: Path, database: str | None,
         table=_tables(enrich),
         id_column=enrich.get("id", "id"),
         columns=enrich.get("columns", ALL_COLUMNS),
-        numeric=enrich.get("numeric", "text"),
+        numeric=enrich.get("numeric", DECIMAL),
         out_of_range=enrich.get("out_of_range", PARK),
         new_columns=enrich.get("new_columns", FOLLOW),
         wider_types=enrich.get("wider_types", FOLLOW),

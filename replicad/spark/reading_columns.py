@@ -15,7 +15,13 @@ import pyarrow as pa
 from replicad.spark.column_types import COLUMNS, ColumnType
 from replicad.spark.database import literal, quote
 
-NUMERIC_FORMS = {"text": "text", "float": "float8"}  # exact, or a number that may be rounded
+MOST_DIGITS = 38  # of a decimal in Spark, Delta and Arrow's decimal128
+DECIMAL, TEXT, FLOAT = "decimal", "text", "float"
+NUMERIC_FORMS = {
+    DECIMAL: f"a decimal if the column declares up to {MOST_DIGITS} digits, else its exact text; in an index a number",
+    TEXT: "its exact text",
+    FLOAT: "a double, which may be rounded",
+}
 PARK, NULL, LIMITS = "park", "null", "limits"
 RANGE_FORMS = {
     PARK: "its row is parked, with the reason",
@@ -77,15 +83,17 @@ class Reading:
     times that are infinite or not of the years 1 to 9999.
     """
 
-    numeric: str = "text"
+    numeric: str = DECIMAL
     out_of_range: str = PARK
     exact: bool = False
 
     def column(self, name: str, type: str) -> Column:
         """The column of that name and type (as format_type() writes it)."""
         value, parsed = quote(name), ColumnType.parse(type)
-        if parsed.name == "numeric" and not parsed.is_list and self.numeric == "float":
-            return Column(f"{value}::{NUMERIC_FORMS[self.numeric]}", pa.float64(), None)
+        if parsed.name == "numeric" and not parsed.is_list and self.numeric == FLOAT:
+            return Column(f"{value}::float8", pa.float64(), None)
+        if parsed.name == "numeric" and not parsed.is_list and self.numeric == DECIMAL and not self.exact:
+            return self._decimal(name, parsed, type)
         kind = _ARROW.get(parsed.name)
         if parsed.name in _CASTS and not parsed.is_list:
             read_as = _CASTS[parsed.name]
@@ -101,6 +109,18 @@ class Reading:
         held = _HELD[parsed.name].format(v=value)
         unheld = f"CASE WHEN NOT {held} THEN {literal(f'column {name} is ')} || {value}::text END"
         return Column(self._mapped(value, parsed.name), kind, type, unheld if self.out_of_range == PARK else "")
+
+    def _decimal(self, name: str, parsed: ColumnType, type: str) -> Column:
+        """A decimal comes as its text too, because the driver has none. It has no NaN, which every numeric may be."""
+        digits, scale = parsed.arguments or (0, 0)
+        number = f"{quote(name)}::numeric"
+        if not (0 < digits <= MOST_DIGITS and 0 <= scale <= digits):
+            return Column(f"{number}::text", pa.string(), type)
+        held = f"{number} <> 'NaN'"
+        unheld = (
+            f"CASE WHEN NOT {held} THEN {literal(f'column {name} is NaN')} END" if self.out_of_range == PARK else ""
+        )
+        return Column(f"CASE WHEN {held} THEN {number}::text END", pa.decimal128(digits, scale), type, unheld)
 
     def _list(self, name: str, of: str, kind: pa.DataType, type: str) -> Column:
         """A list has one dimension. The number of its first element is not kept."""

@@ -13,11 +13,13 @@ import pyarrow as pa
 from replicad.errors import UsageError
 from replicad.eventlog import get_logger
 from replicad.spark.checkpoint import PARKED, Checkpoint
+from replicad.spark.column_types import ColumnType
 from replicad.spark.database import forget
 from replicad.spark.downstream import check_downstream
 from replicad.spark.enrich import KEYS, Enricher
 from replicad.spark.layouts import Wanted, find_layout
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
+from replicad.spark.reading_columns import TEXT
 from replicad.spark.reports import BatchReport, PipelineResult
 from replicad.spark.session import check_pyspark, quiet_callbacks
 from replicad.spark.sinks.base import Shape
@@ -153,6 +155,8 @@ def shape_of(config: PipelineConfig, spark: SparkSession, enricher: Enricher, kn
     schema, types = enricher.schema, dict(enricher.layout.types)
     if config.transform is not None:
         schema, types = _after_transform(config, spark, enricher)
+    if config.numeric == TEXT and not config.sink.casts:  # whatever could make a number of it must not
+        types = {name: type for name, type in types.items() if ColumnType.parse(type).name != "numeric"}
     return Shape(
         schema,
         config.id_column,

@@ -1,10 +1,14 @@
-"""A search index in memory that answers what the bulk downstream asks, in the form of Elasticsearch;
-and can misbehave.
+"""A search index in memory, in the form of Elasticsearch and OpenSearch, as strict as they are; and it can misbehave.
+
+Of their manuals: "Bulk API" (one line for each action and document, a newline at the end, the content type, an answer
+for each action), "Dynamic mapping" (the first value of a field gives its type, and others must fit), "Near real-time
+search" (what was written is found after a refresh), `index.max_result_window`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,6 +19,9 @@ class IndexServer:
 
     def __init__(self, authorization: str | None = None) -> None:
         self.documents: dict[str, dict[str, Any]] = {}
+        self.searchable: dict[str, dict[str, Any]] = {}  # as of the last refresh
+        self.mapping: dict[str, str] = {}  # the type of each field, `a.b` for b in the object a
+        self.cut: list[str] = []  # fields of whole numbers that got another number, of which they index a part
         self.uuid = "first"  # of the index
         self.authorization = authorization
         self.busy = self.away = 0
@@ -37,7 +44,7 @@ class IndexServer:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 with outer.lock:
-                    self.reply(*outer.answer(self.path, body))
+                    self.reply(*outer.answer(self.path, self.headers.get("Content-Type", ""), body))
 
             def reply(self, status: int, answer: dict[str, Any]) -> None:
                 if outer.authorization not in (None, self.headers.get("Authorization")):
@@ -60,41 +67,110 @@ class IndexServer:
         self.server.shutdown()
         self.server.server_close()
 
-    def answer(self, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    def answer(self, path: str, content: str, body: bytes) -> tuple[int, dict[str, Any]]:
         self.requests.append(path)
         if self.away:
             self.away -= 1
             return 503, {}
+        wanted = "application/x-ndjson" if path == "/_bulk" else "application/json"
+        if content != wanted:
+            return 406, {"error": f"Content-Type header [{content}] is not supported"}
         if path == "/_bulk":
-            return 200, self.bulk(body)
-        if path.endswith("/_search"):
-            return 200, self.search(json.loads(body))
-        return (200, {}) if self.documents else (404, {})
+            return self.bulk(body)
+        if not self.documents:
+            return 404, {"error": {"type": "index_not_found_exception"}}
+        if path.endswith("/_refresh"):
+            self.searchable = dict(self.documents)
+            return 200, {}
+        return self.search(json.loads(body))
 
-    def bulk(self, body: bytes) -> dict[str, Any]:
-        lines = [json.loads(line, parse_constant=_refuse) for line in body.decode().splitlines()]
-        items = []
+    def bulk(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        if not body.endswith(b"\n"):
+            return 400, {"error": "The bulk request must be terminated by a newline [\\n]"}
+        lines = body[:-1].split(b"\n")
+        items: list[dict[str, Any]] = []
         while lines:
-            ((action, where),) = lines.pop(0).items()
-            document = lines.pop(0) if action == "index" else None
-            done = {"_id": where["_id"], "status": 200}
-            if self.busy:
-                self.busy -= 1
-                done["status"] = 429
-            elif where["_id"] == self.refuse:
-                done.update(status=400, error={"type": "mapper_parsing_exception"})
-            elif document is not None:
-                self.documents[where["_id"]] = document
-            elif self.documents.pop(where["_id"], None) is None:
-                done["status"] = 404
-            items.append({action: done})
-        return {"items": items}
+            action = _read(lines.pop(0))
+            ((name, where),) = action.items()
+            if name not in ("index", "delete") or where.keys() != {"_index", "_id"} or not where["_id"]:
+                return 400, {"error": f"Malformed action/metadata line: {action}"}
+            items.append({name: {**where, **self.act(name, where["_id"], lines)}})
+        failed = any(done["status"] >= 300 for item in items for done in item.values())
+        return 200, {"took": 1, "errors": failed, "items": items}
 
-    def search(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def act(self, name: str, id_: str, lines: list[bytes]) -> dict[str, Any]:
+        text = lines.pop(0) if name == "index" else b""
+        if self.busy:
+            self.busy -= 1
+            return {"status": 429, "error": {"type": "es_rejected_execution_exception"}}
+        if name == "delete":
+            there = self.documents.pop(id_, None) is not None
+            return {"status": 200 if there else 404, "result": "deleted" if there else "not_found"}
+        try:
+            if id_ == self.refuse:
+                raise ValueError("it does not fit")
+            document = _read(text)
+            self.map("", document)
+        except (ValueError, RecursionError) as error:
+            return {"status": 400, "error": {"type": "mapper_parsing_exception", "reason": str(error)}}
+        created = id_ not in self.documents
+        self.documents[id_] = document
+        return {"status": 201 if created else 200, "result": "created" if created else "updated"}
+
+    def map(self, path: str, value: Any) -> None:
+        """Find out the type of a value's field, or whether the value fits."""
+        if isinstance(value, list):
+            for one in value:
+                self.map(path, one)
+        elif value is not None:
+            kind = _kind(value)
+            known = self.mapping.setdefault(path, kind)
+            if "object" in (kind, known) and kind != known:
+                raise ValueError(f"object mapping for [{path}] and a concrete value")
+            if not _fits(value, kind, known):
+                raise ValueError(f"failed to parse field [{path}] of type [{known}]: {value!r}")
+            if known == "long" and kind == "float":
+                self.cut.append(path)
+            for key, one in value.items() if kind == "object" else ():
+                if not key:
+                    raise ValueError("field name cannot be an empty string")
+                self.map(f"{path}.{key}", one)
+
+    def search(self, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if asked["size"] > 10_000:
+            return 400, {"error": "Result window is too large"}
         term, bounds = (clause for clause in asked["query"]["bool"]["filter"])
         ((shard_field, shard),), ((seq_field, below),) = term["term"].items(), bounds["range"].items()
-        found = [d for d in self.documents.values() if d[shard_field] == shard and d[seq_field] < below["lt"]]
-        return {"hits": {"hits": [{"_source": document} for document in found[: asked["size"]]]}}
+        found = [d for d in self.searchable.values() if d[shard_field] == shard and d[seq_field] < below["lt"]]
+        hits = [{"_source": {name: one[name] for name in asked["_source"]}} for one in found[: asked["size"]]]
+        return 200, {"hits": {"hits": hits}}
+
+
+def _read(line: bytes) -> dict[str, Any]:
+    found = json.loads(line, parse_constant=_refuse, object_pairs_hook=_once)
+    if not isinstance(found, dict):
+        raise ValueError("a document is an object")  # noqa: TRY004 - as other bad documents
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("Duplicate field")
+    return dict(pairs)
+
+
+def _kind(value: Any) -> str:
+    """The type that a value gives to a new field."""
+    if isinstance(value, str):
+        return "date" if re.fullmatch(r"\d{4}-\d\d-\d\d(T[\d:.]+(Z|[+-]\d\d:\d\d)?)?", value) else "text"
+    kinds: dict[type, str] = {bool: "boolean", int: "long", float: "float", dict: "object"}
+    return kinds[type(value)]
+
+
+def _fits(value: Any, kind: str, known: str) -> bool:
+    if known == "long":
+        return kind in ("long", "float") and -(1 << 63) <= value < 1 << 63
+    return known in ("text", kind) or (known == "float" and kind == "long")
 
 
 def _refuse(constant: str) -> None:

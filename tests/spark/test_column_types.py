@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, date, datetime
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -130,6 +131,8 @@ def shape_of(kind: pa.DataType, type: str | None = None) -> Shape:
         (pa.int32(), "integer", -5, "double precision", "-5"),
         (pa.string(), "numeric(8,2)", "0.10", "numeric", "0.10"),
         (pa.string(), "numeric(8,2)", "0.10", "numeric(12,2)", "0.10"),
+        (pa.decimal128(8, 2), "numeric(8,2)", Decimal("-0.10"), "numeric(12,3)", "-0.100"),
+        (pa.decimal128(38, 0), "numeric(38,0)", Decimal("9" * 38), "numeric", "9" * 38),
         (pa.string(), "jsonb", '{"a": 1}', "jsonb", '{"a": 1}'),
         (pa.string(), "text", '{"a":1}', "jsonb", '{"a": 1}'),
         (pa.string(), None, "x'y", "character varying", "x'y"),
@@ -193,7 +196,7 @@ def test_a_table_that_is_altered_while_the_pipeline_runs_takes_no_wrong_value(ur
 
 def test_a_table_that_we_create_has_the_types_of_the_source(url: str) -> None:
     for number, (type, kind) in enumerate(
-        {"numeric(8,2)": pa.string(), "jsonb": pa.string(), "mood": pa.string()}.items()
+        {"numeric(8,2)": pa.decimal128(8, 2), "jsonb": pa.string(), "mood": pa.string()}.items()
     ):
         PostgresSink(url, f"made_{number}").prepare(shape_of(kind, type))
     created = (

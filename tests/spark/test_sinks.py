@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_server import IndexServer
 
-from replicad.errors import DownstreamError, DownstreamUnavailable, UsageError
+from replicad.errors import DownstreamError, DownstreamUnavailable, RowRefused, UsageError
 from replicad.spark.database import forget
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks import manifest, parquet
@@ -342,19 +343,49 @@ def test_what_an_index_refuses_is_said_and_secrets_are_not(index: IndexServer) -
         BulkSink("search.example.org", "cities")
 
 
+MORE: dict[str, pa.DataType] = {
+    "at": pa.timestamp("us", tz="UTC"),
+    "raw": pa.binary(),
+    "tags": pa.list_(pa.string()),
+    "price": pa.decimal128(8, 2),
+    "count": pa.decimal128(30, 0),
+    "few": pa.decimal128(18, 0),
+    "area": pa.string(),
+    "more": pa.string(),
+}
+TYPED = Shape(pa.schema([*SHAPE.schema, *MORE.items()]), "id", {"area": "numeric", "more": "jsonb", "name": "text"})
+
+
+def documents(index: IndexServer, *rows: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    given = [{"id": number, "name": "x", "_shard": 1, "_seq": 1, **row} for number, row in enumerate(rows)]
+    found = Changes(pa.Table.from_pylist(given, TYPED.schema), KEYS.empty_table())
+    bulk(index, document_id="{id}", **more).apply(TYPED, BatchId("q", 0), 0, [found])
+    return [index.documents[str(one["id"])] for one in given]
+
+
 def test_documents_hold_every_type_as_json(index: IndexServer) -> None:
-    shape = Shape(
-        pa.schema(
-            [*SHAPE.schema, ("at", pa.timestamp("us", tz="UTC")), ("raw", pa.binary()), ("tags", pa.list_(pa.string()))]
-        ),
-        "id",
+    first, second, third = documents(
+        index,
+        {"name": "Ågren\n", "at": 0, "raw": b"\x00", "tags": ["a", None], "count": Decimal(1)},
+        {"price": Decimal("5.00"), "few": Decimal(7), "area": "5", "more": '{"a": [1, 2],\n "c": {"b": 0.10}}'},
+        {"price": Decimal("0.05"), "count": Decimal(10**29), "area": "NaN", "more": None},
     )
-    row = {"id": 1, "name": "Ågren\n", "_shard": 1, "_seq": 1, "at": 0, "raw": b"\x00", "tags": ["a", None]}
-    found = [Changes(pa.Table.from_pylist([row], shape.schema), KEYS.empty_table())]
-    bulk(index, document_id="{id}").apply(shape, BatchId("q", 0), 0, found)
-    document = index.documents["1"]
-    assert document["name"] == "Ågren\n"
-    assert (document["at"], document["raw"], document["tags"]) == ("1970-01-01T00:00:00+00:00", "AA==", ["a", None])
+    assert first["name"] == "Ågren\n"
+    assert (first["at"], first["raw"], first["tags"]) == ("1970-01-01T00:00:00+00:00", "AA==", ["a", None])
+    assert (second["price"], second["few"], second["area"]) == (5.0, 7, 5.0)
+    assert second["more"] == {"a": [1, 2], "c": {"b": 0.1}}
+    assert (third["price"], third["count"], third["area"], third["more"]) == (0.05, 1e29, None, None)
+    assert {name: index.mapping[name] for name in (".area", ".price", ".count", ".few")} == {
+        ".area": "float", ".price": "float", ".count": "float", ".few": "long",
+    }  # fmt: skip
+    assert index.cut == [], "the first number of a column must not make whole numbers of the others"
+    with pytest.raises(RowRefused, match="object mapping"):
+        documents(index, {"more": "[1]"})
+    with pytest.raises(RowRefused, match="is not JSON"):
+        documents(index, {"more": '{"a": NaN}'})
+    index.mapping.clear()
+    (as_text,) = documents(index, {"more": '{"a": 1}'}, json="text")
+    assert as_text["more"] == '{"a": 1}'
 
 
 # --- Delta ---

@@ -50,7 +50,9 @@ VALUES: dict[str, list[str]] = {
     "real": ["3.4028235e+38", "1e-45", "-0", "NaN", "Infinity", "-Infinity"],
     "double precision": ["1.7976931348623157e+308", "5e-324", "-0", "NaN", "Infinity", "-Infinity"],
     "numeric": ["12345678901234567890123456789.123456789", "0.10", "NaN", "Infinity", "-Infinity"],
-    "numeric(8,2)": ["-999999.99", "0.10"],
+    "numeric(8,2)": ["-999999.99", "0.10", "NaN"],
+    "numeric(38,0)": ["99999999999999999999999999999999999999"],
+    "numeric(40,2)": ["99999999999999999999999999999999999999.99"],
     "money": ["-92233720368547758.08", "0.01"],
     "text": ["", " x ", "Ågren\n€𝄞"],
     "character varying(5)": ["", "a b  "],
@@ -176,7 +178,10 @@ def stored_values(column: pa.ChunkedArray) -> list[Any]:
     number = pa.int32() if pa.types.is_date32(of) else pa.int64() if pa.types.is_timestamp(of) else None
     if number is not None:
         column = column.cast(pa.list_(number) if pa.types.is_list(kind) else number)
-    return column.to_pylist()
+    values = column.to_pylist()
+    if pa.types.is_decimal(kind):
+        return [None if value is None else f"{value:f}" for value in values]
+    return values
 
 
 def into_parquet(url: str, cases: list[Case], folder: Path, out_of_range: str) -> Arrived:

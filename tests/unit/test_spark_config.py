@@ -95,7 +95,7 @@ def test_several_tables_feed_one_tube(tmp_path: Path) -> None:
         ('database = "postgresql://me:secret@db/app"', "", "neither --database nor REPLICAD_DATABASE"),
         ("postgresql://me", "mysql://me", "give a URL such as postgresql"),
         ('table = "shard', 'tabel = "shard', "unknown key 'tabel'; did you mean table"),
-        ('numeric = "float"', 'numeric = "decimal"', "numeric: 'decimal' is not valid; give one of text, float"),
+        ('numeric = "float"', 'numeric = "exact"', "numeric: 'exact' is not valid; give one of decimal, text, float"),
         ('columns = ["name", "population"]', "columns = []", "the list is empty"),
         ('columns = ["name", "population"]', 'columns = "name"', "give a list of names"),
         ('kind = "parquet"', 'kind = "kafka"', "'kafka' is not valid; give one of parquet, postgres"),

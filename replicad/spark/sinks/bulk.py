@@ -8,11 +8,9 @@ connection per worker.
 from __future__ import annotations
 
 import base64
-import datetime
 import functools
 import http.client
 import json
-import math
 import os
 import ssl
 import threading
@@ -28,6 +26,7 @@ from replicad.masking import mask_secrets
 from replicad.retry import Retries
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.sinks.documents import documents_of
 
 MAX_BYTES = 5 << 20  # of one request; both products recommend some megabytes
 _TIMEOUT = 60.0  # seconds for one request
@@ -37,7 +36,8 @@ _BUSY = (429, 502, 503, 504)
 _OF_A_ROW = (400, 409, 413, 422)  # what is in a document, or its size, is not accepted
 _SEARCH_MOST = 10_000  # hits in one search; a limit of both products
 
-_FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # the index reserves names that begin with _
+OBJECT, AS_TEXT = "object", "text"
+FIELDS = {"_shard": "replicad_shard", "_seq": "replicad_seq"}  # the index reserves names that begin with _
 
 Line = tuple[bytes, bytes]  # action, document (empty for a delete)
 
@@ -47,7 +47,7 @@ class BulkSink(Sink):
     """Keeps `index` at `url` (with user and password, or with `api_key`) in step.
 
     A document's id is made from `document_id`. It has the numeric fields `replicad_shard` and `replicad_seq` besides
-    its columns; garbage is found by them.
+    its columns; garbage is found by them. `json` is OBJECT or AS_TEXT (see `documents`).
     """
 
     url: str = field(repr=False)
@@ -55,12 +55,15 @@ class BulkSink(Sink):
     api_key: str | None = field(default=None, repr=False)
     document_id: str = "{shard}:{id}"
     ca: str | None = None
+    json: str = OBJECT
     patience: float = _PATIENCE
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError("downstream url: give one such as https://user:password@search.example.org:9200")
+        if self.json not in (OBJECT, AS_TEXT):
+            raise UsageError(f"downstream json: {self.json!r} is not valid; give one of {OBJECT}, {AS_TEXT}")
         try:
             self.document_id.format(shard=0, id=0)
         except (KeyError, IndexError, ValueError) as error:
@@ -88,7 +91,7 @@ class BulkSink(Sink):
         """Write and delete documents, some megabytes at a time."""
         written = deleted = 0
         for change in changes:
-            self._send(self._puts(change.writes, shape.id))
+            self._send(self._puts(change.writes, shape))
             written += change.writes.num_rows
             deleted += self._send(self._deletes(change.deletes, shape.id))
         return Applied(written, deleted)
@@ -101,7 +104,7 @@ class BulkSink(Sink):
         """Ids of the shard with a `_seq` below `before`. Refreshes the index first, so that all writes are visible."""
         index = quote(self.index, safe="")
         self._checked("POST", f"/{index}/_refresh", None, missing=True)
-        filters = [{"term": {_FIELDS["_shard"]: shard}}, {"range": {_FIELDS["_seq"]: {"lt": before}}}]
+        filters = [{"term": {FIELDS["_shard"]: shard}}, {"range": {FIELDS["_seq"]: {"lt": before}}}]
         body = {"size": min(limit, _SEARCH_MOST), "_source": [shape.id], "query": {"bool": {"filter": filters}}}
         answer = self._checked("POST", f"/{index}/_search", json.dumps(body).encode(), missing=True)
         hits = answer.get("hits", {}).get("hits", [])
@@ -109,12 +112,12 @@ class BulkSink(Sink):
 
     # --- documents ---
 
-    def _puts(self, rows: pa.Table, id_: str) -> Iterator[Line]:
-        for row in rows.to_pylist():
-            action = {"index": {"_index": self.index, "_id": self.document_id.format(shard=row["_shard"], id=row[id_])}}
-            document = {_FIELDS.get(name, name): _finite(value) for name, value in row.items()}
-            text = json.dumps(document, default=_plain, ensure_ascii=False, allow_nan=False)
-            yield json.dumps(action).encode(), text.encode()
+    def _puts(self, rows: pa.Table, shape: Shape) -> Iterator[Line]:
+        shards, ids = rows.column("_shard").to_pylist(), rows.column(shape.id).to_pylist()
+        documents = documents_of(rows, shape.types, FIELDS, objects=self.json == OBJECT)
+        for shard, id_, document in zip(shards, ids, documents, strict=True):
+            action = {"index": {"_index": self.index, "_id": self.document_id.format(shard=shard, id=id_)}}
+            yield json.dumps(action).encode(), document.encode()
 
     def _deletes(self, rows: pa.Table, id_: str) -> Iterator[Line]:
         for row in rows.to_pylist():
@@ -211,22 +214,6 @@ def _connection(
     if scheme == "http":
         return http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
     return http.client.HTTPSConnection(host, port, timeout=_TIMEOUT, context=ssl.create_default_context(cafile=ca))
-
-
-def _plain(value: object) -> object:
-    """A value that JSON does not have: times in ISO 8601, bytes in base64, others as `str`."""
-    if isinstance(value, datetime.date):  # datetimes are dates
-        return value.isoformat()
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return str(value)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinite numbers: they become null."""
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shortened(answer: bytes) -> str:

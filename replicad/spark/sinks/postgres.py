@@ -295,7 +295,7 @@ def _wanted(field: pa.Field, shape: Shape) -> str:
 def _created_as(field: pa.Field, shape: Shape) -> str:
     """The type of a column in a table that we create."""
     known = ColumnType.parse(shape.types.get(field.name, ""))
-    if known.name in _CREATED and pa.types.is_string(field.type):
+    if known.name in _CREATED and (pa.types.is_string(field.type) or pa.types.is_decimal(field.type)):
         return known.name + ("[]" if known.is_list else "")
     return _type_of(field)
 

@@ -58,8 +58,9 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, and the floors of the house
 specs: check-java $(VENV)/.specs ## check the TLA+ models of specs/ with TLC (docs/specs.md)
 	@$(RUN) specs/run.py $(SPECS)
 
-docs: $(VENV)/.dev ## make the pages and tables of docs/ and protocol.md anew that are made from the program
-	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.exits_page tests.desired_page tests.pipeline_page; do $(RUN) -m $$page || exit 1; done
+docs: $(VENV)/.docs ## make the pages and tables anew that are made from the program, and the site in site/
+	@for page in tests.api_page tests.schema.page tests.protocol_page tests.figures_page tests.doctor_page tests.exits_page tests.desired_page tests.pipeline_page tests.commands_page; do $(RUN) -m $$page || exit 1; done
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet && echo "to read it with search: python3 -m http.server --directory site"
 
 bench: $(VENV)/.bench ## measure beside NATS, Redis and psql; prints tables
 	@$(RUN) -m bench $(BENCH_ARGS)
@@ -88,7 +89,7 @@ dist: $(VENV)/.dev ## sdist and wheel into dist/
 	@$(RUN) -m build --outdir dist .
 
 clean: ## remove caches and built files
-	@rm -rf dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache spark-warehouse metastore_db derby.log
+	@rm -rf dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache spark-warehouse metastore_db derby.log
 	@find replicad tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## remove .venv and the data of the embedded Postgres as well
@@ -134,6 +135,11 @@ endif
 
 $(VENV)/.lock: pyproject.toml $(VENV)/.made
 	$(call pip_install,--group lock)
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "==> installing mkdocs (20 MB)"
+	$(call pip_install,--group docs)
 	@touch $@
 
 $(VENV)/.specs: $(VENV)/.dev

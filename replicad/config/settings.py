@@ -168,7 +168,7 @@ class ServerSettings:
     )
     http: Address | None = setting(
         None,
-        "Address for health checks and metrics over HTTP (the extra `http`): /livez, /readyz, /status, /metrics. "
+        "Address for health checks, metrics and the console over HTTP (the extra `http`): /readyz, /metrics, /console. "
         "Default: none. With TLS and secrets as for clients.",
         "HOST:PORT",
         parse_address,

@@ -1,0 +1,116 @@
+"""docs/commands.md: every command with its options and their variables; make it anew after a change:
+
+python -m tests.commands_page
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from replicad.cli.app import root
+from replicad.config.declaring import Setting, settings_of
+from replicad.config.limits import Limits
+from replicad.config.settings import ClientSettings, DatabaseSettings, LogSettings, ServerSettings
+from replicad.terminal.command import SectionOption
+
+PAGE = Path(__file__).parents[1] / "docs/commands.md"
+KINDS = (ServerSettings, DatabaseSettings, Limits, ClientSettings, LogSettings)
+COMMON = ("--debug", "--help", "-h", "--context")  # named once, at the top
+HEAD = """# Commands
+
+Made from the program by `make docs`; `replicad COMMAND --help` has the same.
+
+Every command has `--help` (`-h`), and `--debug`, which shows the traceback of a failure. Those that work on a database
+or ask a daemon have `--context NAME` too. [operating.md](operating.md#the-command-line) has the exit statuses and the
+contexts, and says which database a command works on.
+An option that has a variable can be set by it; the option goes before the variable.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    found = list(commands(root, "replicad"))
+    shown: dict[str, str] = {}
+    index = [f"- [`{path}`]({anchor(path)}): {one.get_short_help_str(200)}" for path, one in found]
+    return "\n".join([HEAD, *index, "", *(part for path, one in found for part in section(path, one, shown))])
+
+
+def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
+    """Every command below a group, with the words that call it, groups before what is in them."""
+    context = click.Context(group, info_name=path)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        assert found is not None
+        yield f"{path} {name}", found
+        if isinstance(found, click.Group):
+            yield from commands(found, f"{path} {name}")
+
+
+def section(path: str, one: click.Command, shown: dict[str, str]) -> Iterator[str]:
+    """The lines about one command. `shown`: the tables of options so far, and the command that each belongs to."""
+    context = click.Context(one, info_name=path)
+    yield f"## {path}\n"
+    yield f"```\n{path} {' '.join(one.collect_usage_pieces(context))}\n```\n"
+    yield from prose(one.help or "")
+    yield from prose(one.epilog or "")
+    sections: dict[str, list[str]] = {}
+    for param in one.get_params(context):
+        record = param.get_help_record(context) if isinstance(param, click.Option) else None
+        if record is None or set(param.opts) & set(COMMON):
+            continue
+        name = param.section if isinstance(param, SectionOption) else "Options"
+        shape = f"<code>{cell(record[0])}</code>" if "|" in record[0] else f"`{record[0]}`"
+        sections.setdefault(name, []).append(f"| {shape} | {variable(param)} | {cell(record[1])} |")
+    for name, rows in sections.items():
+        table = "\n".join([f"| {name} | variable | |", "|---|---|---|", *rows, ""])
+        if len(rows) > 1 and table in shown:
+            yield f"{name}: the options of [`{shown[table]}`]({anchor(shown[table])}).\n"
+        else:
+            shown[table] = path
+            yield table
+
+
+def cell(text: str) -> str:
+    """A text in a table, whatever reads it: a bar in a code span has to be written differently for each of them."""
+    return text.replace("<", "&lt;").replace("|", "&#124;")
+
+
+def anchor(path: str) -> str:
+    """The link to the section of a command."""
+    return f"#{path.replace(' ', '-')}"
+
+
+def prose(text: str) -> Iterator[str]:
+    """Paragraphs of a help text. Those that click is not to wrap become blocks of code."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        lines = paragraph.splitlines()
+        if lines and lines[0] == "\b":
+            yield "\n".join(["```", *lines[1:], "```", ""])
+        elif lines:
+            yield f"{' '.join(lines)}\n"
+
+
+def variable(param: click.Parameter) -> str:
+    """The variable that an option can be set by, or nothing."""
+    help_text = param.help if isinstance(param, click.Option) else None
+    named = SETTINGS.get(param.name or "", ())
+    found = [one.variable for one in named if help_text is not None and help_text.startswith(one.help)]
+    given = param.envvar if isinstance(param.envvar, str) else None
+    return f"`{given or found[0]}`" if given or found else ""
+
+
+def _settings() -> dict[str, list[Setting]]:
+    found: dict[str, list[Setting]] = {}
+    for made in (one for kind in KINDS for one in settings_of(kind)):
+        found.setdefault(made.name, []).append(made)
+    return found
+
+
+SETTINGS = _settings()
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")

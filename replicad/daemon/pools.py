@@ -64,14 +64,18 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
         yield Pools(positions, short, streams, catchups, tubes, acks, housekeeping, relays)
 
 
+def most_connections(limits: Limits) -> int:
+    """How many connections to Postgres all pools may have together."""
+    own = POSITION_CONNECTIONS + STREAM_CONNECTIONS + HOUSEKEEPING_CONNECTIONS + ACK_CONNECTIONS + RELAY_CONNECTIONS
+    return own + limits.database_connections + limits.catchup_connections + limits.tube_connections
+
+
 def plan_connections(limits: Limits, others: int = 0) -> FileBudget:
     """How many clients the limit of open files allows; a warning is logged if that is below `max_connections`.
 
     `others`: connections that are no clients and none to Postgres.
     """
-    pools = limits.database_connections + limits.catchup_connections + limits.tube_connections
-    pools += POSITION_CONNECTIONS + STREAM_CONNECTIONS + HOUSEKEEPING_CONNECTIONS + ACK_CONNECTIONS + RELAY_CONNECTIONS
-    budget = plan_files(limits.max_connections, pools, others)
+    budget = plan_files(limits.max_connections, most_connections(limits), others)
     if budget.connections < limits.max_connections:
         log.warning(
             "connections_limited",

@@ -348,6 +348,17 @@ async def test_what_holds_a_stream_and_a_tube_back_is_named_with_the_statement_t
     assert found[1].text.startswith("tube orders is held back for ")
 
 
+async def test_a_role_that_may_look_at_nothing_is_told_which_right_it_lacks_and_what_grants_them_all(
+    world: World,
+) -> None:
+    await world.sql("CREATE ROLE doctor_poor LOGIN")
+    world.user = "doctor_poor"
+    (finding,) = await world.find(BY_NAME["schema"])
+    assert finding.level is FAILING
+    assert "GRANT SELECT ON stream_version" in finding.text
+    assert finding.remedy.startswith("that GRANT; `replicad sql roles` prints all that a role needs")
+
+
 async def test_without_a_database_only_what_needs_none_is_checked() -> None:
     seen = Seen(DatabaseUnavailable("Postgres is away"), DatabaseSettings(database="postgresql://x@y/z"))
     found = [(check.name, one.level, one.text) async for check, one in examine(seen)]

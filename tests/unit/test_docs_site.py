@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from replicad.config.declaring import settings_of
+from replicad.config.limits import Limits
+from replicad.daemon.pools import most_connections
 from tests import commands_page
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,15 @@ def test_links_lead_to_the_pages_of_the_site_and_to_nothing_else() -> None:
         ("docs", "[s](#c) [w](https://example.com/a) ![i](images/a.png)", None),
     ):
         assert moved(text, folder, names) == (text if expected is None else expected)
+
+
+def test_the_page_says_how_many_connections_a_daemon_makes() -> None:
+    page, limits = (ROOT / "docs/operating.md").read_text(encoding="utf-8"), Limits()
+    numbers = limits.database_connections, limits.catchup_connections, limits.tube_connections
+    assert numbers == (8, 4, 4)
+    total = most_connections(limits)
+    assert f"up to {total} for each daemon: 8 (`--database-connections`), 4 (`--catchup-connections`), 4" in page
+    assert f"and {total - sum(numbers)} for its own work" in page
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install --group docs")

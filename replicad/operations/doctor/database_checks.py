@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 
-from replicad.errors import SchemaMissing, SchemaTooNew
+from replicad.errors import DatabaseRefused, SchemaMissing, SchemaTooNew
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
 from replicad.operations.doctor.seen import Seen
 from replicad.postgres import schema
@@ -71,6 +71,10 @@ async def _schema(seen: Seen) -> Iterable[Finding]:
         except (SchemaMissing, SchemaTooNew) as error:
             found.append(failing(str(error), "start `replicad serve` of the version that this database shall have"))
             continue
+        except DatabaseRefused as error:  # a right: nothing else can be looked at without it
+            return [
+                failing(str(error), "that GRANT; `replicad sql roles` prints all that a role needs (docs/access.md)")
+            ]
         versions.append(f"{part} version {present.version} in {name}")
         remark = schema.remark(present, part, name)
         if remark is not None:

@@ -2,7 +2,8 @@
 
 A line names modules, which are imported when they are needed: `serves` has what the daemon needs of the feature as
 FEATURE, a module in `commands` has a group of the command line as `command`, and one in `desired` has as SECTION what a
-file for `replicad apply` may say of the feature.
+file for `replicad apply` may say of the feature. `schemes` are those of URLs for `open_client`; their module has
+`open_target`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Listed:
     serves: str | None = None
     desired: Sequence[str] = ()
     commands: Mapping[str, str] = field(default_factory=dict)
+    schemes: Mapping[str, str] = field(default_factory=dict)
 
 
 FEATURES = (
@@ -36,6 +38,7 @@ FEATURES = (
     Listed(desired=("replicad.caches.desired",), commands={"caches": "replicad.caches.cli"}),
     Listed(desired=("replicad.sharding.desired",), commands={"writers": "replicad.sharding.cli"}),
     Listed(serves="replicad.redis.service"),
+    Listed(schemes={"redis": "replicad.redis.following", "rediss": "replicad.redis.following"}),
     Listed(serves="replicad.sender.serving", commands={"sender": "replicad.sender.cli"}),
     Listed(commands={"pipeline": "replicad.spark.cli"}),
     Listed(serves="replicad.operations.serving", commands={"top": "replicad.operations.top"}),
@@ -52,6 +55,11 @@ def served() -> list[Feature]:
 def sections() -> list[Section]:
     """What a file for `replicad apply` may have, in the order in which it is made."""
     return [importlib.import_module(name).SECTION for listed in FEATURES for name in listed.desired]
+
+
+def schemes() -> dict[str, str]:
+    """The module for each scheme of a URL with which a client can be opened."""
+    return {name: module for listed in FEATURES for name, module in listed.schemes.items()}
 
 
 def command_modules() -> dict[str, str]:

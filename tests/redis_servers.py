@@ -1,8 +1,8 @@
 """A Redis for tests: the real server where the machine has one, and a small strict model of what is used of it.
 
 The model runs in the trio loop of the test, on a real socket. It knows only the commands that replicad sends, and
-refuses all others, also with too many arguments. Every test of `redis_server` runs against both, so what the model does
-is what the real one does. It knows `publishing.lua` by its text.
+refuses all others, also with too many arguments. Tests run against both, so what the model does is what
+the real one does. It knows `publishing.lua` by its text.
 """
 
 from __future__ import annotations

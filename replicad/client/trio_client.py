@@ -22,11 +22,12 @@ from replicad.client.pursuit import FollowWishes
 from replicad.client.ready import ReadyCalls
 from replicad.client.refusals import keeps_in_step
 from replicad.client.requests import Introduction
+from replicad.client.schemes import open_target
 from replicad.client.sockets import Target
 from replicad.client.steps import STEPS
 from replicad.client.trio_follow import TrioFollower
 from replicad.client.trio_link import TrioLink, open_link
-from replicad.errors import ConnectionLost
+from replicad.errors import ConnectionLost, UsageError
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.connection import Timing
 from replicad.tubes.commands import CursorAt, Part
@@ -39,7 +40,7 @@ T = TypeVar("T")
 @asynccontextmanager
 async def open_client(
     host: str,
-    port: int,
+    port: int | None = None,
     *,
     name: str,
     server_name: str | None = None,
@@ -49,14 +50,29 @@ async def open_client(
     answer_timeout: float = 60.0,
     keepalive: bool = True,
     timing: Timing | None = None,
+    daemon: str | None = None,
 ) -> AsyncIterator[TrioClient]:
     """A client of one daemon, for the length of the block; the arguments are those of `BlockingClient`.
 
+    `host` may be a URL instead, without a port: `redis://[[user]:password@]host[:port][/database]`, or `rediss://` with
+    TLS. Then `server_name` is needed. Streams are followed over Redis, with the same events and tokens; all requests,
+    and rows that were missed, go by TCP (`tls`, `token`) to `daemon` (HOST:PORT), or to the one that is announced in
+    Redis. See docs/transports.md.
+
     Nothing is connected before the first request; at the end of the block everything is closed.
+
+    Raises:
+        UsageError: the URL cannot be used, or the port is missing.
     """
     us = Introduction(name, server_name, token)
-    target = Target(host, port, us, tls, connect_timeout, answer_timeout, keepalive, timing or Timing())
+    timing = timing or Timing()
+    is_url = "://" in host
+    if is_url != (port is None) or (daemon is not None and not is_url):
+        raise UsageError("give a host and a port, or a URL, which may go with `daemon`")
+    target = Target(host, port or 0, us, tls, connect_timeout, answer_timeout, keepalive, timing)
     async with open_plain_nursery() as nursery:
+        if is_url:
+            target = open_target(host, target, nursery, daemon)
         yield TrioClient(target, nursery)
 
 

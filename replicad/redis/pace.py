@@ -12,7 +12,7 @@ class Pace:
     ttl: float = 10.0  # the role of the publisher passes on when its beat has not changed for so long
     look: float = 1.0  # between two looks at the role, and at the list of streams
     renew: float = 2.5  # between two beats of the publisher
-    sync: float = 5.0  # between two messages with all positions of a stream: followers give up after three
+    sync: float = 2.0  # between two messages with all positions of a stream; followers give up after ten seconds
     snapshot: float = 1.0  # between two notes of what was published; a take-over repeats at least so much
     give_up: float = 10.0  # for which publishing fails before another daemon may try
     retry: float = 0.2  # before the second try to connect; doubles up to `longest_retry`

@@ -18,9 +18,12 @@ from typing import Any
 import pytest
 import trio
 
+from replicad.client.events import RowBatch
+from replicad.client.trio_client import open_client
 from replicad.errors import DatabaseUnavailable, RedisRefused
 from replicad.postgres.bridge import Database
 from replicad.presence.book import PresenceBook
+from replicad.redis import following
 from replicad.redis.address import parse_redis
 from replicad.redis.figures import RedisFigures
 from replicad.redis.link import RedisLink, open_redis
@@ -324,3 +327,79 @@ async def test_a_wrong_password_and_a_full_redis(tmp_path: Path, start_daemon: S
                 await link.aclose()
                 await write(database, 1, 2)
                 assert ids(await one.until("RDATA events w1 2 .*")) == [1, 2]
+
+
+@asynccontextmanager
+async def collecting(follower: Any) -> AsyncIterator[list[int]]:
+    """The ids of the rows that a follower yields, as they come."""
+    found: list[int] = []
+
+    async def collect() -> None:
+        async for event in follower:
+            assert isinstance(event, RowBatch)
+            assert event.rows == [f'"row {event.token}"']
+            found.append(event.token)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(collect)
+        yield found
+        nursery.cancel_scope.cancel()
+
+
+async def wait_until(holds: Callable[[], object]) -> None:
+    with trio.fail_after(PATIENCE):
+        while not holds():
+            await trio.sleep(0.01)
+
+
+def follows_by_tcp(daemon: Daemon, name: str) -> bool:
+    return any(session.name == name and session.outbox.readers for session in daemon.hub)
+
+
+@pytest.fixture
+def quick_followers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "SILENCE", 1.0)
+
+
+@pytest.mark.usefixtures("quick_followers")
+async def test_a_client_over_redis_gets_every_row_once_through_restarts_of_redis_and_of_daemons(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database
+) -> None:
+    await add_events(database)
+    async with AsyncExitStack() as stack:
+        daemons = [await stack.enter_async_context(start_daemon(**redis_of(redis.url))) for _ in range(2)]
+        await wait_until(lambda: any(map(_publisher, daemons)))
+        holder = next(daemon for daemon in daemons if _publisher(daemon))
+        other = next(daemon for daemon in daemons if daemon is not holder)
+        await write(database, 1, 5)
+        client = await stack.enter_async_context(
+            open_client(redis.url, name="f", server_name=SERVER, daemon=str(other.addresses[0]))
+        )
+        host, port = other.addresses[0].host, other.addresses[0].port
+        plain = await stack.enter_async_context(open_client(host, port, name="plain"))
+        follower = await stack.enter_async_context(client.follow({"events": "EARLIEST"}, patience=None))
+        assert await client.streams() == ("events",)  # requests go by TCP
+        found = await stack.enter_async_context(collecting(follower))
+
+        async def come(first: int, last: int, *, by_redis: bool | None = None) -> None:
+            if by_redis:
+                await wait_until(lambda: not follows_by_tcp(other, "f"))
+            await write(database, first, last)
+            await wait_until(lambda: found[-1:] == [last])
+
+        await come(6, 8)
+        await come(9, 10, by_redis=True)
+        redis.stop()
+        await come(11, 12)
+        started = redis.start()
+        if started is not None:
+            await started
+        await come(13, 14, by_redis=True)
+        _cut_off(holder, stack)
+        await come(15, 16)
+        await wait_until(lambda: _publisher(other))
+        await come(17, 18, by_redis=True)
+        assert found == list(range(1, 19))
+        async with plain.follow({"events": "EARLIEST"}) as beside, collecting(beside) as again:
+            await wait_until(lambda: again[-1:] == [18])
+            assert follower.token("events") == beside.token("events")

@@ -1,0 +1,174 @@
+"""One connection of a follower that goes by TCP to a daemon first, and by Redis from then on.
+
+To the follower it is a connection as any other (`sockets.Target.dial`): what it does about lost connections, gaps,
+tokens and forks is the same. Between the two is a pair of sockets, so a follower that reads slowly holds up what is
+read of Redis and of the daemon; nothing is queued but what `Junction` keeps before it joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import structlog
+import trio
+
+from replicad.errors import ConnectionLost, ReplicadError
+from replicad.nurseries import open_plain_nursery
+from replicad.redis.junction import Junction, Missed
+from replicad.redis.link import RedisLink
+from replicad.redis.messages import stream_channel
+from replicad.retry import Backoff
+
+SILENCE = 10.0  # seconds without a sync, after which rows are asked for by TCP again: several of them
+READ_BYTES = 1 << 16
+_INTRODUCTION = (b"NAME ", b"AUTH ")
+_BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError)
+
+log = structlog.get_logger()
+
+
+class Switch:
+    """One connection; `run` it until it ends."""
+
+    def __init__(
+        self,
+        follower: trio.abc.Stream,
+        daemon: trio.abc.Stream,
+        server: str,
+        *,
+        connect: Callable[[], Awaitable[trio.abc.Stream]],
+        connect_redis: Callable[[], Awaitable[RedisLink]],
+        silence: float = SILENCE,
+    ) -> None:
+        """`follower`: the far end of its connection. `daemon`: connected; `connect` makes another one."""
+        self._follower = follower
+        self._daemon: trio.abc.Stream | None = daemon
+        self._server = server
+        self._connect = connect
+        self._connect_redis = connect_redis
+        self._silence = silence
+        self._junction = Junction()
+        self._introduction: list[bytes] = []
+        self._subscribed = trio.Event()  # there is a stream whose channel is of use
+        self._sending = trio.Lock()
+        self._nursery: trio.Nursery | None = None
+        self._leaving = trio.CancelScope()  # of the connection to the daemon
+        self._again = False  # whether it is a later one than the first
+
+    async def run(self) -> None:
+        """Until the follower or the daemon closes, or rows were missed. Raises only when cancelled."""
+        try:
+            async with open_plain_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._from_redis_forever)
+                assert self._daemon is not None
+                nursery.start_soon(self._from_daemon, self._daemon, False)
+                with suppress(*_BROKEN):
+                    await self._from_follower()
+        except Missed as missed:
+            log.info("redis_left", server=self._server, reason=str(missed))
+        except (ReplicadError, *_BROKEN) as error:
+            log.debug("redis_connection_ends", server=self._server, reason=str(error))
+        finally:
+            for stream in (self._follower, self._daemon):
+                if stream is not None:
+                    with trio.CancelScope(shield=True):
+                        await trio.aclose_forcefully(stream)
+
+    async def _give(self, lines: list[bytes]) -> None:
+        if lines:
+            await self._follower.send_all(b"\n".join(lines) + b"\n")
+
+    async def _from_follower(self) -> None:
+        rest = b""
+        while data := await self._follower.receive_some(READ_BYTES):
+            *lines, rest = (rest + bytes(data)).split(b"\n")
+            for line in lines:
+                self._junction.from_follower(line)
+                if line.startswith(_INTRODUCTION):
+                    self._introduction.append(line)
+                if self._junction.wanted:
+                    self._subscribed.set()
+                if self._daemon is None and not line.startswith(b"PING"):
+                    await self._reconnect()
+                if self._daemon is not None:
+                    # While a PING is sent the connection may be given up; not while an answer is awaited.
+                    with suppress(*(_BROKEN if line.startswith(b"PING") else ())):
+                        await self._daemon.send_all(line + b"\n")
+
+    async def _reconnect(self) -> None:
+        """Connect to the daemon again, for a request of a follower whose streams come by Redis."""
+        self._daemon = await self._connect()
+        self._leaving, self._again = trio.CancelScope(), True
+        await self._daemon.send_all(b"".join(line + b"\n" for line in self._introduction))
+        assert self._nursery is not None
+        self._nursery.start_soon(self._from_daemon, self._daemon, True)
+
+    async def _from_daemon(self, daemon: trio.abc.Stream, again: bool) -> None:
+        """Pass lines on until the streams come by Redis. `again`: not the first connection, so SERVER is not news."""
+        rest = b""
+        try:
+            with self._leaving:
+                while data := await daemon.receive_some(READ_BYTES):
+                    *lines, rest = (rest + bytes(data)).split(b"\n")
+                    async with self._sending:
+                        found = self._junction.from_daemon(lines)
+                        if again:
+                            found = [line for line in found if not line.startswith(b"SERVER ")]
+                        await self._give(found)
+                        await self._try_join()
+        finally:
+            self._daemon = None
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(daemon)
+        if self._junction.needs_tcp:
+            raise ConnectionLost("the daemon closed the connection")
+
+    async def _try_join(self) -> None:
+        """Join what can be joined. With that the first connection to the daemon ends; a later one is kept."""
+        before = len(self._junction.joined)
+        await self._give(self._junction.try_join())
+        joined = self._junction.joined
+        if len(joined) > before:
+            log.info("redis_joined", server=self._server, streams=len(joined))
+        if joined and not self._junction.needs_tcp and not self._again:
+            self._leaving.cancel()
+
+    # --- Redis ---
+
+    async def _from_redis_forever(self) -> None:
+        backoff = Backoff()
+        await self._subscribed.wait()
+        while True:
+            try:
+                await self._from_redis(backoff)
+            except ReplicadError as error:
+                log.info("redis_not_followed", server=self._server, reason=str(error))
+            self._junction.lost_redis()
+            await trio.sleep(backoff.next_delay())
+
+    async def _from_redis(self, backoff: Backoff) -> None:
+        """Follow the channels of the streams. Raises Missed, and ReplicadError when the connection is lost."""
+        link = await self._connect_redis()
+        try:
+            names = self._junction.wanted
+            channels = {stream_channel(self._server, name).encode(): name for name in names}
+            await link.subscribe(map(bytes.decode, channels))
+            backoff.reset()
+            while self._junction.wanted == names:
+                with trio.move_on_after(self._silence) as scope:
+                    messages = await link.messages()
+                if scope.cancelled_caught:
+                    raise ConnectionLost(f"nothing came from {link.address} for {self._silence:g} s")
+                async with self._sending:
+                    now = trio.current_time()
+                    found: list[bytes] = []
+                    for channel, line in messages:
+                        found += self._junction.from_redis(channels[channel], line, now)
+                    await self._give(found)
+                    if self._junction.silent(now, self._silence):
+                        raise Missed(f"no daemon has published to {link.address} for {self._silence:g} s")
+                    await self._try_join()
+        finally:
+            await link.aclose()

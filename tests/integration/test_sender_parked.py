@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import trio
 
 from replicad.cli import app
 from replicad.errors import UsageError

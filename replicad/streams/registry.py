@@ -121,16 +121,6 @@ class Published:
     at: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """An id that an operator has left out of a stream: the reason, the role of Postgres, and the time."""
-
-    id: int
-    reason: str
-    by: str
-    at: datetime
-
-
 async def add(
     db: Queries,
     name: str,
@@ -195,29 +185,6 @@ async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCH
     """Bound the lines of a stream, in bytes. Raises UnknownStream, and StreamRefused above MAX_ROW."""
     with installed(schema):
         await call_value(db, schema, "stream_max_row", name, max_row)
-
-
-async def skip(db: Queries, name: str, row_id: int, reason: str, *, schema: str = SCHEMA) -> int | None:
-    """Leave an id out of a stream; the row stays in its table. Returns the position published so far.
-
-    Raises UnknownStream.
-    """
-    with installed(schema):
-        published: int | None = await call_value(db, schema, "stream_skip_id", name, row_id, reason)
-    return published
-
-
-async def unskip(db: Queries, name: str, row_id: int, *, schema: str = SCHEMA) -> bool:
-    """Undo `skip` for readers that have not passed the id; False if it was not skipped. Raises UnknownStream."""
-    with installed(schema):
-        return bool(await call_value(db, schema, "stream_skip_undo", name, row_id))
-
-
-async def skips(db: Queries, name: str, *, schema: str = SCHEMA) -> list[Skipped]:
-    """The skipped ids of a stream, ascending. Raises UnknownStream."""
-    with installed(schema):
-        rows = await call_rows(db, schema, "stream_skips", name, columns="id, reason, skipped_by, skipped_at")
-    return [Skipped(*row) for row in rows]
 
 
 async def load_streams(db: Queries, *, schema: str = SCHEMA) -> dict[str, Stream]:

@@ -16,7 +16,7 @@ import trio
 from replicad.errors import RowTooLong, RowUnreadable
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
-from replicad.streams import registry
+from replicad.streams import registry, skips
 from replicad.streams.rows import RowSource
 from replicad.streams.rows_probe import find_unreadable
 from replicad.streams.troubles import load
@@ -159,7 +159,7 @@ async def test_a_skipped_row_is_never_sent_and_the_stream_goes_on_at_once(
     await nc.expect("POSITION calm .*", "POSITION risky master 0 0")
     await put(risky, 1, 2, 0, 4)
     await until(nc, STOP)
-    await registry.skip(risky, "risky", 3, "12 / 0")
+    await skips.skip(risky, "risky", 3, "12 / 0")
     await nc.expect("POSITION risky master 2 2", "RDATA risky master 4 3")
     assert not daemon.troubles.of("stream", "risky")
     async with netcat() as late:
@@ -167,17 +167,17 @@ async def test_a_skipped_row_is_never_sent_and_the_stream_goes_on_at_once(
         await late.send("REPLICATE risky 0")
         await late.expect("WRITERS .*", "POSITION risky master 0 0")
         await late.expect("RDATA risky master 1 12", "RDATA risky master 2 6", "RDATA risky master 4 3")
-    [entry] = await registry.skips(risky, "risky")
+    [entry] = await skips.listed(risky, "risky")
     assert (entry.id, entry.reason) == (3, "12 / 0")
-    assert await registry.unskip(risky, "risky", 3)
-    assert not await registry.unskip(risky, "risky", 3)
+    assert await skips.unskip(risky, "risky", 3)
+    assert not await skips.unskip(risky, "risky", 3)
 
 
 async def test_the_last_row_skipped_moves_the_position(risky: Database, daemon: Daemon, nc: Netcat) -> None:
     await put(risky, 1, 0)
     await nc.send("REPLICATE risky EARLIEST")
     await until(nc, "ERROR row_unreadable: stream risky stops before id 2 .*")
-    await registry.skip(risky, "risky", 2, "")
+    await skips.skip(risky, "risky", 2, "")
     feed = await daemon.publisher.find("risky")
     with trio.fail_after(60):
         while feed.positions()[0] < 2:
@@ -257,7 +257,7 @@ async def test_several_rows_one_after_another_are_each_named_and_skipped(
     await put(risky, 0, 2, 0, 0, 5)
     for bad in (1, 3, 4):
         await until(nc, f"ERROR row_unreadable: stream risky stops before id {bad} .*")
-        await registry.skip(risky, "risky", bad, "")
+        await skips.skip(risky, "risky", bad, "")
     await until(nc, "RDATA risky master 5 2")
 
 

@@ -87,31 +87,31 @@ def _position_of(name: str) -> Any:
 
 def _skip(name: str, token: int, reason: str | None) -> Any:
     async def work(db: Database, schema: str) -> int | None:
-        from replicad.streams import registry, troubles
+        from replicad.streams import skips, troubles
 
         why = reason
         if why is None:
             known = await troubles.load(db, schema=schema)
             about = (one for one in known if (one.kind, one.name) == ("stream", name) and f" id {token} " in one.reason)
             why = next((one.reason for one in about), "")
-        return await registry.skip(db, name, token, why, schema=schema)
+        return await skips.skip(db, name, token, why, schema=schema)
 
     return work
 
 
 def _undo(name: str, token: int, options: dict[str, Any]) -> None:
-    from replicad.streams import registry
+    from replicad.streams import skips
 
-    if on_streams(options, lambda db, schema: registry.unskip(db, name, token, schema=schema)):
+    if on_streams(options, lambda db, schema: skips.unskip(db, name, token, schema=schema)):
         echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
     else:
         echo(f"stream {name}: id {token} is not skipped; `replicad streams skip {name} --list` shows what is")
 
 
 def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:
-    from replicad.streams import registry
+    from replicad.streams import skips
 
-    found = on_streams(options, lambda db, schema: registry.skips(db, name, schema=schema))
+    found = on_streams(options, lambda db, schema: skips.listed(db, name, schema=schema))
     rows = [{"id": one.id, "by": one.by, "at": one.at, "reason": one.reason} for one in found]
     print_rows(["id", "by", "at", "reason"], rows, as_json=as_json, nothing=f"no id of stream {name} is skipped")
 

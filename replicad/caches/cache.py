@@ -146,7 +146,7 @@ class Cache:
 
     def forget_all(self, entries: Sequence[Sequence[Any]]) -> int:
         """These entries are invalid. Returns how many of them have keys that are no JSON values; they are left out."""
-        void, pop, bad = self._guard.void, self._storage.pop, 0
+        guard, pop, bad = self._guard, self._storage.pop, 0
         try:
             for keys in entries:
                 try:
@@ -154,7 +154,8 @@ class Cache:
                 except TypeError:
                     bad += 1
                     continue
-                void(key)
+                if guard.out:
+                    guard.void(key)
                 pop(key, None)
         except Exception as error:  # noqa: BLE001 - of the user
             self.empty()  # the entry may still be there

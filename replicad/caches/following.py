@@ -61,6 +61,7 @@ def wishes(caches: Caches, backoff: Backoff | None) -> FollowWishes:
         patience=None,
         first_patience=None,
         taken=caches.max_staleness / _PROOFS,
+        merged=True,  # a row says by itself what it invalidates
     )
 
 

@@ -21,40 +21,40 @@ class Ticket:
 
 
 class Guard:
-    """The valid tickets of one cache. There are at most as many as loads under way."""
+    """The valid tickets of one cache, in `out` by key. There are at most as many as loads under way."""
 
-    __slots__ = ("_out",)
+    __slots__ = ("out",)
 
     def __init__(self) -> None:
-        self._out: dict[Key, list[Ticket]] = {}
+        self.out: dict[Key, list[Ticket]] = {}
 
     def issue(self, key: Key) -> Ticket:
         """A ticket for a load that begins now."""
         ticket = Ticket(key, valid=True)
-        self._out.setdefault(key, []).append(ticket)
+        self.out.setdefault(key, []).append(ticket)
         return ticket
 
     def give_back(self, ticket: Ticket) -> bool:
         """Whether the value that was read under the ticket may be stored. The ticket is void afterwards."""
         good, ticket.valid = ticket.valid, False
         if good:
-            rest = self._out[ticket.key]
+            rest = self.out[ticket.key]
             rest.remove(ticket)
             if not rest:
-                del self._out[ticket.key]
+                del self.out[ticket.key]
         return good
 
     def void(self, key: Key) -> None:
         """The entry was invalidated: void the tickets of its loads."""
-        for ticket in self._out.pop(key, ()):
+        for ticket in self.out.pop(key, ()):
             ticket.valid = False
 
     def void_all(self) -> None:
         """The whole cache was invalidated: void all tickets."""
-        for tickets in self._out.values():
+        for tickets in self.out.values():
             for ticket in tickets:
                 ticket.valid = False
-        self._out.clear()
+        self.out.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, self._out.values()))
+        return sum(map(len, self.out.values()))

@@ -18,6 +18,7 @@ Entry = list[Any] | tuple[Any, ...]  # the keys of an entry. Any other iterable 
 Key = tuple[Hashable, ...]  # of an entry: all its keys, frozen
 
 _decoder = json.JSONDecoder()
+_new = tuple.__new__
 _MARK = token_hex(16)
 _BETWEEN = f',"{_MARK}",'
 _PLAIN = frozenset({str, int, type(None)})
@@ -66,10 +67,16 @@ def parse_rows(rows: Sequence[str]) -> list[Invalidation | None]:
     """The rows of the stream, each `[cache_func, keys or null, ts_ms]`; further elements are ignored. None stands for a
     row that has another form.
     """
-    if len(rows) == 1:
-        return [_invalidation(_decoded(rows[0]))]
-    found = _decoded_together(rows)
-    return [_invalidation(fields) for fields in (map(_decoded, rows) if found is None else found)]
+    found = [_decoded(rows[0])] if len(rows) == 1 else _decoded_together(rows)
+    return [  # without a Python function for each: there may be a hundred thousand in a second
+        _new(Invalidation, fields[:2])
+        if type(fields) is list
+        and len(fields) > 1
+        and type(fields[0]) is str
+        and (fields[1] is None or type(fields[1]) is list)
+        else None
+        for fields in (map(_decoded, rows) if found is None else found)
+    ]
 
 
 def _decoded_together(rows: Sequence[str]) -> list[Any] | None:
@@ -91,15 +98,6 @@ def _decoded(row: str) -> Any:
         return _decoder.decode(row)
     except (ValueError, RecursionError):
         return None
-
-
-def _invalidation(fields: Any) -> Invalidation | None:
-    if type(fields) is not list or len(fields) < 2:
-        return None
-    func, keys = fields[0], fields[1]
-    if type(func) is not str or not (keys is None or type(keys) is list):
-        return None
-    return Invalidation(func, keys)
 
 
 def _frozen(value: object, depth: int = 0) -> Hashable:  # noqa: PLR0911 - one return per type

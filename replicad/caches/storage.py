@@ -31,7 +31,7 @@ class Storage(Protocol):
 class LruStorage:
     """At most `max_entries` values. The least recently used one is removed first."""
 
-    __slots__ = ("_entries", "_max")
+    __slots__ = ("_entries", "_max", "pop")
 
     def __init__(self, max_entries: int) -> None:
         """Raises UsageError if `max_entries` is below 1."""
@@ -41,6 +41,7 @@ class LruStorage:
             raise UsageError(f"a cache of {max_entries} entries caches nothing; leave the decorator out instead")
         self._max = max_entries
         self._entries: OrderedDict[Key, Any] = OrderedDict()
+        self.pop: Any = self._entries.pop  # called for each invalidation: without a function in between
 
     def get(self, key: Key, default: Any = None, /) -> Any:
         """The value; it is now the most recently used one."""
@@ -55,10 +56,6 @@ class LruStorage:
         self._entries.move_to_end(key)
         if len(self._entries) > self._max:
             self._entries.popitem(last=False)
-
-    def pop(self, key: Key, default: Any = None, /) -> Any:
-        """Remove and return the value."""
-        return self._entries.pop(key, default)
 
     def clear(self) -> None:
         """Remove all values."""

@@ -57,6 +57,8 @@ class FollowOptions:
     stream before the error is raised (None: without limit); `first_patience`: the same for the first connection.
     `answer_timeout`: for the answer to a subscription. `taken`: send TAKEN for each stream on every connection and then
     at this interval; the answers are TakenUpto. (Sent only when something is received; a server sends PINGs.)
+    `merged`: rows of one writer that came together may be one RowBatch, with the token of the last. It is cheaper, for
+    a reader to whom the tokens between say nothing.
     """
 
     linear: bool = False
@@ -66,6 +68,7 @@ class FollowOptions:
     first_patience: float | None = 10.0
     answer_timeout: float = 60.0
     taken: float | None = None
+    merged: bool = False
     batch_limits: BatchLimits = field(default_factory=BatchLimits)
     backoff: Backoff | None = None  # how long to wait between two tries to connect
 
@@ -79,6 +82,7 @@ class FollowWishes(TypedDict, total=False):
     patience: float | None
     first_patience: float | None
     taken: float | None
+    merged: bool
 
 
 class Pursuit:
@@ -98,7 +102,7 @@ class Pursuit:
         self._options = options or FollowOptions()
         self._now = now
         self._backoff = self._options.backoff or Backoff()
-        self.follower = Follower(self._options.batch_limits)
+        self.follower = Follower(self._options.batch_limits, merged=self._options.merged)
         for stream, token in (streams or {}).items():
             self.follower.want(stream, token, linear=self._options.linear)
         self._accepted: set[str] = set()  # streams whose token the server accepted at least once

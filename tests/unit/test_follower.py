@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replicad.client.events import Gap, GenerationBegan, PositionMoved, Reset, RowBatch
 from replicad.client.follower import BatchLimits, Follower
@@ -19,8 +21,10 @@ OPENING = f"WRITERS events {EPOCH} w1=1 w2=2\nPOSITION events w1 5 5\nPOSITION e
 class Reader:
     """A follower on an open connection."""
 
-    def __init__(self, *wanted: str, limits: BatchLimits | None = None, linear: bool = False) -> None:
-        self.follower = Follower(limits)
+    def __init__(
+        self, *wanted: str, limits: BatchLimits | None = None, linear: bool = False, merged: bool = False
+    ) -> None:
+        self.follower = Follower(limits, merged=merged)
         for text in wanted or ("events",):
             stream, _, token = text.partition(" ")
             self.follower.want(stream, token or None, linear=linear)
@@ -51,6 +55,64 @@ def test_rows_of_a_token_are_handed_over_together_when_the_last_has_come() -> No
     assert reader.follower.positions("events") == {"w1": 5, "w2": 7}, "no token moves before the last row"
     assert reader.read("RDATA events w1 8 [3]\n") == [RowBatch("events", "w1", 8, ["[1]", "[2]", "[3]"])]
     assert reader.follower.positions("events") == {"w1": 8, "w2": 7}
+
+
+LINES = st.one_of(
+    st.builds(
+        "RDATA {} {} {} {}".format,
+        st.sampled_from(["events", "other"]),
+        st.sampled_from(["w1", "w2", "w3"]),
+        st.sampled_from([*map(str, range(4, 16)), "batch", "x", "9" * 18, "9" * 19, "08", ""]),
+        st.sampled_from(["[1]", '"\u2028"', " ", "", "RDATA events w1 9 [2]"]),
+    ),
+    st.sampled_from(["PING 5", "REMOTE_SERVER_UP a", "POSITION events w1 9 9", "POSITION events w2 1 8", "", "RDATA"]),
+)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), LINES), max_size=12), st.integers(0, 3), st.booleans())
+def test_rows_that_are_merged_are_those_that_come_one_by_one(
+    lines: list[tuple[int, str]], cuts: int, linear: bool
+) -> None:
+    """Of each writer the same rows in the same order, the same positions, and the same other events after them."""
+    text = "".join(f"{line}\n" * (times if "batch" in line else 1) for times, line in lines)
+    text += "".join(f"RDATA events w1 {token} [{token}]\n" for token in range(20, 26))
+    told = []
+    for merged in (False, True):
+        reader = Reader(linear=linear, merged=merged)
+        found: list[object] = []
+        try:
+            found += reader.read(OPENING.replace("w1 5", "* 5") if linear else OPENING)
+            for part in range(cuts + 1):
+                found += reader.read(text[len(text) * part // (cuts + 1) : len(text) * (part + 1) // (cuts + 1)])
+        except RemoteProtocolError as error:
+            found.append(str(error))
+        rows: dict[tuple[str, str], list[str]] = {}
+        others: list[object] = []
+        for event in found:
+            if isinstance(event, RowBatch):
+                rows.setdefault((event.stream, event.instance), []).extend(event.rows)
+            else:
+                others.append(event)
+        follower = reader.follower
+        told.append((rows, others, follower.positions("events"), follower.repeats, follower.dropped, follower.gap))
+    assert told[0] == told[1]
+
+
+def test_rows_of_a_block_are_merged_into_one_batch_if_nothing_is_between_them() -> None:
+    reader = opened(merged=True)
+    rows = "".join(f"RDATA events w1 {token} [{token}]\n" for token in (8, 9, 11))
+    assert reader.read(f"{rows}PING 5\nRDATA events w1 12 [12]\n") == [
+        RowBatch("events", "w1", 8, ["[8]"]),
+        RowBatch("events", "w1", 9, ["[9]"]),
+        RowBatch("events", "w1", 11, ["[11]"]),
+        Ping("5"),
+        RowBatch("events", "w1", 12, ["[12]"]),
+    ]
+    rows = "".join(f"RDATA events w1 {token} [{token}]\n" for token in (13, 14, 15))
+    assert reader.read(f"{rows}REMOTE_SERVER_UP a\n") == [
+        RowBatch("events", "w1", 15, ["[13]", "[14]", "[15]"]),
+        RemoteServerUp("a"),
+    ]
 
 
 def test_batches_of_two_writers_do_not_mix_even_where_they_interleave() -> None:

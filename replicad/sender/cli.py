@@ -15,6 +15,7 @@ import click
 from replicad.config.declaring import load, read_file
 from replicad.config.settings import ClientSettings, DatabaseSettings, read_settings
 from replicad.errors import EnvironmentRefused, UsageError
+from replicad.protocol.words import MAX_INTEGER
 from replicad.sender import parked_cli, retire_cli
 from replicad.sender.settings import Bounds, Delivery, Routing, Secrets, SenderSettings
 from replicad.sender.signing import derive
@@ -158,7 +159,8 @@ command.add_command(retire_cli.command)
 def _move(text: str, facts: str) -> tuple[str, str]:
     """One value of --from: the stream and its token."""
     stream, _, token = text.rpartition("=")
-    if not re.fullmatch(r"now|earliest|[0-9]{1,19}", token, re.IGNORECASE):
+    known = re.fullmatch(r"now|earliest|[0-9]{1,19}", token, re.IGNORECASE)
+    if not known or (token.isdecimal() and int(token) > MAX_INTEGER):
         raise UsageError(f"--from: {text!r} does not fit; give a token, now or earliest, or STREAM= and one of these")
     return stream or facts, token.upper()
 

@@ -114,6 +114,8 @@ async def faces(db: Database, blocking: BlockingCacheInvalidator, on_trio: Cache
 
     assert_type(name_of(5), str)
     name_of("5")  # E: arg-type
+    blocking.invalidate("name_of", "5")  # E: arg-type
+    blocking.cached(key=str)  # E: arg-type
     age_of("5")  # E: arg-type unused-coroutine
     BlockingWriter(5)  # E: arg-type call-arg
     BlockingShardedWriter(5)  # E: arg-type call-arg

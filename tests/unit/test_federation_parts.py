@@ -308,6 +308,10 @@ async def test_of_a_rooms_many_latest_facts_the_last_that_fit_stand_in() -> None
         ("--facts f --form webhook --destinations http://a/ --route a:b", "--destinations and --route are given"),
         ("--facts f --form webhook --destination-ca nowhere", "--destination-ca nowhere cannot be used"),
         ("--facts f --form webhook --from soon --database postgresql://x/x", "--from: 'soon' does not fit"),
+        (
+            "--facts f --from 9223372036854775808 --database postgresql://x/x",
+            "--from: '9223372036854775808' does not fit",
+        ),
         ("--facts f --form webhook --from g=5 --database postgresql://x/x", "--from names g"),
         ("--facts f --form webhook --concurrency 0", "--concurrency: 0 is out of range"),
     ],

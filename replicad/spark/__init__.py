@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicad.exports import exported
-from replicad.spark.session import build_session, check_pyspark
+from replicad.spark.session import build_session, check_pyspark, check_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,9 +36,10 @@ def register(spark: SparkSession) -> None:
     """Register `format("replicad")` in a session. Safe to repeat.
 
     Raises:
-        EnvironmentRefused: PySpark is too old.
+        EnvironmentRefused: PySpark or Spark is too old.
     """
     check_pyspark()
+    check_session(spark)
     from replicad.spark.source import ReplicadDataSource  # noqa: PLC0415 - needs PySpark
 
     spark.dataSource.register(ReplicadDataSource)

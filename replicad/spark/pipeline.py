@@ -39,7 +39,7 @@ from replicad.spark.poison import park_refused
 from replicad.spark.preflight import Watch, wait_until_ready
 from replicad.spark.reporter import Reporter
 from replicad.spark.reports import PipelineResult
-from replicad.spark.session import build_session, check_pyspark
+from replicad.spark.session import build_session, check_pyspark, refuse_connect
 from replicad.spark.setting_aside import Suspects
 from replicad.spark.sinks.base import Shape
 from replicad.spark.starting import OnBatch, make_enricher, make_runner, source_options, start_query
@@ -82,6 +82,7 @@ def run(
         ReplicadError: the error that ended the query, without Spark's wrapping.
     """
     check_pyspark()
+    refuse_connect(spark)
     made = _Run(config, until or (lambda _: False), on_batch)
     if not made.wait_until_ready():
         return PipelineResult()
@@ -142,15 +143,17 @@ class _Run:
                     isinstance(error, DataLoss) and self._checkpoint.read(PARKED) is None
                 ):
                     raise
+                learnt = self._enricher is None  # of shards that cannot be read: the next try leaves them out
                 if isinstance(error, ColumnsChanged):
                     self._enricher = None
                     log.warning("columns_changed", error=str(error), hint=_BACKFILL.format(tube=self._config.tube))
                 if self._result.batches > batches:
                     self._failures = 0
                     backoff.reset()
-                self._failures += 1
+                self._failures += not learnt
                 unheld = isinstance(error, ValueUnheld)  # no later try ends otherwise
-                if (self._failures >= self._config.tries or unheld) and not self._waits_for(error):
+                failed = unheld or (self._failures >= self._config.tries and not learnt)
+                if failed and not self._waits_for(error):
                     if not self._park(error):
                         raise
                     self._failures = 0

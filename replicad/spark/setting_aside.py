@@ -36,12 +36,15 @@ class Suspects:
     reasons: dict[int, str] = field(default_factory=dict)
 
     def add(self, found: Mapping[int, str], enricher: Enricher) -> bool:
-        """Remember shards that cannot be read. False, without any change, if that is not because of their tables.
+        """Remember shards that cannot be read. False, without any change, if there are no new ones, or if that is not
+        because of their tables.
 
         It is because of them if the table of another shard can be read. With several daemons it is unknown which of
         them has a pod, so no shard is suspected.
         """
-        if self.options.islands is not None or not found or not enricher.reads_any(except_for=found):
+        if self.options.islands is not None or found.keys() <= self.reasons.keys():
+            return False
+        if not enricher.reads_any(except_for=found):
             return False
         log.warning("tables_unreadable", shards=sorted(found), error=next(iter(found.values())))
         self.reasons.update(found)

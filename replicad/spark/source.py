@@ -19,11 +19,19 @@ POD_COLUMNS_PAYLOAD = "seq bigint, op string, shard int, ids array<bigint>, payl
 STREAM_COLUMNS = "stream string, instance string, token bigint, row string"
 
 
+_NO_TABLE = (
+    "CREATE TABLE cannot be used with this source: Spark does not pass the OPTIONS of a table on to a source in "
+    "Python; write CREATE TEMPORARY VIEW ... USING replicad OPTIONS (...), or use spark.readStream"
+)
+
+
 class ReplicadDataSource(DataSource):  # type: ignore[misc]
     """Pods of a tube, or rows of a stream. `options.OPTIONS` lists the options."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(dict(options))
+        if "provider" in {name.lower() for name in options}:  # a property of a table in Spark's catalog
+            raise UsageError(_NO_TABLE)
         self._given = dict(options)
         self._parsed = parse_options(self._given)
 

@@ -21,7 +21,7 @@ from replicad.spark.layouts import Wanted, find_layout
 from replicad.spark.pipeline_config import ALL_COLUMNS, AVAILABLE_NOW, PipelineConfig
 from replicad.spark.reading_columns import TEXT
 from replicad.spark.reports import BatchReport, PipelineResult
-from replicad.spark.session import check_pyspark, quiet_callbacks
+from replicad.spark.session import check_pyspark, quiet_callbacks, refuse_connect
 from replicad.spark.sinks.base import Shape
 from replicad.spark.survey import FOLLOW, IGNORE, STOP, Known
 
@@ -75,6 +75,7 @@ def make_runner(
 ) -> BatchRunner:
     """What runs the micro-batches of one start."""
     check_pyspark()
+    refuse_connect(spark)
     from replicad.spark import register  # noqa: PLC0415 - after `check_pyspark`
     from replicad.spark.batches import BatchRunner  # noqa: PLC0415
 

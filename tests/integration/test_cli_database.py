@@ -164,6 +164,19 @@ def test_ids_are_touched_from_arguments_stdin_and_queries(
     assert "there is no tube" in run("tubes", "touch", "other", "--shard", "3", "1", status=6)
 
 
+def test_attaching_two_tables_with_one_shard_is_warned_of(
+    run: Run, database_url: str, shards: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    psql(database_url, "CREATE TABLE shard_0002.people (id bigint PRIMARY KEY)")
+    run("tubes", "create", "t")
+    for words in (("cities", "--shards", "all"), ("shard_0002.people", "--shard", "102")):
+        assert app.run(["tubes", "attach", "t", *words]) == 0
+        assert capsys.readouterr().err == ""
+    run("tubes", "detach", "t", "shard_0002.people")
+    assert app.run(["tubes", "attach", "t", "shard_0002.people", "--shard", "2"]) == 0
+    assert "shard 2 of t has the tables shard_0002.cities, shard_0002.people: an id may" in capsys.readouterr().err
+
+
 def test_a_shard_is_purged_only_when_its_table_is_gone(run: Run, database_url: str, shards: None) -> None:
     run("tubes", "create", "t")
     run("tubes", "attach", "t", "cities", "--shards", "all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import textwrap
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import pyspark_replicad
 from replicad.errors import EnvironmentRefused, SparkWorkerLost, UsageError
+from replicad.spark import build_session, pipeline, register
 from replicad.spark.explaining import explain
 from replicad.spark.java import find_java, parse_version
 from replicad.spark.pipeline_config import PipelineConfig
@@ -18,6 +21,7 @@ from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.delta import DeltaSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
+from replicad.spark.source import ReplicadDataSource
 from tests import pipeline_page
 
 WHOLE = """
@@ -309,3 +313,36 @@ def test_what_spark_says_becomes_one_sentence() -> None:
     assert type(explain(Py4JNetworkError("Answer from Java side is empty"))).__name__ == "EnvironmentRefused"
     mine = AssertionError("of a test")
     assert explain(mine) is mine
+
+
+class Session:
+    """Of Spark Connect, or of an old Spark."""
+
+    __module__ = "pyspark.sql.connect.session"
+    version = "4.1.3"
+
+
+def test_an_old_spark_and_spark_connect_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(write(tmp_path, WHOLE))
+    with pytest.raises(UsageError, match="a pipeline cannot run in a session of Spark Connect"):
+        pipeline.run(config, Session())  # type: ignore[arg-type]
+    with pytest.raises(EnvironmentRefused, match=r"the Spark of this session is 4\.1\.3, replicad needs 4\.2 or newer"):
+        register(Session())  # type: ignore[arg-type]
+    monkeypatch.setenv("SPARK_REMOTE", "sc://host")
+    with pytest.raises(EnvironmentRefused, match="SPARK_REMOTE is set, for Spark Connect"):
+        build_session("x")
+    monkeypatch.setattr("pyspark.__version__", "4.0.2")
+    try:
+        found = importlib.reload(pyspark_replicad).DefaultSource
+        assert found.name() == "replicad"
+        with pytest.raises(RuntimeError, match=r"PySpark is 4\.0\.2, replicad needs 4\.2 or newer"):
+            found({"tube": "t"})
+    finally:
+        monkeypatch.undo()
+        assert importlib.reload(pyspark_replicad).DefaultSource is ReplicadDataSource
+
+
+def test_a_table_in_the_catalog_is_refused_with_what_works_instead() -> None:
+    of_catalog = {"provider": "replicad", "owner": "me", "tube": "t", "option.tube": "t"}  # as Spark 4.3 gives them
+    with pytest.raises(UsageError, match=r"CREATE TABLE cannot be used .*CREATE TEMPORARY VIEW"):
+        ReplicadDataSource(of_catalog)

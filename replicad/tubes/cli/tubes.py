@@ -9,9 +9,11 @@ import click
 
 from replicad.errors import UnknownTube, UsageError
 from replicad.terminal.command import ReplicadGroup, json_option, option
+from replicad.terminal.failures import say
 from replicad.terminal.output import echo, print_rows
 from replicad.tubes.cli.content import CONTENT_COMMANDS
 from replicad.tubes.cli.islands import Tubes, island_options, on_islands, parse_shards, with_island
+from replicad.tubes.cli.mixing import warning_of_mixed
 
 shards_option = option(
     "--shards",
@@ -191,14 +193,16 @@ def attach(
     """
     chosen = None if shards is None else parse_shards(shards)
 
-    async def work(tubes: Tubes) -> list[str]:
+    async def work(tubes: Tubes) -> tuple[list[str], str | None]:
         named = await tubes.find_tables(tables, chosen)
         for table in named:
             await tubes.change(f"attach {table}", "tube_table_ensure_attached", tube, table, shard, predicate, routing)
-        return named
+        return named, warning_of_mixed(await tubes.rows("tube_list"), tube)
 
-    for island, named in on_islands(options, work):
+    for island, (named, mixed) in on_islands(options, work):
         _print_each("attached to", tube, island, named)
+        if mixed is not None:
+            say(mixed)
 
 
 @command.command("detach")

@@ -19,7 +19,7 @@ HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 ERROR = "status 422: <script>document.title='owned'</script> & more"
 
 
-async def set_up(db: Database, stream: str = "orders", name: str = "billing-1", error: str = ERROR) -> None:
+async def set_up(db: Database, stream: str = "orders", error: str = ERROR) -> None:
     """Streams, tubes with a backlog, a backfill and parked entries. Call it before the daemon starts."""
     for table in ("orders", "events"):
         await db.execute(f"CREATE TABLE {table} (id bigserial PRIMARY KEY, body text)")

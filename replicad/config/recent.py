@@ -5,6 +5,7 @@ They are what the log has: the same level, with secrets masked. Bounded in numbe
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, MutableMapping
@@ -50,7 +51,7 @@ class RecentEvents:
 
 def _short(value: Any) -> Any:
     """The value for JSON: numbers as they are, anything else as a text of bounded length."""
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -31,6 +31,16 @@ def settings() -> ServerSettings:
     return ServerSettings(listen=ANY_PORT, http=ANY_PORT, server_name="example.com")
 
 
+KEEP = """async () => {
+    const { keep, put } = await import("/console-nodes.js");
+    const parent = document.createElement("ul");
+    return [["a", "b", "a"], ["b", "a", "a"], ["c"]].map((items) => {
+        keep(parent, items, (item) => item, () => document.createElement("li"), put);
+        return [...parent.children].map((child) => child.textContent).join();
+    });
+}"""
+
+
 class Visit:
     """A page of the console, and everything that went wrong in it."""
 
@@ -84,7 +94,8 @@ async def visited(daemon: Daemon, look: Callable[[Visit], None], **options: Any)
 async def test_the_console_is_live_and_shows_who_holds_back_and_hostile_texts_as_texts(
     start_daemon: Start, database: Database
 ) -> None:
-    await set_up(database, stream=HOSTILE, name=HOSTILE)
+    await set_up(database, stream=HOSTILE)
+    await database.execute("SELECT setval('events_id_seq', 9007199254740993)")  # no number of JavaScript
     seen, ended = trio.Event(), trio.Event()
     pid: list[int] = []
 
@@ -100,6 +111,7 @@ async def test_the_console_is_live_and_shows_who_holds_back_and_hostile_texts_as
         page.locator("#client-list").get_by_text(HOSTILE).first.wait_for()
         page.locator("#tube-list").get_by_text("worker-1").first.wait_for()
         assert any(row.startswith(HOSTILE) and "served" in row for row in visit.rows("#stream-list"))
+        assert "9,007,199,254,740,993" in page.locator("#stream-list").inner_text()
         assert "41,000 of about 100,000 ids" in page.locator("#tube-list").inner_text()
         assert "trouble_began" in visit.rows("#event-list")[1]
         page.evaluate("document.body.dataset.mark = 'the same page'")
@@ -110,6 +122,7 @@ async def test_the_console_is_live_and_shows_who_holds_back_and_hostile_texts_as
         assert page.evaluate("document.body.dataset.mark") == "the same page"
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
         assert page.title() == "example.com - replicad"
+        assert page.evaluate(KEEP) == ["a,b,a", "b,a,a", "c"], "also where two items have one key"
         page.locator("#filter").fill("no such name")
         page.locator("#stream-list").get_by_text("There are no streams").wait_for()
         trio.from_thread.run_sync(ended.set)

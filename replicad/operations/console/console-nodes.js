@@ -19,17 +19,19 @@ export function put(node, text) {
 /** Bring the children of a node in line with items: one child for each, found again by its key. */
 export function keep(parent, items, keyOf, begin, update) {
   const present = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const kept = new Set();
   let next = parent.firstElementChild;
   for (const item of items) {
     const key = String(keyOf(item));
     const child = present.get(key) ?? begin(item);
-    present.delete(key);
+    present.delete(key); // so that two items with one key get two children
+    kept.add(child);
     child.dataset.key = key;
     if (child === next) next = next.nextElementSibling;
     else parent.insertBefore(child, next);
     update(child, item);
   }
-  for (const child of present.values()) child.remove();
+  for (const child of [...parent.children]) if (!kept.has(child)) child.remove();
 }
 
 /**
@@ -68,7 +70,7 @@ function fillCell(cell, column, row) {
   }
   const found = column.of(row);
   const [value, tone] = Array.isArray(found) ? found : [found, ""];
-  const isNumber = typeof value === "number";
+  const isNumber = typeof value === "number" || typeof value === "bigint";
   put(cell, isNumber ? value.toLocaleString("en", { maximumFractionDigits: 1 }) : value);
   cell.className = [isNumber ? "number" : "", tone ?? "", cell.textContent === "" ? "empty" : ""].join(" ").trim();
 }

@@ -29,7 +29,13 @@ async function ask(path, options = {}) {
   const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
   const answer = await fetch(path, { ...options, headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
   if (!answer.ok) throw new Refused(answer.status, (await answer.text()).trim());
-  return answer.json();
+  return JSON.parse(await answer.text(), exact);
+}
+
+/** Ids have 64 bits, and numbers 53: a larger one becomes a BigInt, where the browser tells its digits. */
+function exact(key, value, context) {
+  const tooLarge = Number.isInteger(value) && !Number.isSafeInteger(value);
+  return tooLarge && /^-?\d+$/.test(context?.source ?? "") ? BigInt(context.source) : value;
 }
 
 async function look() {
@@ -166,8 +172,8 @@ function show({ status, clients }) {
   const { streams = [], tubes = [], backfills = [], troubles = [], obstacles, server } = status;
   document.title = `${status.ready ? "" : "(!) "}${status.server_name} - replicad`;
   put($("server"), status.server_name);
-  say(status.ready ? "ready" : `not ready: ${obstacles.length || "hidden"} not served`, status.ready ? "good" : "bad");
-  keep($("obstacles"), obstacles, (one) => `${one.kind} ${one.name}`, () => make("li"), (node, one) => put(node, one.why));
+  say(status.ready ? "ready" : `not ready${obstacles.length ? `: ${obstacles.length} not served` : ""}`, status.ready ? "good" : "bad");
+  keep($("obstacles"), obstacles, (one) => `${one.kind} ${one.name} ${one.why}`, () => make("li"), (node, one) => put(node, one.why));
   table($("stream-list"), STREAM, streams.filter(named), (row) => row.name, "There are no streams: replicad streams add");
   showTubes(tubes.filter(named), backfills);
   put($("connected"), `${clients.connected.toLocaleString("en")} connected`);

@@ -66,9 +66,9 @@ class Caller:
         raise no_such(kind, name)
 
     @property
-    def lists_all(self) -> bool:
-        """Whether no name is hidden from the caller by its rule for names in general."""
-        return not self._access.limited or self._access.lists("*")
+    def limited(self) -> bool:
+        """Whether the caller's rights come from an access file."""
+        return self._access.limited
 
     def lists(self, kind: object, name: str) -> bool:
         """Whether the caller may know a name of this kind."""

@@ -16,6 +16,7 @@ from replicad.config.recent import RECENT
 from replicad.config.settings import Address, ServerSettings
 from replicad.operations.http.console import BODY, FILES, MOST_PARKED
 from replicad.postgres.bridge import Database
+from replicad.streams import troubles
 from tests.conftest import PATIENCE
 from tests.console_scene import PACES
 from tests.daemons import Daemon, Paces
@@ -138,6 +139,8 @@ async def test_status_has_what_the_console_shows(events: Database, daemon: Daemo
     await make_tube(events, "orders", 1)
     await events.execute("CREATE TABLE orders (id bigint PRIMARY KEY)")
     await events.execute("SELECT tube.tube_table_ensure_attached('orders', 'orders', 1)")
+    row = troubles.Row("stream", "events", "rows", "row_unreadable", "row 7 cannot be read", 60.0)
+    await troubles.write(events, "other.example pid 7 0a0b0c0d", [row])
     async with events.connection() as writer, writer.transaction():
         await events.execute("INSERT INTO tube.orders (op, shard, ids) VALUES ('B', 1, '{1}'), ('B', 1, '{2}')")
         await events.execute(
@@ -152,12 +155,15 @@ async def test_status_has_what_the_console_shows(events: Database, daemon: Daemo
             lambda one: (
                 (body := json.loads(one.text))["streams"][0]["held_back"] is not None
                 and bool(body["server"])
-                and "backfills" in body
+                and body.keys() >= {"backfills", "reports"}
             ),
         )
     body = json.loads(found.text)
     assert body["streams"][0]["held_back"]["sql"] == f"SELECT pg_terminate_backend({pid})"
     assert (body["server"]["daemons"], body["server"]["standby"]) == (1, False)
+    (report,) = body["reports"]
+    assert (report["daemon"], report["name"]) == ("other.example pid 7 0a0b0c0d", "events")
+    assert 60 <= report["lasting_seconds"] < 60 + PATIENCE
     (backfill,) = body["backfills"]
     assert {name: backfill[name] for name in ("name", "table", "ids", "of")} == {
         "name": "orders", "table": "orders", "ids": 40, "of": 100

@@ -28,7 +28,8 @@ FEATURES = ("presence", "caches", "sharding", "sender", "redis", "spark", "opera
 GOES_ALONG = {"spark": "demo"}  # the demonstration shows Spark
 LINES = {"presence": "USER_SYNC w1 @a:b PHONE start 5"}  # what the feature's clients would send
 OF_ALL = {  # tests of the pages, which a copy has not, and of what all features have together
-    "test_citations.py", "test_faces.py", "test_protocol_page.py", "test_sql_files.py", "test_sql_page.py",
+    "test_citations.py", "test_docs_site.py", "test_faces.py", "test_protocol_page.py", "test_sql_files.py",
+    "test_sql_page.py",
 }  # fmt: skip
 COMMANDS_OF_ALL = {"test_protocol_commands.py", "test_protocol_characters.py"}  # cases of presence among the others
 

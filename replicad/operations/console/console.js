@@ -150,6 +150,7 @@ const CLIENT = [
 const AGO = { title: "Ago", of: (row) => duration(row.ago_s) };
 const CUT = [AGO, plain("Name", "name"), plain("Address", "peer"), plain("Client", "access"), plain("Reason", "reason"), plain("Why", "why")];
 const TROUBLE = [
+  { title: "Daemon", of: (row) => row.daemon ?? "this one" },
   { title: "What", of: (row) => `${row.kind} ${row.name}` },
   { title: "For", of: (row) => duration(row.lasting_seconds) },
   plain("Code", "code"),
@@ -169,7 +170,7 @@ const most = (values) => values.reduce((high, one) => (one == null ? high : Math
 function show({ status, clients }) {
   const wanted = $("filter").value.trim().toLowerCase();
   const named = (row) => !wanted || [row.name, row.peer, row.access].some((one) => one?.toLowerCase().includes(wanted));
-  const { streams = [], tubes = [], backfills = [], troubles = [], obstacles, server } = status;
+  const { streams = [], tubes = [], backfills = [], troubles = [], reports = [], obstacles, server } = status;
   document.title = `${status.ready ? "" : "(!) "}${status.server_name} - replicad`;
   put($("server"), status.server_name);
   say(status.ready ? "ready" : `not ready${obstacles.length ? `: ${obstacles.length} not served` : ""}`, status.ready ? "good" : "bad");
@@ -183,7 +184,8 @@ function show({ status, clients }) {
   const ended = Object.entries(clients.closed).map(([reason, number]) => `${reason} ${number.toLocaleString("en")}`);
   put($("closed"), `Ended since the start: ${ended.join(", ") || "none"}`);
   showFacts(status, server);
-  table($("trouble-list"), TROUBLE, troubles, (row) => `${row.kind} ${row.name} ${row.cause}`, "There are none.");
+  const place = (row) => [row.daemon, row.kind, row.name, row.cause].join(" ");
+  table($("trouble-list"), TROUBLE, [...troubles, ...reports], place, "No daemon reports any.");
   table($("event-list"), EVENT, [...events].reverse(), (row) => row.number, "There are none yet.");
 }
 

@@ -24,6 +24,7 @@ from replicad.daemon.supervision import keep_running
 from replicad.operations.http.app import Pages
 from replicad.operations.http.looks import Looks, Pace
 from replicad.operations.http.surroundings import Surroundings
+from replicad.streams.serving.trouble_book import daemon_name
 
 LIFE = 30.0  # seconds of a connection: who sends a header bit by bit gets no further
 HEADER_BYTES = 16 << 10  # of a request
@@ -49,7 +50,8 @@ class Server:
         self._host = host
         self._address = host.settings.http
         self._looks = Looks(host.figures, host.troubles, pace)
-        surroundings = Surroundings(host.pools.housekeeping, host.settings.database.tube_schema)
+        own = daemon_name(host.settings.server_name)
+        surroundings = Surroundings(host.pools.housekeeping, host.settings.database, own)
         host.figures.add(surroundings)
         self._app = wrap_app(cast(Any, Pages(host, self._looks, surroundings).app()), 0, "asgi")
         self._config = _config()

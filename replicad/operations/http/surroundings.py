@@ -1,4 +1,4 @@
-"""What `/status` shows beside the daemon's own parts: the server, how many daemons serve the database, and backfills.
+"""What `/status` shows beside the daemon's own parts: the server, the other daemons, and backfills.
 
 They are the statements of `replicad status` and `replicad doctor`, read as all figures are (`Looks`).
 """
@@ -6,23 +6,29 @@ They are the statements of `replicad status` and `replicad doctor`, read as all 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
+from replicad.config.settings import DatabaseSettings
 from replicad.daemon.figures import Detail, Family, Look, Obstacle, Sample
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
+from replicad.streams import troubles
+from replicad.streams.troubles import Reported
 
-MOST_BACKFILLS = 1000
+MOST = 1000  # backfills, and reports
 
 
 class Surroundings:
-    """`Source` without figures. `db`: a pool for what can wait."""
+    """`Source` without figures. `db`: a pool for what can wait. `own`: how the reports of this daemon begin."""
 
-    def __init__(self, db: Database, tube_schema: str) -> None:
+    def __init__(self, db: Database, settings: DatabaseSettings, own: str) -> None:
         self._db = db
-        self._schema = tube_schema
+        self._settings = settings
+        self._own = own
         self.server: dict[str, object] = {}  # of the last look; empty if it is too old
         self._backfills: list[Mapping[str, Any]] = []
+        self._reports: list[Reported] = []
 
     @property
     def families(self) -> Sequence[Family]:
@@ -38,16 +44,24 @@ class Surroundings:
         return ()
 
     def details(self) -> Iterable[Detail]:
-        """`Source.details`: a detail for each backfill that is not finished. `kind` says whose name it has."""
+        """`Source.details`: each backfill that is not finished, and each trouble that another daemon reports. `kind`
+        says whose name it has.
+        """
         for row in self._backfills:
             fields = {"table": row["table"], "ids": row["ids"], "of": row["approx_ids"], "idle_seconds": row["idle_s"]}
             yield Detail("backfill", row["tube"], {"kind": "tube", **fields})
+        now = datetime.now(UTC)
+        for one in self._reports:
+            lasting = round(max(0.0, (now - one.since).total_seconds()), 1)
+            what = {"kind": one.kind, "cause": one.cause, "code": one.code, "reason": one.reason}
+            yield Detail("report", one.name, {"daemon": one.daemon, **what, "lasting_seconds": lasting})
 
     def looks(self) -> Sequence[Look]:
         """`Source.looks`."""
         return (
             Look("server", self._look_at_server, self.server.clear),
             Look("backfills", self._look_at_backfills, self._backfills.clear),
+            Look("reports", self._look_at_reports, self._reports.clear),
         )
 
     async def _look_at_server(self) -> None:
@@ -64,5 +78,9 @@ class Surroundings:
         )
 
     async def _look_at_backfills(self) -> None:
-        found = await self._db.fetch(statement("doctor_backfills", self._schema))
-        self._backfills[:] = [dict(row) for row in found[:MOST_BACKFILLS]]
+        found = await self._db.fetch(statement("doctor_backfills", self._settings.tube_schema))
+        self._backfills[:] = [dict(row) for row in found[:MOST]]
+
+    async def _look_at_reports(self) -> None:
+        found = await troubles.load(self._db, schema=self._settings.stream_schema)
+        self._reports[:] = [one for one in found if not one.daemon.startswith(self._own)][:MOST]

@@ -19,6 +19,11 @@ LAST_WRITE = 1.0  # seconds to remove this daemon's rows at the end
 MAX_TROUBLES = 1000  # in Postgres; the log has them all
 
 
+def daemon_name(server_name: str) -> str:
+    """How the name of a daemon begins, as people see it."""
+    return f"{server_name} pid {os.getpid()}"
+
+
 class TroubleBook:
     """Writes the present troubles whenever they change. `server_name`: the daemon's name for people."""
 
@@ -26,7 +31,7 @@ class TroubleBook:
         self._notes = notes
         self._pace = pace
         self._troubles = troubles
-        self._daemon = f"{server_name} pid {os.getpid()} {uuid4().hex[:8]}"
+        self._daemon = f"{daemon_name(server_name)} {uuid4().hex[:8]}"
         self._written = False  # rows of this daemon are in Postgres
 
     async def run(self) -> None:

@@ -147,7 +147,7 @@ def require_own_page(headers: Headers, *, open_to_all: bool) -> None:
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "send JSON, with `Content-Type: application/json`")
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-    if (origin is not None and urlsplit(origin).netloc != host) or site != "same-origin":
+    if (origin is not None and origin.partition("://")[2] != host) or site != "same-origin":
         raise Refused(403, "a page of another site sent this request")
     if open_to_all and not _is_address(host):
         raise Refused(
@@ -156,14 +156,11 @@ def require_own_page(headers: Headers, *, open_to_all: bool) -> None:
 
 
 def _is_address(host: str) -> bool:
-    name = (urlsplit(f"//{host}").hostname or "").lower()
-    if name == "localhost":
-        return True
     try:
-        ipaddress.ip_address(name)
+        name = (urlsplit(f"//{host}").hostname or "").lower()
+        return name == "localhost" or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-    return True
 
 
 async def _body(request: Request) -> Any:

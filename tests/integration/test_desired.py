@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import trio
@@ -209,6 +211,9 @@ def test_plan_tries_whether_a_new_table_can_be_a_stream_and_leaves_nothing_behin
         planned = run("plan", str(file), status=2)
     assert "+ stream good\n" in planned
     assert "    it was not tried whether it can be made: " in planned
+    psql(database_url, f"ALTER DATABASE {urlsplit(database_url).path[1:]} SET default_transaction_read_only = on")
+    planned = run("plan", str(file), status=2)
+    assert re.search(r"    it was not tried whether it can be made: .*(read-only|only read)", planned), planned
     assert psql(database_url, count) == before
 
 

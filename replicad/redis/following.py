@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from math import inf
 
 import trio
 
@@ -15,6 +16,8 @@ from replicad.redis.address import parse_redis
 from replicad.redis.link import RedisLink, open_redis
 from replicad.redis.messages import key_of
 from replicad.redis.switch import SILENCE, Switch
+
+PATIENCE = 2.0  # seconds for Redis to say where a daemon is, if we know of one
 
 
 def open_target(url: str, target: Target, nursery: trio.Nursery, daemon: str | None) -> Target:
@@ -68,7 +71,8 @@ class RedisTransport:
         """The address of a daemon. Raises ConnectionLost and RedisRefused."""
         if not self._given:
             try:
-                self._address = await self._announced() or self._address
+                with trio.move_on_after(inf if self._address is None else PATIENCE):
+                    self._address = await self._announced() or self._address
             except RedisUnavailable:
                 if self._address is None:
                     raise

@@ -9,6 +9,7 @@ bounded and counted as those of any client.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import structlog
 import trio
@@ -138,15 +139,14 @@ class Hearing:
     async def _speak_forever(self) -> None:
         """Have a connection to this daemon until cancelled, and publish what it is sent for other processes."""
         while True:
-            stream = await self._inside.connect(NAME)
-            async with stream:
-                await stream.send_all(Name(NAME).render().encode() + b"\n")
-                self._stream = stream
-                try:
+            with suppress(trio.BrokenResourceError, ConnectionLost):
+                stream = await self._inside.connect(NAME)
+                async with stream:
+                    await stream.send_all(Name(NAME).render().encode() + b"\n")
+                    self._stream = stream
                     await self._listen(stream)
-                except trio.BrokenResourceError:
-                    log.warning("redis_commands_end")
-                self._stream = None
+            self._stream = None
+            log.info("redis_commands_end")
             await trio.sleep(self._pace.retry)
 
     async def _listen(self, stream: trio.abc.Stream) -> None:

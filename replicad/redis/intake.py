@@ -11,12 +11,19 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import trio
 
-from replicad.client.events import GenerationBegan, PositionMoved, Reset, RowBatch
+from replicad.client.events import (
+    Disconnected,
+    GenerationBegan,
+    PositionMoved,
+    Reset,
+    RowBatch,
+    StreamStopped,
+)
 from replicad.client.refusals import named_stream
 from replicad.client.requests import Introduction
 from replicad.client.sockets import Target
@@ -24,15 +31,22 @@ from replicad.client.trio_client import TrioClient
 from replicad.client.trio_follow import TrioFollower
 from replicad.daemon.inside import Inside
 from replicad.daemon.troubles import Troubles
-from replicad.errors import BadToken, ConnectionLost, ReplicadError, TokenAhead, TokenExpired
+from replicad.errors import BadToken, ConnectionLost, ReplicadError, RowUnreadable, TokenAhead, TokenExpired
 from replicad.nurseries import open_plain_nursery
 from replicad.redis.pace import Pace
 from replicad.retry import Backoff
 
 NAME = "redis"  # of the connection, in lists of clients
 OVERHEAD = 150  # bytes of a row beside its text
-_STREAM_EVENTS = (RowBatch, PositionMoved, Reset, GenerationBegan)
-StreamEvent = RowBatch | PositionMoved | Reset | GenerationBegan
+
+
+class Stopped(NamedTuple):
+    """The stream has stopped before a row that cannot be read, or is refused."""
+
+    stream: str
+
+
+StreamEvent = RowBatch | PositionMoved | Reset | GenerationBegan | Stopped
 
 log = structlog.get_logger()
 
@@ -67,6 +81,7 @@ class Intake:
         self._items: deque[Item] = deque()
         self._came = trio.Event()
         self._taken = trio.Event()
+        self.names: frozenset[str] = frozenset()  # the streams that are served
         self.bytes = 0  # that wait
         self.overflows = 0  # how often the bound was reached
 
@@ -123,10 +138,10 @@ class Intake:
 
     async def _follow(self, client: TrioClient) -> None:
         """Follow until the list of streams changes or the bound is reached."""
-        names = await self._names(client)
+        names = self.names = await self._names(client)
         follower: TrioFollower[Any] = client.follow(
             {name: self._tokens.get(name) for name in names},
-            also=(PositionMoved, GenerationBegan),
+            also=(PositionMoved, GenerationBegan, StreamStopped, Disconnected),
             patience=None,
             first_patience=None,
         )
@@ -137,7 +152,7 @@ class Intake:
             async with open_plain_nursery() as nursery, follower:
                 nursery.start_soon(self._watch_names, client, names, nursery.cancel_scope)
                 while self.bytes < self._pace.waiting_bytes:
-                    events = [one for one in await follower.together() if isinstance(one, _STREAM_EVENTS)]
+                    events = [one for event in await follower.together() if (one := _of_stream(event)) is not None]
                     self._troubles.end("service", "redis", "follow")
                     tokens = None
                     if trio.current_time() >= noted_at + self._pace.snapshot:
@@ -181,6 +196,16 @@ class Intake:
             with suppress(ConnectionLost):
                 found = frozenset(await client.streams())
         scope.cancel()
+
+
+def _of_stream(event: Any) -> StreamEvent | None:
+    match event:
+        case StreamStopped(stream=stream) | Disconnected(error=RowUnreadable(stream=str() as stream)):
+            return Stopped(stream)
+        case Disconnected():
+            return None
+    found: StreamEvent = event
+    return found
 
 
 def _known(tokens: Mapping[str, str | None]) -> dict[str, str]:

@@ -34,7 +34,7 @@ class _Stream:
     epoch: bytes = b""  # as WRITERS had it on TCP
     numbers: frozenset[bytes] = frozenset()  # `writer=number`, likewise
     have: dict[bytes, int] = field(default_factory=dict)  # the position of each writer that the follower has
-    torn: set[bytes] = field(default_factory=set)  # writers with a batch that is not complete
+    torn: dict[bytes, int] = field(default_factory=dict)  # the rows of batches that are not complete, by writer
     joined: bool = False
     synced_at: float = float("-inf")
     coming: dict[bytes, int] | None = None  # the positions of a sync that is not complete
@@ -112,7 +112,7 @@ class Junction:
                 stream.joined = True
                 kept, stream.kept, stream.kept_bytes, stream.sync = stream.kept, [], 0, None
                 for line in kept:
-                    found += self._joined_line(stream, line)
+                    found += self._redis_line(stream, line, stream.synced_at)
         return found
 
     def from_redis(self, name: str, line: bytes, now: float) -> list[bytes]:
@@ -120,9 +120,19 @@ class Junction:
         stream = self._streams.get(name)
         if stream is None or stream.linear:
             return []
+        try:
+            return self._redis_line(stream, line, now)
+        except ValueError as error:
+            raise Missed(f"Redis says of stream {name} what is no line: {line[:100]!a}") from error
+
+    def _redis_line(self, stream: _Stream, line: bytes, now: float) -> list[bytes]:
         if line == ALIVE:
-            stream.synced_at, stream.coming = now, {}
-            return [line] if stream.joined else []
+            stream.synced_at = now
+            if stream.joined:
+                return [line]
+            _forget_sync(stream)
+            stream.coming, stream.writers = {}, (b"", frozenset())
+            return []
         if stream.joined:
             return self._joined_line(stream, line)
         if stream.coming is not None:
@@ -149,11 +159,15 @@ class Junction:
                 if writer not in stream.have:
                     raise Missed(f"stream {stream.name} has a new writer")
                 if token == _BATCH:
-                    stream.torn.add(writer)
+                    stream.torn[writer] = stream.torn.get(writer, 0) + 1
                 else:
-                    stream.torn.discard(writer)
+                    stream.torn.pop(writer, None)
                     stream.have[writer] = max(int(token), stream.have[writer])
                 return [line]
+            case [b"BATCH", _, writer, rows]:
+                if stream.torn.get(writer, 0) != int(rows):
+                    raise Missed(f"rows of a batch of stream {stream.name} are missing")
+                return []
             case [b"POSITION", _, writer, prev, new]:
                 stream.coming = None
                 return [line] if _moves(stream, writer, int(prev), int(new)) else []
@@ -161,8 +175,6 @@ class Junction:
                 if (epoch, _numbers(line)) != (stream.epoch, stream.numbers):
                     raise Missed(f"the writers or the generation of stream {stream.name} have changed")
                 return []
-        if line == ALIVE:  # among the lines that were kept
-            return []
         raise Missed(f"Redis says of stream {stream.name}: {line[:200].decode(errors='replace')}")
 
 
@@ -171,12 +183,12 @@ def _note(stream: _Stream, words: list[bytes]) -> None:
     match words:
         case [b"RDATA", _, writer, token, _]:
             if token == _BATCH:
-                stream.torn.add(writer)
+                stream.torn[writer] = stream.torn.get(writer, 0) + 1
             else:
-                stream.torn.discard(writer)
+                stream.torn.pop(writer, None)
                 stream.have[writer] = max(int(token), stream.have.get(writer, int(token)))
         case [b"POSITION", _, writer, _, new]:
-            stream.torn.discard(writer)
+            stream.torn.pop(writer, None)
             stream.have[writer] = int(new)
         case [b"WRITERS", _, epoch, *_]:
             stream.epoch, stream.numbers = epoch, _numbers(b" ".join(words))

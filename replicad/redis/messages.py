@@ -1,9 +1,10 @@
 """What is published on which channel. Pure: events of a follower in, messages out.
 
 Two kinds of channels carry the same rows. The channel named like the server has what plain REPLICATE sends, which is
-what Synapse expects. `server/STREAM` has the rows of one stream for followers that have tokens: before the rows of a
-chunk comes `POSITION stream writer prev prev`, so that a follower which missed something finds it, and every few
-seconds all writers and positions come again (`sync`).
+what Synapse expects. `server/STREAM` has the rows of one stream for followers that have tokens. There each step says
+before the rows of a writer where that one stood: `POSITION stream writer prev prev`, or within a batch `BATCH stream
+writer rows`. So a follower which missed something finds it. Every few seconds all writers and positions come again
+(`sync`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from replicad.streams.writer_set import WRITERS_ON_LINE, writers_lines
 
 ALIVE = b"PING"  # the first line of a `sync`
 MISSED = b"ERROR stream_forked: this stream begins a generation; go on by TCP, from your token"
+STOPPED = b"ERROR row_unreadable: this stream has stopped before a row; a daemon says which, by TCP"
+LINES = 200  # in a step, about: Redis serves nobody else meanwhile
+STEP_BYTES = 1 << 18  # likewise
+WITHIN = "BATCH"  # on the channel of a stream: so many rows of a batch were published before
 UNLISTED = "+"  # the one writer of a stream that has too many (protocol.md)
 
 
@@ -39,6 +44,10 @@ class Message:
     own: bool = True
 
 
+Step = list[Message]
+"""What is published at once: a follower gets all of it, or nothing."""
+
+
 @dataclass(slots=True)
 class Published:
     """What has been published of one stream: its generation, its writers' numbers and positions."""
@@ -47,48 +56,61 @@ class Published:
     epoch: str
     numbers: Mapping[str, int]
     positions: dict[str, int]
+    stopped: bool = False  # before a row that cannot be read; followers are told by TCP
 
     @property
     def is_joinable(self) -> bool:
         """Whether followers may join by Redis: its writers are listed, and fit into one line."""
         return 0 < len(self.numbers) <= WRITERS_ON_LINE and UNLISTED not in self.numbers
 
-    def sync(self) -> list[Message]:
+    def sync(self) -> Step:
         """The present writers and positions for the followers of this stream."""
-        if not self.is_joinable or not self.numbers.keys() <= self.positions.keys():
+        if self.stopped or not self.is_joinable or not self.numbers.keys() <= self.positions.keys():
             return []
         writers = writers_lines(self.stream, self.epoch, self.numbers).rstrip(b"\n")
         lines = [ALIVE, writers, *(self._position(name, self.positions[name]) for name in self.numbers)]
         return [Message(line, common=False) for line in lines]
 
-    def all_positions(self) -> list[Message]:
+    def all_positions(self) -> Step:
         """POSITION of every writer, as REPLICATE is answered on the channel of the server."""
         return [Message(self._position(name, at), own=False) for name, at in sorted(self.positions.items())]
 
-    def rows(self, batches: Iterable[RowBatch]) -> list[Message]:
-        """Rows of this stream, and where the writers stood before. Moves the positions."""
-        found: list[Message] = []
-        begun: set[str] = set()
+    def rows(self, batches: Iterable[RowBatch]) -> list[Step]:
+        """Rows of this stream, and before them where their writers stood. Moves the positions."""
+        steps: list[Step] = []
+        step: Step = []
+        size, begun = 0, set[str]()
         for batch in batches:
-            instance = batch.instance
-            if instance not in begun:
-                begun.add(instance)
-                if self.is_joinable and instance in self.positions:
-                    found.append(Message(self._position(instance, self.positions[instance]), common=False))
+            instance, last = batch.instance, len(batch.rows) - 1
             head = f"RDATA {self.stream} {instance} "
-            found += [Message(f"{head}{BATCH} {row}".encode()) for row in batch.rows[:-1]]
-            found.append(Message(f"{head}{batch.token} {batch.rows[-1]}".encode()))
+            told = self.is_joinable and instance in self.positions
+            for number, row in enumerate(batch.rows):
+                if len(step) >= LINES or size >= STEP_BYTES:
+                    steps.append(step)
+                    step, size, begun = [], 0, set()
+                if told and instance not in begun:
+                    begun.add(instance)
+                    step.append(Message(self._begin(instance, number), common=False))
+                line = f"{head}{batch.token if number == last else BATCH} {row}".encode()
+                step.append(Message(line))
+                size += len(line)
             if instance in self.numbers or instance in self.positions:
                 self.positions[instance] = batch.token
-        return found
+        return [*steps, step] if step else steps
 
-    def moved(self, instance: str, to: int) -> list[Message]:
+    def _begin(self, instance: str, rows: int) -> bytes:
+        """What a step says before the rows of a writer: its position, or how many rows of a batch came before."""
+        if rows:
+            return f"{WITHIN} {self.stream} {instance} {rows}".encode()
+        return self._position(instance, self.positions[instance])
+
+    def moved(self, instance: str, to: int) -> Step:
         """A writer's position moved without rows; back, where history forked."""
         prev = self.positions.get(instance, to)
         self.positions[instance] = to
         return [Message(self._position(instance, prev, to), own=to >= prev)]
 
-    def back(self, instance: str | None, to: int) -> list[Message]:
+    def back(self, instance: str | None, to: int) -> Step:
         """A Reset: the rows of a writer (None: of all) above `to` are void."""
         writers = list(self.positions) if instance is None else [instance]
         found = [Message(MISSED, common=False)]

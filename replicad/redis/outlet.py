@@ -14,8 +14,6 @@ from replicad.redis.messages import Message, key_of, stream_channel
 
 SCRIPT = Path(__file__).with_name("publishing.lua").read_text(encoding="utf-8")
 _SHA = sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # as Redis names it
-LINES = 200  # published in one step: Redis serves nobody else meanwhile
-STEP_BYTES = 1 << 18  # the same, in bytes; a longer line is a step of its own
 KEPT = 60  # seconds for which Redis keeps the publisher's term after the last line: far more than two syncs
 
 
@@ -29,16 +27,16 @@ class RedisOutlet:
         self._head: tuple[Word, ...] = (1, key_of(server), term, KEPT, address, server)
         self._loaded = False
 
-    async def publish(self, batches: Iterable[tuple[str, Sequence[Message]]]) -> int:
-        """Publish the messages of streams, in this order; returns the number of lines.
+    async def publish(self, steps: Iterable[tuple[str, Sequence[Message]]]) -> int:
+        """Publish steps of streams, in this order; returns the number of lines.
 
         Raises:
             RedisUnavailable: the connection was lost; an unknown number of lines was published.
             RedisRefused: Redis refuses it, or another publisher has begun.
         """
         lines = 0
-        for stream, messages in batches:
-            for step in _steps(messages):
+        for stream, step in steps:
+            if step:
                 await self._publish(stream, step)  # one at a time: after one that fails, the next would leave a gap
                 lines += len(step)
         return lines
@@ -55,6 +53,10 @@ class RedisOutlet:
         if isinstance(answer, hiredis.ReplyError):
             raise self._explained(answer)
 
+    async def announce(self) -> None:
+        """Keep our term and address in Redis, which also shows whether it answers. Raises as `publish`."""
+        await self._publish("", ())
+
     async def aclose(self) -> None:
         """Close the connection; safe to repeat."""
         await self._link.aclose()
@@ -66,16 +68,3 @@ class RedisOutlet:
                 f"database, give one of the two another --server-name; else this ends within {KEPT} s"
             )
         return refused(self._link.address, answer)
-
-
-def _steps(messages: Sequence[Message]) -> Iterable[Sequence[Message]]:
-    step: list[Message] = []
-    size = 0
-    for message in messages:
-        if step and (len(step) >= LINES or size + len(message.line) > STEP_BYTES):
-            yield step
-            step, size = [], 0
-        step.append(message)
-        size += len(message.line)
-    if step:
-        yield step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 import trio
@@ -16,15 +17,15 @@ from replicad.client.events import GenerationBegan, PositionMoved, Reset, RowBat
 from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError
 from replicad.nurseries import open_plain_nursery
-from replicad.redis.intake import Intake, Item
-from replicad.redis.messages import MISSED, Message, Published
+from replicad.redis.intake import Intake, Item, Standing, Stopped
+from replicad.redis.messages import MISSED, STOPPED, Message, Published, Step
 from replicad.redis.outlet import RedisOutlet
 from replicad.redis.pace import Pace
 from replicad.retry import Backoff
 
 MOST_SAID = 1000  # lines of other clients that wait to be published; then the oldest are dropped
 
-Batch = tuple[str, list[Message]]  # a stream, and what is published of it
+Steps = list[tuple[str, Step]]  # each with its stream
 
 
 class RedisPublisher:
@@ -50,6 +51,7 @@ class RedisPublisher:
         self._streams: dict[str, Published] = {}
         self._said: deque[bytes] = deque()
         self._positions_asked = False
+        self._answer_at = float("-inf")  # when positions may be published again because they are asked for
         self._wait = trio.CancelScope()
         self._sync_at = float("-inf")
         self._works_at = trio.current_time()  # when something was published last, or the turn began
@@ -100,68 +102,76 @@ class RedisPublisher:
                     self.connected = True
                     self._troubles.end("service", "redis", "publish")
                     backoff.reset()
-                if self.intake.first() is None and not self._positions_asked and not self._said:
-                    self._wait = trio.CancelScope(deadline=self._sync_at)
+                if self.intake.first() is None and not self._said:
+                    until = min(self._sync_at, self._answer_at) if self._positions_asked else self._sync_at
+                    self._wait = trio.CancelScope(deadline=until)
                     with self._wait:
                         await self.intake.wait()
         finally:
             await outlet.aclose()
 
     async def _publish_item(self, outlet: RedisOutlet, item: Item) -> None:
-        before = {name: dict(one.positions) for name, one in self._streams.items()}
+        before = {name: replace(one, positions=dict(one.positions)) for name, one in self._streams.items()}
         try:
-            self.lines += await outlet.publish(list(self._rendered(item)))
+            self.lines += await outlet.publish(self._rendered(item))
         except BaseException:
-            for name, positions in before.items():  # it is published again
-                self._streams[name].positions = positions
+            self._streams = before  # it is published again
             raise
         self.intake.done()
         if item.tokens is not None:
             self.tokens = item.tokens
 
-    def _rendered(self, item: Item) -> list[Batch]:
-        found: list[Batch] = []
+    def _rendered(self, item: Item) -> Steps:
+        found: Steps = []
         for stream, events in groupby(item.events, lambda event: event.stream):
-            messages: list[Message] = []
             standing = item.standings.get(stream)
             published = self._streams.get(stream)
             if published is None:
                 published = self._streams[stream] = Published(stream, "", {}, {})
             for kind, some in groupby(events, type):
                 if kind is RowBatch:
-                    messages += published.rows(one for one in some if isinstance(one, RowBatch))
-                    continue
-                for event in some:
-                    messages += _moved(published, event)
+                    published.stopped = False
+                    steps = published.rows(one for one in some if isinstance(one, RowBatch))
+                else:
+                    steps = [_moved(published, event) for event in some]
+                found += [(stream, step) for step in steps]
             if standing is not None and (published.epoch, published.numbers) != (standing.epoch, standing.numbers):
-                published.epoch, published.numbers = standing.epoch, standing.numbers
-                published.positions = {
-                    name: at for name, at in published.positions.items() if name in standing.numbers
-                } or published.positions
-                messages += published.sync()
-            found.append((stream, messages))
+                _take(published, standing)
+                found.append((stream, published.sync()))
         return found
 
     async def _publish_others(self, outlet: RedisOutlet) -> None:
         """What does not come from streams: positions that were asked for or are due, and commands of clients."""
-        batches: list[Batch] = []
-        if self._positions_asked:
-            self._positions_asked = False
-            batches += [(name, one.all_positions()) for name, one in sorted(self._streams.items())]
-        if trio.current_time() >= self._sync_at:
-            self._sync_at = trio.current_time() + self._pace.sync
-            batches += [(name, one.sync()) for name, one in sorted(self._streams.items())]
+        steps: Steps = []
+        now = trio.current_time()
+        streams = [(name, one) for name, one in sorted(self._streams.items()) if name in self.intake.names]
+        if self._positions_asked and now >= self._answer_at:
+            self._positions_asked, self._answer_at = False, now + self._pace.answers
+            steps += [(name, one.all_positions()) for name, one in streams]
+        if now >= self._sync_at:
+            self._sync_at = now + self._pace.sync
+            await outlet.announce()
+            steps += [(name, one.sync()) for name, one in streams]
         while self._said:
             line = self._said.popleft()
             self.ours[line] += 1
-            batches.append(("", [Message(line, own=False)]))
-        self.lines += await outlet.publish(batches)
-        if not batches or not any(messages for _, messages in batches):
-            await trio.lowlevel.checkpoint()
+            steps.append(("", [Message(line, own=False)]))
+        self.lines += await outlet.publish(steps)
+        await trio.lowlevel.checkpoint()
+
+
+def _take(published: Published, standing: Standing) -> None:
+    """A generation has begun, or there are other writers."""
+    published.epoch, published.numbers = standing.epoch, standing.numbers
+    listed = {name: at for name, at in published.positions.items() if name in standing.numbers}
+    published.positions = listed or published.positions
 
 
 def _moved(published: Published, event: object) -> list[Message]:
+    published.stopped = isinstance(event, Stopped)
     match event:
+        case Stopped():
+            return [Message(STOPPED, common=False)]
         case PositionMoved():
             return published.moved(event.instance, event.token)
         case Reset(token=None):  # the stream begins again; the positions follow

@@ -14,6 +14,7 @@ import structlog
 import trio
 
 from replicad.errors import ConnectionLost, ReplicadError
+from replicad.groups import leaves
 from replicad.nurseries import open_plain_nursery
 from replicad.redis.junction import Junction, Missed
 from replicad.redis.link import RedisLink
@@ -66,10 +67,10 @@ class Switch:
                 nursery.start_soon(self._from_daemon, self._daemon, False)
                 with suppress(*_BROKEN):
                     await self._from_follower()
-        except Missed as missed:
-            log.info("redis_left", server=self._server, reason=str(missed))
-        except (ReplicadError, *_BROKEN) as error:
-            log.debug("redis_connection_ends", server=self._server, reason=str(error))
+        except* Missed as missed:
+            log.info("redis_left", server=self._server, reason=str(leaves(missed)[0]))
+        except* (ReplicadError, *_BROKEN) as errors:
+            log.debug("redis_connection_ends", server=self._server, reason=str(leaves(errors)[0]))
         finally:
             for stream in (self._follower, self._daemon):
                 if stream is not None:

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import trio
 
-from replicad.client.events import RowBatch
+from replicad.client.events import Disconnected, RowBatch
 from replicad.client.trio_client import open_client
-from replicad.errors import DatabaseUnavailable, RedisRefused
+from replicad.config.settings import Address
+from replicad.errors import ConnectionLost, DatabaseUnavailable, RedisRefused, RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.presence.book import PresenceBook
 from replicad.redis import following
@@ -33,7 +34,7 @@ from replicad.redis.pace import Pace
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
-from tests.redis_servers import PROGRAM, WHY_NOT, ModelRedis, RealRedis, real_redis
+from tests.redis_servers import PROGRAM, WHY_NOT, ModelRedis, RealRedis, free_port, real_redis
 
 from .conftest import netcat_to
 
@@ -330,12 +331,15 @@ async def test_a_wrong_password_and_a_full_redis(tmp_path: Path, start_daemon: S
 
 
 @asynccontextmanager
-async def collecting(follower: Any) -> AsyncIterator[list[int]]:
-    """The ids of the rows that a follower yields, as they come."""
+async def collecting(follower: Any, lost: list[Disconnected] | None = None) -> AsyncIterator[list[int]]:
+    """The ids of the rows that a follower yields, as they come; `lost` gets the losses of connections."""
     found: list[int] = []
 
     async def collect() -> None:
         async for event in follower:
+            if isinstance(event, Disconnected) and lost is not None:
+                lost.append(event)
+                continue
             assert isinstance(event, RowBatch)
             assert event.rows == [f'"row {event.token}"']
             found.append(event.token)
@@ -402,4 +406,69 @@ async def test_a_client_over_redis_gets_every_row_once_through_restarts_of_redis
         assert found == list(range(1, 19))
         async with plain.follow({"events": "EARLIEST"}) as beside, collecting(beside) as again:
             await wait_until(lambda: again[-1:] == [18])
-            assert follower.token("events") == beside.token("events")
+            await wait_until(lambda: follower.token("events") == beside.token("events"))
+
+
+@pytest.mark.usefixtures("quick_followers")
+async def test_a_client_finds_the_daemon_and_goes_back_to_it_whenever_redis_says_nonsense_or_nothing(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_events(database)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(open_client(redis.url, name="f", server_name=SERVER))
+        with pytest.raises(ConnectionLost, match=r"no daemon announces its address for example.org in redis://"):
+            await client.streams()
+        listen = Address("127.0.0.1", free_port())
+        daemon = await stack.enter_async_context(start_daemon(listen=listen, **redis_of(redis.url)))
+        one = await stack.enter_async_context(listening(redis.url))
+        await wait_publishing(daemon)
+        follower = await stack.enter_async_context(
+            client.follow(None, begin="EARLIEST", patience=None, also=(Disconnected,))
+        )
+        lost: list[Disconnected] = []
+        found = await stack.enter_async_context(collecting(follower, lost))
+        await write(database, 1, 2)
+        await wait_until(lambda: found == [1, 2])
+        for number, nonsense in enumerate(("RDATA events w1 x {}", "POSITION events w1 9 9", "what\nis this", "")):
+            await wait_until(lambda: not follows_by_tcp(daemon, "f"))
+            await one.say(nonsense, f"{SERVER}/events")
+            await wait_until(lambda number=number: len(lost) > number)
+            await write(database, number + 3, number + 3)
+            await wait_until(lambda number=number: found[-1] == number + 3)
+        await wait_until(lambda: not follows_by_tcp(daemon, "f"))
+
+        async def publish_nothing(*_: object) -> None:
+            await trio.lowlevel.checkpoint()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RedisOutlet, "_publish", publish_nothing)
+            await write(database, 7, 8)
+            await wait_until(lambda: found[-1] == 8)
+        await wait_until(lambda: not follows_by_tcp(daemon, "f"))
+        assert found == list(range(1, 9))
+
+
+@pytest.mark.usefixtures("quick_followers")
+async def test_a_client_is_told_of_a_row_that_cannot_be_sent_as_on_tcp(
+    redis: RealRedis | ModelRedis, start_daemon: Start, database: Database
+) -> None:
+    await database.execute("CREATE TABLE numbers (id bigserial PRIMARY KEY, n int)")
+    await registry.add(database, "numbers", "public.numbers", "id", row="to_json('row ' || t.id || left('', 1 / t.n))")
+    async with AsyncExitStack() as stack:
+        daemon = await stack.enter_async_context(start_daemon(**redis_of(redis.url)))
+        address = str(daemon.addresses[0])
+        client = await stack.enter_async_context(open_client(redis.url, name="f", server_name=SERVER, daemon=address))
+        await wait_publishing(daemon)
+        follower = await stack.enter_async_context(
+            client.follow({"numbers": "EARLIEST"}, patience=None, also=(Disconnected,))
+        )
+        lost: list[Disconnected] = []
+        found = await stack.enter_async_context(collecting(follower, lost))
+        await database.execute("INSERT INTO numbers (n) VALUES (1), (1)")
+        await wait_until(lambda: found == [1, 2])
+        await wait_until(lambda: not follows_by_tcp(daemon, "f"))
+        await database.execute("INSERT INTO numbers (n) VALUES (1), (0), (1)")
+        await wait_until(lambda: any(isinstance(one.error, RowUnreadable) for one in lost))
+        assert found == [1, 2, 3]
+        await database.execute("UPDATE numbers SET n = 1")
+        await wait_until(lambda: found == [1, 2, 3, 4, 5])

@@ -19,7 +19,7 @@ from replicad.streams.writer_set import WRITERS_ON_LINE, writers_lines
 ALIVE = b"PING"  # the first line of a `sync`
 MISSED = b"ERROR stream_forked: this stream begins a generation; go on by TCP, from your token"
 STOPPED = b"ERROR row_unreadable: this stream has stopped before a row; a daemon says which, by TCP"
-LINES = 200  # in a step, about: Redis serves nobody else meanwhile
+LINES = 400  # in a step, about: Redis serves nobody else meanwhile
 STEP_BYTES = 1 << 18  # likewise
 WITHIN = "BATCH"  # on the channel of a stream: so many rows of a batch were published before
 UNLISTED = "+"  # the one writer of a stream that has too many (protocol.md)
@@ -35,17 +35,12 @@ def key_of(server: str) -> str:
     return f"replicad:{server}"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A line, without its end. `common`: for the channel of the server, `own`: for that of the stream."""
+COMMON, OWN, BOTH = 1, 2, 3  # for the channel of the server, for that of the stream, for both (publishing.lua)
 
-    line: bytes
-    common: bool = True
-    own: bool = True
-
-
-Step = list[Message]
-"""What is published at once: a follower gets all of it, or nothing."""
+Step = list[int | str | bytes]
+"""What is published at once: a follower gets all of it, or nothing. For each line where it goes, and the line without
+its end. One flat list: it is made for every row.
+"""
 
 
 @dataclass(slots=True)
@@ -68,56 +63,61 @@ class Published:
         if self.stopped or not self.is_joinable or not self.numbers.keys() <= self.positions.keys():
             return []
         writers = writers_lines(self.stream, self.epoch, self.numbers).rstrip(b"\n")
-        lines = [ALIVE, writers, *(self._position(name, self.positions[name]) for name in self.numbers)]
-        return [Message(line, common=False) for line in lines]
+        found: Step = [OWN, ALIVE, OWN, writers]
+        for name in self.numbers:
+            found += (OWN, self._position(name, self.positions[name]))
+        return found
 
     def all_positions(self) -> Step:
         """POSITION of every writer, as REPLICATE is answered on the channel of the server."""
-        return [Message(self._position(name, at), own=False) for name, at in sorted(self.positions.items())]
+        found: Step = []
+        for name, at in sorted(self.positions.items()):
+            found += (COMMON, self._position(name, at))
+        return found
 
     def rows(self, batches: Iterable[RowBatch]) -> list[Step]:
         """Rows of this stream, and before them where their writers stood. Moves the positions."""
         steps: list[Step] = []
         step: Step = []
-        size, begun = 0, set[str]()
+        size, begun, joinable = 0, set[str](), self.is_joinable
         for batch in batches:
             instance, last = batch.instance, len(batch.rows) - 1
             head = f"RDATA {self.stream} {instance} "
-            told = self.is_joinable and instance in self.positions
             for number, row in enumerate(batch.rows):
-                if len(step) >= LINES or size >= STEP_BYTES:
+                if len(step) >= LINES * 2 or size >= STEP_BYTES:
                     steps.append(step)
                     step, size, begun = [], 0, set()
-                if told and instance not in begun:
+                if instance not in begun:
                     begun.add(instance)
-                    step.append(Message(self._begin(instance, number), common=False))
-                line = f"{head}{batch.token if number == last else BATCH} {row}".encode()
-                step.append(Message(line))
+                    if joinable and instance in self.positions:
+                        step += (OWN, self._begin(instance, number))
+                line = f"{head}{batch.token if number == last else BATCH} {row}"
+                step += (BOTH, line)
                 size += len(line)
             if instance in self.numbers or instance in self.positions:
                 self.positions[instance] = batch.token
         return [*steps, step] if step else steps
 
-    def _begin(self, instance: str, rows: int) -> bytes:
+    def _begin(self, instance: str, rows: int) -> str:
         """What a step says before the rows of a writer: its position, or how many rows of a batch came before."""
         if rows:
-            return f"{WITHIN} {self.stream} {instance} {rows}".encode()
+            return f"{WITHIN} {self.stream} {instance} {rows}"
         return self._position(instance, self.positions[instance])
 
     def moved(self, instance: str, to: int) -> Step:
         """A writer's position moved without rows; back, where history forked."""
         prev = self.positions.get(instance, to)
         self.positions[instance] = to
-        return [Message(self._position(instance, prev, to), own=to >= prev)]
+        return [BOTH if to >= prev else COMMON, self._position(instance, prev, to)]
 
     def back(self, instance: str | None, to: int) -> Step:
         """A Reset: the rows of a writer (None: of all) above `to` are void."""
         writers = list(self.positions) if instance is None else [instance]
-        found = [Message(MISSED, common=False)]
+        found: Step = [OWN, MISSED]
         for name in writers:
             if self.positions.get(name, to) > to:
                 found += self.moved(name, to)
         return found
 
-    def _position(self, instance: str, prev: int, new: int | None = None) -> bytes:
-        return f"POSITION {self.stream} {instance} {prev} {prev if new is None else new}".encode()
+    def _position(self, instance: str, prev: int, new: int | None = None) -> str:
+        return f"POSITION {self.stream} {instance} {prev} {prev if new is None else new}"

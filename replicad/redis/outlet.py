@@ -10,10 +10,11 @@ import hiredis
 
 from replicad.errors import RedisRefused
 from replicad.redis.link import RedisLink, Word, refused
-from replicad.redis.messages import Message, key_of, stream_channel
+from replicad.redis.messages import Step, key_of, stream_channel
 
 SCRIPT = Path(__file__).with_name("publishing.lua").read_text(encoding="utf-8")
 _SHA = sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # as Redis names it
+AHEAD = 8  # steps that are sent before the first of them is confirmed
 KEPT = 60  # seconds for which Redis keeps the publisher's term after the last line: far more than two syncs
 
 
@@ -27,35 +28,35 @@ class RedisOutlet:
         self._head: tuple[Word, ...] = (1, key_of(server), term, KEPT, address, server)
         self._loaded = False
 
-    async def publish(self, steps: Iterable[tuple[str, Sequence[Message]]]) -> int:
+    async def publish(self, steps: Iterable[tuple[str, Step]]) -> int:
         """Publish steps of streams, in this order; returns the number of lines.
 
         Raises:
             RedisUnavailable: the connection was lost; an unknown number of lines was published.
             RedisRefused: Redis refuses it, or another publisher has begun.
         """
-        lines = 0
-        for stream, step in steps:
-            if step:
-                await self._publish(stream, step)  # one at a time: after one that fails, the next would leave a gap
-                lines += len(step)
-        return lines
+        some = [(stream, step) for stream, step in steps if step]
+        for at in range(0, len(some), AHEAD):
+            await self._publish(some[at : at + AHEAD])
+        return sum(len(step) // 2 for _, step in some)
 
-    async def _publish(self, stream: str, step: Sequence[Message]) -> None:
+    async def _publish(self, steps: Sequence[tuple[str, Step]]) -> None:
+        """Publish some steps. If one of them is refused and a later one is not, followers find the gap by what each
+        step says before its rows; and all of them are published again.
+        """
         if not self._loaded:
             await self._link.call("SCRIPT", "LOAD", SCRIPT)
             self._loaded = True
-        words: list[Word] = []
-        for message in step:
-            words += (1 if not message.own else 2 if not message.common else 3, message.line)
-        channel = stream_channel(self._server, stream)
-        answer = (await self._link.call_all([("EVALSHA", _SHA, *self._head, channel, *words)]))[0]
-        if isinstance(answer, hiredis.ReplyError):
-            raise self._explained(answer)
+        commands: list[tuple[Word, ...]] = [
+            ("EVALSHA", _SHA, *self._head, stream_channel(self._server, stream), *step) for stream, step in steps
+        ]
+        for answer in await self._link.call_all(commands):
+            if isinstance(answer, hiredis.ReplyError):
+                raise self._explained(answer)
 
     async def announce(self) -> None:
         """Keep our term and address in Redis, which also shows whether it answers. Raises as `publish`."""
-        await self._publish("", ())
+        await self._publish([("", [])])
 
     async def aclose(self) -> None:
         """Close the connection; safe to repeat."""

@@ -18,7 +18,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import ReplicadError
 from replicad.nurseries import open_plain_nursery
 from replicad.redis.intake import Intake, Item, Standing, Stopped
-from replicad.redis.messages import MISSED, STOPPED, Message, Published, Step
+from replicad.redis.messages import COMMON, MISSED, OWN, STOPPED, Published, Step
 from replicad.redis.outlet import RedisOutlet
 from replicad.redis.pace import Pace
 from replicad.retry import Backoff
@@ -155,7 +155,7 @@ class RedisPublisher:
         while self._said:
             line = self._said.popleft()
             self.ours[line] += 1
-            steps.append(("", [Message(line, own=False)]))
+            steps.append(("", [COMMON, line]))
         self.lines += await outlet.publish(steps)
         await trio.lowlevel.checkpoint()
 
@@ -167,17 +167,17 @@ def _take(published: Published, standing: Standing) -> None:
     published.positions = listed or published.positions
 
 
-def _moved(published: Published, event: object) -> list[Message]:
+def _moved(published: Published, event: object) -> Step:
     published.stopped = isinstance(event, Stopped)
     match event:
         case Stopped():
-            return [Message(STOPPED, common=False)]
+            return [OWN, STOPPED]
         case PositionMoved():
             return published.moved(event.instance, event.token)
         case Reset(token=None):  # the stream begins again; the positions follow
-            return [Message(MISSED, common=False)]
+            return [OWN, MISSED]
         case Reset(token=int() as token):
             return published.back(event.instance, token)
         case GenerationBegan():
-            return [Message(MISSED, common=False)]
+            return [OWN, MISSED]
     return []

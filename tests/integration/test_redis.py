@@ -28,7 +28,7 @@ from replicad.redis import following
 from replicad.redis.address import parse_redis
 from replicad.redis.figures import RedisFigures
 from replicad.redis.link import RedisLink, open_redis
-from replicad.redis.messages import Message
+from replicad.redis.messages import BOTH, Step
 from replicad.redis.outlet import RedisOutlet
 from replicad.redis.pace import Pace
 from replicad.streams import registry
@@ -199,14 +199,14 @@ async def test_a_publisher_with_an_earlier_term_is_refused(redis: RealRedis | Mo
     async def outlet(term: int) -> RedisOutlet:
         return RedisOutlet(await open_redis(parse_redis(redis.url), name="test"), SERVER, term, "db1:9009")
 
-    message = [("events", [Message(b"POSITION events w1 1 1")])]
+    message: list[tuple[str, Step]] = [("events", [BOTH, "POSITION events w1 1 1"])]
     async with listening(redis.url) as one:
         earlier, later = await outlet(7), await outlet(8)
         assert await earlier.publish(message) == 1
         assert await later.publish(message) == 1
         with pytest.raises(RedisRefused, match=r"another daemon publishes example.org to redis://.*term 8"):
             await earlier.publish(message)
-        assert await later.publish([("events", [Message(b"RDATA events w1 2 {}")])]) == 1
+        assert await later.publish([("events", [BOTH, "RDATA events w1 2 {}"])]) == 1
         assert len(await one.until("RDATA events w1 2 .*")) == 3
         for each in (earlier, later):
             await each.aclose()

@@ -12,7 +12,7 @@ from replicad.protocol.connection import Connection
 from replicad.protocol.words import Side
 from replicad.redis import messages
 from replicad.redis.junction import MAX_KEPT, Junction, Missed
-from replicad.redis.messages import MISSED, Message, Published
+from replicad.redis.messages import MISSED, Published
 from tests.vocabulary import EVERY
 
 EPOCH = "7c1fd2a90b31"
@@ -25,8 +25,12 @@ def sync(w1: int, w2: int, numbers: dict[str, int] = WRITERS, epoch: str = EPOCH
     return own(Published("events", epoch, numbers, {"w1": w1, "w2": w2, "w3": 0}).sync())
 
 
-def own(step: list[Message]) -> list[bytes]:
-    return [message.line for message in step if message.own]
+def own(step: messages.Step) -> list[bytes]:
+    """The lines of a step on the channel of the stream."""
+    pairs = zip(step[::2], step[1::2], strict=True)
+    return [
+        line if isinstance(line, bytes) else str(line).encode() for where, line in pairs if where != messages.COMMON
+    ]
 
 
 def position(writer: str, prev: int, new: int) -> bytes:

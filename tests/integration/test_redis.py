@@ -21,7 +21,7 @@ import trio
 from replicad.client.events import Disconnected, RowBatch
 from replicad.client.trio_client import open_client
 from replicad.config.settings import Address
-from replicad.errors import ConnectionLost, DatabaseUnavailable, RedisRefused, RowUnreadable
+from replicad.errors import ConnectionLost, DatabaseUnavailable, RedisRefused, RedisUnavailable, RowUnreadable
 from replicad.postgres.bridge import Database
 from replicad.presence.book import PresenceBook
 from replicad.redis import following
@@ -32,6 +32,7 @@ from replicad.redis.messages import BOTH, Step
 from replicad.redis.outlet import RedisOutlet
 from replicad.redis.pace import Pace
 from replicad.streams import registry
+from replicad.streams.troubles import load as load_troubles
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 from tests.redis_servers import PROGRAM, WHY_NOT, ModelRedis, RealRedis, free_port, real_redis
@@ -269,6 +270,11 @@ async def test_clients_of_tcp_notice_nothing_of_a_redis_that_is_away_or_hangs(
         assert "no connection to redis://127.0.0.1" in str(daemon.troubles.why("service", "redis"))
         figures = {one.family.name: one.value for one in RedisFigures(daemon.redis).samples()}
         assert figures["replicad_redis_connected"] == 0
+        with trio.fail_after(
+            PATIENCE
+        ):  # the daemon writes its troubles to Postgres; `replicad doctor` reads them there
+            while not any(one.name == "redis" for one in await load_troubles(database)):
+                await trio.sleep(0.02)
         with trio.fail_after(PATIENCE):
             while _publisher(daemon) is not None:  # another daemon might reach Redis
                 await trio.sleep(0.01)
@@ -472,3 +478,19 @@ async def test_a_client_is_told_of_a_row_that_cannot_be_sent_as_on_tcp(
         assert found == [1, 2, 3]
         await database.execute("UPDATE numbers SET n = 1")
         await wait_until(lambda: found == [1, 2, 3, 4, 5])
+
+
+@pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
+async def test_a_redis_with_tls_is_used_only_with_a_certificate_that_is_trusted(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=localhost")
+    files = ("-keyout", key, "-out", cert, "-addext", "subjectAltName=DNS:localhost")
+    await trio.run_process(["openssl", "req", *made, *files], capture_stderr=True)
+    port = free_port()
+    options = ["--tls-port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key)]
+    with real_redis(tmp_path, *options, "--tls-ca-cert-file", str(cert), "--tls-auth-clients", "no"):
+        link = await open_redis(parse_redis(f"rediss://localhost:{port}/1", ca=cert), name="test")
+        assert await link.call("PING") == b"PONG"
+        await link.aclose()
+        with pytest.raises(RedisUnavailable, match=r"no connection to rediss://localhost:.* certificate"):
+            await open_redis(parse_redis(f"rediss://localhost:{port}/1"), name="test")

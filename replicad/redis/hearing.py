@@ -146,7 +146,7 @@ class Hearing:
                     self._stream = stream
                     await self._listen(stream)
             self._stream = None
-            log.info("redis_commands_end")
+            log.debug("redis_commands_end")
             await trio.sleep(self._pace.retry)
 
     async def _listen(self, stream: trio.abc.Stream) -> None:

@@ -129,8 +129,7 @@ async def test_who_comes_when_it_has_stopped_is_told_where_the_stream_stands_and
     await stopped(daemon)
     await nc.send("REPLICATE")
     await nc.expect("POSITION calm .*", "POSITION risky master 2 2", STOP)
-    await risky.execute("DELETE FROM risky WHERE id = 3")
-    await put(risky, 4)
+    await risky.execute("DELETE FROM risky WHERE id = 3; INSERT INTO risky (n) VALUES (4)")  # together, for one poll
     await nc.expect("POSITION risky master 2 2", "RDATA risky master 4 3")
 
 

@@ -42,6 +42,9 @@ class RedisPublisher:
         """`tokens`: of what was published before this turn."""
         self.intake = intake
         self.tokens = tokens  # of what has been published
+        self.grown = (
+            trio.Event()
+        )  # set when streams were published for the first time: their tokens should be noted soon
         self.lines = 0  # published since the turn began
         self.ours: Counter[bytes] = Counter()  # lines of clients that we have published and not heard ourselves yet
         self.connected = False
@@ -119,6 +122,8 @@ class RedisPublisher:
             raise
         self.intake.done()
         if item.tokens is not None:
+            if not item.tokens.keys() <= self.tokens.keys():
+                self.grown.set()
             self.tokens = item.tokens
 
     def _rendered(self, item: Item) -> Steps:

@@ -124,7 +124,9 @@ class Turns:
     async def _renew(self, turn: Turn, publisher: RedisPublisher, scope: trio.CancelScope) -> str:
         """Renew until the role is lost or is better left to another; returns the reason."""
         while True:
-            await trio.sleep(self._pace.renew)
+            with trio.move_on_after(self._pace.renew):
+                await publisher.grown.wait()
+            publisher.grown = trio.Event()
             if publisher.failing_s >= self._pace.give_up:
                 return "Redis does not answer"
             sent = trio.current_time()

@@ -41,7 +41,7 @@ from .conftest import netcat_to
 
 SERVER = "example.org"
 QUICK = Pace(
-    ttl=0.6, look=0.05, renew=0.1, sync=0.2, snapshot=0.05, give_up=0.5, retry=0.02, longest_retry=0.1, answer=0.5,
+    ttl=1.2, look=0.05, renew=0.1, sync=0.2, snapshot=0.05, give_up=0.5, retry=0.02, longest_retry=0.1, answer=0.5,
     silence=1.0,
 )  # fmt: skip
 
@@ -159,21 +159,21 @@ async def test_one_daemon_publishes_and_another_takes_over_without_a_missing_row
     await add_events(database)
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(listening(redis.url))
-        daemons = [await stack.enter_async_context(start_daemon(**redis_of(redis.url))) for _ in range(3)]
+        daemons = [await stack.enter_async_context(start_daemon(**redis_of(redis.url))) for _ in range(2)]
         lines: list[str] = []
-        for number in range(3):
+        for number in range(2):
             with trio.fail_after(PATIENCE):
                 while len(holders := [one for one in daemons if _publisher(one) is not None]) != 1:
                     await trio.sleep(0.01)
             await wait_publishing(holders[0])
             await write(database, 3 * number + 1, 3 * number + 2)
             lines += await one.until(f"RDATA events w1 {3 * number + 2} .*")
-            if number < 2:
+            if number < 1:
                 _cut_off(holders[0], stack)  # it can neither renew nor give back: as after the loss of its network
                 daemons.remove(holders[0])
                 await write(database, 3 * number + 3, 3 * number + 3)
         found = ids(lines)
-        assert set(found) == set(range(1, 9))
+        assert set(found) == set(range(1, 6))
         assert list(dict.fromkeys(found)) == sorted(set(found))
         row = await database.fetch_row("SELECT term, holder FROM replicad.redis_publisher")
         assert row["term"] == holders[0].redis.turns.term

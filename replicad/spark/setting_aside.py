@@ -9,9 +9,10 @@ after a crash at any moment the ids are parked, or come again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from replicad.eventlog import get_logger
 from replicad.spark.checkpoint import PARKED, Checkpoint
@@ -64,16 +65,20 @@ class Suspects:
         if not still:
             return pods, 0
         bad = F.col("shard").isin(list(still)) & (F.coalesce(F.size("ids"), F.lit(0)) > 0)
-        parked = 0
-        rows = pods.where(bad).select("seq", "shard", "ids").toLocalIterator()
-        with TubeHold(self.options, holder=self.options.holder, renewing=False) as hold:
-            part, term = Part(0, 1), hold.term()  # that of the query, which has the same holder
-            with endpoint_of(self.options).connect(f"{hold.holder}/parking"[:255]) as client:
-                for number, row in enumerate(rows):
-                    if not number:
-                        self.checkpoint.write(PARKED, "")
-                    ids = list(row["ids"])
-                    parked += client.park(hold.tube, part, term, row["seq"], ids, tries=1, error=still[row["shard"]])
+        rows = iter(pods.where(bad).select("seq", "shard", "ids").toLocalIterator())
+        first = next(rows, None)
+        parked = 0 if first is None else self._park(itertools.chain([first], rows), still)
         if parked:
             log.warning("parked", tube=self.options.tube, shards=sorted(still), ids=parked)
         return pods.where(~bad), parked
+
+    def _park(self, rows: Iterable[Any], reasons: Mapping[int, str]) -> int:
+        """Park all ids of pods (seq, shard, ids); returns how many."""
+        parked = 0
+        self.checkpoint.write(PARKED, "")
+        with TubeHold(self.options, holder=self.options.holder, renewing=False) as hold:
+            part, term = Part(0, 1), hold.term()  # that of the query, which has the same holder
+            with endpoint_of(self.options).connect(f"{hold.holder}/parking"[:255]) as client:
+                for seq, shard, ids in rows:
+                    parked += client.park(hold.tube, part, term, seq, list(ids), tries=1, error=reasons[shard])
+        return parked

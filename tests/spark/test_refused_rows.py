@@ -14,17 +14,21 @@ from helpers import psql
 from index_server import IndexServer
 
 from replicad.errors import DownstreamError, DownstreamUnavailable, ValueUnheld
+from replicad.protocol.tokens import START
 from replicad.spark import poison
 from replicad.spark.checkpoint import PARKED, open_checkpoint
 from replicad.spark.database import forget
+from replicad.spark.holding import TubeHold
 from replicad.spark.options import parse_options
 from replicad.spark.poison import park_refused
+from replicad.spark.setting_aside import Suspects
 from replicad.spark.sinks.base import Shape, Sink
 from replicad.spark.sinks.bulk import BulkSink
 from replicad.spark.sinks.custom import CustomSink
 from replicad.spark.sinks.parquet import ParquetSink
 from replicad.spark.sinks.postgres import PostgresSink
 from replicad.spark.starting import make_enricher
+from replicad.tubes.commands import Part
 
 GUARDED = """
 CREATE SCHEMA dw;
@@ -176,3 +180,34 @@ def test_a_read_that_fails_for_the_data_of_a_lone_row_is_parked(cities: Cities, 
     )
     cities.daemon.touch("t", 3, [13])
     assert "division by zero" in search(cities, ParquetSink(tmp_path / "lake"), tmp_path)[13]
+
+
+def test_ids_of_unreadable_tables_are_parked_under_the_lease_of_the_running_query(
+    cities: Cities, tmp_path: Path
+) -> None:
+    put(cities, range(1, 4), shard=2)
+    (seq,) = cities.daemon.tubes["t"].pods
+    config = cities.config(CustomSink(Picky(0)), tmp_path)
+    enricher = make_enricher(config)
+    checkpoint = open_checkpoint(config.checkpoint)
+    checkpoint.make()
+    given = {key: value for key, value in config.source_options.items() if key != "consumer"}
+    options = parse_options({**given, "holder": "me"}, streaming=True)
+    suspects = Suspects(options, checkpoint)
+    psql(cities.url, "DROP TABLE shard_0002.cities")
+    found = enricher.unreadable([1, 2, 3])
+    assert list(found) == [2]
+    assert suspects.add(found, enricher)
+    assert not suspects.add(found, enricher), "nothing new was learnt"
+    with TubeHold(options, holder="me", renewing=False) as query:
+        term = query.term()
+        assert suspects._park([(seq, 2, [1, 2, 3])], found) == 3
+        assert query.term() == term
+        assert query.plan(Part(0, 1), START, limit=10).pods == 0, "its lease is still good, and the pod is gone"
+    ((parked, ids, why),) = cities.daemon.tubes["t"].parked
+    assert (parked, ids) == (seq, (1, 2, 3))
+    assert "the table of shard 2 cannot be read" in why
+    assert checkpoint.read(PARKED) is not None
+    psql(cities.url, "DROP TABLE shard_0001.cities, shard_0003.cities")
+    assert not suspects.add(enricher.unreadable([1, 2, 3]), enricher), "then it is not because of one shard"
+    assert list(suspects.reasons) == [2]

@@ -7,13 +7,15 @@ on the driver, with what the tasks returned. Spark may run a task again, and may
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pyarrow as pa
 
+from replicad.errors import DownstreamUnavailable
 from replicad.spark.enrich import Changes
 
 
@@ -125,3 +127,12 @@ class Sink(ABC):
         """
         del shape, shard, before, limit
         return None
+
+
+@contextlib.contextmanager
+def written(what: str) -> Iterator[None]:
+    """Turn an OSError, for example of a full disk, into a DownstreamUnavailable that says what cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise DownstreamUnavailable(f"{what} cannot be written: {error.strerror or error}") from error

@@ -7,12 +7,11 @@ all, and a repeated batch is recognised: the effect is exactly once. Files of ol
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +21,10 @@ import pyarrow.dataset as ds
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from replicad.errors import DownstreamError, DownstreamUnavailable, EnvironmentRefused, UsageError
+from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.spark.enrich import Changes, conform
 from replicad.spark.places import local_path
-from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink, written
 from replicad.spark.widening import remedy, widens
 
 STAGING = "_replicad"  # Delta and its VACUUM ignore folders that begin with _
@@ -97,7 +96,7 @@ class DeltaSink(Sink):
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
         """Stage the changes in a new file."""
-        with self._disk():
+        with written(f"the Delta table {self.uri}"):
             return self._stage(shape, batch, task, changes)
 
     def _stage(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:
@@ -119,7 +118,7 @@ class DeltaSink(Sink):
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> int | None:
         """Merge the staged files in one commit, unless the batch is already in the table."""
-        with self._disk():
+        with written(f"the Delta table {self.uri}"):
             return self._commit(batch, applied)
 
     def _commit(self, batch: BatchId, applied: Sequence[Applied]) -> int:
@@ -157,15 +156,6 @@ class DeltaSink(Sink):
         stale = (pc.field("_shard") == shard) & (pc.field("_seq") < before)
         found = self._table().to_pyarrow_dataset().scanner(columns=[shape.id], filter=stale).head(limit)
         return found.column(shape.id).combine_chunks()
-
-    @contextlib.contextmanager
-    def _disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DownstreamUnavailable(
-                f"the Delta table {self.uri} cannot be written: {error.strerror or error}"
-            ) from error
 
     def _table(self) -> Any:
         return _deltalake().DeltaTable(self.uri, storage_options=self.storage or None)

@@ -8,7 +8,6 @@ machine, or on a shared file system with links.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import time
@@ -22,12 +21,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from replicad.errors import DownstreamError, DownstreamUnavailable, EnvironmentRefused, UsageError
+from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
 from replicad.eventlog import get_logger
 from replicad.spark.enrich import Changes, conform
 from replicad.spark.places import local_path
 from replicad.spark.sinks import manifest
-from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
+from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink, written
 from replicad.spark.sinks.leaves import Files, ShardWriter
 from replicad.spark.sinks.manifest import Leaf, Manifest
 from replicad.spark.widening import grows, remedy
@@ -112,7 +111,7 @@ class ParquetSink(Sink):
 
     def apply(self, shape: Shape, batch: BatchId, task: int, changes: Iterable[Changes]) -> Applied:  # noqa: ARG002
         """Write new files for the changed ids. `commit` makes them part of the table."""
-        with self._disk():
+        with written(f"downstream folder {self.folder}"):
             return self._apply(shape, batch, changes)
 
     def _apply(self, shape: Shape, batch: BatchId, changes: Iterable[Changes]) -> Applied:
@@ -136,7 +135,7 @@ class ParquetSink(Sink):
 
     def commit(self, batch: BatchId, applied: Sequence[Applied]) -> None:
         """Publish the next version of the table, unless the batch is already in it."""
-        with self._disk():
+        with written(f"downstream folder {self.folder}"):
             self._commit(batch, applied)
             manifest.show(self.folder)
             manifest.drop_old_versions(self.folder, time.time() - self.keep)
@@ -162,15 +161,6 @@ class ParquetSink(Sink):
                 table = pq.read_table(self.folder / manifest.DATA / leaf.file, columns=[shape.id, "_seq"])
                 found.append(table.filter(pc.less(table.column("_seq"), before)).column(shape.id).combine_chunks())
         return pa.concat_arrays([pa.array([], pa.int64()), *found])[:limit]
-
-    @contextlib.contextmanager
-    def _disk(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DownstreamUnavailable(
-                f"downstream folder {self.folder} cannot be written: {error.strerror or error}"
-            ) from error
 
     def _latest(self) -> Manifest:
         found = manifest.latest(self.folder)

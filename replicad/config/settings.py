@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from replicad.config.declaring import choice, duration, flag, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
+from replicad.config.origins import parse_origins
 from replicad.config.permissions import refuse_readable_by_others
 from replicad.config.secrets import read_token, trust, word
 from replicad.errors import UsageError
@@ -172,6 +173,13 @@ class ServerSettings:
         "Default: none. With TLS and secrets as for clients.",
         "HOST:PORT",
         parse_address,
+    )
+    http_origins: str | None = setting(
+        None,
+        "Origins of web pages that may read rows over --http, such as https://shop.example.org, with commas between; "
+        "*: all. Default: none.",
+        "ORIGINS",
+        parse_origins,
     )
     redis: str | None = setting(
         None,

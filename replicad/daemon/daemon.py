@@ -294,9 +294,9 @@ async def _serving(
     async def serve_one(stream: trio.abc.Stream, peer: str) -> None:
         await serve_as(stream, peer, entrance.access.enter(peer, names_of(stream)))
 
-    async def serve_inside(stream: trio.abc.Stream, name: str) -> None:
+    async def serve_inside(stream: trio.abc.Stream, name: str, known: ClientAccess | None) -> None:
         with hub.troubles.contain_and_record("session", name, "serve"):
-            await serve_as(stream, name, OPEN.enter(name))
+            await serve_as(stream, name, known or OPEN.enter(name))
 
     async def serve_as(stream: trio.abc.Stream, peer: str, known: ClientAccess) -> None:
         session = Session(stream, peer, settings, hub, entrance.vocabulary, access=known)

@@ -1,30 +1,77 @@
 """Connections of services to their own daemon: they follow streams and send commands as any other client does.
 
-So what a service passes on to somewhere else has the bounds, the tokens and the way to catch up that clients have.
+So what a service passes on to somewhere else has the bounds, the tokens and the way to catch up that clients have. A
+service that speaks another protocol serves its clients in the same way: as a session whose stream translates.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from replicad.errors import ConnectionLost
 
-Serve = Callable[[trio.abc.Stream, str], Awaitable[object]]
+if TYPE_CHECKING:
+    from replicad.daemon.access import ClientAccess
+
+Serve = Callable[[trio.abc.Stream, str, "ClientAccess | None"], Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """Asks for at most `limit` rows of a stream after `token` (or the word EARLIEST), for a client with that access.
+
+    `client`: clients with different values take turns for connections to Postgres.
+    """
+
+    stream: str
+    token: str
+    limit: int
+    client: Hashable
+    access: ClientAccess
+
+
+@dataclass(frozen=True, slots=True)
+class RowPage:
+    """Rows of a stream as lines of RDATA without their ends, in the order of ids, and the token to go on with.
+
+    `closed`: more rows follow, so this page is the same as long as the generation lasts. `named`: the token of the
+    request named the generation.
+    """
+
+    lines: tuple[bytes, ...]
+    token: str
+    closed: bool
+    named: bool
+
+
+class Pages(Protocol):
+    """Reads streams page by page."""
+
+    async def page(self, wanted: PageRequest) -> RowPage:
+        """A page. It has no rows if there are none after the token yet.
+
+        Raises:
+            StreamError: the stream is unknown, refused, stops before an unreadable row, or the token is not valid.
+            DatabaseError: Postgres cannot answer.
+        """
 
 
 class Inside:
-    """Made before the services; `admit` is called when clients are accepted."""
+    """Made before the services; `admit` is called when clients are accepted. `pages`: set by the service of streams."""
 
     def __init__(self) -> None:
+        self.pages: Pages | None = None
         self._ready = trio.Event()
         self._sessions: trio.Nursery | None = None
         self._serve: Serve | None = None
 
     def admit(self, sessions: trio.Nursery, serve: Serve) -> None:
-        """From now on connections are served by `serve(stream, name)` in `sessions`."""
+        """From now on connections are served by `serve(stream, name, access)` in `sessions`; None is all rights."""
         self._sessions, self._serve = sessions, serve
         self._ready.set()
 
@@ -39,9 +86,18 @@ class Inside:
         assert self._serve is not None
         ours, theirs = (trio.SocketStream(trio.socket.from_stdlib_socket(one)) for one in socket.socketpair())
         try:
-            self._sessions.start_soon(self._serve, theirs, name)
+            self._sessions.start_soon(self._serve, theirs, name, None)
         except RuntimeError as error:  # the nursery is closed
             theirs.socket.close()
             ours.socket.close()
             raise ConnectionLost("the daemon is stopping") from error
         return ours
+
+    async def serve(self, stream: trio.abc.Stream, name: str, access: ClientAccess) -> None:
+        """Serve a client that speaks another protocol, as a session. `stream` translates; it is closed at the end.
+
+        `name`: the client's address. `access`: what it may do.
+        """
+        await self._ready.wait()
+        assert self._serve is not None
+        await self._serve(stream, name, access)

@@ -6,8 +6,8 @@ import errno
 import os
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -222,6 +222,15 @@ class Acceptor:
             self._refuse(stream.socket)
         else:
             self._sessions.start_soon(self._serve_one, stream, peer)
+            self._inside += 1
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """For the block, one of the connections is not counted here: somebody else counts it."""
+        self._inside -= 1
+        try:
+            yield
+        finally:
             self._inside += 1
 
     def _refuse(self, client: socket.socket | trio.socket.SocketType) -> None:

@@ -1,4 +1,4 @@
-"""The pages of `serve --http`. Each answers within a bounded time, from the daemon's memory."""
+"""The pages of `serve --http`. Each answers within a bounded time, from the daemon's memory. Rows: `streams`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, Refused, calling
 from replicad.operations.http.exposition import Exposition
 from replicad.operations.http.looks import AGE, FAILURES, Looks
+from replicad.operations.http.streams import stream_routes
 from replicad.operations.http.surroundings import Surroundings
 from replicad.operations.serving import STATUS
 
@@ -44,6 +45,7 @@ INDEX = """replicad
 /clients  who is connected, and who was cut, as JSON
 /metrics  for Prometheus; docs/operating.md has the table
 /console  all of this for people, in a browser
+/streams/NAME/rows?after=TOKEN&limit=N  rows, a line of JSON for each; docs/transports.md
 """
 
 log = structlog.get_logger()
@@ -77,6 +79,7 @@ class Pages:
             **dict.fromkeys(FILES, console.file),
         }
         routes = [Route(path, self._answer(page)) for path, page in pages.items()]
+        routes += stream_routes(self._host)
         return Starlette(routes=[*routes, Route("/replay", self._answer(console.replay), methods=["POST"])])
 
     def _answer(self, page: Page) -> Callable[[Request], Awaitable[Response]]:

@@ -41,6 +41,11 @@ class Caller:
         self.known = known
 
     @property
+    def access(self) -> ClientAccess:
+        """What services ask."""
+        return self._access
+
+    @property
     def name(self) -> str:
         """The client in the access file; empty for one with all rights."""
         return self._access.name

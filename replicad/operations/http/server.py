@@ -88,12 +88,13 @@ class Server:
 
     async def _serve_one(self, stream: trio.abc.Stream, peer: str) -> None:
         context = WorkerContext(None)
-        bounded = _Bounded(stream, context.terminated.set)
+        life = trio.CancelScope(deadline=trio.current_time() + LIFE)
+        bounded = _Bounded(stream, context.terminated.set, life)
         state = ConnectionState({})
-        state.update(peer=peer, certificate=names_of(stream), opened_at=trio.current_time())
+        state.update(peer=peer, certificate=names_of(stream), opened_at=trio.current_time(), connection=bounded)
         self._open.add(bounded)
         try:
-            with trio.move_on_after(LIFE):
+            with life:
                 await TCPServer(self._app, self._config, context, state, cast(Any, bounded)).run()
         finally:
             self._open.discard(bounded)
@@ -106,9 +107,10 @@ class _Bounded(trio.abc.HalfCloseableStream):
     `ended` is called when the peer sends no more. Without it hypercorn would wait for another request all the same.
     """
 
-    def __init__(self, stream: trio.abc.Stream, ended: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, stream: trio.abc.Stream, ended: Callable[[], Awaitable[None]], life: trio.CancelScope) -> None:
         self._stream = stream
         self._ended = ended
+        self._life = life
         bottom = stream
         while isinstance(bottom, trio.SSLStream):
             bottom = bottom.transport_stream
@@ -140,6 +142,10 @@ class _Bounded(trio.abc.HalfCloseableStream):
     async def aclose(self) -> None:
         with trio.move_on_after(1.0):
             await self._stream.aclose()
+
+    def prolong(self) -> None:
+        """The peer takes a long answer: the connection may last as long again."""
+        self._life.deadline = max(self._life.deadline, trio.current_time() + LIFE)
 
     def abort(self) -> None:
         """Close the socket at once; whoever sends or receives is woken. Safe to repeat."""

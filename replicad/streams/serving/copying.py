@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
 
 import trio
 
@@ -19,6 +20,15 @@ from replicad.streams.serving.sent_positions import LastTokens, position_lines
 SECONDS = 2.0  # that a client takes for one piece at most, beside many others
 TOGETHER = 256 << 10  # bytes of chunks that are sent at a time
 GROWTH = 4  # a piece is at most so many times as large as the one before
+
+
+class Takes(Protocol):
+    """Who is sent the rows. `client`: clients with different values take turns for connections to Postgres."""
+
+    @property
+    def client(self) -> Hashable: ...
+
+    async def send(self, stream: str, *pieces: bytes) -> None: ...
 
 
 class Taking:
@@ -71,7 +81,7 @@ class Copying:
     def __init__(
         self,
         catchups: Catchups,
-        taking: Taking,
+        taking: Takes,
         feed: Feed,
         reached: Mapping[str, int],
         others_after: int,

@@ -12,6 +12,7 @@ from replicad.streams.serving.catchups import CatchupLimits, Catchups
 from replicad.streams.serving.figures import StreamFigures
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
+from replicad.streams.serving.row_pages import RowPages
 from replicad.streams.serving.subscriptions import Subscriptions
 from replicad.streams.serving.trouble_book import TroubleBook
 from replicad.streams.serving.windows import PostgresWindows
@@ -113,6 +114,7 @@ def feature(pace: Pace = Pace()) -> Feature:
         service = StreamService(publisher, acks, book, host.poller, pace, catchups=CatchupLimits.of(limits))
         host.figures.add(StreamFigures(publisher, service.catchups, pools.housekeeping, schema))
         host.figures.catching_up = service.catchups.following
+        host.inside.pages = RowPages(publisher, service.catchups, pace)
         return service
 
     return Feature("streams", COMMANDS, open_service)

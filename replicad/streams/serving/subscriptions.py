@@ -25,19 +25,18 @@ from replicad.errors import (
     SlowReader,
     StreamRefused,
     TableReplaced,
-    TokenAhead,
-    TokenExpired,
 )
 from replicad.protocol.commands import Ping
 from replicad.protocol.states import CloseReason
 from replicad.streams.commands import Replicate, Taken
-from replicad.streams.serving.beginnings import Begin, at_of, is_ahead, parse_token, preamble_of, take_back, token_of
+from replicad.streams.serving.beginnings import Begin, preamble_of, take_back
 from replicad.streams.serving.catchups import Catchups
 from replicad.streams.serving.copying import Copying, Taking
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.sent_positions import position_lines, set_lines
+from replicad.streams.serving.starts import Starts
 
 # The text of a PING: readable for people, and every client of the original protocol accepts a PING.
 NO_STREAMS = "no stream is served yet; those that are added are sent from then on: replicad streams add"
@@ -52,6 +51,7 @@ class Subscriptions:
         self._catchups = catchups
         self._pace = pace
         self._under_way = trio.Semaphore(catchups.limits.per_client)
+        self._starts = Starts(publisher, catchups, pace)
         self._taking = Taking(session, catchups.limits.pace, catchups.limits.pace_seconds)
         self._all = False
         self._readers: dict[str, Reader] = {}
@@ -174,7 +174,7 @@ class Subscriptions:
         if self._all or name in self._streams:
             raise StreamRefused(f"stream {name} is subscribed to on this connection already")
         channel = feed.linear_channel() if command.linear else feed.channel
-        start = await self._start_in_present(feed, command, channel)
+        start = await self._starts.in_present(feed, command, channel, self._session.number)
         if channel.held is not None and start[0] == channel.boundary.positions:
             raise channel.held.copy()
         self._streams.add(name)
@@ -267,62 +267,6 @@ class Subscriptions:
             self._unread.add(feed.name)
             return
         self._join(feed, channel, sent, None, linear=linear, extended=False, epoch=epoch)
-
-    async def _start_in_present(
-        self, feed: Feed, command: Replicate, channel: Channel
-    ) -> tuple[Mapping[str, int], int | None]:
-        """`_start_of` in the generation that was sent to readers of the channel last; repeated if that changes. A token
-        of an unknown generation may come from another daemon that found a fork first.
-        """
-        token = token_of(command)
-        if token is not None and token.epoch not in (None, feed.epoch(channel)):
-            if not feed.lineage.knows(token.epoch or ""):
-                await self._publisher.look_at(feed.name)
-            with trio.move_on_after(self._pace.ahead) as scope:
-                await feed.wait_epoch_sent(channel)
-            if scope.cancelled_caught:
-                raise TokenAhead(f"stream {feed.name} goes over to generation {feed.stream.epoch}; try again")
-        while True:
-            epoch = feed.epoch(channel)
-            start = await self._start_of(feed, command, channel)
-            if feed.epoch(channel) == epoch:
-                return start
-
-    async def _start_of(self, feed: Feed, command: Replicate, channel: Channel) -> tuple[Mapping[str, int], int | None]:
-        """The position of each writer where the subscriber begins, and that of the writers that are not listed.
-
-        Raises:
-            BadToken, TokenAhead, TokenExpired: the message says which token to use.
-        """
-        if command.token in (None, "NOW"):
-            return channel.boundary.positions, None
-        retained = await feed.retained()  # no row above it was trimmed
-        self._catchups.trimmed(feed, retained)
-        if command.token == "EARLIEST":  # noqa: S105 - a word of the protocol
-            start = {instance: min(retained, position) for instance, position in channel.boundary.positions.items()}
-            return start, min([retained, *start.values()])
-        token = await parse_token(feed, command, channel)
-        with trio.move_on_after(self._pace.ahead):
-            while is_ahead(feed, token, channel.boundary.positions):
-                await channel.wait_sealed()
-        start = {instance: at_of(feed, token, instance) for instance in channel.boundary.positions}
-        lowest = min(start.values(), default=token.minimum)
-        if token.minimum < lowest and not command.linear:
-            # Writers that are no longer listed may have rows between the two. Listed again, they have positions there.
-            async with self._catchups.places.place(self._session.number):
-                await feed.list_writers_between(token.minimum, lowest)
-            start = {instance: at_of(feed, token, instance) for instance in channel.boundary.positions}
-        if is_ahead(feed, token, channel.boundary.positions):
-            raise TokenAhead(
-                f"token {token} is ahead of stream {feed.name}, whose position is {feed.sent_upto}; "
-                "check that this is the database that the token came from"
-            )
-        if min(token.minimum, *start.values()) < retained:
-            raise TokenExpired(
-                f"rows of {feed.name} up to {retained} were removed, and the token is {token}; "
-                f"`REPLICATE {feed.name} EARLIEST` begins with the oldest row that is left"
-            )
-        return start, min(token.minimum, *start.values())
 
     async def _catch_up(self, feed: Feed, channel: Channel, copying: Copying, begin: Begin, extended: bool) -> None:
         """Copy (start, boundary] to the client, then join the journal at the boundary; repeat if that is too late."""

@@ -1,0 +1,81 @@
+"""Errors over HTTP: a status for each code of the protocol, and a JSON body with the code and the sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from replicad.errors import BadToken, ReplicadError, TokenExpired, TokenForked
+from replicad.operations.http.entry import Refused
+
+UNAVAILABLE = 503  # of every code that is not in the table: it may be over later
+STATUS = {
+    "bad_request": 400,
+    "bad_token": 400,
+    "forbidden": 403,
+    "method_not_allowed": 405,
+    "not_authorised": 401,
+    "token_ahead": 409,
+    "token_expired": 410,
+    "too_many_guesses": 429,
+    "too_many_requests": 429,
+    "unknown_stream": 404,
+    "wrong_version": 505,
+}
+FORKED = 409  # a bad_token with the token to go on with
+RETRY = "5"  # seconds: what is refused now may be served then
+
+_CODES = {401: "not_authorised", 403: "forbidden", 404: "unknown_stream", 429: "too_many_requests"}
+
+
+class BadRequest(ReplicadError):
+    """A parameter of the request is not valid."""
+
+    code = "bad_request"
+
+
+class Problem(Exception):
+    """The request is answered by an error: its status, its headers, its body."""
+
+    def __init__(self, code: str, sentence: str, status: int | None = None, **more: object) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.status = STATUS.get(code, UNAVAILABLE) if status is None else status
+        self.fields = {"code": code, "error": sentence, **more}
+
+    @property
+    def body(self) -> bytes:
+        """`{"code": ..., "error": sentence}`, and where there is one `token`, the token to go on with."""
+        return json.dumps(self.fields, ensure_ascii=False).encode() + b"\n"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Those that belong to the status; never kept by a cache."""
+        found = {"content-type": "application/json", "cache-control": "no-store"}
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        if self.status in (429, UNAVAILABLE):
+            found["retry-after"] = RETRY
+        return found
+
+
+def problem_of(error: ReplicadError) -> Problem:
+    """The answer for an error of the protocol.
+
+    The history has forked: `discard_after` is the vector token above which rows are void, and `token` the one to go on
+    with. Rows were trimmed: `token` is EARLIEST.
+    """
+    if isinstance(error, TokenForked):
+        shared = str(error).partition(" forked after ")[2].partition(":")[0]
+        return Problem(BadToken.code, str(error), FORKED, discard_after=shared, token=error.rewind)
+    if isinstance(error, TokenExpired):
+        return Problem(error.code, str(error), token="EARLIEST")  # noqa: S106 - a word of the protocol
+    return Problem(error.code, str(error))
+
+
+def problem_of_refusal(refusal: Refused) -> Problem:
+    """The answer for a caller that may not ask."""
+    code, _, sentence = refusal.why.partition(": ")
+    if code in STATUS or code == "too_many_connections":
+        return Problem(code, sentence, refusal.status)
+    return Problem(_CODES.get(refusal.status, "refused"), refusal.why, refusal.status)

@@ -1,0 +1,213 @@
+"""Pages of a stream: rows after a token in the order of ids, read from the pieces that clients who catch up share.
+
+A page is *closed* when more rows follow it. Its end is then the roundest id in its second half, so readers that began
+at different tokens soon ask for the same pages. What a closed page has depends only on the rows: it is the same at each
+request within one generation. A page is built once for all who ask for it at about the same time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+import trio
+
+from replicad.daemon.inside import PageRequest, RowPage
+from replicad.errors import RowUnreadable, StreamRefused, TableReplaced
+from replicad.protocol.tokens import Vector
+from replicad.streams.chunks import HEAD, line_token
+from replicad.streams.commands import Replicate
+from replicad.streams.registry import Stream
+from replicad.streams.serving.catchups import Catchups
+from replicad.streams.serving.copying import Copying
+from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.publisher import Publisher
+from replicad.streams.serving.starts import Starts
+
+PAGE_BYTES = 512 << 10  # lines of a page; the rows of one id are never divided, whatever their size
+FRESH = 1.0  # seconds for which a closed page is given to others without a look at Postgres
+KEPT_BYTES = 8 << 20  # of pages that are kept for others
+WEIGHT = 2048  # bytes of the objects of a page
+
+
+class _Full(Exception):
+    """The page has all rows that it may have."""
+
+
+@dataclass(eq=False, slots=True)
+class _Building:
+    """A page that is kept, or is being built by the task that holds the lock."""
+
+    lock: trio.Lock = field(default_factory=trio.Lock)
+    page: RowPage | None = None
+    began: float = float("-inf")  # when the last build began
+    state: tuple[Stream, int] | None = None  # of the stream; a page of another generation or row expression is void
+    waiting: int = 0  # tasks
+
+    def valid(self, feed: Feed, arrived: float) -> RowPage | None:
+        """The page for a request that came at `arrived`, if its build began later, or the page does not change."""
+        if self.page is None or self.state is None:
+            return None
+        lasts = FRESH if self.page.closed and self.page.named else 0.0
+        stream, late_rows = self.state
+        same = stream is feed.stream and late_rows == feed.late_rows
+        return self.page if same and arrived <= self.began + lasts else None
+
+
+class _Ids:
+    """Takes the lines of a catch-up until a page is full: the lines of each id, ids ascending."""
+
+    def __init__(self, client: Hashable, rows: int) -> None:
+        self.client = client
+        self.ids: list[int] = []
+        self.lines: list[list[bytes]] = []
+        self._rows = rows
+        self._taken = self._bytes = 0
+
+    async def send(self, stream: str, *pieces: bytes) -> None:  # noqa: ARG002
+        """As `Taking.send`. Each piece ends at the end of an id. Raises _Full."""
+        for piece in pieces:
+            if not piece.startswith(b"RDATA "):
+                continue  # a POSITION: the token of the page has it
+            batch: list[bytes] = []
+            for line in bytes(piece).split(b"\n")[:-1]:
+                batch.append(line)
+                id = line_token(line[:HEAD])
+                if id is not None:
+                    self._take(id, batch)
+                    batch = []
+
+    def _take(self, id: int, batch: list[bytes]) -> None:
+        if self.ids and self.ids[-1] == id:  # of another writer
+            self.lines[-1] += batch
+        elif self._taken >= self._rows or self._bytes >= PAGE_BYTES:
+            raise _Full
+        else:
+            self.ids.append(id)
+            self.lines.append(batch)
+        self._taken += len(batch)
+        self._bytes += sum(map(len, batch))
+
+    def close(self) -> int:
+        """End the page at the roundest id in its second half, and return that."""
+        seen, half = 0, 0
+        for number, lines in enumerate(self.lines):
+            seen += len(lines)
+            if 2 * seen >= self._taken:
+                half = number
+                break
+        end = roundest(self.ids[half], self.ids[-1])
+        while self.ids[-1] > end:
+            self.ids.pop()
+            self.lines.pop()
+        return end
+
+
+def roundest(low: int, high: int) -> int:
+    """The number in [low, high] that the highest power of two divides."""
+    found = high
+    while low <= (next_one := found & (found - 1)) < found:
+        found = next_one
+    return found
+
+
+class RowPages:
+    """The pages of all streams of one daemon."""
+
+    def __init__(self, publisher: Publisher, catchups: Catchups, pace: Pace) -> None:
+        self._publisher = publisher
+        self._catchups = catchups
+        self._pace = pace
+        self._starts = Starts(publisher, catchups, pace)
+        self._kept: OrderedDict[Hashable, _Building] = OrderedDict()
+        self._bytes = 0
+
+    async def page(self, wanted: PageRequest) -> RowPage:
+        """`Pages.page`."""
+        access = wanted.access
+        feed = await self._publisher.find(wanted.stream, access.lists if access.limited else lambda _: True)
+        key = (feed.name, wanted.token, wanted.limit)
+        building = self._kept.setdefault(key, _Building())
+        self._kept.move_to_end(key)
+        building.waiting += 1
+        arrived = trio.current_time()
+        try:
+            async with building.lock:
+                page = building.valid(feed, arrived)
+                if page is None:
+                    self._put(key, building, None)
+                    building.state, building.began = (feed.stream, feed.late_rows), trio.current_time()
+                    page = await self._build(feed, wanted)
+                    self._put(key, building, page)
+                return page
+        finally:
+            building.waiting -= 1
+            self._forget(key, building)
+
+    def _put(self, key: Hashable, building: _Building, page: RowPage | None) -> None:
+        """Replace a page. One that has been dropped meanwhile is not counted."""
+        if self._kept.get(key) is building:
+            self._bytes += _weight(page) - _weight(building.page)
+        building.page = page
+
+    def _forget(self, key: Hashable, building: _Building) -> None:
+        """Drop a place without a page, and the pages that were not asked for for longest."""
+        if building.page is None and not building.waiting and self._kept.get(key) is building:
+            del self._kept[key]
+        while self._bytes > KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= _weight(oldest.page)
+
+    async def _build(self, feed: Feed, wanted: PageRequest) -> RowPage:
+        began = trio.current_time()
+        while True:
+            try:
+                async with wanted.access.catching_up():
+                    page = await self._read(feed, wanted)
+            except TableReplaced as error:  # seen before the registry was looked at
+                if trio.current_time() >= began + self._pace.ahead:
+                    raise StreamRefused(f"stream {feed.name} cannot be served now: {error}") from error
+                await self._publisher.look_at(feed.name)
+                await trio.sleep(self._pace.look_pause)
+                feed = await self._publisher.find(feed.name)
+            else:
+                if page is not None:
+                    return page
+                with trio.move_on_after(self._pace.ahead):
+                    await feed.wait_epoch_sent(feed.channel)
+
+    async def _read(self, feed: Feed, wanted: PageRequest) -> RowPage | None:
+        """The page; None if another generation has begun meanwhile."""
+        channel = feed.channel
+        command = Replicate(feed.name, wanted.token)
+        token = None if wanted.token == "EARLIEST" else Vector.parse(wanted.token)  # noqa: S105 - no secret
+        start, others_after = await self._starts.in_present(feed, command, channel, wanted.client)
+        epoch = feed.epoch(channel)
+        assert others_after is not None
+        begin = others_after if token is None else token.minimum
+        upto = max(begin, feed.sent_upto)
+        taken = _Ids(wanted.client, wanted.limit)
+        copying = Copying(self._catchups, taken, feed, start, others_after, linear=False)
+        closed, stopped = False, None
+        try:
+            if not await copying.copy({name: max(at, upto) for name, at in start.items()}, epoch):
+                return None
+        except _Full:
+            closed, upto = True, taken.close()
+        except RowUnreadable as error:
+            if not taken.ids:
+                raise
+            stopped, upto = error, taken.ids[-1]
+        if feed.epoch(channel) != epoch:
+            return None
+        if not taken.ids and stopped is None and channel.held is not None and upto == feed.sent_upto:
+            raise channel.held.copy()
+        ahead: Mapping[int, int] = {} if token is None else token.ahead
+        lines = tuple(line for lines in taken.lines for line in lines)
+        return RowPage(lines, str(Vector(upto, ahead, epoch)), closed, token is not None and token.epoch is not None)
+
+
+def _weight(page: RowPage | None) -> int:
+    return 0 if page is None else WEIGHT + sum(map(len, page.lines))

@@ -54,6 +54,7 @@ class Daemon:
     publisher: Publisher
     tubes: TubeService
     presence: PresenceService
+    reload: Callable[[], bool]
     http: Address | None = None
     redis: RedisWork | None = None
 
@@ -87,6 +88,7 @@ async def open_daemon(
             cast(StreamService, running.services["streams"]).publisher,
             cast(TubeService, running.services["tubes"]),
             cast(PresenceService, running.services["presence"]),
+            running.reload,
             None if settings.http is None else cast(Http, running.services["http"]).server.addresses[0],
             cast(RedisService, running.services["redis"]).work,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from replicad.protocol.tokens import Vector
+from replicad.protocol.tokens import MAX_TOKEN, Vector
 from replicad.streams.writer_set import WriterSet
 
 UNKNOWN = -(1 << 63) - 1  # below every bigint: a position that was not received yet
@@ -156,10 +156,10 @@ class StreamProgress:
             }
         self._writers.begin()
 
-    def token(self) -> str | None:
-        """The token to go on with; None and NOW mean: from now on."""
+    def token(self, size: int = MAX_TOKEN) -> str | None:
+        """The token to go on with, of at most `size` characters; None and NOW mean: from now on."""
         base = self._vector()
-        return str(base.shortened()) if isinstance(base, Vector) else base
+        return str(base.shortened(size)) if isinstance(base, Vector) else base
 
     def _vector(self) -> Vector | str | None:
         known = self.positions()

@@ -121,9 +121,12 @@ class Outlet:
 
 
 def _unacknowledged(stream: trio.abc.SendStream) -> int:
-    """The bytes that the socket holds for the peer (SIOCOUTQ); 0 for a stream without a socket."""
-    while isinstance(stream, trio.SSLStream):
-        stream = stream.transport_stream
+    """The bytes that the socket holds for the peer (SIOCOUTQ); 0 for a stream without a socket.
+
+    A stream that encrypts or translates has the one below as its `transport_stream`.
+    """
+    while isinstance(below := getattr(stream, "transport_stream", None), trio.abc.SendStream):
+        stream = below
     if not isinstance(stream, trio.SocketStream) or stream.socket.fileno() < 0:
         return 0
     try:

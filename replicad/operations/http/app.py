@@ -22,8 +22,9 @@ from replicad.daemon.service import Host
 from replicad.operations.http.console import FILES, Console
 from replicad.operations.http.entry import Caller, Refused, calling
 from replicad.operations.http.exposition import Exposition
+from replicad.operations.http.live import Live
 from replicad.operations.http.looks import AGE, FAILURES, Looks
-from replicad.operations.http.streams import stream_routes
+from replicad.operations.http.streams import Rows
 from replicad.operations.http.surroundings import Surroundings
 from replicad.operations.serving import STATUS
 
@@ -46,6 +47,7 @@ INDEX = """replicad
 /metrics  for Prometheus; docs/operating.md has the table
 /console  all of this for people, in a browser
 /streams/NAME/rows?after=TOKEN&limit=N  rows, a line of JSON for each; docs/transports.md
+/streams/NAME/live?after=TOKEN  the same as server-sent events, as they come
 """
 
 log = structlog.get_logger()
@@ -79,7 +81,8 @@ class Pages:
             **dict.fromkeys(FILES, console.file),
         }
         routes = [Route(path, self._answer(page)) for path, page in pages.items()]
-        routes += stream_routes(self._host)
+        routes.append(Route("/streams/{name:path}/rows", Rows(self._host)))
+        routes.append(Route("/streams/{name:path}/live", Live(self._host)))
         return Starlette(routes=[*routes, Route("/replay", self._answer(console.replay), methods=["POST"])])
 
     def _answer(self, page: Page) -> Callable[[Request], Awaitable[Response]]:

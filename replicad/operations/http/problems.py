@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from replicad.errors import BadToken, ReplicadError, TokenExpired, TokenForked
+from replicad.client.refusals import refusal
+from replicad.errors import BadToken, RemoteError, ReplicadError, TokenExpired, TokenForked
 from replicad.operations.http.entry import Refused
 
 UNAVAILABLE = 503  # of every code that is not in the table: it may be over later
@@ -41,6 +42,7 @@ class Problem(Exception):
         super().__init__(sentence)
         self.code = code
         self.status = STATUS.get(code, UNAVAILABLE) if status is None else status
+        self.logged = False  # by the session that the error comes from
         self.fields = {"code": code, "error": sentence, **more}
 
     @property
@@ -71,6 +73,15 @@ def problem_of(error: ReplicadError) -> Problem:
     if isinstance(error, TokenExpired):
         return Problem(error.code, str(error), token="EARLIEST")  # noqa: S106 - a word of the protocol
     return Problem(error.code, str(error))
+
+
+def problem_of_text(text: str) -> Problem:
+    """The answer for the text of an ERROR."""
+    error = refusal(text)
+    if isinstance(error, RemoteError):
+        code, colon, sentence = text.partition(": ")
+        return Problem(code, sentence) if colon else Problem(error.code, text)
+    return problem_of(error)
 
 
 def problem_of_refusal(refusal: Refused) -> Problem:

@@ -7,6 +7,7 @@ connection is accepted by the daemon's `Acceptor` and lives in a stream with lim
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 
 import trio
@@ -56,6 +57,7 @@ class Server:
         self._app = wrap_app(cast(Any, Pages(host, self._looks, surroundings).app()), 0, "asgi")
         self._config = _config()
         self._open: set[_Bounded] = set()
+        self._acceptor: Acceptor | None = None
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. Raises EnvironmentRefused: the address cannot be used."""
@@ -64,7 +66,7 @@ class Server:
         self.addresses = tuple(Address(*one.socket.getsockname()[:2]) for one in listeners)
         self._address = self.addresses[0]  # port 0 was a free one: it is kept when this is started again
         async with trio.open_nursery() as nursery:
-            acceptor = Acceptor(
+            acceptor = self._acceptor = Acceptor(
                 self._serve_one,
                 nursery,
                 host.troubles,
@@ -89,16 +91,21 @@ class Server:
     async def _serve_one(self, stream: trio.abc.Stream, peer: str) -> None:
         context = WorkerContext(None)
         life = trio.CancelScope(deadline=trio.current_time() + LIFE)
-        bounded = _Bounded(stream, context.terminated.set, life)
+        lent = ExitStack()  # entered when the connection becomes a session of the daemon: it no longer counts here
+        bounded = _Bounded(stream, context.terminated.set, life, lambda: lent.enter_context(self._lent()))
         state = ConnectionState({})
         state.update(peer=peer, certificate=names_of(stream), opened_at=trio.current_time(), connection=bounded)
         self._open.add(bounded)
         try:
-            with life:
+            with lent, life:
                 await TCPServer(self._app, self._config, context, state, cast(Any, bounded)).run()
         finally:
             self._open.discard(bounded)
             bounded.abort()
+
+    def _lent(self) -> AbstractContextManager[None]:
+        assert self._acceptor is not None
+        return self._acceptor.lent()
 
 
 class _Bounded(trio.abc.HalfCloseableStream):
@@ -107,16 +114,26 @@ class _Bounded(trio.abc.HalfCloseableStream):
     `ended` is called when the peer sends no more. Without it hypercorn would wait for another request all the same.
     """
 
-    def __init__(self, stream: trio.abc.Stream, ended: Callable[[], Awaitable[None]], life: trio.CancelScope) -> None:
+    def __init__(
+        self,
+        stream: trio.abc.Stream,
+        ended: Callable[[], Awaitable[None]],
+        life: trio.CancelScope,
+        on_take: Callable[[], None],
+    ) -> None:
         self._stream = stream
         self._ended = ended
         self._life = life
+        self._on_take = on_take
+        self._taken = False
         bottom = stream
         while isinstance(bottom, trio.SSLStream):
             bottom = bottom.transport_stream
         self.socket: trio.socket.SocketType = cast(trio.SocketStream, bottom).socket
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        if self._taken:
+            raise trio.BrokenResourceError("the connection was taken over")
         with trio.move_on_after(SENDING) as scope:
             await self._stream.send_all(data)
         if scope.cancelled_caught:
@@ -143,6 +160,18 @@ class _Bounded(trio.abc.HalfCloseableStream):
         with trio.move_on_after(1.0):
             await self._stream.aclose()
 
+    def take(self) -> trio.abc.Stream:
+        """Take the connection over, to answer without hypercorn and for as long as one likes. Hypercorn sends nothing
+        any more.
+
+        It goes on receiving, so it reports when the peer closes. The caller closes the stream before its app returns.
+        """
+        if not self._taken:
+            self._taken = True
+            self._on_take()
+            self._life.deadline = float("inf")
+        return self._stream
+
     def prolong(self) -> None:
         """The peer takes a long answer: the connection may last as long again."""
         self._life.deadline = max(self._life.deadline, trio.current_time() + LIFE)
@@ -162,5 +191,4 @@ def _config() -> Config:
     config.h2_max_concurrent_streams = STREAMS
     config.keep_alive_timeout = IDLE
     config.keep_alive_max_requests = REQUESTS
-    config.read_timeout = int(LIFE)
     return config

@@ -15,7 +15,6 @@ import trio
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from replicad.daemon.inside import PageRequest, RowPage
@@ -83,6 +82,8 @@ class Page:
         raise NotImplementedError
 
     def _log(self, request: Request, problem: Problem) -> None:
+        if problem.logged:
+            return
         peer = request.scope["state"]["peer"]
         log.info("request_refused", peer=peer, over="http", code=problem.code, error=str(problem))
 
@@ -166,10 +167,6 @@ async def _rendered(page: RowPage) -> bytes:
     for number, line in enumerate(page.lines):
         if number % SLICE == 0:
             await trio.lowlevel.checkpoint()
-        found.append(row_json(line))
+        _, _, instance, token, row = line.split(b" ", 4)
+        found.append(row_json(instance, token, row))
     return b"\n".join([*found, b""]) if found else b""
-
-
-def stream_routes(host: Host) -> list[Route]:
-    """The pages of streams."""
-    return [Route("/streams/{name:path}/rows", Rows(host))]

@@ -1,0 +1,155 @@
+"""`GET /streams/NAME/live?after=TOKEN`: a stream as server-sent events.
+
+The reader is a session of the daemon as any other client is. Its stream translates lines into events. The answer begins
+when the subscription is accepted or refused. So bounds, turns, slow readers, rights and logs are those of TCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import trio
+from starlette.requests import Request
+from starlette.types import Receive, Send
+
+from replicad.daemon.service import Host
+from replicad.errors import LocalProtocolError, UnknownStream
+from replicad.nurseries import open_plain_nursery
+from replicad.operations.http.entry import Caller
+from replicad.operations.http.events import OPENING, Events, Translations
+from replicad.operations.http.problems import Problem
+from replicad.operations.http.streams import Page
+from replicad.protocol.commands import Name
+from replicad.streams.commands import Replicate
+
+NAME = "http"  # of these clients in lists
+NOW = "NOW"
+SLICE = 128 << 10  # bytes that are translated before other tasks run
+LINES = 8  # commands that may wait for the session; it is sent two or three
+
+
+class Live(Page):
+    """The page."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self._translations = Translations()
+
+    async def answer(self, request: Request, send: Send, caller: Caller, name: str) -> None:  # noqa: ARG002
+        """`Page.answer`. The header Last-Event-ID, which browsers send, wins over `after`."""
+        if request.scope["http_version"] not in ("1.0", "1.1"):
+            raise Problem("wrong_version", "ask for /live with HTTP/1.1")
+        token = request.headers.get("last-event-id") or request.query_params.get("after") or NOW
+        events = Events(name, token, self._translations)
+        head = self._head(request)
+        stream = EventStream(events, name, head, request.scope["state"]["connection"].take)
+        stream.say(f"{Name(NAME).render()}\n".encode())
+        stream.subscribe(token)
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(_watch, request.receive, stream.end_input)
+            await self.host.inside.serve(stream, request.scope["state"]["peer"], caller.access)
+            nursery.cancel_scope.cancel()
+        if not stream.begun:
+            problem = events.problem or Problem("connection_lost", "the connection was ended; try again")
+            problem.logged = True
+            raise problem
+
+    def _head(self, request: Request) -> bytes:
+        fields = {
+            "content-type": "text/event-stream",
+            "cache-control": "no-store",
+            "connection": "close",  # at its end; so the body needs no length
+            "x-accel-buffering": "no",  # nginx would gather events
+            "x-content-type-options": "nosniff",
+            **self.origins.headers(request.headers.get("origin")),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        return f"HTTP/1.1 200 OK\r\n{lines}\r\n".encode("latin-1") + OPENING
+
+
+class EventStream(trio.abc.Stream):
+    """The connection of a reader as its session sees it: takes lines, and gives commands in its place.
+
+    `take` gives the connection below; it is called when the answer begins.
+    """
+
+    def __init__(self, events: Events, stream: str, head: bytes, take: Callable[[], trio.abc.Stream]) -> None:
+        self.transport_stream: trio.abc.Stream | None = None
+        self._events = events
+        self._stream = stream
+        self._head = head
+        self._take = take
+        self._says, self._said = trio.open_memory_channel[bytes](LINES)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the answer has begun."""
+        return self.transport_stream is not None
+
+    def say(self, line: bytes) -> None:
+        """Send a command to the session."""
+        with suppress(trio.ClosedResourceError):  # the reader has closed
+            self._says.send_nowait(line)
+
+    def subscribe(self, token: str) -> None:
+        """Send REPLICATE. Raises UnknownStream: no stream can have that name."""
+        try:
+            self.say(f"{Replicate(self._stream, token).render()}\n".encode())
+        except LocalProtocolError as error:
+            raise UnknownStream(f"there is no stream {self._stream[:80]!r}") from error
+
+    def end_input(self) -> None:
+        """The reader sends nothing more: the session ends."""
+        self._says.close()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:  # noqa: ARG002 - lines are short
+        """The next command; nothing at the end."""
+        try:
+            return await self._said.receive()
+        except trio.EndOfChannel:
+            return b""
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Translate whole lines and send the events."""
+        events = self._events
+        for part in _slices(bytes(data)):
+            found = events.feed(part)
+            if events.again is not None:
+                self.subscribe(events.again)
+                events.again = None
+            if self.transport_stream is None and events.started:
+                self.transport_stream = self._take()
+                found = self._head + found
+            if found and self.transport_stream is not None:
+                await self.transport_stream.send_all(found)
+            if events.over or events.problem is not None:
+                self.end_input()
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """As the connection below."""
+        if self.transport_stream is not None:
+            await self.transport_stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        """Close the connection, if the answer has begun. Otherwise somebody else answers."""
+        self.end_input()
+        if self.transport_stream is not None:
+            await self.transport_stream.aclose()
+        else:
+            await trio.lowlevel.checkpoint()
+
+
+def _slices(data: bytes) -> Iterator[bytes]:
+    begin = 0
+    while len(data) - begin > SLICE and (end := data.rfind(b"\n", begin, begin + SLICE) + 1):
+        yield data[begin:end]
+        begin = end
+    yield data[begin:] if begin else data
+
+
+async def _watch(receive: Receive, gone: Callable[[], None]) -> None:
+    """Call `gone` when the reader has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone()

@@ -1,0 +1,68 @@
+"""Lines as server-sent events: ids are the tokens of our clients, and shared blocks are the same for each reader."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicad.client.follower import Follower
+from replicad.errors import BadToken
+from replicad.operations.http.events import Events, Translations
+from replicad.protocol.commands import CORE
+from replicad.protocol.words import Side
+from replicad.streams.commands import COMMANDS
+
+VOCABULARY = CORE.with_(*COMMANDS)
+EPOCH, NEXT = "7c1fd2a90b31", "09d3b7c1e2aa"
+HELLO = b"SERVER example.com\nPING 1\n"
+ONE = f"WRITERS s {EPOCH} a=1\nPOSITION s a 5 5\n".encode()
+TWO = f"WRITERS s {EPOCH} a=1 b=2\nPOSITION s a 5 5\nPOSITION s b 5 7\n".encode()
+BLOCKS = [
+    b"RDATA s a 8 {}\nRDATA s b 9 [1, 2]\n",
+    b"RDATA s a batch 1\n",
+    b"RDATA s a batch 2\nRDATA s a 11 3\nPING 2\nPOSITION s b 9 12\n",
+    b'RDATA s b 14 {"a": "\xc3\xa9"}\nRDATA s stranger 3 4\n',
+]
+
+
+def ids(events: bytes) -> list[str]:
+    return [line[4:] for line in events.decode().split("\n") if line.startswith("id: ")]
+
+
+@pytest.mark.parametrize("preamble", [ONE, TWO])
+def test_the_ids_are_the_tokens_of_our_clients_and_shared_blocks_change_nothing(preamble: bytes) -> None:
+    shared = Translations()
+    first, second, alone = (Events("s", "5", one) for one in (shared, shared, Translations()))
+    follower = Follower()
+    follower.want("s", "5")
+    for block in [HELLO, preamble, *BLOCKS]:
+        found = first.feed(block)
+        assert second.feed(block) == found == alone.feed(block)
+        list(follower.feed(block, lambda line: VOCABULARY.parse(line.decode(), Side.SERVER) if line else None))
+        if ids(found):
+            assert ids(found)[-1] == follower.token("s")
+    assert first.started
+    assert len(shared._kept) == 3, "those of rows alone"
+    assert second.feed(b"RDATA s a 20 0\n").endswith(b'data: {"instance":"a","token":20,"row":0}\n\n')
+
+
+def test_a_fork_an_error_and_a_notice_have_events_of_their_own() -> None:
+    events = Events("s", f"{EPOCH}!5", Translations())
+    assert events.feed(HELLO + TWO).count(b"event: position") == 2
+    fork = f"POSITION s b 7 6\nWRITERS s {NEXT} a=1 b=2\nPOSITION s a 5 5\nPOSITION s b 6 6\n"
+    found = events.feed(fork.encode())
+    assert f'id: {EPOCH}!5~2.6\nevent: reset\ndata: {{"instance":"b","discard_after":6'.encode() in found
+    assert ids(found)[-1] == f"{NEXT}!5~2.6"
+    assert b"event: notice" in events.feed(b"ERROR stream_waits: stream s does not move: a right is missing\n")
+    assert not events.over
+    refused = events.feed(b"ERROR slow_reader: resume from your token\n")
+    assert b'event: refused\ndata: {"code":"slow_reader"' in refused
+    assert events.over
+    forked = Events("s", f"{EPOCH}!9", Translations())
+    text = f"ERROR bad_token: stream s forked after 4: discard the rows after 4 and resume from {NEXT}!4\n"
+    assert ids(forked.feed(text.encode())) == [forked.again] == [f"{NEXT}!4"]
+    unknown = Events("s", "NOW", Translations())
+    assert unknown.feed(b"ERROR unknown_stream: there is no stream s\n") == b""
+    assert unknown.problem is not None
+    assert (unknown.problem.status, unknown.problem.code) == (404, "unknown_stream")
+    with pytest.raises(BadToken):
+        Events("s", "nonsense", Translations())

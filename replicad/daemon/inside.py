@@ -96,8 +96,30 @@ class Inside:
     async def serve(self, stream: trio.abc.Stream, name: str, access: ClientAccess) -> None:
         """Serve a client that speaks another protocol, as a session. `stream` translates; it is closed at the end.
 
-        `name`: the client's address. `access`: what it may do.
+        `name`: the client's address. `access`: what it may do. The session is among those of all clients, so it is told
+        when the daemon stops.
+
+        Raises:
+            ConnectionLost: the daemon stops.
         """
         await self._ready.wait()
+        assert self._sessions is not None
         assert self._serve is not None
-        await self._serve(stream, name, access)
+        serve, ended = self._serve, trio.Event()
+
+        async def run() -> None:
+            try:
+                await serve(stream, name, access)
+            finally:
+                ended.set()
+
+        try:
+            self._sessions.start_soon(run)
+        except RuntimeError as error:  # the nursery is closed
+            raise ConnectionLost("the daemon is stopping") from error
+        try:
+            await ended.wait()
+        finally:
+            if not ended.is_set():
+                with trio.CancelScope(shield=True):
+                    await trio.aclose_forcefully(stream)

@@ -17,7 +17,7 @@ from replicad.postgres.bridge import Database
 from replicad.streams import registry
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
-from tests.sse import Event, event_source
+from tests.sse import Event, EventSource, event_source
 
 from .test_http import ANY_PORT, ask, bearer
 
@@ -39,21 +39,26 @@ async def test_a_reader_resumes_by_ids_through_restarts_and_has_each_row_once(
     events: Database, start_daemon: Start
 ) -> None:
     seen: list[Event] = []
+
+    async def read(source: EventSource, turn: int) -> None:
+        assert (source.status, source.headers["content-type"]) == (200, "text/event-stream")
+        first = await source.next()
+        assert (first.name, first.data["instance"], first.data["new"]) == ("position", "master", first.data["prev"])
+        while len(seen) < 300 * turn - 150:
+            seen.append(await source.until("message"))
+        await insert(events, *range(300 * turn, 300 * turn + 300))
+        while len(seen) < 300 * turn:
+            seen.append(await source.until("message"))
+
     token = "EARLIEST"
     await insert(events, *range(300))
     for turn in range(1, 4):
-        async with start_daemon() as daemon, event_source(daemon.http, LIVE, token) as source:
-            assert source.status == 200
-            assert source.headers["content-type"] == "text/event-stream"
-            first = await source.next()
-            assert (first.name, first.data["instance"], first.data["new"]) == ("position", "master", first.data["prev"])
-            while len(seen) < 300 * turn - 150:
-                event = await source.next()
-                seen += [event] if event.name == "message" else []
-            await insert(events, *range(300 * turn, 300 * turn + 300))
-            while len(seen) < 300 * turn:  # it goes away in the middle of what is there
-                event = await source.next()
-                seen += [event] if event.name == "message" else []
+        async with AsyncExitStack() as stack:
+            async with start_daemon() as daemon:
+                source = await stack.enter_async_context(event_source(daemon.http, LIVE, token))
+                await read(source, turn)
+            refused = await source.until("refused")
+            assert refused.data["code"] == "server_stopping"
             token = source.id
     assert [event.data["row"] for event in seen] == list(range(900))
     assert [event.data["token"] for event in seen] == list(range(1, 901))

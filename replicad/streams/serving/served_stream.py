@@ -190,6 +190,7 @@ class Serving:
                 nursery.start_soon(self._handle_forks)
                 self._watch()
                 reading = await self._first_position()
+                await trio.lowlevel.checkpoint_if_cancelled()  # a stopped one must not be found by anybody
                 feed = self.feed = self._context.feeds[self.name] = self._make_feed(reading)
                 self._wake()
                 log.info("stream_served", stream=self.name, position=reading.position, writers=len(feed.numbers))
@@ -206,6 +207,8 @@ class Serving:
             self._close(failure)
 
     def _watch(self) -> None:
+        if self._scope.cancel_called:
+            return  # stopped; its tasks run on to their next wait, while another Serving may watch this stream already
         self.reading = None
         position, per_writer = self._published or (None, None)
         numbers = self.stream.writers if self.feed is None else self.feed.numbers

@@ -4,6 +4,8 @@ good for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import AsyncMock
 
 import trio
@@ -11,7 +13,7 @@ from trio.testing import MockClock
 
 from replicad.daemon.journal import JournalLimits
 from replicad.errors import TableReplaced
-from replicad.postgres.horizon import Fork, Reading
+from replicad.postgres.horizon import Fork, Reading, Source
 from replicad.streams.registry import Published, Stream
 from replicad.streams.serving.feed import Feed
 from tests.unit.daemon.conftest import Streams, open_streams, settle
@@ -317,3 +319,35 @@ async def test_a_look_that_is_older_than_what_was_taken_over_begins_no_generatio
         assert streams.positions.published["s"] == (3, {})
         await streams.write("s", 4)
         assert await client.lines() == ["RDATA s master 4 1"]
+
+
+async def test_a_stream_that_ends_while_a_generation_is_taken_over_is_watched_by_its_successor_alone(
+    autojump_clock: MockClock,
+) -> None:
+    """A restored database gives reasons for both at once. What has ended must not end the watch of its successor."""
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3)
+        load, watch, old = streams.store.load_streams, streams.positions.watch, streams.publisher.servings["s"]
+        watching: list[object] = []
+
+        async def load_and_end() -> dict[str, Stream]:
+            found = await load()
+            if old.forked:
+                streams.store.load_streams = load  # type: ignore[method-assign]
+                old.over = "its table was replaced"
+                await streams.publisher._look_once()  # ends it and begins its successor, after our last wait
+            return found
+
+        def note(name: str, source: Source, on_reading: Callable[[str, Reading], None], **more: Any) -> None:
+            watching.append(on_reading.__self__)  # type: ignore[attr-defined]
+            watch(name, source, on_reading, **more)
+
+        streams.store.load_streams = load_and_end  # type: ignore[method-assign]
+        streams.positions.watch = note  # type: ignore[method-assign, assignment]
+        fork(streams, "restored", noted=2)
+        await settle(1.5)
+        assert watching == [streams.publisher.servings["s"]]
+        assert old not in watching
+        streams.positions.tell("s", 3)
+        await settle()
+        assert (await streams.connect().say("REPLICATE s NOW"))[-1].startswith("POSITION s master 3")

@@ -135,8 +135,11 @@ class Sender:
     def _causes(self, error: BaseException) -> list[str]:
         """What ended a session, as text; raises errors that must end the sender."""
         found = leaves(error)
-        if not all(isinstance(leaf, ReplicadError | Restart) for leaf in found):
+        if not all(isinstance(leaf, ReplicadError | Restart | trio.Cancelled) for leaf in found):
             raise error
+        cancelled = error.subgroup(trio.Cancelled) if isinstance(error, BaseExceptionGroup) else None
+        if cancelled is not None:  # it was to end, and the connection was lost meanwhile
+            raise cancelled
         causes = [leaf for leaf in found if isinstance(leaf, ReplicadError)]
         for cause in causes:
             if isinstance(cause, TokenAhead | TokenExpired):

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from structlog.testing import capture_logs
 
-from replicad.errors import StreamRefused, StreamRestarted, UnknownStream, UsageError
+from replicad.errors import DatabaseUnavailable, StreamRefused, StreamRestarted, UnknownStream, UsageError
 from replicad.groups import sole_leaf
 from replicad.postgres.bridge import Database
 from replicad.protocol.states import CloseReason
@@ -533,6 +534,31 @@ async def test_what_is_void_when_a_sender_starts_is_not_sent_any_more_and_withou
         await facts.execute(CUT)
         receiver.behave = lambda _: Reply()
         await receiver.expect(lambda: numbers(receiver, "a")[-1] == 102)
+
+
+async def test_a_sender_that_is_cancelled_while_its_session_fails_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail_at_the_end() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise DatabaseUnavailable("cut")
+
+    async def session(_sender: Sender) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            nursery.start_soon(fail_at_the_end)
+
+    monkeypatch.setattr(Sender, "_session", session)
+    sender = Sender(
+        SenderSettings(facts="f"), url="", schema="replicad", open_upstream=lambda _: pytest.fail("was opened")
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(sender.run)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert nursery.cancel_scope.cancelled_caught
 
 
 async def test_after_a_loss_of_rows_a_person_decides_where_to_go_on(

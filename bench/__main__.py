@@ -20,6 +20,7 @@ BENCHMARKS = {
     "commits": "Small commits: single rows to many clients, p50 / p99 and processor time, against NATS",
     "latency": "Latency: from commit to client, p50 / p99, against NOTIFY in the writer's transaction",
     "idle": "Idle connections: memory of the server for each, against NATS and Redis",
+    "sse": "Server-sent events: memory and processor time for each reader, beside readers over TCP",
     "slow": "Slow readers: what those who read get beside them, and how the slow ones end",
     "isolation": "Isolation: what polite clients wait beside attackers, and the daemon's memory before and after",
     "tubes": "Tubes: ids from the tube to a TCP client, acks included, against psql running the same statements",

@@ -89,11 +89,14 @@ class Acceptor:
         too_long: bytes = b"",
         pauses: Pauses = Pauses(),
         name: str = "listener",
+        patience: float = 0.0,
     ) -> None:
         """`refused` is called for each connection that is closed because `room` is used up. `secure` returns the stream
         after the TLS handshake; None if that failed, or there is no room for it. `give_way` waits for the next turn;
         accepting has a queue of its own, so that it does not wait behind all who send much. `too_long` are the lines
         for a client whose first line has more than `first_line` bytes. `name`: of the service in troubles.
+        `patience`: the seconds for which connections are left in the queue of the listener while there is no room,
+        before they are refused.
         """
         self._place = ("service", name, "accept")  # under which failures of `accept` are reported
         self._give_way = give_way
@@ -108,6 +111,8 @@ class Acceptor:
         self._secure = secure
         self._pauses = pauses
         self._inside = 0
+        self._patience = patience
+        self._left = trio.Event()  # set when a connection has left
         self._waiting: deque[socket.socket] = deque()  # accepted, without a session yet; the newest is the last
         self._begins = False  # whether a task begins their sessions
         self.dead = 0  # connections that were reset before they were accepted, since the start
@@ -124,8 +129,9 @@ class Acceptor:
             try:
                 while True:
                     try:
+                        full = await self._is_full()
                         self._enter(await listener.accept())
-                        self._accept_waiting(waiting)
+                        self._accept_waiting(waiting, ACCEPTED if full else min(ACCEPTED, self._free))
                     except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
                         if isinstance(error, OSError) and error.errno in _OF_ONE:
                             self.dead += 1
@@ -139,12 +145,25 @@ class Acceptor:
                 if waiting is not None:
                     waiting.close()
 
-    def _accept_waiting(self, listening: socket.socket | None) -> None:
-        """Accept more of the connections that wait. They get their sessions from a task of its own."""
+    @property
+    def _free(self) -> int:
+        return max(0, self._room - self._inside - len(self._waiting))
+
+    async def _is_full(self) -> bool:
+        """Whether there is no room, also not after `patience`. Without patience: True, so that all are accepted."""
+        with trio.move_on_after(self._patience) as scope:
+            while self._patience and not self._free:
+                if self._left.is_set():  # else another listener's task waits for it too
+                    self._left = trio.Event()
+                await self._left.wait()
+        return scope.cancelled_caught or not self._patience
+
+    def _accept_waiting(self, listening: socket.socket | None, most: int) -> None:
+        """Accept at most so many more of the connections that wait. They get their sessions from a task of its own."""
         if listening is None:
             return
         try:
-            for _ in range(ACCEPTED):
+            for _ in range(most):
                 try:
                     accepted, _address = listening.accept()
                 except BlockingIOError:
@@ -228,6 +247,7 @@ class Acceptor:
     def lent(self) -> Iterator[None]:
         """For the block, one of the connections is not counted here: somebody else counts it."""
         self._inside -= 1
+        self._left.set()
         try:
             yield
         finally:
@@ -250,6 +270,7 @@ class Acceptor:
                     await self._serve(secured, peer)
         finally:
             self._inside -= 1
+            self._left.set()
             stream.socket.close()
 
 

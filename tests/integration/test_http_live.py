@@ -216,6 +216,27 @@ async def test_readers_count_as_clients_and_not_as_requests(events: Database, st
                 assert (wrong.status, (await wrong.body())["code"]) == (400, "bad_token")
 
 
+async def test_readers_that_come_back_at_once_wait_for_room_in_place_of_being_refused(
+    events: Database, start_daemon: Start
+) -> None:
+    async with start_daemon(http_connections=2) as daemon, AsyncExitStack() as stack:
+        assert daemon.http is not None
+        some = [
+            await stack.enter_async_context(await trio.open_tcp_stream(daemon.http.host, daemon.http.port))
+            for _ in range(50)
+        ]
+        for one in some:
+            await one.send_all(f"GET {LIVE} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        with trio.fail_after(PATIENCE):
+            for one in some:
+                found = b""
+                while b"event: position" not in found:
+                    data = await one.receive_some(4096)
+                    assert data, found
+                    found += data
+        assert len(daemon.hub) == 50
+
+
 async def test_pages_of_other_origins_read_only_where_the_operator_allows_it(
     events: Database, start_daemon: Start
 ) -> None:

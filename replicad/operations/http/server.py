@@ -29,6 +29,7 @@ from replicad.streams.serving.trouble_book import daemon_name
 
 LIFE = 30.0  # seconds of a connection: who sends a header bit by bit gets no further
 HEADER_BYTES = 16 << 10  # of a request
+QUEUE = 2.0  # seconds for a connection to wait for room: a thousand readers of /live may come back at once
 IDLE = 5.0  # seconds between two requests of a connection
 SENDING = 5.0  # seconds for a peer to take an answer
 REQUESTS = 100  # on one connection, one after another
@@ -77,6 +78,7 @@ class Server:
                 first_line=HEADER_BYTES,
                 too_long=TOO_LONG,
                 name="http",
+                patience=QUEUE,
             )
             nursery.start_soon(keep_running, self._looks.run, "service", "figures", host.troubles)
             for listener in listeners:

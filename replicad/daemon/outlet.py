@@ -11,12 +11,20 @@ import os
 import struct
 import termios
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import trio
 
 Piece = bytes | memoryview
 
 MAX_PIECES = 512  # in one call; Linux takes 1,024
+
+
+@runtime_checkable
+class TakesPieces(Protocol):
+    """A stream that does the same with a piece for each peer: it must get the pieces as they are."""
+
+    async def send_pieces(self, pieces: Sequence[Piece]) -> None: ...
 
 
 class Outlet:
@@ -27,6 +35,7 @@ class Outlet:
         self.torn = False  # a send did not complete: the peer may have half a line
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
+        self._whole = stream if self._socket is None and isinstance(stream, TakesPieces) else None
         self._stall_timeout = stall_timeout
         self._sent = 0  # bytes that the socket has accepted so far
         self._blocked = False  # a send waits for the socket
@@ -83,12 +92,14 @@ class Outlet:
         """
         self.torn = True
         if self._socket is None:
-            data = b"".join(pieces)
             self._blocked = True
             with trio.fail_after(self._stall_timeout):
-                await self._stream.send_all(data)
+                if self._whole is not None:
+                    await self._whole.send_pieces(pieces)
+                else:
+                    await self._stream.send_all(b"".join(pieces))
             self._blocked = False
-            self._sent += len(data)
+            self._sent += sum(map(len, pieces))
             self.torn = False
             return
         rest = self._send_nowait(self._socket, pieces)

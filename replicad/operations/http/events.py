@@ -21,8 +21,8 @@ from replicad.protocol.tokens import Vector
 from replicad.streams.commands import Position, Writers
 
 LONGEST_ID = 2048  # characters: browsers send it back in a header. Of many writers, some rows may come again
-SHARED = 32  # translated blocks that are kept for other readers of the same rows
-SHARED_BYTES = 64 << 10  # of a block; larger ones are of clients that catch up
+SHARED = 16  # translated blocks that are kept for other readers of the same rows
+SHARED_BYTES = 256 << 10  # of a block; a chunk of a journal has half of it
 OPENING = b"retry: 2000\n\n"  # ms until a browser connects again
 PING = b": ping\n\n"
 

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import quote
 
+from replicad.errors import EnvironmentRefused
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from tests.conftest import PATIENCE, psql
@@ -75,7 +76,15 @@ class Cluster:
         _stop(self.server, how)
 
     def start(self) -> None:
-        self.server.ensure_running()
+        """Start it. What a killed server has left behind still holds its memory for a moment, and Postgres refuses."""
+        _wait(self._started, "Postgres to start")
+
+    def _started(self) -> bool:
+        try:
+            self.server.ensure_running()
+        except EnvironmentRefused:
+            return False
+        return True
 
     def restart(self, how: signal.Signals = signal.SIGQUIT) -> None:
         self.stop(how)

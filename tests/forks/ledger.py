@@ -169,7 +169,7 @@ class Ledger:
                     self._discard(name, lowest)
         self.at[writer] = new
         self._placed.add(writer)
-        if self.order is Order.NAMED and writer not in self.numbers:
+        if self.order is Order.NAMED and writer not in self.numbers and new >= previous:  # it may be taken back
             self.findings.append(f"POSITION of {writer}, to whom WRITERS gave no number")
 
     def row(self, writer: str, token: str, text: str) -> None:

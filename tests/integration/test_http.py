@@ -91,6 +91,19 @@ def settings() -> ServerSettings:
     return ServerSettings(listen=ANY_PORT, http=ANY_PORT, server_name="example.com")
 
 
+async def test_a_name_that_was_made_to_lead_here_gets_nothing_where_nobody_proves_who_he_is(
+    events: Database, daemon: Daemon
+) -> None:
+    """The owner of a name can point it at the loopback address of whoever reads his page (DNS rebinding)."""
+    assert daemon.http is not None
+    for path in ("/status", "/clients", "/metrics", "/events", "/parked?tube=t", "/streams/events/rows"):
+        found = await ask(daemon.http, path, Host=f"evil.example:{daemon.http.port}")
+        assert found.status == 403, path
+        assert "use an address or localhost in place of a host's name" in found.text
+        assert (await ask(daemon.http, path, Host=f"localhost:{daemon.http.port}")).status in (200, 404), path
+    assert (await ask(daemon.http, "/livez", Host="evil.example")).text == "ok\n"
+
+
 async def test_a_daemon_is_alive_ready_and_tells_its_figures(events: Database, daemon: Daemon) -> None:
     await events.execute("SELECT tube.tube_ensure_exists('orders', partitions => 2)")
     assert (await ask(daemon.http, "/livez")).text == "ok\n"

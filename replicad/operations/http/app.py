@@ -97,11 +97,9 @@ class Pages:
         return answer
 
     async def _bounded(self, request: Request, page: Page) -> Response:
-        state = request.scope["state"]
-        authorization = request.headers.get("authorization", "")
         try:
             with trio.fail_after(LONGEST):
-                async with calling(self._host.access, state["peer"], state["certificate"], authorization) as caller:
+                async with calling(self._host.access, request) as caller:
                     return await page(request, caller)
         except Refused as refusal:
             headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else None

@@ -6,14 +6,12 @@ the other pages.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
 import trio
@@ -24,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from replicad.config.recent import RECENT, Recent, RecentEvents
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError, UnknownTube
-from replicad.operations.http.entry import NAMES, Caller, Refused, no_such
+from replicad.operations.http.entry import NAMES, NO_NAME, Caller, Refused, is_address, no_such
 from replicad.operations.serving import REPLAY, STATUS
 from replicad.postgres.statements import call_value, statement
 
@@ -149,18 +147,8 @@ def require_own_page(headers: Headers, *, open_to_all: bool) -> None:
     origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
     if (origin is not None and origin.partition("://")[2] != host) or site != "same-origin":
         raise Refused(403, "a page of another site sent this request")
-    if open_to_all and not _is_address(host):
-        raise Refused(
-            403, "without a secret (--token-file, --access-file) use an address or localhost in place of a host's name"
-        )
-
-
-def _is_address(host: str) -> bool:
-    try:
-        name = (urlsplit(f"//{host}").hostname or "").lower()
-        return name == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
+    if open_to_all and not is_address(host):
+        raise Refused(403, NO_NAME)
 
 
 async def _body(request: Request) -> Any:

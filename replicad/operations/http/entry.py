@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
+from starlette.requests import Request
 
 from replicad.daemon.access import AccessControl, ClientAccess
 from replicad.daemon.figures import Detail, Obstacle, Sample
@@ -14,6 +17,8 @@ from replicad.daemon.service import HangUp
 from replicad.errors import Forbidden, NotAuthorised
 from replicad.protocol.states import CloseReason
 
+NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"
+NO_NAME = "without a secret (--token-file, --access-file) use an address or localhost in place of a host's name"
 NAMES = ("stream", "tube")  # labels and kinds with a name that a client may not know
 
 log = structlog.get_logger()
@@ -28,17 +33,35 @@ class Refused(Exception):
         self.why = why
 
 
+def is_address(host: str) -> bool:
+    """Whether a header `Host` holds an address or `localhost`. The owner of any other name can point it at this machine
+    and have browsers here take our answers for those of his own page (DNS rebinding).
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").lower()
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
 def no_such(kind: str, name: str) -> Refused:
     """The answer for a name that does not exist, and for one that the caller may not know."""
     return Refused(404, f"there is no {kind} {name[:80]!r}")
 
 
 class Caller:
-    """Who sent a request. `known`: it has proved who it is, or nobody has to."""
+    """Who sent a request. `unknown`: why it gets nothing that needs a right. None: it has proved who it is, or nobody
+    has to.
+    """
 
-    def __init__(self, access: ClientAccess, *, known: bool) -> None:
+    def __init__(self, access: ClientAccess, unknown: Refused | None) -> None:
         self._access = access
-        self.known = known
+        self._unknown = unknown
+
+    @property
+    def known(self) -> bool:
+        """Whether it has proved who it is, or nobody has to."""
+        return self._unknown is None
 
     @property
     def access(self) -> ClientAccess:
@@ -52,8 +75,8 @@ class Caller:
 
     def require(self, verb: str) -> None:
         """Raise Refused if the caller may not use this verb."""
-        if not self.known:
-            raise Refused(401, "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH")
+        if self._unknown is not None:
+            raise self._unknown
         try:
             self._access.require_plain(verb)
         except Forbidden as error:
@@ -61,8 +84,8 @@ class Caller:
 
     def require_on(self, verb: str, kind: str, name: str) -> None:
         """Raise Refused if the caller may not do this to the stream or tube; 404 if it may not know the name."""
-        if not self.known:
-            raise Refused(401, "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH")
+        if self._unknown is not None:
+            raise self._unknown
         try:
             if self._access.require(verb, kind, name):
                 return
@@ -89,6 +112,14 @@ class Caller:
         return self.lists(kind, found.name)
 
 
+def _unknown(control: AccessControl, access: ClientAccess, request: Request) -> Refused | None:
+    """Why the caller gets nothing; None: it has proved who it is, or nobody has to."""
+    if not control.open_to_all:
+        return None if access.client is not None else Refused(401, NO_WORD)
+    server, host = ipaddress.ip_address(request.scope["server"][0]), request.headers.get("host")
+    return Refused(403, NO_NAME) if server.is_loopback and host and not is_address(host) else None
+
+
 class _Asking:
     """What `ClientAccess` needs of a session: here it lasts for one request."""
 
@@ -100,21 +131,20 @@ class _Asking:
 
 
 @asynccontextmanager
-async def calling(
-    control: AccessControl, peer: str, certificate: frozenset[str], authorization: str
-) -> AsyncIterator[Caller]:
+async def calling(control: AccessControl, request: Request) -> AsyncIterator[Caller]:
     """The caller of a request, for the block. A word that is sent is checked, also where none is needed.
 
     Raises:
         Refused: the word is wrong, or the client has too many connections.
     """
-    access = control.enter(peer, certificate)
-    kind, _, word = authorization.partition(" ")
+    state = request.scope["state"]
+    access = control.enter(state["peer"], state["certificate"])
+    kind, _, word = request.headers.get("authorization", "").partition(" ")
     try:
-        access.begin(_Asking(peer))
+        access.begin(_Asking(state["peer"]))
         if kind.lower() == "bearer" and word.strip():
             await access.authenticate(word.strip())
-        yield Caller(access, known=control.open_to_all or access.client is not None)
+        yield Caller(access, _unknown(control, access, request))
     except NotAuthorised as error:
         raise Refused(401, str(error)) from error
     except HangUp as error:

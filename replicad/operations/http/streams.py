@@ -60,11 +60,9 @@ class Page:
     async def _answer(self, request: Request, send: Send) -> None:
         if request.method != "GET":
             raise Problem("method_not_allowed", "send GET")
-        state = request.scope["state"]
-        authorization = request.headers.get("authorization", "")
         name = request.path_params["name"]
         try:
-            async with calling(self.host.access, state["peer"], state["certificate"], authorization) as caller:
+            async with calling(self.host.access, request) as caller:
                 caller.require_on(Replicate.VERB or "", "stream", name)
                 await self.answer(request, send, caller, name)
         except Refused as refusal:

@@ -63,6 +63,7 @@ READERS = {
     "tubes create": "cities",
     "tubes alter": "cities --partitions 2",
     "tubes drop": "cities",
+    "tubes purge": "cities --shard 1",
     "tubes list": "",
     "tubes attach": "cities events",
     "tubes detach": "cities events",

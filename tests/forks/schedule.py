@@ -286,12 +286,16 @@ class Player:
         self.world.writing.go()
 
     async def _setval(self, name: str, back: int, seer: int) -> None:
-        """Set a sequence back, and write on when a daemon has told it: what no poll can see is no promise."""
+        """Set a sequence back, and write on when a daemon has told it: what no poll can see is no promise.
+
+        The daemon has told everything before, so that it is this, and no restore, by which its reader is taken back.
+        """
         await self._quiet()
         table = self._tables[name]
+        await self.world.servers[seer].wait_ready()
+        await self.world.wait_reached(table, self._plain[seer])
         to = max(1, await blocking(self.world.position_of, table) - back)
         await blocking(self.world.sql, f"BEGIN; {table.set_back(to)}; COMMIT")
-        await self.world.servers[seer].wait_ready()
         await self.world.wait_told(table, to, self._plain[seer])
         self.world.writing.go()
 

@@ -100,6 +100,16 @@ class Table:
             f"coalesce(pg_sequence_last_value('{self.sequence}'::regclass), 0))"
         )
 
+    def last_id(self) -> str:
+        """The last id that the sequence gave out."""
+        return f"SELECT coalesce(pg_sequence_last_value('{self.sequence}'::regclass), 0)"
+
+    def highest(self) -> str:
+        """The position of the writer that is furthest, while nobody writes."""
+        if self.method == "positions_table":
+            return f"SELECT coalesce(max(stream_id), 0) FROM {self.name}_positions"
+        return self.last_id()
+
     def truncate(self) -> str:
         """Empty the table and begin its ids again."""
         if self.method != "positions_table":

@@ -220,6 +220,12 @@ class World:
         ledger = seer.ledgers[table.name]
         await self.wait_for(lambda: bool(ledger.at) and max(ledger.at.values()) <= to, f"{table.name} is back at {to}")
 
+    async def wait_reached(self, table: Table, seer: Holder) -> None:
+        """Wait until a plain client was told the highest position that there is."""
+        highest = int(await blocking(self.sql, table.highest()))
+        ledger = seer.ledgers[table.name]  # whose mapping is replaced now and then
+        await self.wait_for(lambda: max(ledger.at.values(), default=-1) >= highest, f"{table.name} is at {highest}")
+
     async def wait_noted(self) -> None:
         """Wait until the database knows that all rows were published, for each writer."""
         noted = (
@@ -235,7 +241,7 @@ class World:
 
     def position_of(self, table: Table) -> int:
         """The last id that the table's sequence gave out."""
-        return int(self.sql(f"SELECT coalesce(pg_sequence_last_value('{table.sequence}'::regclass), 0)"))
+        return int(self.sql(table.last_id()))
 
     async def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = trio.current_time() + AGREEMENT

@@ -92,14 +92,14 @@ class _Plan:
         What a partition does not use goes to the next one. What is left at the end of a round goes to the partitions
         that used all of their share.
         """
-        unfinished = self._order
+        began, unfinished = list(self._places), self._order
         for _ in range(_ROUNDS):
             if not total or not unfinished:
                 break
             carried, full = 0, []
             for number, share in zip(unfinished, shares(total, len(unfinished)), strict=True):
                 offered = share + carried
-                got = self._advance(number, offered, None, 0 if regular else offered)
+                got = self._advance_more(began[number], number, offered, regular=regular)
                 carried = max(0, offered - got)
                 if got >= offered:
                     full.append(number)
@@ -128,6 +128,20 @@ class _Plan:
                 None if budget.backfill is None else backfill,
             )
             carried = [pods - got, *((0, 0) if got else (ids, backfill))]
+
+    def _advance_more(self, began: Place, number: int, pods: int, *, regular: bool) -> int:
+        """`_advance` in one of several rounds. With a limit of ids for a task the partition is asked again from where
+        the first round `began`: asked from where it is, it would get that many ids in each round.
+        """
+        if not pods or self._most_ids is None:
+            return self._advance(number, pods, None, 0 if regular else pods)
+        so_far = self._places[number]
+        had = so_far.pods - began.pods
+        self._places[number] = began
+        got = self._advance(number, had + pods, None, 0 if regular else had + pods) - had
+        if got <= 0:
+            self._places[number] = so_far
+        return max(0, got)
 
     def _advance(self, number: int, pods: int, ids: int | None, backfill: int | None) -> int:
         """Take up to `pods` more from a partition; returns how many there were."""

@@ -271,7 +271,7 @@ async def read_old_rows(world: World) -> None:
 async def scrape(world: World) -> None:
     assert world.daemon.http is not None
     async with await trio.open_tcp_stream(world.daemon.http.host, world.daemon.http.port) as stream:
-        await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
 
 async def talk(world: World) -> None:

@@ -96,6 +96,10 @@ async def test_two_writers_and_batches_have_ids_that_name_both(database: Databas
         assert ahead[2].id.partition("!")[2] == f"2~{number}.4"
         await database.execute(f"INSERT INTO events VALUES (3, 'a', '3');{positions.format(4, 4)}")
         assert await source.rows(1) == [3]
+        served = await daemon.publisher.find("events")
+        with trio.fail_after(PATIENCE):  # a page ends where all writers are, and idle ones are told once a second
+            while served.sent_upto < 4:
+                await served.channel.wait_sealed()
         for token, rows in [(ahead[2].id, [3]), (ahead[1].id, [3, 4, 5, 6]), (source.id, [])]:
             async with event_source(daemon.http, LIVE, token) as again:
                 assert await again.rows(len(rows)) == rows
@@ -133,7 +137,7 @@ async def test_a_reader_that_takes_nothing_is_cut_as_on_tcp_and_delays_nobody(
         with trio.socket.socket() as link:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await link.connect((daemon.http.host, daemon.http.port))
-            await link.send(f"GET {LIVE} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            await link.send(f"GET {LIVE} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
             assert await link.recv(4096)
             with trio.fail_after(PATIENCE):
                 while not any(cut.reason == "slow_reader" for cut in daemon.hub.cuts):
@@ -226,7 +230,7 @@ async def test_readers_that_come_back_at_once_wait_for_room_in_place_of_being_re
             for _ in range(50)
         ]
         for one in some:
-            await one.send_all(f"GET {LIVE} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            await one.send_all(f"GET {LIVE} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
         with trio.fail_after(PATIENCE):
             for one in some:
                 found = b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from replicad.protocol.tokens import Cursor
@@ -76,6 +76,7 @@ some = st.one_of(st.none(), st.integers(1, 30))
 
 
 @given(tubes, st.integers(1, 30), some, some, some)
+@example(tube_of((0, 0), (0, 0), (3, 2)), 3, None, None, 1)
 def test_planning_on_and_on_reads_everything_once_and_no_task_gets_more_than_its_ids(
     tube: Tube, pods: int, ids: int | None, backfill: int | None, of_task: int | None
 ) -> None:

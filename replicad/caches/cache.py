@@ -136,12 +136,8 @@ class Cache:
         self._guard.void(key)
         try:
             self._storage.pop(key, None)
-        except Exception as error:  # noqa: BLE001 - of the user
-            self.empty()  # the entry may still be there
-            self._failed("pop", error)
-        except BaseException:
-            self.empty()
-            raise
+        except BaseException as error:  # noqa: BLE001 - of the user
+            self._pop_failed(error)
         self._invalidated += 1
 
     def forget_all(self, entries: Sequence[Sequence[Any]]) -> int:
@@ -157,12 +153,8 @@ class Cache:
                 if guard.out:
                     guard.void(key)
                 pop(key, None)
-        except Exception as error:  # noqa: BLE001 - of the user
-            self.empty()  # the entry may still be there
-            self._failed("pop", error)
-        except BaseException:
-            self.empty()
-            raise
+        except BaseException as error:  # noqa: BLE001 - of the user
+            self._pop_failed(error)
         self._invalidated += len(entries) - bad
         return bad
 
@@ -192,6 +184,13 @@ class Cache:
         )  # fmt: skip
 
     # --- errors of the storage ---
+
+    def _pop_failed(self, error: BaseException) -> None:
+        """Raises the error again if it is no `Exception`: somebody interrupts the process."""
+        self.empty()  # the entry may still be there
+        if not isinstance(error, Exception):
+            raise error
+        self._failed("pop", error)
 
     def _failed(self, method: str, error: Exception) -> None:
         now = self._caches.now()

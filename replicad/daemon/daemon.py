@@ -26,7 +26,7 @@ from replicad.daemon.installing import install_all
 from replicad.daemon.listener import Acceptor, Pauses, open_listeners
 from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
-from replicad.daemon.pools import open_pools, plan_connections
+from replicad.daemon.pools import Pools, open_pools, plan_connections
 from replicad.daemon.relay import Pace as RelayPace
 from replicad.daemon.relay import Relay
 from replicad.daemon.service import Feature, Host, Job, Service
@@ -200,44 +200,60 @@ async def open_daemon(
         listeners = await open_listeners(settings.listen)
         await refuse_superuser(pools.short, settings)
         await install_all(pools.short, settings.database)
-        vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
-        troubles = Troubles()
-        access = AccessControl(
-            token=settings.token,
-            file=settings.access_file,
-            verbs=verbs_of(vocabulary, features),
-            troubles=troubles,
+        host = _host(
+            settings, pools, horizon, features, most_connections=budget.connections, recover=recover, pace=pace
         )
-        hub = Hub(budget.connections, troubles, settings.limits)
-        channel = partial(call_value, pools.relays, settings.database.stream_schema, "stream_relay_channel")
-        relay = Relay(pools.relays, channel, vocabulary, troubles, pace.relay)
-        poller = Poller(horizon, settings.limits, troubles, recover, pace.outages)
-        tls = settings.ssl_context()
-        handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
-        figures = Figures()
-        folder = settings.database.data_folder if settings.database.database is None else None
-        figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, folder))
-        inside = Inside()
-        host = Host(settings, pools, poller, hub, relay, troubles, access, figures, handshakes, inside, vocabulary)
         services = {feature.name: feature.open(host) for feature in features}
+        everything = [Relaying(host.hub, host.relay), *services.values()]
         async with trio.open_nursery() as nursery:
-            everything = [Relaying(hub, relay), *services.values()]
             bell = Bell(pools.positions, settings.limits.bell_interval)
             jobs = [
-                Job("poller", poller.run),
-                Job("bell", partial(poller.attend, bell)),
-                Job("sessions", hub.run),
+                Job("poller", host.poller.run),
+                Job("bell", partial(host.poller.attend, bell)),
+                Job("sessions", host.hub.run),
                 *(job for service in everything for job in service.jobs()),
             ]
-            await _start(nursery, jobs, troubles, pace.restarts)
+            await _start(nursery, jobs, host.troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
-            entrance = _Entrance(hub, dispatch, vocabulary, access, handshakes, inside)
+            entrance = _Entrance(host.hub, dispatch, host.vocabulary, host.access, host.handshakes, host.inside)
             async with _serving(settings, listeners, entrance, pauses=pace.accepting) as addresses:
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)
                 with _ready_file(settings.ready_file, addresses[0]):
-                    yield Daemon(addresses, hub, relay, troubles, services, partial(_reload, settings, entrance))
+                    reload = partial(_reload, settings, entrance)
+                    yield Daemon(addresses, host.hub, host.relay, host.troubles, services, reload)
             nursery.cancel_scope.cancel()
+
+
+def _host(
+    settings: ServerSettings,
+    pools: Pools,
+    horizon: Horizon,
+    features: Sequence[Feature],
+    *,
+    most_connections: int,
+    recover: Recover | None,
+    pace: Pace,
+) -> Host:
+    """What services find in this daemon."""
+    vocabulary = CORE.with_(*(kind for feature in features for kind in feature.commands))
+    troubles = Troubles()
+    access = AccessControl(
+        token=settings.token,
+        file=settings.access_file,
+        verbs=verbs_of(vocabulary, features),
+        troubles=troubles,
+    )
+    hub = Hub(most_connections, troubles, settings.limits)
+    channel = partial(call_value, pools.relays, settings.database.stream_schema, "stream_relay_channel")
+    relay = Relay(pools.relays, channel, vocabulary, troubles, pace.relay)
+    poller = Poller(horizon, settings.limits, troubles, recover, pace.outages)
+    tls = settings.ssl_context()
+    handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
+    figures = Figures()
+    folder = settings.database.data_folder if settings.database.database is None else None
+    figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, folder))
+    return Host(settings, pools, poller, hub, relay, troubles, access, figures, handshakes, Inside(), vocabulary)
 
 
 async def _start(nursery: trio.Nursery, jobs: Sequence[Job], troubles: Troubles, restarts: Restarts) -> None:

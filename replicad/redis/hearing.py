@@ -21,6 +21,7 @@ from replicad.errors import ConnectionLost, ReplicadError, ServerStopping
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import LockReleased, Name, RemoteServerUp
+from replicad.protocol.lines import LineTooLong
 from replicad.protocol.words import Side
 from replicad.redis.link import RedisLink
 from replicad.redis.pace import Pace
@@ -49,15 +50,17 @@ class Hearing:
         vocabulary: Vocabulary,
         publisher: Callable[[], RedisPublisher | None],
         troubles: Troubles,
+        max_line: int,
         pace: Pace,
     ) -> None:
-        """`publisher`: that of this daemon, while it has the role."""
+        """`publisher`: that of this daemon, while it has the role. `max_line`: bytes of a command."""
         self._channels = channels
         self._connect = connect
         self._inside = inside
         self._vocabulary = vocabulary
         self._publisher = publisher
         self._troubles = troubles
+        self._max_line = max_line
         self._pace = pace
         self._stream: trio.abc.Stream | None = None
         self._heard_at = 0.0
@@ -111,6 +114,8 @@ class Hearing:
                 del publisher.ours[line]
             return
         try:
+            if len(line) > self._max_line:
+                raise LineTooLong(f"a line may have at most {self._max_line} bytes")
             command = self._vocabulary.parse(line.decode(), Side.CLIENT)
         except (ReplicadError, UnicodeDecodeError) as error:
             self.refused += 1

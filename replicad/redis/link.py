@@ -15,10 +15,12 @@ import trio
 
 from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
 from replicad.redis.address import RedisAddress
+from replicad.streams.chunks import MAX_ROW
 
 CONNECT_TIMEOUT = 5.0  # seconds, with TLS and the password
 ANSWER_TIMEOUT = 5.0  # seconds for all answers to what was sent together
 READ_BYTES = 1 << 16
+MOST_BYTES = MAX_ROW + (1 << 20)  # of one message or answer: the longest row with what is around it
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError)
 _PASSING = ("LOADING", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "BUSY", "READONLY")  # the next try may be answered
 
@@ -47,6 +49,7 @@ class RedisLink:
         self._stream = stream
         self._timeout = timeout
         self._reader = hiredis.Reader()
+        self._unparsed = 0  # bytes that the reader has kept since it gave something, about
 
     async def call(self, *words: Word) -> Any:
         """The answer to one command. Raises RedisUnavailable and RedisRefused."""
@@ -138,14 +141,20 @@ class RedisLink:
         return answer
 
     def _feed(self, data: bytes) -> None:
+        self._unparsed += len(data)
+        if self._unparsed > MOST_BYTES:  # any process may publish up to 512 MB, and the reader would keep all of it
+            raise RedisUnavailable(f"{self.address} sent a message of over {MOST_BYTES} bytes, which is not read")
         self._reader.feed(data)
 
     def _parse(self) -> Any:
         """The next answer; False if it is not complete."""
         try:
-            return self._reader.gets()
+            answer = self._reader.gets()
         except hiredis.ProtocolError as error:
             raise RedisUnavailable(f"{self.address} does not speak the protocol of Redis: {error}") from error
+        if answer is not False:
+            self._unparsed = 0
+        return answer
 
 
 async def open_redis(address: RedisAddress, *, name: str, timeout: float = ANSWER_TIMEOUT) -> RedisLink:

@@ -15,7 +15,7 @@ import trio
 
 from replicad.client.events import GenerationBegan, PositionMoved, Reset, RowBatch
 from replicad.daemon.troubles import Troubles
-from replicad.errors import ReplicadError
+from replicad.errors import RedisUnavailable, ReplicadError
 from replicad.nurseries import open_plain_nursery
 from replicad.redis.intake import Intake, Item, Standing, Stopped
 from replicad.redis.messages import COMMON, MISSED, OWN, STOPPED, Published, Step
@@ -23,7 +23,7 @@ from replicad.redis.outlet import RedisOutlet
 from replicad.redis.pace import Pace
 from replicad.retry import Backoff
 
-MOST_SAID = 1000  # lines of other clients that wait to be published; then the oldest are dropped
+MOST_SAID = 1000  # lines of other clients that wait to be published; then the oldest are dropped, and counted
 
 Steps = list[tuple[str, Step]]  # each with its stream
 
@@ -42,10 +42,9 @@ class RedisPublisher:
         """`tokens`: of what was published before this turn."""
         self.intake = intake
         self.tokens = tokens  # of what has been published
-        self.grown = (
-            trio.Event()
-        )  # set when streams were published for the first time: their tokens should be noted soon
+        self.grown = trio.Event()  # set when streams were published for the first time: note their tokens soon
         self.lines = 0  # published since the turn began
+        self.dropped = 0  # lines of clients that were not published: there were too many
         self.ours: Counter[bytes] = Counter()  # lines of clients that we have published and not heard ourselves yet
         self.connected = False
         self._connect = connect
@@ -87,8 +86,7 @@ class RedisPublisher:
     def say(self, line: bytes) -> None:
         """Publish a command of another client of the daemon, on the channel of the server. Never waits."""
         self._said.append(line)
-        while len(self._said) > MOST_SAID:
-            self._said.popleft()
+        self._drop_oldest()
         self._wait.cancel()
 
     # --- how ---
@@ -157,12 +155,28 @@ class RedisPublisher:
             self._sync_at = now + self._pace.sync
             await outlet.announce()
             steps += [(name, one.sync()) for name, one in streams]
-        while self._said:
-            line = self._said.popleft()
-            self.ours[line] += 1
-            steps.append(("", [COMMON, line]))
-        self.lines += await outlet.publish(steps)
+        said, self._said = self._said, deque()
+        self.ours.update(said)
+        steps += [("", [COMMON, line]) for line in said]
+        try:
+            self.lines += await outlet.publish(steps)
+        except BaseException:
+            self._said.extendleft(reversed(said))  # perhaps published twice, which does no harm; lost would
+            self._drop_oldest()
+            raise
         await trio.lowlevel.checkpoint()
+
+    def _drop_oldest(self) -> None:
+        if len(self._said) <= MOST_SAID:
+            return
+        while len(self._said) > MOST_SAID:
+            self._said.popleft()
+            self.dropped += 1
+        error = RedisUnavailable(
+            f"over {MOST_SAID} commands of clients waited to be published; the oldest are left out: processes that "
+            "listen on Redis do not get them"
+        )
+        self._troubles.record("service", "redis", "commands", error)
 
 
 def _take(published: Published, standing: Standing) -> None:

@@ -51,6 +51,7 @@ class RedisWork:
             vocabulary=host.vocabulary,
             publisher=lambda: self.turns.publisher,
             troubles=host.troubles,
+            max_line=settings.limits.max_line,
             pace=pace,
         )
 

@@ -9,7 +9,8 @@ import trio.testing
 
 from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
 from replicad.redis.address import parse_redis
-from replicad.redis.link import RedisLink, refused
+from replicad.redis.link import MOST_BYTES, RedisLink, refused
+from replicad.streams.chunks import MAX_ROW
 
 ADDRESS = parse_redis("redis://:s3cret@db1")
 
@@ -65,3 +66,16 @@ async def test_a_message_that_comes_together_with_the_answer_to_subscribe_is_not
     await link.subscribe(["a"])
     with trio.fail_after(60):
         assert await link.messages() == [(b"a", b"one")]
+
+
+async def test_a_message_beyond_the_longest_row_is_not_kept_in_memory() -> None:
+    ours, theirs = trio.testing.memory_stream_pair()
+    link = RedisLink(ours, ADDRESS, 60.0)
+    head = b"*3\r\n$7\r\nmessage\r\n$1\r\na\r\n"
+    most = b"$%d\r\n%s\r\n" % (MAX_ROW, b"x" * MAX_ROW)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(theirs.send_all, head + most)
+        assert [len(message) for _, message in await link.messages()] == [MAX_ROW]
+        nursery.start_soon(theirs.send_all, head + b"$500000000\r\n" + b"x" * (MOST_BYTES + 1))
+        with pytest.raises(RedisUnavailable, match=f"over {MOST_BYTES} bytes"):
+            await link.messages()

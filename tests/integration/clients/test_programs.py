@@ -19,7 +19,7 @@ from .conftest import wait_until
 from .fake import FakeDaemon
 
 BLOCKING = """
-import logging, sys
+import logging, sys, time
 from replicad.caches.blocking_invalidator import CacheInvalidator
 from replicad.client import Connected, Disconnected
 from replicad.retry import Backoff
@@ -28,13 +28,22 @@ from replicad.tubes.commands import Part
 
 OPTIONS = dict(first_patience=None, also=(Connected, Disconnected))
 
+class Watched(CacheInvalidator):
+    lost = False
+    def stand(self, *, live, problem=None):
+        self.lost = self.lost or (self.live and not live)
+        super().stand(live=live, problem=problem)
+
 def reconnecting(port):
-    caches, connections, quickly = CacheInvalidator(), 0, Backoff(cap=0.1)
+    caches, connections, quickly = Watched(), 0, Backoff(cap=0.1)
     with BlockingClient("127.0.0.1", port, name="a program") as client, caches.following(client, backoff=quickly):
         for event in client.follow({"events": None}, backoff=Backoff(cap=0.1), **OPTIONS):
             connections += isinstance(event, Connected)
             caches.wait_live(60)
-            if connections == 2:
+            if connections >= 2:
+                while not caches.lost:
+                    time.sleep(0.01)
+                caches.wait_live(60)
                 return
 
 def following(port):
@@ -69,8 +78,14 @@ from replicad.tubes.commands import Part
 
 OPTIONS = dict(first_patience=None, also=(Connected, Disconnected))
 
+class Watched(CacheInvalidator):
+    lost = False
+    def stand(self, *, live, problem=None):
+        self.lost = self.lost or (self.live and not live)
+        super().stand(live=live, problem=problem)
+
 async def reconnecting(port):
-    caches, connections = CacheInvalidator(), 0
+    caches, connections = Watched(), 0
     async with open_client("127.0.0.1", port, name="a program") as client, trio.open_nursery() as nursery:
         async def follow_caches(task_status):
             await caches.run(client, backoff=Backoff(cap=0.1), task_status=task_status)
@@ -78,7 +93,10 @@ async def reconnecting(port):
         async for event in client.follow({"events": None}, backoff=Backoff(cap=0.1), **OPTIONS):
             connections += isinstance(event, Connected)
             await caches.wait_live()
-            if connections == 2:
+            if connections >= 2:
+                while not caches.lost:
+                    await trio.sleep(0.01)
+                await caches.wait_live()
                 nursery.cancel_scope.cancel()
                 return
 

@@ -61,6 +61,7 @@ class Destination:
         "_terms",
         "_units",
         "_unread",
+        "_unsure",
         "_woken",
         "aside",
         "behind",
@@ -121,8 +122,9 @@ class Destination:
         self._held: list[Pdu | Edu] = []  # the facts and updates in the transaction
         self._units = 1  # of these, those that may be sent apart
         self._suspects: Suspects | None = None  # some of them are refused
+        self._unsure = False  # the transaction was sent before, and may have been accepted
         self.aside: tuple[Aside, ...] = ()  # each is refused; others are on trial
-        self.refused: Transaction | None = None  # the transaction of the first of them
+        self.refused: Transaction | None = None  # what is repeated if the trial ends without one that is accepted
 
     def enqueue(self, pdu: Pdu, now: float) -> bool:
         """Queue a fact that was stored just now. False if the destination has had it already."""
@@ -172,6 +174,7 @@ class Destination:
             or self.behind
             or self.edus_behind
             or self._unread
+            or self.aside
         )
 
     @property
@@ -237,7 +240,7 @@ class Destination:
         if page.transaction is not None:
             self.transaction, self.written = page.transaction, True
             self.aside, self.refused = page.transaction.aside, page.transaction.refused
-            self._units = 1  # it may have been accepted: it is not split
+            self._units, self._unsure = 1, True  # it may have been accepted: it is not split
             self.newest = max(self.newest, page.transaction.upto)  # it is not recorded again
             self.serial = max(self.serial, page.transaction.serial)
             return
@@ -265,6 +268,7 @@ class Destination:
         self._require(Phase.RESTING)
         if self.transaction is None:
             self.transaction, self.written = self._make(ts), False
+            self._unsure = False
         if self.transaction is None and self.aside:
             self._end_trial()
             return False
@@ -293,7 +297,9 @@ class Destination:
         `chance` is as for `Backoff.delay`; `at_least` is the pause that the destination asked for (s); `refused` is why
         it accepts no such request. Then a new transaction is split at once, until a single item is refused; that is
         tried again. When the back-off has reached catch-up, it is set aside, and the next item is tried, and so on. If
-        one is accepted, those before it are parked; if none is, the destination refuses everything.
+        one is accepted, those before it are parked; if none is, the destination refuses everything, and what is
+        repeated is the first. But if one of them may have been accepted before, it is the last such one: what comes
+        before it is not sent after it, and it is never sent under another id.
         """
         units, on_trial = self._units, bool(self.aside)
         lost = self._finish()
@@ -318,9 +324,9 @@ class Destination:
         if refused is None or not away:
             self.aside, self.refused = (), None  # the store has them, with the transaction
             return True
-        if self.refused is None:
-            self.refused = lost
-        self.aside = (*self.aside, Aside(lost.upto, lost.edu_numbers, refused))
+        if self.refused is None or self._unsure:
+            self.refused = replace(lost, refused=None)
+        self.aside = (*lost.aside, Aside(lost.upto, lost.edu_numbers, refused))
         if len(self.aside) >= MOST_ASIDE:
             self._end_trial()
         return False
@@ -361,7 +367,7 @@ class Destination:
         self.behind = self.edus_behind = self._unread = True
 
     def _end_trial(self) -> None:
-        """Nothing was accepted: what was refused first is repeated after the back-off, and nothing is parked."""
+        """Nothing was accepted: `refused` is repeated after the back-off, and only what it has aside may be parked."""
         self.transaction, self.written = self.refused, False
         self.aside, self.refused, self._units = (), None, 1
         self._reread()

@@ -111,7 +111,7 @@ class Transaction:
 
     `upto` is how far the destination has got once it took this; `ts` is when it was made, in ms since 1970.
     `edu_numbers` are the places in the store of those updates that are kept there. `aside` is what was refused
-    before it, and will be parked if this one is accepted; `refused` is the first of these transactions.
+    before it, and will be parked if this one is accepted; `refused` is what is repeated if no other is.
     """
 
     id: str

@@ -384,4 +384,5 @@ def _refused(found: dict[str, Any] | None) -> Transaction | None:
     if found is None:
         return None
     lists = {name: tuple(found[name]) for name in ("pdus", "edus", "edu_numbers")}
-    return Transaction(**{**found, **lists, "upto": Order(*found["upto"]), "aside": ()})
+    aside = tuple(Aside(Order(*upto), tuple(numbers), reason) for upto, numbers, reason in found["aside"])
+    return Transaction(**{**found, **lists, "upto": Order(*found["upto"]), "aside": aside})

@@ -163,7 +163,8 @@ async def test_what_is_refused_is_parked_when_what_follows_it_is_taken_and_found
     await store.record_edus("to_device", 1, [("a", Edu('"u1"', "k")), ("a", Edu('"u2"'))])
     page = await store.page("a", ALL, pdus=9, pdu_bytes=999, edus=9)
     numbers = [edu.number or 0 for edu in page.edus]
-    first = make_transaction("a", serial=1, ts=1, upto=Order(2, 0), pdus=["1", '"é"'])
+    earlier = (Aside(Order(1, 0), (7,), "status 422"),)
+    first = replace(make_transaction("a", serial=1, ts=1, upto=Order(2, 0), pdus=["1", '"é"']), aside=earlier)
     aside = (Aside(Order(2, 0), (), "status 400"), Aside(Order(2, 0), (numbers[0],), "status 413"))
     after = await store.page("a", replace(ALL, after=Order(2, 0)), pdus=1, pdu_bytes=999, edus=9)
     assert ([pdu.order for pdu in after.pdus], after.more_pdus) == ([(3, 0)], True)

@@ -125,10 +125,11 @@ class Intake:
     async def _take_next(self, upstream: Upstream, read: trio.MemoryReceiveChannel[Told | GenerationBegan]) -> None:
         """Process the events that have come, or store positions if none comes."""
         events: list[Told | GenerationBegan] = []
-        with trio.move_on_after(IDLE_TOKEN if self._told else math.inf):
+        behind = self._others_are_behind()
+        with trio.move_on_after(IDLE_TOKEN if self._told or behind else math.inf):
             events.append(await read.receive())
         if not events:
-            await self._write_positions(upstream)
+            await self._write_positions(upstream, look=behind)
         while events and len(events) < ROWS:
             try:
                 events.append(read.receive_nowait())
@@ -251,12 +252,22 @@ class Intake:
         self._told.pop(stream, None)
         self._acknowledge(upstream)
 
-    async def _write_positions(self, upstream: Upstream) -> None:
+    def _others_are_behind(self) -> bool:
+        """Whether another sender of our name had recorded less when we looked. Two that record at the same time do not
+        see each other: each would leave the ack to the other.
+        """
+        return any(
+            upto is not None and upto < (self._recorded.get(stream) or 0) for stream, upto in self._everywhere.items()
+        )
+
+    async def _write_positions(self, upstream: Upstream, *, look: bool) -> None:
         for stream, token in self._told.items():
             if token > (self._recorded.get(stream) or 0):
                 self._everywhere[stream] = await self._store.record(stream, token, Recording())
                 self._recorded[stream] = token
         self._told.clear()
+        if look:
+            self._everywhere |= {stream: one.everywhere for stream, one in (await self._store.recorded()).items()}
         self._acknowledge(upstream)
 
     def _acknowledge(self, upstream: Upstream) -> None:

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, cast
 
 import pytest
+import trio
+import trio.testing
 
 from replicad.client.events import Reset, RowBatch
 from replicad.errors import StreamRestarted
@@ -45,6 +47,7 @@ class Events:
     def __init__(self, *events: Told | str) -> None:
         self.events = events
         self.now = "g0"
+        self.acknowledged: list[int] = []
 
     async def follow(self) -> AsyncIterator[Told]:
         for event in self.events:
@@ -57,7 +60,7 @@ class Events:
         return self.now
 
     def acknowledge(self, sender: str, stream: str, token: int) -> None:
-        self.acknowledged = token
+        self.acknowledged.append(token)
 
 
 class Destinations(list[str]):
@@ -70,11 +73,8 @@ class Destinations(list[str]):
         raise AssertionError("nothing is new")
 
 
-async def run(
-    state: State, *events: Told | str, recorded: int = 70, known: Iterable[str] = ("a", "b")
-) -> list[type[Any]]:
-    """Why the intake ended."""
-    intake = Intake(
+def intake_of(state: State, known: Iterable[str] = ("a", "b")) -> Intake:
+    return Intake(
         store=cast("Store", state),
         engine=cast("Engine", Destinations(known)),
         router=FixedRouter(("a",)),
@@ -83,6 +83,13 @@ async def run(
         mine=lambda _: True,
         objection=lambda _: None,
     )
+
+
+async def run(
+    state: State, *events: Told | str, recorded: int = 70, known: Iterable[str] = ("a", "b")
+) -> list[type[Any]]:
+    """Why the intake ended."""
+    intake = intake_of(state, known)
     with pytest.raises(BaseExceptionGroup) as caught:
         await intake.run(cast("Upstream", Events(*events)), {"facts": Recorded(recorded, "g0")})
     return [type(leaf) for leaf in leaves(caught.value)]
@@ -114,3 +121,27 @@ async def test_the_next_generation_is_stored_before_its_first_row_and_after_what
     assert await run(state, rows[0], "g1", rows[1], "g2", Reset("facts", "*", 50, "forked")) == [Restart]
     assert state.written == [71, "g1", 72]
     assert state.forked == [("facts", 50)]
+
+
+async def test_what_two_senders_of_a_name_record_at_the_same_time_is_acknowledged_without_another_row(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Neither transaction sees the other: each finds that the other is behind."""
+
+    class Both(State):
+        async def record(self, stream: str, upto: int, recording: object) -> int:
+            return 70
+
+        async def recorded(self) -> dict[str, Recorded]:
+            return {"facts": Recorded(71, everywhere=71)}
+
+    class Quiet(Events):
+        async def follow(self) -> AsyncIterator[Told]:
+            async for event in super().follow():
+                yield event
+            await trio.sleep_forever()
+
+    intake, upstream = intake_of(Both(70)), Quiet(RowBatch("facts", "*", 71, ["{}"]))
+    with trio.move_on_after(60):
+        await intake.run(cast("Upstream", upstream), {"facts": Recorded(70, "g0", 70)})
+    assert upstream.acknowledged == [70, 71]

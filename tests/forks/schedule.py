@@ -293,6 +293,8 @@ class Player:
         await self._quiet()
         table = self._tables[name]
         await self.world.servers[seer].wait_ready()
+        if advance := table.advance():  # else the linear order waits for writers that are idle
+            await blocking(self.world.sql, advance)
         await self.world.wait_reached(table, self._plain[seer])
         to = max(1, await blocking(self.world.position_of, table) - back)
         await blocking(self.world.sql, f"BEGIN; {table.set_back(to)}; COMMIT")

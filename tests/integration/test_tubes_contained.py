@@ -240,7 +240,7 @@ STEPS = {
     "the look for backfills": ("replicad.tubes.backfill.Backfiller.run", "service"),
     "a tube's jobs": ("replicad.tubes.backfill.Backfiller._jobs", "tube"),
     "a backfill": ("replicad.tubes.backfill.Backfiller._backfill", "tube"),
-    "watching a tube": ("replicad.tubes.serving.service.TubeService._watch", "tube"),
+    "watching a tube": ("replicad.tubes.serving.known.KnownTubes._watch", "tube"),
     "waking": ("replicad.tubes.pods.PodBook.shards_between", "tube"),
 }
 

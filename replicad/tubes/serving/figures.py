@@ -57,7 +57,8 @@ FAMILIES = (
 class Served(Protocol):
     """What is needed of `TubeService`, which has the docstrings."""
 
-    tubes: dict[str, TubeInfo]
+    @property
+    def tubes(self) -> Mapping[str, TubeInfo]: ...
 
     @property
     def seen_leases(self) -> Sequence[LeaseView]: ...

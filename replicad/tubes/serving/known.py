@@ -1,0 +1,149 @@
+"""Which tubes there are, how far their positions are, and why one cannot be served.
+
+Looked at every second, and again whenever a request is for a tube that is not known or not served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from replicad.daemon.service import Positions
+from replicad.daemon.troubles import Troubles
+from replicad.errors import TubeRefused, UnknownTube
+from replicad.postgres.horizon import LockSource, Reading
+from replicad.tubes.pods import TubeInfo
+from replicad.tubes.serving.books import PodStore
+from replicad.tubes.serving.vacancies import Vacancies
+from replicad.tubes.serving.waiters import Waiters
+
+TUBE = "tube"  # the kind of the troubles of one tube; a trouble of all tubes has the kind "service"
+
+
+class KnownTubes:
+    """The tubes of one schema. A fault of one is a trouble of that tube, and the answer to requests for it."""
+
+    def __init__(
+        self, pods: PodStore, poller: Positions, waiters: Waiters, vacancies: Vacancies, troubles: Troubles
+    ) -> None:
+        self.tubes: dict[str, TubeInfo] = {}
+        self.readings: dict[str, Reading] = {}  # the last one of each tube
+        self._pods = pods
+        self._poller = poller
+        self._waiters = waiters
+        self._vacancies = vacancies
+        self._troubles = troubles
+        self._watched: dict[str, LockSource] = {}
+        self._refused: dict[str, str] = {}  # tube: why it has no position
+        self._looks = self._newest_look = 0
+
+    def fault(self, tube: str) -> str | None:
+        """Why a tube cannot be served; None if it can."""
+        info = self.tubes.get(tube)
+        return (info.fault if info is not None else None) or self._refused.get(tube)
+
+    def partitions(self, tube: str) -> int | None:
+        """The number of partitions at the last look."""
+        info = self.tubes.get(tube)
+        return None if info is None else info.partitions
+
+    async def find(self, tube: str, lists: Callable[[str], bool] = lambda _: True) -> TubeInfo:
+        """The tube. Raises UnknownTube, also if the client may not know the name (`lists`)."""
+        hidden = not lists(tube)
+        if hidden or tube not in self.tubes or self.fault(tube) is not None:  # made, made again or mended just now?
+            await self.look()
+        found = None if hidden else self.tubes.get(tube)
+        if found is None:
+            known = ", ".join(sorted(filter(lists, self.tubes))) or "none yet; make one with `replicad tubes create`"
+            raise UnknownTube(f"there is no tube {tube[:80]!r}; the tubes are: {known}")
+        return found
+
+    async def served(self, tube: str) -> TubeInfo:
+        """The tube. Raises UnknownTube, or TubeRefused with the reason if it cannot be served."""
+        info = await self.find(tube)
+        fault = self.fault(tube)
+        if fault is not None:
+            raise _broken(tube, fault)
+        return info
+
+    async def refuse_broken(self, tube: str) -> None:
+        """As `served`, but accepts an unknown tube: the SQL statement checks the lease first and then refuses it."""
+        if tube in self.tubes:
+            await self.served(tube)
+
+    async def why_broken(self, tube: str) -> TubeRefused | None:
+        """The fault of a tube, looked at now; None if it has none."""
+        await self.look()
+        info = self.tubes.get(tube)
+        return None if info is None or info.fault is None else _broken(tube, info.fault)
+
+    # --- looking ---
+
+    async def look(self) -> None:
+        """Read which tubes there are. Raises DatabaseError."""
+        self._looks += 1
+        number = self._looks
+        found = {info.name: info for info in await self._pods.tubes()}
+        if number < self._newest_look:
+            return  # a look that began later has already finished
+        self._newest_look = number
+        before, self.tubes = self.tubes, found
+        for name in before.keys() - found.keys():
+            self._unwatch(name)
+        troubled = {trouble.place.name for trouble in self._troubles.current() if trouble.place.kind == TUBE}
+        for name in troubled - found.keys():
+            self._troubles.forget(TUBE, name)
+        for name, info in found.items():
+            with self._troubles.contain(TUBE, name, "look"):
+                self._watch(info, before.get(name))
+
+    def _watch(self, info: TubeInfo, before: TubeInfo | None) -> None:
+        """Watch the tube's table, which may have been replaced, and report its fault."""
+        wanted = None
+        if info.table_oid is not None and info.sequence_oid is not None:
+            wanted = LockSource(info.table_oid, info.sequence_oid, own_deletes=True)
+        if wanted != self._watched.get(info.name):
+            self._unwatch(info.name)
+            if wanted is not None:
+                self._poller.watch(f"tube:{info.name}", wanted, self._on_reading)
+                self._watched[info.name] = wanted
+        if info.fault is None:
+            self._troubles.end(TUBE, info.name, "table")
+        else:
+            self._troubles.begin(TUBE, info.name, "table", info.fault, code=TubeRefused.code)
+        if before is not None and info.fault != before.fault:
+            self._wake(info.name)
+        elif before is not None and info.partitions != before.partitions:
+            self._wake(info.name, but={1, info.partitions})
+
+    def _wake(self, tube: str, but: Container[int] = ()) -> None:
+        """Let requests that wait look again: their own statements show what has changed. `but`: as `Waiters.wake`."""
+        self._waiters.wake(tube, but)
+        self._vacancies.wake(tube, but)
+
+    def _unwatch(self, name: str) -> None:
+        self._poller.unwatch(f"tube:{name}")
+        self._watched.pop(name, None)
+        self._refused.pop(name, None)
+        self.readings.pop(name, None)
+        self._troubles.end(TUBE, name, "position")
+        self._waiters.forget(name)
+        self._vacancies.wake(name)
+
+    def _on_reading(self, name: str, reading: Reading) -> None:
+        tube = name.removeprefix("tube:")
+        self.readings[tube] = reading
+        if reading.refused is None:
+            if self._refused.pop(tube, None) is not None:
+                self._troubles.end(TUBE, tube, "position")
+        elif self._refused.get(tube) != str(reading.refused):
+            self._refused[tube] = str(reading.refused)
+            self._troubles.begin(TUBE, tube, "position", str(reading.refused), code=TubeRefused.code)
+            self._wake(tube)
+        if reading.fork is not None:  # pods have no history: go on with the ids of now
+            self._poller.watch(name, self._watched[tube], self._on_reading)
+        elif reading.position is not None:
+            self._waiters.note_position(tube, reading.position)
+
+
+def _broken(tube: str, fault: str) -> TubeRefused:
+    return TubeRefused(f"tube {tube} cannot be served: {fault}")

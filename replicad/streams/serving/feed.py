@@ -207,7 +207,8 @@ class Feed:
         self._changed.set()
 
     async def run(self) -> None:
-        """Serve the stream until cancelled."""
+        """Serve the stream until cancelled. Raises StreamRefused if its writers have got other numbers."""
+        refused = False
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._main.run)
@@ -217,11 +218,15 @@ class Feed:
                 self._changed = trio.Event()
                 try:
                     await self._follow()
-                except (DatabaseError, TableReplaced) as error:
+                except (DatabaseError, TableReplaced, StreamRefused) as error:
+                    if isinstance(error, StreamRefused) and refused:
+                        raise  # no fork was found that explains it: the stream is served anew
+                    refused = isinstance(error, StreamRefused)
                     self._troubles.fail("stream", self.name, FOLLOW, error)
                     await trio.sleep(self._pace.follow_retry)
                     self._changed.set()
                 else:
+                    refused = False
                     self._troubles.end("stream", self.name, FOLLOW)
 
     async def _follow(self) -> None:
@@ -242,9 +247,13 @@ class Feed:
 
     async def has_same_writers(self) -> bool:
         """Whether all writers have the numbers in the database that were sent to readers."""
-        numbers = {number: name for name, number in self._writers.every.items()}
-        found = {one.number: one.name for one in await self._store.named(self.stream, numbers)}
-        return found == numbers
+        looked = None
+        while looked != self._writers.every:  # one may join meanwhile
+            looked = dict(self._writers.every)
+            found = {one.name: one.number for one in await self._store.named(self.stream, looked.values())}
+            if found != looked:
+                return False
+        return True
 
     def adopt(self, stream: Stream, lineage: Lineage, shared: Vector) -> None:
         """Go on in another generation. Readers are sent back to the position `shared` with the one before."""
@@ -253,6 +262,7 @@ class Feed:
             self.rewinds += 1
             self.late_rows = 0
         self.lineage = lineage
+        self._writers.forked()
         self.renew(stream)
         reading = self.reading
         kept = min(_known(reading), shared.minimum)

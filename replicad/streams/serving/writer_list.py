@@ -13,6 +13,7 @@ import structlog
 import trio
 
 from replicad.daemon.troubles import Troubles
+from replicad.errors import StreamRefused
 from replicad.streams.registry import Stream
 from replicad.streams.rows import MASTER
 from replicad.streams.store import Store
@@ -42,6 +43,7 @@ class WriterList:
         self._registered: Set[str] = stream.writers.keys() - {ALL}  # as of the last update
         self._news: Set[str] | None = None  # a newer state of the registry, for the next update
         self._reported = False
+        self._forks = 0
 
     def on_registered(self, writers: Set[str]) -> bool:
         """Take the names of the registered writers that are not retired. True if they have changed."""
@@ -97,8 +99,28 @@ class WriterList:
         await self.add({one.name for one in found if not one.retired})
         return missing - {one.number for one in found}
 
+    def forked(self) -> None:
+        """Another generation is taken over: a registration that was asked for before may be of a database that was
+        replaced since.
+        """
+        self._forks += 1
+
     async def _register(self, names: Iterable[str]) -> None:
-        self.every |= await self._store.ensure_writers(self._stream, names)
+        """Raises StreamRefused where the database has given a number to another writer than we: it was restored, and
+        which generation it is in is not known yet.
+        """
+        names, found, forks = list(names), dict[str, int](), -1
+        while forks != self._forks:
+            forks = self._forks
+            found = await self._store.ensure_writers(self._stream, names)
+        taken = {number: name for name, number in self.every.items()}
+        for name, number in found.items():
+            if taken.get(number, name) != name or self.every.get(name, number) != number:
+                raise StreamRefused(
+                    f"writers of stream {self._stream.name} have other numbers in the database than readers were told "
+                    f"({name} is {number}): it was restored; try again"
+                )
+        self.every |= found
 
     def _list(self, numbers: dict[str, int]) -> trio.Event:
         joining, leaving = numbers.keys() - self.numbers.keys(), self.numbers.keys() - numbers.keys()

@@ -4,7 +4,7 @@ good for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -351,3 +351,69 @@ async def test_a_stream_that_ends_while_a_generation_is_taken_over_is_watched_by
         streams.positions.tell("s", 3)
         await settle()
         assert (await streams.connect().say("REPLICATE s NOW"))[-1].startswith("POSITION s master 3")
+
+
+def restore_registry(streams: Streams, **writers: int) -> None:
+    """The registry is that of a dump: with these writers, and no row of the stream."""
+    put(streams)
+    streams.store.change("s", writers={"master": 1, **writers})
+
+
+def told_numbers(lines: list[str]) -> list[dict[str, int]]:
+    """What each line of WRITERS says."""
+    pairs = [[word.split("=") for word in line.split()[3:]] for line in lines if line.startswith("WRITERS")]
+    return [{name: int(number) for name, number in some} for some in pairs]
+
+
+async def test_a_restored_registry_that_gives_the_number_of_one_writer_to_another_is_never_told_to_readers(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_streams("s", by_writer=True) as streams:
+        client = streams.connect()
+        await client.say("REPLICATE s NOW")
+        await streams.write("s", 1, writer="a")
+        await streams.write("s", 2, writer="a")
+        assert "RDATA s a 2 1" in await client.lines()
+        restore_registry(streams, b=2)  # another daemon has seen b first
+        await streams.write("s", 5, writer="b")  # before the fork is found
+        fork(streams, "restored", noted=0)
+        await settle(3)
+        streams.positions.tell("s", 5)
+        await settle(3)
+        lines = await client.lines()
+        assert all(len(set(told.values())) == len(told) for told in told_numbers(lines)), lines
+        assert any(line.startswith("ERROR") for line in lines), "the client begins anew"
+        again = await streams.connect().say(f"REPLICATE s {streams.store.streams['s'].epoch}!0")
+        assert told_numbers(again) == [{"master": 1, "b": 2}]
+        assert "RDATA s b 5 1" in again
+
+
+async def test_a_number_that_was_answered_by_the_database_before_it_was_restored_is_asked_for_again(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_streams("s", by_writer=True) as streams:
+        client, answered, may_arrive = streams.connect(), trio.Event(), trio.Event()
+        await client.say("REPLICATE s NOW")
+        honest = streams.store.ensure_writers
+
+        async def late(stream: Stream, names: Iterable[str]) -> dict[str, int]:
+            found = await honest(stream, names)
+            if not answered.is_set():
+                answered.set()
+                await may_arrive.wait()
+            return found
+
+        streams.store.ensure_writers = late  # type: ignore[method-assign]
+        await streams.write("s", 1, writer="a")
+        assert answered.is_set()
+        restore_registry(streams, b=2)
+        fork(streams, "restored", noted=0)
+        await settle(3)
+        may_arrive.set()
+        streams.store.insert("s", 1, writer="a")
+        streams.positions.tell("s", 1)
+        await settle(3)
+        assert told_numbers(await client.lines())[-1] == {"master": 1, "a": 3}
+        streams.store.insert("s", 2, writer="b")
+        streams.positions.tell("s", 2)
+        assert told_numbers(await client.lines(2))[-1] == {"master": 1, "a": 3, "b": 2}

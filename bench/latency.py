@@ -127,7 +127,13 @@ def _ring(link: socket.socket | None) -> Callable[[], None]:
     return (lambda: None) if link is None else lambda: link.sendall(b"DOORBELL\n")
 
 
-async def commit_probes(ours: System, table: str, count: int, after: Callable[[], None] = lambda: None) -> Times:
+async def commit_probes(
+    ours: System,
+    table: str,
+    count: int,
+    after: Callable[[], None] = lambda: None,
+    pauses: tuple[float, float] = PAUSES,
+) -> Times:
     """Commit so many probes on a connection of their own; the monotonic time at which each commit returned."""
     committed: Times = {}
     connection = await asyncpg.connect(ours.url)
@@ -135,7 +141,7 @@ async def commit_probes(ours: System, table: str, count: int, after: Callable[[]
         await connection.execute(f"INSERT INTO {table} (body) VALUES ({_BODY % number})")
         committed[number] = time.monotonic()
         after()
-        await asyncio.sleep(random.uniform(*PAUSES))
+        await asyncio.sleep(random.uniform(*pauses))
     await connection.close()
     return committed
 

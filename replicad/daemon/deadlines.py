@@ -77,13 +77,14 @@ class Deadlines:
     async def _call_due(self) -> None:
         now = trio.current_time()
         called = 0
-        again: list[tuple[Punctual, float]] = []  # entered afterwards: a deadline within EARLY must not come up again
+        again: list[list[Any]] = []  # entered afterwards: a deadline within EARLY must not come up again
         while self._heap and self._heap[0][0] <= now + EARLY:
             entry = heappop(self._heap)
             member: Punctual | None = entry[2]
             if member is None:
                 continue
-            again.append((member, member.mind(now)))
+            entry[0] = member.mind(now)
+            again.append(entry)
             called += 1
             if called % SLICE == 0:
                 self._enter(again)
@@ -91,10 +92,10 @@ class Deadlines:
                 await trio.lowlevel.checkpoint()
         self._enter(again)
 
-    def _enter(self, again: list[tuple[Punctual, float]]) -> None:
-        for member, deadline in again:
-            if member in self._entries:  # else it was forgotten meanwhile
-                self._put(member, deadline)
+    def _enter(self, again: list[list[Any]]) -> None:
+        for entry in again:
+            if entry[2] is not None:  # else its member was forgotten meanwhile, or has another one
+                heappush(self._heap, entry)
 
     def _put(self, member: Punctual, deadline: float) -> None:
         self.forget(member)

@@ -123,7 +123,7 @@ class Outbox:
             SlowReader: the chunk is no longer held.
         """
         reader = channel.subscribe(cursor, self.wake, extended=extended, progress=self._outlet.progress)
-        reader.offer = self.offer_one
+        reader.offer = self.offer
         reader.on_fall = partial(self._fall, reader)
         reader.on_stop = on_stop
         self._readers.append(reader)
@@ -162,25 +162,18 @@ class Outbox:
     @property
     def free(self) -> bool:
         """Whether `offer` would send now: on a plain socket, if nothing is queued and no task is sending."""
-        return self._outlet.direct and self._opened and not self.busy
+        return self._direct and not self.busy
 
-    def offer(self, *pieces: Piece) -> bool:
+    def offer(self, data: bytes) -> bool:
         """Send whole lines now, without a task. False, and nothing is sent, unless the socket is `free`.
 
         What the socket does not take is sent by a task before anything else. If the connection is lost, the session
-        ends soon.
+        ends soon. The condition is written out: with many readers this is called most of all.
         """
-        if not self.free:
-            return False
-        self._send_now(pieces)
-        return True
-
-    def offer_one(self, data: bytes) -> bool:
-        """`offer` of one piece, for the journals. Written out: with many readers it is called most of all."""
         if self._posted or self._rest or self._runs or self._closing or not self._direct or self._turn.locked():
             return False
         try:
-            rest = self._outlet.send_one_nowait(data)
+            rest = self._outlet.send_nowait(data)
         except trio.BrokenResourceError:
             self._hang_up(CloseReason.PEER_LOST)
             return True
@@ -190,15 +183,10 @@ class Outbox:
             self.wake()
         return True
 
-    def _send_now(self, pieces: Sequence[Piece]) -> None:
-        try:
-            self._rest = self._outlet.send_nowait(pieces)
-        except trio.BrokenResourceError:
-            self._hang_up(CloseReason.PEER_LOST)
-            return
-        self._note_sent()
-        if self._rest:
-            self.wake()
+    def keep_alive(self, line: bytes) -> None:
+        """`offer` of a PING, or queue it. Nothing is sent if other lines are on their way: they take its place."""
+        if not self.offer(line) and not self.busy:
+            self.post_line(line)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -208,8 +196,8 @@ class Outbox:
             yield
         finally:
             self._gathers = False
-            if self._posted and self._opened and self._outlet.direct and not self._sends:
-                self._send_now([self._take_posted()])
+            if self._posted and self._direct and not self._sends:
+                self.offer(self._take_posted())
             if self._posted or self._woken:
                 self._woken = False
                 self.wake()

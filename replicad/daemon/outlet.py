@@ -57,19 +57,14 @@ class Outlet:
         """Whether `send_nowait` is possible: on a plain socket."""
         return self._socket is not None
 
-    def send_nowait(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+    def send_nowait(self, data: bytes) -> Sequence[Piece]:
         """Send what the socket accepts now; returns the rest, which must be sent next. Only if `direct`.
+
+        Small commits to many clients spend their time here.
 
         Raises:
             trio.BrokenResourceError: the connection is lost.
         """
-        assert self._socket is not None
-        rest = self._send_nowait(self._socket, pieces)
-        self.torn = bool(rest)
-        return rest
-
-    def send_one_nowait(self, data: bytes) -> Sequence[Piece]:
-        """`send_nowait` of one piece. Small commits to many clients spend their time here."""
         assert self._socket is not None
         try:
             sent = os.write(self._socket.fileno(), data)

@@ -343,15 +343,14 @@ class Session(Answering):
 
     def mind(self, now: float) -> float:
         """`Punctual.mind`: send a PING, or end the session of a peer that is too late."""
-        due = self._connection.due(now)
+        due = self._connection.due(now, EARLY)
         if self._known_by is not None and now >= self._known_by:
             self.hang_up(*cuts.unknown_for_too_long(self._limits, wants_token=self._wants_auth))
         elif due is Due.PEER_SILENT:
             self.hang_up(*cuts.silent(self._limits))
         elif due is Due.UNFINISHED_LINE:
             self.hang_up(*cuts.unfinished(self._limits))
-        elif due is Due.PING or now + EARLY >= self._connection.ping_at:
-            if not self.outbox.busy:  # else lines are on their way to a peer that takes them slowly
-                self.deliver(self._hub.deadlines.ping(now))
+        elif due is Due.PING:
+            self.outbox.keep_alive(self._hub.deadlines.ping(now))
             self._connection.sent(now)
         return self._next_deadline() if self._end is None else float("inf")

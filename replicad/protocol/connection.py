@@ -285,12 +285,15 @@ class Connection:
             deadline = min(deadline, self._line_began + self._timing.line_timeout)
         return deadline
 
-    def due(self, now: float) -> Due | None:
-        """The action that is due at `now`, if any; closing first. The peer's time-out needs a first PING from it."""
+    def due(self, now: float, early: float = 0.0) -> Due | None:
+        """The action that is due at `now`, if any; closing first. The peer's time-out needs a first PING from it.
+
+        A PING is due also up to `early` seconds before its time.
+        """
         if self._peer_pings and now >= self._last_received + self._timing.peer_timeout:
             return Due.PEER_SILENT
         if self._line_began is not None and now >= self._line_began + self._timing.line_timeout:
             return Due.UNFINISHED_LINE
-        if now >= self._last_sent + self._timing.ping_interval:
+        if now + early >= self._last_sent + self._timing.ping_interval:
             return Due.PING
         return None

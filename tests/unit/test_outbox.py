@@ -71,7 +71,7 @@ async def test_an_idle_outbox_has_no_task_and_sends_an_offer_at_once(wire: Wire)
     assert not wire.outbox.offer(b"too early\n"), "it is not open yet"
     wire.outbox.open()
     assert wire.outbox.free
-    assert wire.outbox.offer(b"a\n", b"b\n")
+    assert wire.outbox.offer(b"a\nb\n")
     assert wire.received() == b"a\nb\n"
     assert (wire.owner.started, wire.owner.sent) == (0, 1)
 
@@ -98,6 +98,24 @@ async def test_what_the_socket_does_not_take_of_an_offer_comes_before_anything_e
     assert wire.outbox.free
     assert not wire.outbox.torn
     assert wire.owner.started == 1
+
+
+async def test_a_ping_is_sent_at_once_and_only_if_no_other_line_tells_that_we_are_alive(wire: Wire) -> None:
+    wire.outbox.keep_alive(b"PING 1\n")
+    wire.outbox.keep_alive(b"PING 2\n")
+    wire.outbox.open()
+    await trio.testing.wait_all_tasks_blocked()
+    assert wire.received() == b"PING 1\n", "one is queued where the socket is not free, as with TLS"
+    assert wire.owner.started == 1
+    wire.outbox.keep_alive(b"PING 3\n")
+    assert wire.received() == b"PING 3\n"
+    assert wire.owner.started == 1, "no task was needed"
+    big = b"x" * 1_000_000 + b"\n"
+    wire.outbox.offer(big)
+    wire.outbox.keep_alive(b"PING 4\n")
+    assert await wire.receive(len(big)) == big
+    await trio.testing.wait_all_tasks_blocked()
+    assert wire.received() == b"", "a peer that takes lines slowly gets no PING between them"
 
 
 async def test_an_offer_to_a_peer_that_is_gone_ends_the_session(wire: Wire) -> None:

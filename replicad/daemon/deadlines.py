@@ -1,14 +1,14 @@
-"""The deadlines of all sessions, in one heap that one task works off: PINGs to be sent, clients that are too late.
+"""The deadlines of all sessions, which one task works off: PINGs to be sent, clients that are too late.
 
 A timer or a task for each of ten thousand idle connections would cost more than the connections themselves. The task
-wakes at most once in EARLY seconds and handles together what is due by then. PINGs go out up to so much early.
+wakes at most once in EARLY seconds and handles together what is due by then. PINGs go out up to so much early. Sessions
+that were sent a PING together have one deadline from then on, so the heap has a hundredth of their number.
 """
 
 from __future__ import annotations
 
 import time
 from heapq import heappop, heappush
-from itertools import count
 from typing import Any, Protocol
 
 import trio
@@ -30,9 +30,9 @@ class Deadlines:
     """One entry for each member: the time at which it must be called next."""
 
     def __init__(self) -> None:
-        self._heap: list[list[Any]] = []  # [deadline, number, member]; an entry that was replaced has the member None
+        self._heap: list[float] = []  # the keys of `_due`
+        self._due: dict[float, list[list[Any]]] = {}  # [deadline, member]; no member: it was replaced
         self._entries: dict[Punctual, list[Any]] = {}
-        self._numbers = count()  # so that entries with one deadline can be compared
         self._sooner = trio.Event()  # set when a deadline comes before those that `run` knew
         self._sleeps_until = float("-inf")
         self._ping = b""
@@ -51,7 +51,7 @@ class Deadlines:
         """Call it no more; safe to repeat."""
         entry = self._entries.pop(member, None)
         if entry is not None:
-            entry[2] = None
+            entry[1] = None
 
     def ping(self, now: float) -> bytes:
         """The line of a PING, rendered once for all that are sent within EARLY seconds."""
@@ -65,7 +65,7 @@ class Deadlines:
         """Call the members until cancelled."""
         while True:
             if self._heap:
-                self._sleeps_until = max(self._heap[0][0], trio.current_time() + EARLY / 2)
+                self._sleeps_until = max(self._heap[0], trio.current_time() + EARLY / 2)
             else:
                 self._sleeps_until = float("inf")
             if self._sooner.is_set():
@@ -76,30 +76,32 @@ class Deadlines:
 
     async def _call_due(self) -> None:
         now = trio.current_time()
-        called = 0
-        again: list[list[Any]] = []  # entered afterwards: a deadline within EARLY must not come up again
-        while self._heap and self._heap[0][0] <= now + EARLY:
-            entry = heappop(self._heap)
-            member: Punctual | None = entry[2]
-            if member is None:
-                continue
-            entry[0] = member.mind(now)
-            again.append(entry)
-            called += 1
-            if called % SLICE == 0:
-                self._enter(again)
-                again.clear()
-                await trio.lowlevel.checkpoint()
-        self._enter(again)
-
-    def _enter(self, again: list[list[Any]]) -> None:
-        for entry in again:
-            if entry[2] is not None:  # else its member was forgotten meanwhile, or has another one
-                heappush(self._heap, entry)
+        called: list[list[Any]] = []  # entered afterwards: a deadline within EARLY must not come up again
+        while self._heap and self._heap[0] <= now + EARLY:
+            for entry in self._due.pop(heappop(self._heap)):
+                member: Punctual | None = entry[1]
+                if member is None:
+                    continue
+                entry[0] = member.mind(now)
+                called.append(entry)
+                if len(called) % SLICE == 0:
+                    await trio.lowlevel.checkpoint()
+        for entry in called:
+            if entry[1] is not None:  # else its member was forgotten meanwhile, or has another one
+                self._enter(entry)
 
     def _put(self, member: Punctual, deadline: float) -> None:
         self.forget(member)
-        self._entries[member] = entry = [deadline, next(self._numbers), member]
-        heappush(self._heap, entry)
+        self._entries[member] = entry = [deadline, member]
+        self._enter(entry)
         if deadline < self._sleeps_until:
             self._sooner.set()
+
+    def _enter(self, entry: list[Any]) -> None:
+        deadline = entry[0]
+        together = self._due.get(deadline)
+        if together is None:
+            self._due[deadline] = [entry]
+            heappush(self._heap, deadline)
+        else:
+            together.append(entry)

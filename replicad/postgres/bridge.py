@@ -165,6 +165,11 @@ class Database:
         async with self._borrowed() as connection:
             return await connection.copy_out(query, *args, sink=sink, timeout=timeout)
 
+    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None:
+        """`Connection.copy_values` on any connection of the pool."""
+        async with self._borrowed() as connection:
+            await connection.copy_values(query, sink=sink, timeout=timeout)
+
     async def copy_in(
         self,
         table: str,

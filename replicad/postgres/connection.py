@@ -24,6 +24,7 @@ from replicad.postgres import failures
 from replicad.postgres.handoff import Handoff
 from replicad.postgres.literals import fill
 from replicad.postgres.notices import Notices
+from replicad.postgres.values import Values
 
 T = TypeVar("T")
 Isolation = Literal["read_committed", "repeatable_read", "serializable"]
@@ -143,7 +144,24 @@ class Connection:
 
         Raises what the sink raises; the COPY is cancelled in Postgres then.
         """
-        statement = f"COPY ({fill(query, args)}) TO STDOUT {_COPY_LINES}"
+        tag = await self._copy(f"COPY ({fill(query, args)}) TO STDOUT {_COPY_LINES}", sink, timeout)
+        return int(tag.rpartition(" ")[2])
+
+    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None:
+        """Send each value of a query with one text column, which is never NULL, to `sink`. Else as `copy_out`.
+
+        For few large values: a hundred kilobytes in one cost a third of what they cost in a thousand lines.
+        """
+        values = Values()
+
+        async def cut(data: bytes) -> None:
+            for value in values.feed(data):
+                await sink(value)
+
+        await self._copy(f"COPY ({query}) TO STDOUT (FORMAT binary)", cut, timeout)
+        values.finish()
+
+    async def _copy(self, statement: str, sink: Sink, timeout: float | None) -> str:
         handoff = Handoff(self._loop)
         tag = ""
         with _deadline(timeout) as deadline:
@@ -153,7 +171,7 @@ class Connection:
             raise errors.DatabaseUnavailable(
                 f"reading from Postgres at {self._settings.target} took longer than {timeout:g} s and was given up."
             )
-        return int(tag.rpartition(" ")[2])
+        return tag
 
     async def copy_in(
         self,

@@ -30,6 +30,8 @@ class Queries(Protocol):
 
     async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int: ...
 
+    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class AsOwner:
@@ -66,13 +68,35 @@ class AsOwner:
     async def copy_out(self, query: str, sink: Sink, timeout: float | None = None) -> tuple[int, bool]:
         """`Connection.copy_out`; returns also whether there may be more rows."""
         ending = _Ending(sink)
-        text = f"SELECT line FROM {self.reader}({int(self.table)}::oid, {quote_literal(query)},"
-        text += f" pg_catalog.current_setting('search_path'), {quote_literal(self.bound)}) AS line"
-        rows = await self.db.copy_out(text, sink=ending.take, timeout=timeout)
+        rows = await self.db.copy_out(self._call(query), sink=ending.take, timeout=timeout)
         added = await ending.finish()
         if added.startswith(_FAILED):
             raise _reported(added.decode(), self.db.target)
         return rows - bool(added), added.startswith(_CUT)
+
+    async def copy_values(self, query: str, sink: Sink, timeout: float | None = None) -> bool:
+        """`Connection.copy_values`; returns whether there may be more values."""
+        held = b""  # the last value: it may be one that the reader has added
+
+        async def take(value: bytes) -> None:
+            nonlocal held
+            if held:
+                await sink(held)
+            held = value
+
+        await self.db.copy_values(self._call(query), sink=take, timeout=timeout)
+        if held.startswith(_FAILED):
+            raise _reported(held.decode(), self.db.target)
+        if held and not held.startswith(_CUT):
+            await sink(held)
+        return held.startswith(_CUT)
+
+    def _call(self, query: str) -> str:
+        """The statement that has the reader run a query."""
+        return (
+            f"SELECT line FROM {self.reader}({int(self.table)}::oid, {quote_literal(query)},"
+            f" pg_catalog.current_setting('search_path'), {quote_literal(self.bound)}) AS line"
+        )
 
     async def _lines(self, query: str, bound: int) -> tuple[list[str], bool]:
         call = f"SELECT line FROM {self.reader}($1::oid, $2, pg_catalog.current_setting('search_path'), $3) AS line"

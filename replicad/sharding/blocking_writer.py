@@ -19,7 +19,7 @@ from replicad.sharding.keeper import LEAVE, TTL, Ask, Keeper
 from replicad.sharding.planning import Slot
 from replicad.sqlstates import NOT_OWNER, means
 from replicad.streams.queries import SCHEMA
-from replicad.streams.rows import wire_instance
+from replicad.streams.row_text import wire_instance
 
 log = get_logger(__name__)
 

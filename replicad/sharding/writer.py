@@ -24,7 +24,7 @@ from replicad.sharding.holdings import Holdings, Owner, WriterStatistics
 from replicad.sharding.keeper import LEAVE, TTL, Asks, Keeper
 from replicad.sharding.planning import Slot
 from replicad.streams.queries import SCHEMA
-from replicad.streams.rows import wire_instance
+from replicad.streams.row_text import wire_instance
 
 log = get_logger(__name__)
 

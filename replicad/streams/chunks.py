@@ -132,6 +132,17 @@ def chunk_of(data: bytes) -> Chunk:
     return Chunk(data, head.split(b" ", 3)[2].decode(), line_token(head))
 
 
+def no_longer(data: bytes, most: int) -> bool:
+    """Whether each of these whole lines has at most `most` bytes. Looks at no more than a few ends of lines."""
+    start = 0
+    while len(data) - start > most + 1:
+        end = data.rfind(b"\n", start, start + most + 1)
+        if end < 0:
+            return False
+        start = end + 1
+    return True
+
+
 def whole_ids(chunks: Sequence[Chunk], *, unique: bool) -> list[Chunk]:
     """The chunks without an incomplete batch at their end, divided at the ends of ids only.
 

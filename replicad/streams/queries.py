@@ -50,6 +50,11 @@ class Impatient:
         async with self._looking() as connection:
             return await connection.copy_out(query, *args, sink=sink, timeout=timeout)
 
+    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None:
+        """`Database.copy_values`."""
+        async with self._looking() as connection:
+            await connection.copy_values(query, sink=sink, timeout=timeout)
+
     @asynccontextmanager
     async def _looking(self) -> AsyncIterator[Connection]:
         async with (

@@ -20,7 +20,8 @@ from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import MAX_ROW
 from replicad.streams.lineage import Generation, Lineage, lineage_of
 from replicad.streams.queries import SCHEMA, installed
-from replicad.streams.rows import RowSource, wire_instance
+from replicad.streams.row_text import wire_instance
+from replicad.streams.rows import RowSource
 
 
 class Method(enum.StrEnum):

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from replicad.errors import DatabaseError, RowTooLong
 from replicad.streams.chunks import HEAD, Chunk, Enough, chunk_of, joined, line_token, whole_ids
-from replicad.streams.rows import Range
+from replicad.streams.row_text import Range
 from replicad.streams.store import Rows
 
 OVERSHOOT = 2  # a COPY is cancelled when it exceeds the wanted size by this factor; usually its limit of rows ends it
+BLOCKS_TIME = 5.0  # seconds to read a piece in blocks; it takes a hundredth, unless rows have become gigantic
 GROWTH = 8  # the next try has so many times the size when not even one complete id had room
 
 
@@ -64,7 +65,8 @@ def _clipped(ranges: Mapping[str, Range], others: Range | None, after: int, upto
 class Piece:
     """The rows of (after, upto] as lines. Each chunk ends at the end of an id. `rows` is how many Postgres has sent.
 
-    `cut`: the piece ends where its bounds ended it, and not where the wanted range ends.
+    `cut`: the piece ends where its bounds ended it, and not where the wanted range ends. `no_blocks`: it could not be
+    read in blocks, and was read row by row.
     """
 
     after: int
@@ -72,6 +74,7 @@ class Piece:
     chunks: Sequence[Chunk]
     rows: int
     cut: bool
+    no_blocks: bool = False
     read_at: float = 0.0
     dropped: bool = False  # no longer in memory: its chunks were removed
     size: int = field(init=False)  # bytes of all lines
@@ -138,11 +141,21 @@ def _batch_at(data: bytes, start: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a piece is read in blocks: the ids of the piece, those of a block, and the bytes of the longest line."""
+
+    ids: int
+    step: int
+    max_line: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one piece: rows, and about so many bytes."""
+    """Of one piece: rows, and about so many bytes. `blocks`: most ids have rows, so that it is read in blocks."""
 
     rows: int
     size: int
+    blocks: Blocks | None = None
 
 
 async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds: Bounds) -> Piece:
@@ -152,11 +165,45 @@ async def read_piece(rows: Rows, segment: Segment, after: int, upto: int, bounds
 
     Raises what `RowSource.copy_range` raises.
     """
+    if bounds.blocks is not None:
+        assert segment.ranges is None
+        piece = await _read_blocks(rows, after, upto, bounds.size, bounds.blocks)
+        if piece is None:
+            piece = await read_piece(rows, segment, after, upto, Bounds(bounds.rows, bounds.size))
+            piece.no_blocks = True
+        return piece
     while True:
         piece = await _try_to_read(rows, segment, after, upto, bounds)
         if piece is not None:
             return piece
         bounds = Bounds(bounds.rows * GROWTH, bounds.size * GROWTH)  # a batch has more rows, or more bytes
+
+
+async def _read_blocks(rows: Rows, after: int, upto: int, size: int, blocks: Blocks) -> Piece | None:
+    """A piece of about `size` bytes; None if it cannot be read in blocks.
+
+    A row may be unreadable, or much longer than the others. Which one it is, a row by row reading finds out.
+    """
+    chunks: list[Chunk] = []
+    received = 0
+
+    async def take(chunk: Chunk) -> None:
+        nonlocal received
+        chunks.append(chunk)
+        received += len(chunk.data)
+        if received > OVERSHOOT * size:
+            raise Enough
+
+    end = min(upto, after + blocks.ids)
+    try:
+        count = await rows.copy_blocks(after, end, take, BLOCKS_TIME, step=blocks.step, max_line=blocks.max_line)
+    except Enough:
+        if not chunks:
+            return None
+        return Piece(after, _last(chunks[-1]), tuple(chunks), sum(chunk.rows for chunk in chunks), cut=True)
+    except (DatabaseError, RowTooLong):
+        return None
+    return Piece(after, end, tuple(chunks), count, cut=end < upto)
 
 
 async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, bounds: Bounds) -> Piece | None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
 from replicad.postgres import failures
 from replicad.streams.chunks import MAX_ROW, Chunk
-from replicad.streams.rows import Range, Reads, RowSource
+from replicad.streams.row_text import Range
+from replicad.streams.rows import Reads, RowSource
 
 _REASON = 300  # characters of the message of Postgres, which can quote a whole row
 

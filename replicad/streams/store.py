@@ -17,7 +17,8 @@ from replicad.streams.acks import Ack
 from replicad.streams.lineage import Lineage
 from replicad.streams.queries import Impatient
 from replicad.streams.registry import Published, Stream
-from replicad.streams.rows import ChunkSink, Range, Reads, RowSource
+from replicad.streams.row_text import Range
+from replicad.streams.rows import ChunkSink, Reads, RowSource
 from replicad.streams.stream_writers import StreamWriter
 
 
@@ -41,6 +42,10 @@ class Rows(Protocol):
         *,
         others: Range | None = None,
         limit: int | None = None,
+    ) -> int: ...
+
+    async def copy_blocks(
+        self, after: int, upto: int, sink: ChunkSink, timeout: float | None = None, *, step: int, max_line: int
     ) -> int: ...
 
     async def last_tokens(self, after: int, upto: int) -> dict[str, int]: ...
@@ -121,6 +126,12 @@ class TableRows:
     ) -> int:
         """`RowSource.copy_vector`."""
         return await self.source.copy_vector(self.db, ranges, sink, others=others, limit=limit)
+
+    async def copy_blocks(
+        self, after: int, upto: int, sink: ChunkSink, timeout: float | None = None, *, step: int, max_line: int
+    ) -> int:
+        """`RowSource.copy_blocks`."""
+        return await self.source.copy_blocks(self.db, after, upto, sink, timeout, step=step, max_line=max_line)
 
     async def last_tokens(self, after: int, upto: int) -> dict[str, int]:
         """`RowSource.last_tokens`."""

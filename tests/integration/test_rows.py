@@ -13,9 +13,10 @@ from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.protocol.words import Side
 from replicad.streams import registry
-from replicad.streams.chunks import CHUNK, Chunk
+from replicad.streams.chunks import CHUNK, Chunk, chunk_of
 from replicad.streams.commands import Rdata
-from replicad.streams.rows import RowSource, wire_instance
+from replicad.streams.row_text import wire_instance
+from replicad.streams.rows import RowSource
 from tests.vocabulary import parse
 
 NASTY = [
@@ -52,8 +53,25 @@ async def lines(db: Database, source: RowSource, *args: Any) -> list[Rdata]:
         assert (chunk.instance, chunk.token, chunk.rows) == (rows[-1].instance, rows[-1].token, len(rows))
         parsed += rows
     assert len(parsed) == count
+    if source.unique_ids and not isinstance(args[0], dict):
+        await check_blocks(db, source, *args, b"".join(chunk.data for chunk in chunks))
     assert all(isinstance(row, Rdata) and row.stream == source.stream for row in parsed)
     return parsed  # type: ignore[return-value]
+
+
+async def check_blocks(db: Database, source: RowSource, after: int, upto: int, data: bytes) -> None:
+    """Blocks have the same bytes."""
+    blocks: list[Chunk] = []
+
+    async def keep(chunk: Chunk) -> None:
+        blocks.append(chunk)
+
+    step = (upto - after) // 7 + 1
+    count = await source.copy_blocks(db, after, upto, keep, step=step, max_line=1 << 30)
+    assert b"".join(block.data for block in blocks) == data
+    assert count == sum(block.rows for block in blocks) == data.count(b"\n")
+    assert len(blocks) <= 7
+    assert blocks == [chunk_of(block.data) for block in blocks]
 
 
 @pytest.mark.parametrize("row", [None, "jsonb_build_array(t.body)", "pretty", "t.body", "t.pretty::text || E' \\n'"])
@@ -171,7 +189,10 @@ async def test_a_range_is_read_along_the_index_and_nothing_is_sorted(db: Databas
         await db.execute(f"ANALYZE {table}")
         stream = (await registry.add(db, table, table, "id", instance_column="who")).stream
         source = registry.row_source(stream)
-        for query in (source.range_sql(15000, 25000), source.vector_sql({"w1": (15000, 25000), "w2": (14000, 24000)})):
+        queries = [source.range_sql(15000, 25000), source.vector_sql({"w1": (15000, 25000), "w2": (14000, 24000)})]
+        if source.unique_ids:
+            queries.append(source.blocks_sql(15000, 25000, 1000, 5000))
+        for query in queries:
             plan = "\n".join(row[0] for row in await db.fetch(f"EXPLAIN {query}"))
             assert "Index" in plan, plan
             assert "Sort " not in plan, plan

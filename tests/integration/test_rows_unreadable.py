@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import trio
 
-from replicad.errors import RowTooLong, RowUnreadable
+from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, skips
@@ -382,6 +382,35 @@ async def test_a_gigantic_line_takes_bounded_memory_and_its_id_is_known(db: Data
     found = await find_unreadable(source, db, (0, 100))
     assert isinstance(found, RowTooLong)
     assert found.row_id == 11
+
+
+async def test_a_block_is_refused_where_a_line_is_too_long_or_cannot_be_read(db: Database) -> None:
+    await db.execute("CREATE TABLE big (id bigserial PRIMARY KEY, n int)")
+    stream = (await registry.add(db, "big", "big", "id", row="to_json(repeat('é', 1000 / t.n))")).stream
+    source, last = registry.row_source(stream), (1 << 63) - 1
+    await db.execute(f"INSERT INTO big SELECT {last} - g, 100 FROM generate_series(1, 30) g")
+    got: list[Any] = []
+
+    async def keep(chunk: Any) -> None:
+        got.append(chunk)
+
+    async def read(max_line: int) -> int:
+        got.clear()
+        return await source.copy_blocks(db, last - 35, last, keep, step=10, max_line=max_line)
+
+    assert await read(60) == 30
+    assert [chunk.token for chunk in got] == [last - 25, last - 15, last - 5, last - 1], "also at the end of all ids"
+    with pytest.raises(RowTooLong):
+        await read(50)
+    await db.execute(f"UPDATE big SET n = 1 WHERE id = {last - 12}")
+    with pytest.raises(RowTooLong):
+        await read(300)
+    assert [chunk.token for chunk in got] == [last - 25, last - 15], "what came before it is whole"
+    assert await read(3000) == 30
+    await db.execute(f"UPDATE big SET n = 0 WHERE id = {last - 12}")
+    with pytest.raises(DatabaseError, match="division by zero"):
+        await read(3000)
+    assert [chunk.token for chunk in got] == [last - 25, last - 15][: len(got)], "nothing behind it"
 
 
 async def test_what_postgres_itself_cannot_hold_is_a_row_that_is_too_long(db: Database) -> None:

@@ -243,6 +243,14 @@ async def test_a_bad_row_is_found_and_what_is_before_it_is_sent(
     async def take(chunk: Chunk) -> None:
         got.append(chunk)
 
+    assert await source.copy_blocks(database, 500, 9000, take, step=100, max_line=1000) == 8500
+    assert [chunk.token for chunk in got] == list(range(600, 9001, 100))
+    got.clear()
+    with pytest.raises(DatabaseError, match="division by zero"):
+        await source.copy_blocks(database, 0, 9000, take, step=2, max_line=1000)
+    assert [chunk.token for chunk in got] == list(range(2, 2 * len(got) + 1, 2))
+    assert 400 < (got[-1].token or 0) < 500
+    got.clear()
     with pytest.raises(DatabaseError, match="division by zero"):
         await source.copy_range(database, 0, 9000, take)
     assert 440 < (got[-1].token or 0) < 500, "PL/pgSQL fetches up to 50 rows ahead"
@@ -266,10 +274,21 @@ async def test_a_large_range_is_read_in_blocks_that_end_at_complete_ids(
     )
     await registry.add(database, "wide", f"{team}.plain", "id", instance_column="by", row="to_jsonb(t.n)")
     mine = await lines_of(database, "wide", -1)
+    in_blocks: list[str] = []
+
+    async def take(chunk: Chunk) -> None:
+        in_blocks.extend(chunk.data.decode().splitlines(keepends=True))
+
+    if unique:
+        source = registry.row_source(await registry.load_stream(database, "wide"))
+        assert source.reader is not None
+        assert await source.copy_blocks(database, -1, 3001, take, step=80, max_line=1000) == 3000
     psql(database_url, f"ALTER TABLE {team}.plain OWNER TO postgres")
     assert (await registry.load_stream(database, "wide")).reader is None
     direct = await lines_of(database, "wide", -1)
     assert len(mine) == 3000
+    if unique:
+        assert [f"{line}\n" for line in mine] == in_blocks
     if not unique:  # the order of the rows of one id is not determined, and so which of them end a batch
         mine, direct = ([line.partition(' "')[2] for line in sorted(lines)] for lines in (mine, direct))
         mine, direct = sorted(mine), sorted(direct)

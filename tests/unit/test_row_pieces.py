@@ -9,10 +9,11 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.errors import DatabaseError, RowUnreadable
-from replicad.streams.chunks import Chunk, LineCutter
-from replicad.streams.row_pieces import Bounds, Piece, Segment, between, read_piece, segments
-from replicad.streams.rows import ChunkSink, Range
+from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
+from replicad.streams.chunks import Chunk, LineCutter, chunk_of, no_longer
+from replicad.streams.row_pieces import Blocks, Bounds, Piece, Segment, between, read_piece, segments
+from replicad.streams.row_text import Range
+from replicad.streams.rows import ChunkSink
 
 Row = tuple[int, str]  # id, writer
 
@@ -77,6 +78,23 @@ class Table:
             await sink(chunk)
         return len(found)
 
+    async def copy_blocks(
+        self, after: int, upto: int, sink: ChunkSink, timeout: float | None = None, *, step: int, max_line: int
+    ) -> int:
+        self.reads += 1
+        count = 0
+        for low in range(after, upto, step):
+            chosen = [row for row in self.rows if low < row[0] <= min(low + step, upto)]
+            if any(id == self.bad for id, _ in chosen):
+                raise DatabaseError("broken", sqlstate="22012")
+            block = b"".join(lines(chosen))
+            if not no_longer(block, max_line):
+                raise RowTooLong("a line is too long for a block")
+            if block:
+                await sink(chunk_of(block))
+            count += len(chosen)
+        return count
+
     async def last_tokens(self, after: int, upto: int) -> dict[str, int]:
         raise NotImplementedError
 
@@ -119,6 +137,35 @@ def test_pieces_one_after_another_have_every_row_once_and_no_batch_is_divided(
         return found
 
     assert ids(trio.run(read), rows) == rows
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 200), writers), max_size=60, unique_by=lambda row: row[0]).map(sorted),
+    st.none() | st.integers(1, 200),
+    st.builds(Blocks, st.integers(1, 80), st.integers(1, 30), st.integers(15, 20)),  # a line has 14 to 16 bytes
+    st.integers(1, 600),
+)
+def test_pieces_that_are_read_in_blocks_have_the_same_rows_and_end_before_the_same_row(
+    rows: list[Row], bad: int | None, blocks: Blocks, size: int
+) -> None:
+    async def read() -> bytes:
+        table, at, found = Table(rows, bad=bad, unique_ids=True), 0, b""
+        segment = Segment(0, 200)
+        while at < segment.upto:
+            table.reads = 0
+            try:
+                piece = await read_piece(table, segment, at, segment.upto, Bounds(7, size, blocks))
+            except DatabaseError:
+                break
+            assert piece.upto > at
+            assert piece.no_blocks == (table.reads > 1)
+            assert piece.rows == data(piece, at, piece.upto).count(b"\n")
+            found += data(piece, at, segment.upto)
+            at = piece.upto
+        return found
+
+    readable = next((rows[:number] for number, row in enumerate(rows) if row[0] == bad), rows)
+    assert ids(trio.run(read), readable) == readable
 
 
 @given(tables, st.integers(0, 31), st.integers(0, 31), st.integers(1, 200))

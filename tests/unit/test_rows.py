@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from replicad.errors import DatabaseError
 from replicad.protocol.words import Side
-from replicad.streams.chunks import CHUNK, Chunk, LineCutter
-from replicad.streams.rows import RowSource, wire_instance
+from replicad.streams.chunks import CHUNK, Chunk, LineCutter, no_longer
+from replicad.streams.row_text import wire_instance
+from replicad.streams.rows import RowSource
 from tests.vocabulary import parse
 
 rows = st.builds(
@@ -60,6 +61,11 @@ def test_a_line_of_many_pieces_takes_linear_time() -> None:
     assert time.process_time() - began < 5, "quadratic would be hours"
     assert len(chunk.data) == 100_000_023
     assert chunk.token == 7
+
+
+@given(st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=20), st.integers(0, 40))
+def test_a_line_that_is_too_long_is_found_among_others(lines: list[bytes], most: int) -> None:
+    assert no_longer(b"".join(line + b"\n" for line in lines), most) == all(len(line) <= most for line in lines)
 
 
 def test_what_ends_within_a_line_is_an_error_and_not_a_row() -> None:

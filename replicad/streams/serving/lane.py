@@ -17,7 +17,7 @@ from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TokenExpired, UnknownStream
 from replicad.retry import Backoff
 from replicad.streams.chunks import Chunk
-from replicad.streams.rows import Range
+from replicad.streams.row_text import Range
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines

@@ -12,13 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicad.streams.registry import Stream
-from replicad.streams.row_pieces import Piece, Segment
+from replicad.streams.row_pieces import Blocks, Piece, Segment
 
 OLDEST = 60.0  # seconds after which a piece is read again: rows that came late or were changed are seen then
 UNUSED = 5.0  # seconds after which a piece is dropped that no client uses or is on its way to
 FIRST_ROW = 256.0  # bytes of a row, until the first piece was read
 FIRST_SPAN = 1 << 20  # ids that are looked through for a few writers' rows: some tenths of a second
 LEAST_SPAN = 1 << 16
+DENSE = 4.0  # ids for each row, up to which they are read in blocks
+SMALL_ROW = 16 << 10  # bytes of a row, up to which several are read as one block
+HELD = 16 << 20  # bytes that Postgres holds at most for a block, if suddenly all of its lines are as long as it allows
+READER_HELD = 64 << 20  # the same for the blocks of a piece: a reader (AsOwner) holds up to 50 of them
+ROW_BY_ROW = 16  # pieces that are read row by row when blocks have failed, before they are tried again
 QUICK, SLOW = 0.1, 0.5  # seconds: the span grows after a quick read without enough rows, and shrinks after a slow one
 
 
@@ -89,6 +94,7 @@ class Shelf:
         self.row_bytes = FIRST_ROW
         self.ids_per_row = 1.0
         self.span = FIRST_SPAN
+        self._row_by_row = 1  # so many more pieces are read before blocks are: the first one tells how large rows are
         self._closed = False
         self._cache = cache
         self._begins: list[int] = []
@@ -121,6 +127,16 @@ class Shelf:
         at = bisect_right(self._begins, after)
         return min(segment.upto, self._begins[at]) if at < len(self._begins) else segment.upto
 
+    def blocks(self, segment: Segment, rows: int, size: int) -> Blocks | None:
+        """How a piece with so many rows is read in blocks of `size` bytes; None if it is read row by row."""
+        if segment.ranges is not None or not self.stream.unique_ids or self._row_by_row:
+            return None
+        if self.ids_per_row > DENSE or self.row_bytes > SMALL_ROW or rows * self.row_bytes < 2 * size:
+            return None
+        step = max(1, int(size / self.row_bytes * self.ids_per_row))
+        ids = max(1, int(rows * self.ids_per_row))
+        return Blocks(ids, step, HELD // step if self.stream.reader is None else READER_HELD // ids)
+
     def put(self, segment: Segment, piece: Piece, now: float) -> None:
         """Keep a piece for others, unless the shelf is closed."""
         if self._closed:
@@ -142,8 +158,9 @@ class Shelf:
         if piece.rows:
             self.row_bytes = max(1.0, piece.size / piece.rows)
         if segment.ranges is None:
-            if piece.cut and piece.rows:
-                self.ids_per_row = (piece.upto - piece.after) / piece.rows
+            if piece.cut:
+                self.ids_per_row = (piece.upto - piece.after) / max(1, piece.rows)
+            self._row_by_row = ROW_BY_ROW if piece.no_blocks else max(0, self._row_by_row - 1)
         elif seconds > SLOW:
             self.span = max(LEAST_SPAN, self.span // 4)
         elif seconds < QUICK and not piece.cut:

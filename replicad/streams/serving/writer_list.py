@@ -15,7 +15,7 @@ import trio
 from replicad.daemon.troubles import Troubles
 from replicad.errors import StreamRefused
 from replicad.streams.registry import Stream
-from replicad.streams.rows import MASTER
+from replicad.streams.row_text import MASTER
 from replicad.streams.store import Store
 
 ALL = "+"  # the name that stands for all writers of a crowded stream

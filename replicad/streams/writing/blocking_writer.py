@@ -15,7 +15,7 @@ from replicad.errors import StreamRefused
 from replicad.postgres.dbapi import DbApi, close_quietly, commits_by_itself, run
 from replicad.postgres.statements import rows_call, value_call
 from replicad.streams.queries import SCHEMA
-from replicad.streams.rows import MASTER, wire_instance
+from replicad.streams.row_text import MASTER, wire_instance
 from replicad.streams.writing.inflight import InFlight, Reservation
 from replicad.streams.writing.writer import MAX_IN_FLIGHT, RESERVED, Positions, parse_ids, session_name
 

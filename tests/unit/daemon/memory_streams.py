@@ -13,14 +13,15 @@ from datetime import UTC, datetime
 
 import trio
 
-from replicad.errors import DatabaseError, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
+from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, StreamRefused, TokenExpired, UnknownStream
 from replicad.postgres.horizon import Reading, Source
 from replicad.protocol.tokens import Vector
 from replicad.streams.acks import Ack
-from replicad.streams.chunks import MAX_ROW, Chunk
+from replicad.streams.chunks import MAX_ROW, Chunk, chunk_of, no_longer
 from replicad.streams.lineage import Generation, Lineage
 from replicad.streams.registry import Method, Published, Stream
-from replicad.streams.rows import MASTER, ChunkSink, Range, wire_instance
+from replicad.streams.row_text import MASTER, Range, wire_instance
+from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.windows import Attached, Look, Window
 from replicad.streams.stream_writers import StreamWriter
 from replicad.streams.troubles import Row
@@ -125,6 +126,24 @@ class MemoryRows:
             await sink(Chunk(b"".join(line for line, _, _ in part), part[-1][1], part[-1][2]))
         if bad is not None:
             raise DatabaseError("invalid input syntax", sqlstate="22P02")
+        return len(lines)
+
+    async def copy_blocks(
+        self, after: int, upto: int, sink: ChunkSink, timeout: float | None = None, *, step: int, max_line: int
+    ) -> int:
+        chunks: list[Chunk] = []
+
+        async def keep(chunk: Chunk) -> None:
+            chunks.append(chunk)
+
+        await self._copy(after, lambda id, _: after < id <= upto, keep, None)
+        lines = b"".join(chunk.data for chunk in chunks).splitlines(keepends=True)
+        for low in range(after, upto, step):
+            block = b"".join(line for line in lines if low < int(line.split()[3]) <= low + step)
+            if not no_longer(block, max_line):
+                raise RowTooLong("a line is too long for a block")
+            if block:
+                await sink(chunk_of(block))
         return len(lines)
 
     async def last_tokens(self, after: int, upto: int) -> dict[str, int]:

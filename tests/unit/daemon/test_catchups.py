@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from replicad.daemon.service import HangUp
-from replicad.errors import TokenExpired
+from replicad.errors import DatabaseError, TokenExpired
 from replicad.protocol.states import CloseReason
 from replicad.streams.chunks import Chunk
 from replicad.streams.rows import ChunkSink
@@ -33,11 +33,19 @@ class Counted(MemoryStore):
         super().__init__()
         self.reads = self.rows_read = self.now = self.most = 0
         self.seconds = 0.1
+        self.blocks = 0  # reads in blocks
+        self.refuses_blocks = False
 
     def catchup_rows(self, stream: Any) -> MemoryRows:  # type: ignore[override]
         store = self
 
         class Rows(MemoryRows):
+            async def copy_blocks(self, *args: Any, **options: Any) -> int:
+                store.blocks += 1
+                if store.refuses_blocks:
+                    raise DatabaseError("a row of the piece cannot be read")
+                return await super().copy_blocks(*args, **options)
+
             async def _copy(self, after: int, wanted: Any, sink: ChunkSink, limit: int | None) -> int:
                 chunks: list[Chunk] = []
 
@@ -105,6 +113,34 @@ async def test_clients_that_need_the_same_rows_share_one_read_of_each(autojump_c
             assert socket.ids == list(range(number % 5 + 1, 201))
         assert store.rows_read <= 1.2 * 200
         assert store.most == 1, "there is one connection"
+
+
+async def test_rows_are_read_in_blocks_where_ids_are_dense_and_one_by_one_where_not(autojump_clock: MockClock) -> None:
+    limits = CatchupLimits(connections=1, cache_bytes=1 << 20, sizes=Sizes(100, 100, 2000, block=200))
+    dense, far = range(1, 2001), range(10**15, 10**15 + 2000)
+    sparse = range(10**6, 10**9, 10**6)
+    async with opened(len(dense), limits) as (streams, store, catchups, feed):
+        await streams.write("s", *sparse, *far)
+
+        async def catch_up(after: int) -> tuple[int, int]:
+            store.reads = store.blocks = 0
+            socket = Socket(after)
+            await copying(catchups, feed, socket, after).copy(upto(feed), feed.stream.epoch)
+            assert socket.ids == [id for id in (*dense, *sparse, *far) if id > after]
+            feed.late_rows += 1  # what was read is forgotten
+            return store.reads, store.blocks
+
+        reads, blocks = await catch_up(0)
+        assert reads < 100, "a gap of any width is passed over in one read"
+        assert blocks > 30, "most of the dense ids"
+        store.refuses_blocks = True
+        reads, blocks = await catch_up(0)
+        assert 1 <= blocks <= reads / 16 + 1, "what failed is not tried again at once"
+        store.refuses_blocks = False
+        streams.store.change("s", unique_ids=False)
+        await settle(5)
+        assert not feed.stream.unique_ids
+        assert (await catch_up(0))[1] == 0
 
 
 async def test_a_client_that_takes_little_keeps_no_read_waiting(autojump_clock: MockClock) -> None:

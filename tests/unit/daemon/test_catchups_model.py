@@ -149,7 +149,7 @@ steps = st.lists(
 
 async def _live(plan: list[tuple[str, int]]) -> None:
     journal = JournalLimits(max_bytes=120, max_chunks=4)  # so small that who lags must catch up from pieces
-    small = CatchupLimits(connections=2, cache_bytes=4096, sizes=Sizes(20, 40, 200))
+    small = CatchupLimits(connections=2, cache_bytes=4096, sizes=Sizes(20, 40, 200, block=20))
     store = Slow()
     async with open_streams("s", limits=journal, store=store, catchups=small, pace=Pace(ahead=1.0)) as streams:
         database = Database(streams)

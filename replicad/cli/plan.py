@@ -37,6 +37,8 @@ def command(file: Path, strict: bool, as_json: bool, **options: Any) -> int:
       !  cannot be made as the file says; the line says why, and what to do
       ?  is in the database and not in the file; apply leaves it alone
 
+    All of it is tried in transactions that are rolled back, so what apply would refuse has a !.
+
     The exit status is 0 if the database is as the file says, and 2 if not. Lines with ? count only with --strict. The
     file says nothing of a part (streams, tubes, ...) that it does not have at all.
     """

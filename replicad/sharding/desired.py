@@ -33,5 +33,6 @@ SECTION = Section(
     present=present,
     normal=as_it_stands,
     change=change,
+    needs="streams",
     removal=lambda name: f"to end it: replicad writers disable {name}",
 )

@@ -217,6 +217,59 @@ def test_plan_tries_whether_a_new_table_can_be_a_stream_and_leaves_nothing_behin
     assert psql(database_url, count) == before
 
 
+def test_plan_tries_everything_that_apply_would_do_and_leaves_nothing_behind(
+    run: Run, database_url: str, tmp_path: Path
+) -> None:
+    """Attachments, backfills, roles and sharing: what fails at `apply` alone is a `!` with the same words in `plan`."""
+    psql(database_url, "CREATE TABLE keyless (n int); CREATE VIEW seen AS SELECT * FROM events")
+    file = tmp_path / "replicad.toml"
+    file.write_text("[tubes.old.tables.events]\nshard = 7\n")
+    run("apply", str(file))
+    catalogue = ("pg_class", "pg_proc", "pg_trigger", "pg_depend", "replicad.stream", "tube.tube_registry", "tube.old")
+    count = (
+        "; ".join(f"SELECT count(*) FROM {name}" for name in catalogue) + "; SELECT proacl FROM pg_proc ORDER BY oid"
+    )
+    before = psql(database_url, count)
+
+    new = "[tubes.t]\n[tubes.t.tables."
+    wrong = {
+        f"{new}keyless]\nshard = 1\n": ("tube t", "id"),
+        f"{new}seen]\nshard = 1\n": ("tube t", "ordinary"),
+        f"{new}events]\nshard = 1\npredicate = 'nosuch > 0'\n": ("tube t", "nosuch"),
+        f"{new}events]\nshard = 1\nrouting = 'writer'\n": ("tube t", "writer"),
+        f"{new}events]\nshard = 1\nbackfill = 'nosuch'\n": ("tube t", "nosuch"),
+        "[tubes.'no name']\n": ("tube no name", "no name"),
+        "[tubes.old]\npredicate = 'nosuch > 0'\n[tubes.old.tables.events]\nshard = 7\n": ("tube old", "nosuch"),
+        "[tubes.old.tables.events]\nshard = 7\n[tubes.old.tables.bare]\nshard = 1\nbackfill = 'x'\n": ("tube old", "x"),
+        "[caches]\nroles = ['desired_nobody']\n": ("caches", "desired_nobody"),
+        "[sharding.nothing]\n": ("sharding of stream nothing", "nothing"),
+        "[streams.seen]\ntable = 'seen'\nid = 'id'\n[sharding.seen]\n": ("sharding of stream seen", "stream seen"),
+    }  # fmt: skip
+    for text, (label, word) in wrong.items():
+        file.write_text(text)
+        planned = run("plan", str(file), status=2)
+        (line,) = [one for one in planned.splitlines() if one.startswith(f"! {label}: ")]
+        assert word in line, line
+        assert "not tried" not in planned
+        assert "nothing was changed" in run("apply", str(file), status=7)
+    assert psql(database_url, count) == before
+
+    tables = {"events": 7, "keyless": 1, "seen": 1, "bare": 1}
+    file.write_text("".join(f"[tubes.old.tables.{name}]\nshard = {shard}\n" for name, shard in tables.items()))
+    planned = run("plan", str(file), status=2)
+    for table in ("keyless", "seen"):
+        asked = run("tubes", "attach", "old", table, "--shard", "1", status=7).removeprefix("replicad: ").strip()
+        assert asked in planned, "every table is tried, and the words are those of `tubes attach`"
+    assert "bare" not in planned
+
+    file.write_text(FILE)
+    with open_transaction(database_url, "INSERT INTO shard_0001.cities VALUES (1)"):
+        planned = run("plan", str(file), status=2)
+    assert planned.count("it was not tried whether it can be made: ") == 1, "one table of a tube was locked"
+    assert planned.count("+ ") == 5, "also the sharing of a stream that the file makes"
+    assert psql(database_url, count) == before
+
+
 # --- any file ---
 
 NAMES = st.sampled_from(["a", "b.c", 'quote"d', "münze", "x" * 40])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from replicad.errors import DatabaseError, DatabaseUnavailable, SchemaMissing, StreamRefused
+from replicad.errors import StreamRefused
 from replicad.postgres.relations import HOW, find_relation
-from replicad.postgres.statements import Queries, statement
+from replicad.postgres.statements import statement
 from replicad.streams import registry
 from replicad.streams.chunks import MAX_ROW
 from replicad.terminal.desired.section import Key, Place, Section, Values, amount, choice, text
 
 _FIXED = "only a new stream can have another one: replicad streams remove NAME, then apply; its readers begin again"
-LOCK_TIMEOUT: Final = "400ms"  # of `attempt`; below deadlock_timeout, so that no transaction of a user is ended
 _MIN_ROW = 1024  # bytes; a constraint of the registry
 
 
@@ -58,34 +55,11 @@ async def change(place: Place, name: str, before: Values | None, wanted: Values)
         schema = place.settings.stream_schema
         await registry.set_max_row(place.db, name, wanted["max_row"], schema=schema)
         return
-    await _add(place.db, place, name, wanted)
-
-
-async def _add(db: Queries, place: Place, name: str, wanted: Values) -> None:
     others = {
         key: wanted[key] for key in ("instance_column", "row", "method", "positions_table", "sequence", "max_row")
     }
-    await registry.add(db, name, wanted["table"], wanted["id"], **others, schema=place.settings.stream_schema)
-
-
-async def attempt(place: Place, name: str, wanted: Values) -> str | None:
-    """Register the stream in a transaction that is rolled back. So the check is that of `streams add`, whatever it is.
-
-    It waits for locks for a short time only, since writers of the table may have to wait behind it. Returns why it was
-    not tried: a lock, or a role or server that may only read. Another role may apply the file.
-
-    Raises:
-        StreamRefused: the table cannot be a stream.
-    """
-    try:
-        async with place.db.connection() as connection:  # its end rolls back
-            await connection.execute(f"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'")
-            await _add(connection, place, name, wanted)
-    except (DatabaseUnavailable, SchemaMissing):
-        raise
-    except DatabaseError as error:
-        return str(error)
-    return None
+    schema = place.settings.stream_schema
+    await registry.add(place.db, name, wanted["table"], wanted["id"], **others, schema=schema)
 
 
 SECTION = Section(
@@ -105,5 +79,4 @@ SECTION = Section(
     normal=normal,
     change=change,
     removal=lambda name: f"to remove it: replicad streams remove {name}",
-    attempt=attempt,
 )

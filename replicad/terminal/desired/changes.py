@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError
+from replicad.errors import DatabaseUnavailable, ReplicadError
 from replicad.terminal.desired.section import Key, Place, Section, Values, described
 from replicad.terminal.desired.toml import Wanted, value_of
+from replicad.terminal.desired.trial import attempt
 from replicad.terminal.remedies import as_commands
 
 NOTHING = "nothing"  # how an absent value is shown
@@ -44,6 +45,8 @@ class Difference:
 async def compare(place: Place, sections: Sequence[Section], wanted: Wanted) -> list[Difference]:
     """The differences, in the order in which they are to be made. Sections that the file does not have are left out.
 
+    What would be made or changed is tried (trial.py); the database is as before.
+
     Raises:
         SchemaMissing, DatabaseError: the database cannot be looked at.
     """
@@ -53,7 +56,9 @@ async def compare(place: Place, sections: Sequence[Section], wanted: Wanted) -> 
             continue
         present = await section.present(place)
         for name, values in wanted[section.name].items():
-            found += await _compare_one(place, section, name, present.get(name), values)
+            needed = [one for one in found if (one.section.name, one.name) == (section.needs, name)]
+            for one in await _compare_one(place, section, name, present.get(name), values):
+                found.append(await _tried(place, one, needed))
         for name in sorted(present.keys() - wanted[section.name].keys()):
             found.append(Difference(section, name, Action.EXTRA, (f"is not in the file; {section.removal(name)}",)))
     return found
@@ -67,18 +72,9 @@ async def _compare_one(
     except DatabaseUnavailable:
         raise
     except ReplicadError as error:
-        return [_refused(section, name, error, present)]
+        return [Difference(section, name, Action.REFUSE, (as_commands(str(error)),), present)]
     if present is None:
-        lines = tuple(_values(section.keys, wanted))
-        if section.attempt is not None:
-            try:
-                untried = await section.attempt(place, name, wanted)
-            except DatabaseError:
-                raise
-            except ReplicadError as error:
-                return [_refused(section, name, error, None)]
-            lines += () if untried is None else (f"it was not tried whether it can be made: {untried}",)
-        return [Difference(section, name, Action.MAKE, lines, None, wanted)]
+        return [Difference(section, name, Action.MAKE, tuple(_values(section.keys, wanted)), None, wanted)]
     found = []
     changed: list[str] = []
     fixed: list[str] = []
@@ -98,8 +94,26 @@ async def _compare_one(
     return found
 
 
-def _refused(section: Section, name: str, error: ReplicadError, present: Values | None) -> Difference:
-    return Difference(section, name, Action.REFUSE, (as_commands(str(error)),), present)
+async def _tried(place: Place, one: Difference, needed: Sequence[Difference]) -> Difference:
+    """The difference with what trying it has shown: why it cannot be made, or what could not be tried.
+
+    `needed`: the differences of the object that must be there first.
+    """
+    if one.action not in (Action.MAKE, Action.CHANGE):
+        return one
+    assert one.wanted is not None
+    verb = "made" if one.action is Action.MAKE else "changed"
+    first = []
+    for other in needed:
+        if other.action is Action.REFUSE:
+            return replace(one, action=Action.REFUSE, lines=(f"{other.label} is not as the file says: see its line",))
+        if other.action is Action.MAKE and other.wanted is not None:
+            first.append((other.section, other.wanted))
+    tried = await attempt(place, one.section, one.name, one.present, one.wanted, first=first)
+    if tried.refused:
+        return replace(one, action=Action.REFUSE, lines=tuple(map(as_commands, tried.refused)))
+    untried = (f"it was not tried whether it can be {verb}: {why}" for why in tried.untried)
+    return replace(one, lines=(*one.lines, *untried))
 
 
 def _key_differences(section: Section, name: str, key: Key, before: Any, after: Any) -> Iterator[tuple[str, bool]]:

@@ -8,7 +8,7 @@ names.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +47,10 @@ class Section:
     `present`: the objects in the database, in normal form; none where the feature is not installed but can be.
     `normal`: the normal form of an object of the file. Raises what making it would raise.
     `change`: make the object, or give it the values that differ. The second argument is what is present, or None.
+    `change` runs in a transaction of a trial too (`Place.on_trial`), so it uses `Place.db` alone.
     `removal`: what the database has beside the file, with the command that removes it.
-    `attempt`: raise what making a missing object would raise, and leave nothing behind. Returns why that could not be
-    tried, or None. It raises a ReplicadError that is no DatabaseError where the object cannot be made.
+    `parts`: what is present or None, and the object of the file: the objects that together make it, each tried alone.
+    `needs`: the section whose object of the same name must be there first.
     """
 
     name: str
@@ -59,7 +60,8 @@ class Section:
     change: Callable[[Place, str, Values | None, Values], Awaitable[None]]
     normal: Callable[[Place, str, Values], Awaitable[Values]]
     removal: Callable[[str], str]
-    attempt: Callable[[Place, str, Values], Awaitable[str | None]] | None = None
+    parts: Callable[[Values | None, Values], Iterable[Values]] = lambda _, wanted: (wanted,)
+    needs: str = ""
     named: bool = True
     lists: str = ""  # what is in a list or inner table, and the command that removes one, for `{name}` and `{one}`
 
@@ -70,10 +72,14 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The database that is looked at and changed, and the names of replicad's schemas in it."""
+    """The database that is looked at and changed, and the names of replicad's schemas in it.
+
+    `on_trial`: `db` is one connection, whose transaction is rolled back: wait for no lock, and do one thing at a time.
+    """
 
     db: Database
     settings: DatabaseSettings
+    on_trial: bool = False
 
 
 async def as_it_stands(place: Place, name: str, values: Values) -> Values:  # noqa: ARG001

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from replicad.errors import TubeRefused
@@ -16,7 +17,9 @@ from replicad.tubes.shards import MAX_SHARD, ShardSet, shard_of_schema
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Connection
 
+Run = Callable[..., Awaitable[Any]]  # a function of tubes by name, with its arguments
 _MOST_PARTITIONS = 32_768
+_OF_TUBE = ("partitions", "predicate")
 
 
 async def present(place: Place) -> dict[str, Values]:
@@ -78,30 +81,54 @@ def _shard(table: str, schema: str, attachment: Mapping[str, Any]) -> int:
 
 async def change(place: Place, name: str, before: Values | None, wanted: Values) -> None:
     """Make the tube, or give it other partitions or another predicate; then attach the tables that differ."""
-    schema = place.settings.tube_schema
-    tubes = Tubes(place.db, schema, place.settings.stream_schema)
-    same = ("partitions", "predicate")
-    if before is None or any(before[key] != wanted[key] for key in same):
-        await tubes.change(f"tube {name}", "tube_ensure_exists", name, *(wanted[key] for key in same))
+    if before is None or any(before[key] != wanted[key] for key in _OF_TUBE):
+        values = [wanted[key] for key in _OF_TUBE]
+        await _locked(place, f"tube {name}", lambda run: run("tube_ensure_exists", name, *values))
+    for table in _differing(before, wanted):
+        await _attach(place, name, table, wanted["tables"][table], new=before is None or table not in before["tables"])
+
+
+def parts(before: Values | None, wanted: Values) -> Iterator[Values]:
+    """The tube with each of the tables that differ, so that a trial locks one of them at a time."""
+    differing = _differing(before, wanted)
+    for table in differing:
+        yield {**wanted, "tables": {table: wanted["tables"][table]}}
+    if not differing:
+        yield {**wanted, "tables": {}}
+
+
+def _differing(before: Values | None, wanted: Values) -> list[str]:
+    """The tables that are not attached as the file says."""
     attached = {} if before is None else before["tables"]
-    for table, values in sorted(wanted["tables"].items()):
-        known = attached.get(table)
-        if known is None or any(known[key] != values[key] for key in known):
-            await _attach(place, name, table, values, new=known is None)
+    return [
+        table
+        for table, values in sorted(wanted["tables"].items())
+        if table not in attached or any(attached[table][key] != values[key] for key in attached[table])
+    ]
 
 
 async def _attach(place: Place, tube: str, table: str, values: Values, *, new: bool) -> None:
     """Attach the table; with `backfill` and a new attachment its ids are scheduled in the same transaction."""
-    schema = place.settings.tube_schema
 
-    async def work(connection: Connection) -> None:
-        options = (values["shard"], values["predicate"], values["routing"])
-        await call_value(connection, schema, "tube_table_ensure_attached", tube, table, *options)
+    async def work(run: Run) -> None:
+        await run("tube_table_ensure_attached", tube, table, values["shard"], values["predicate"], values["routing"])
         if new and values["backfill"] is not None:
-            shard = values["shard"]
-            await call_value(connection, schema, "tube_backfill_schedule", tube, values["backfill"], shard, shard)
+            await run("tube_backfill_schedule", tube, values["backfill"], values["shard"], values["shard"])
 
-    await change_locked(place.db, work, what=f"attach {table}")
+    await _locked(place, f"attach {table}", work)
+
+
+async def _locked(place: Place, what: str, work: Callable[[Run], Awaitable[Any]]) -> None:
+    """Run functions of tubes that lock tables, in one transaction; a trial waits for no lock."""
+
+    async def within(connection: Connection) -> None:
+        await work(partial(call_value, connection, place.settings.tube_schema))
+
+    if place.on_trial:
+        async with place.db.connection() as connection:
+            await within(connection)
+    else:
+        await change_locked(place.db, within, what=what)
 
 
 def _shards(value: Any) -> str:
@@ -130,6 +157,7 @@ SECTION = Section(
     present=present,
     normal=normal,
     change=change,
+    parts=parts,
     removal=lambda name: f"to drop it: replicad tubes drop {name}",
     lists="to detach it: replicad tubes detach {name} {one}",
 )

@@ -8,8 +8,12 @@ It needs Chromium (`apt install chromium`), so `make docs` leaves it out.
 from __future__ import annotations
 
 import io
+import os
+import secrets
+import socket
 import tempfile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import trio
 from PIL import Image
@@ -21,7 +25,7 @@ from tests import browser
 from tests.conftest import install, psql
 from tests.console_scene import PACES, clients, set_up
 from tests.daemons import open_daemon
-from tests.roles import ROLES, as_daemon
+from tests.roles import DAEMON, ROLES, as_daemon
 
 FOLDER = Path(__file__).parents[1] / "docs/images"
 COLOURS = 64  # of a picture: enough for text, and a quarter of the bytes
@@ -64,7 +68,16 @@ async def main(url: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="replicad-", dir="/tmp") as folder:
         Path(folder).chmod(0o755)  # the server of root runs as another user
-        with EmbeddedPostgres(Path(folder) / "data", {"fsync": "off"}) as postgres:
-            psql(postgres.url, ROLES)
-            install(as_daemon(postgres.url), "stream", "tube", "federation")
-            trio.run(main, postgres.url)
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            port = door.getsockname()[1]
+        # Over TCP, as usual: the folder of a socket would be a path of the machine that took the pictures.
+        settings = {"fsync": "off", "listen_addresses": "127.0.0.1", "port": str(port)}
+        with EmbeddedPostgres(Path(folder) / "data", settings) as postgres:
+            psql(postgres.url, "CREATE DATABASE app")
+            app = urlsplit(postgres.url)._replace(path="/app").geturl()
+            psql(app, ROLES)
+            os.environ["PGPASSWORD"] = secrets.token_hex(8)
+            for role in ("postgres", DAEMON):
+                psql(app, f"ALTER ROLE {role} PASSWORD '{os.environ['PGPASSWORD']}'")
+            install(as_daemon(app), "stream", "tube", "federation")
+            trio.run(main, f"postgresql://postgres@127.0.0.1:{port}/app")

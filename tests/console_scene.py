@@ -20,7 +20,9 @@ ERROR = "status 422: <script>document.title='owned'</script> & more"
 
 
 async def set_up(db: Database, stream: str = "orders", error: str = ERROR) -> None:
-    """Streams, tubes with a backlog, a backfill and parked entries. Call it before the daemon starts."""
+    """Streams, tubes with a backlog, a backfill and parked entries, and a daemon that was killed. Call it before the
+    daemon starts.
+    """
     for table in ("orders", "events"):
         await db.execute(f"CREATE TABLE {table} (id bigserial PRIMARY KEY, body text)")
         await db.execute(f"INSERT INTO {table} (body) SELECT 'x' FROM generate_series(1, 1200)")
@@ -41,6 +43,10 @@ async def set_up(db: Database, stream: str = "orders", error: str = ERROR) -> No
         "INSERT INTO tube.tube_parked (tube, seq, op, shard, ids, ts, tries, error)"
         " SELECT 'cities', g, 'U', 1, ARRAY[2988507 + g], now(), 5, $1 FROM generate_series(1, 3) AS g",
         error,
+    )
+    await db.execute(
+        "SELECT replicad.stream_daemon_beat(gen_random_uuid(), 'db2.example', 4711, '{10.1.0.3:9009}', '0.1.0', 86400,"
+        " clock_timestamp() - interval '47 s')"
     )
 
 

@@ -200,8 +200,16 @@ async def open_daemon(
         listeners = await open_listeners(settings.listen)
         await refuse_superuser(pools.short, settings)
         await install_all(pools.short, settings.database)
+        addresses = tuple(map(_address, listeners))
         host = _host(
-            settings, pools, horizon, features, most_connections=budget.connections, recover=recover, pace=pace
+            settings,
+            pools,
+            horizon,
+            features,
+            addresses,
+            most_connections=budget.connections,
+            recover=recover,
+            pace=pace,
         )
         services = {feature.name: feature.open(host) for feature in features}
         everything = [Relaying(host.hub, host.relay), *services.values()]
@@ -216,7 +224,7 @@ async def open_daemon(
             await _start(nursery, jobs, host.troubles, pace.restarts)
             dispatch = Dispatch(everything, settings.limits.max_pending, settings.limits.pending_bytes)
             entrance = _Entrance(host.hub, dispatch, host.vocabulary, host.access, host.handshakes, host.inside)
-            async with _serving(settings, listeners, entrance, pauses=pace.accepting) as addresses:
+            async with _serving(settings, listeners, entrance, pauses=pace.accepting):
                 summary = {name: value for service in everything for name, value in service.summary().items()}
                 _log_ready(settings, addresses, summary)
                 with _ready_file(settings.ready_file, addresses[0]):
@@ -230,6 +238,7 @@ def _host(
     pools: Pools,
     horizon: Horizon,
     features: Sequence[Feature],
+    addresses: tuple[Address, ...],
     *,
     most_connections: int,
     recover: Recover | None,
@@ -253,7 +262,9 @@ def _host(
     figures = Figures()
     folder = settings.database.data_folder if settings.database.database is None else None
     figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, folder))
-    return Host(settings, pools, poller, hub, relay, troubles, access, figures, handshakes, Inside(), vocabulary)
+    return Host(
+        settings, pools, poller, hub, relay, troubles, access, figures, handshakes, Inside(), vocabulary, addresses
+    )
 
 
 async def _start(nursery: trio.Nursery, jobs: Sequence[Job], troubles: Troubles, restarts: Restarts) -> None:
@@ -302,7 +313,7 @@ async def _serving(
     entrance: _Entrance,
     *,
     pauses: Pauses,
-) -> AsyncIterator[tuple[Address, ...]]:
+) -> AsyncIterator[None]:
     """Accept clients and serve them. At the end they are sent the reason and get half of `stop_grace` to disconnect."""
     hub = entrance.hub
     full = _too_many(settings, hub.limit)
@@ -342,7 +353,7 @@ async def _serving(
         async with trio.open_nursery() as accepting:
             for listener in listeners:
                 accepting.start_soon(acceptor.accept_forever, listener)
-            yield tuple(_address(listener) for listener in listeners)
+            yield
             accepting.cancel_scope.cancel()
         for session in list(hub):
             session.hang_up(CloseReason.SERVER_STOPPING, "server stopping")

@@ -18,7 +18,7 @@ from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.states import CloseReason
 
 if TYPE_CHECKING:
-    from replicad.config.settings import ServerSettings
+    from replicad.config.settings import Address, ServerSettings
     from replicad.daemon.access import AccessControl
     from replicad.daemon.figures import Figures
     from replicad.daemon.handshakes import Handshakes
@@ -206,7 +206,9 @@ class Service(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The parts of the daemon that every service may use. `handshakes`: None without TLS."""
+    """The parts of the daemon that every service may use. `handshakes`: None without TLS. `addresses` are those of its
+    listeners.
+    """
 
     settings: ServerSettings
     pools: Pools
@@ -219,6 +221,7 @@ class Host:
     handshakes: Handshakes | None
     inside: Inside
     vocabulary: Vocabulary
+    addresses: tuple[Address, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class Picture:
     name: str
     tubes: Sequence[Row] = ()
     streams: Sequence[Row] = ()
-    daemons: int | None = None  # None: unknown
+    daemons: Sequence[Row] = ()  # one for each daemon that has reported itself
+    connected: int | None = None  # daemons by their sessions; None: unknown
     remarks: Sequence[str] = ()
     unusable: DatabaseError | None = None  # why the tubes of this database cannot be read at all
     error: DatabaseError | None = None  # why this look failed
@@ -73,11 +74,14 @@ class Island:
         found = await db.fetch(statement("tube_top", tube_schema))
         server = (await db.fetch(load_sql("doctor_server")))[0]
         streams, reported, remarks = await self._streams(db)
+        daemons, unseen = await self._daemons(db)
         now, clock = time.monotonic(), await db.fetch_value("SELECT clock_timestamp()")
         silent = self._silent(found, reported, now, clock)
         rows = [self._row(dict(row), now, faults.get(row["tube"]), silent) for row in found]
         self._before = {row["tube"]: (now, row["moved_in"] or 0, row["moved_out"] or 0) for row in found}
-        return Picture(str(db.target), rows, streams, server["daemons"], remarks, server=server["version"])
+        return Picture(
+            str(db.target), rows, streams, daemons, server["daemons"], [*remarks, *unseen], server=server["version"]
+        )
 
     async def _streams(self, db: Database) -> tuple[list[Row], Sequence[Reported], list[str]]:
         """The rows of streams, what daemons report, and sentences. Without the streams' SQL: none."""
@@ -94,6 +98,38 @@ class Island:
             return [], (), [f"the streams cannot be shown: {error}"]
         remarks = [f"{one.kind} {one.name}: {one.reason}" for one in reported if one.kind not in ("stream", "tube")]
         return [self._stream(one) for one in overview.streams], reported, list(dict.fromkeys(remarks))
+
+    async def _daemons(self, db: Database) -> tuple[list[Row], list[str]]:
+        """The rows of daemons, by name, and sentences. Without the streams' SQL: none."""
+        from replicad.streams import daemons
+
+        try:
+            found = await daemons.load(db, schema=self.settings.stream_schema)
+        except DatabaseUnavailable:
+            raise
+        except SchemaMissing:
+            return [], []
+        except DatabaseError as error:
+            return [], [f"the daemons cannot be listed: {error}"]
+        rows = [
+            {
+                "kind": "daemon",
+                "tube": None,
+                "daemon": one.name,
+                "pid": one.pid,
+                "host": one.host,
+                "address": ", ".join(one.addresses),
+                "version": one.version,
+                "started_at": one.started_at.isoformat(),
+                "seen_at": one.seen_at.isoformat(),
+                "up_s": one.up_s,
+                "silent_s": one.silent_s,
+                "state": one.state,
+                "wrong": not one.alive,
+            }
+            for one in found
+        ]
+        return rows, []
 
     def _stream(self, one: StreamStatus) -> Row:
         from replicad.terminal.holders import who

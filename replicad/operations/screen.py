@@ -13,6 +13,7 @@ TUBE_COLUMNS = (
     "island", "tube", "partition", "holder", "pods", "ids", "lag_s", "backfill", "parked", "in_s", "out_s", "state",
 )  # fmt: skip
 STREAM_COLUMNS = ("island", "stream", "position", "lag_rows", "lag_s", "state")
+DAEMON_COLUMNS = ("island", "daemon", "pid", "address", "version", "since_utc", "beat_s", "state")
 DROPPED = (
     "ids",
     "out_s",
@@ -20,10 +21,13 @@ DROPPED = (
     "position",
     "parked",
     "backfill",
+    "version",
+    "since_utc",
     "island",
 )  # in this order, where a line is too long
 EMPTY = ("backfill", "parked", "island")  # dropped where no row has any
 STATE = 24  # characters that the state has at least
+SHORT_STATE = 15  # of a daemon: `silent for 47 s`
 NARROW = 20  # characters of a name, where lines are too long all the same
 CUT = "..."
 
@@ -41,22 +45,23 @@ def render(pictures: Sequence[Picture], width: int) -> list[Line]:
     """Everything, in lines of at most `width` characters. States that do not fit follow in full."""
     several = len(pictures) > 1
     lines: list[Line] = []
-    for columns, rows in (
-        (STREAM_COLUMNS, [(one, row) for one in pictures for row in one.streams]),
-        (TUBE_COLUMNS, [(one, row) for one in pictures for row in one.tubes]),
+    for columns, room, rows in (
+        (STREAM_COLUMNS, STATE, [(one, row) for one in pictures for row in one.streams]),
+        (TUBE_COLUMNS, STATE, [(one, row) for one in pictures for row in one.tubes]),
+        (DAEMON_COLUMNS, SHORT_STATE, [(one, row) for one in pictures for row in one.daemons]),
     ):
         shown = [
             {**row, **_about(row), "backfill": backfill(row), "island": one.name if several else None}
             for one, row in rows
         ]
         if shown:
-            lines += [*_fitted(columns, shown, width), Line("")]
+            lines += [*_fitted(columns, shown, width, room), Line("")]
         elif columns is TUBE_COLUMNS:
             lines += [*_wrapped("there are no tubes yet: make one with `replicad tubes create`", width), Line("")]
     for one in pictures:
         of = f" of {one.name}" if several else ""
-        if one.daemons is not None:
-            lines += _wrapped(f"daemons{of}: {one.daemons or 'none'} connected", width, wrong=not one.daemons)
+        if one.connected is not None:
+            lines += _wrapped(f"daemons{of}: {one.connected or 'none'} connected", width, wrong=not one.connected)
         for remark in one.remarks:
             lines += _wrapped(remark, width, wrong=True)
     reports = {(one.name, row["tube"]): row for one in pictures for row in one.tubes if row.get("report")}
@@ -66,22 +71,30 @@ def render(pictures: Sequence[Picture], width: int) -> list[Line]:
 
 
 def _about(row: Row) -> Row:
-    """Numbers of pods and ids that are estimates, marked with ~."""
+    """What is shown otherwise than in JSON: of daemons the pid (it counts nothing), the start, and the age of the last
+    beat. Numbers of pods and ids that are estimates are marked with ~.
+    """
+    if row.get("kind") == "daemon":
+        since = str(row["started_at"])[:16].replace("T", " ")
+        return {"pid": str(row["pid"]), "since_utc": since, "beat_s": row["silent_s"]}
     if not row.get("estimated"):
         return {}
     return {name: f"~{row[name]:,}" for name in ("pods", "ids")}
 
 
-def _fitted(columns: Sequence[str], rows: Sequence[Row], width: int) -> Iterator[Line]:
-    """The table, with the columns for which there is room."""
+def _fitted(columns: Sequence[str], rows: Sequence[Row], width: int, room: int) -> Iterator[Line]:
+    """The table, with the columns for which there is room beside `room` characters of the state."""
     left = [one for one in columns if one not in EMPTY or any(row.get(one) for row in rows)]
     drop = [one for one in DROPPED if one in left]
     lines = table(left, rows).split("\n")
-    while lines[0].rindex("state") + STATE > width and drop:
+    while lines[0].rindex("state") + room > width and drop:
         left.remove(drop.pop(0))
         lines = table(left, rows).split("\n")
-    if lines[0].rindex("state") + STATE > width:
-        rows = [{**row, **{one: _short(row.get(one)) for one in ("tube", "stream", "holder")}} for row in rows]
+    if lines[0].rindex("state") + room > width:
+        rows = [
+            {**row, **{one: _short(row.get(one)) for one in ("tube", "stream", "holder", "daemon", "address")}}
+            for row in rows
+        ]
         lines = table(left, rows).split("\n")
     yield Line(_cut(lines[0], width))
     for line, row in zip(lines[1:], rows, strict=True):
@@ -96,6 +109,8 @@ def _fitted(columns: Sequence[str], rows: Sequence[Row], width: int) -> Iterator
 def _name(row: Row) -> str:
     if row.get("stream"):
         return f"stream {row['stream']}"
+    if row.get("daemon"):
+        return f"daemon {row['daemon']}"
     return f"tube {row['tube']}" if row.get("tube") else str(row.get("island") or "database")
 
 

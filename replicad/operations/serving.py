@@ -1,4 +1,7 @@
-"""`serve --http` as a service of the daemon. Without the option it does nothing, and imports nothing."""
+"""What operators see of a daemon, as a service: its beats in the database and, with `--http`, the pages.
+
+Without the option nothing of HTTP is imported.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ from collections.abc import Mapping, Sequence
 
 from replicad.daemon.service import Answers, Feature, Host, Job, Peer, Service
 from replicad.errors import UsageError
+from replicad.operations.beats import Beats
 
 STATUS = "status"  # the right to see /status, /clients, /metrics, and the data of the console
 REPLAY = "replay"  # the right to put parked ids back into a tube
 _PACKAGES = ("hypercorn", "starlette", "prometheus_client")
 
 
-class NoHttp:
-    """The service where nothing is served."""
+class Reporting:
+    """The service without `--http`."""
+
+    def __init__(self, host: Host) -> None:
+        self._beats = Beats(host)
 
     def jobs(self) -> Sequence[Job]:
         """`Service.jobs`."""
-        return ()
+        return (Job("beats", self._beats.run),)
 
     def answers(self, peer: Peer) -> Answers:  # noqa: ARG002
         """`Service.answers`."""
@@ -29,11 +36,12 @@ class NoHttp:
         return {}
 
 
-class Http(NoHttp):
-    """The service with `--http`: one job, which the daemon starts again if it fails."""
+class Http(Reporting):
+    """The service with `--http`: one job more, which the daemon starts again if it fails."""
 
     def __init__(self, host: Host) -> None:
         """Raises UsageError: the extra is not installed."""
+        super().__init__(host)
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             raise UsageError(f"--http needs {', '.join(missing)}: pip install 'replicad[http]'")
@@ -43,7 +51,7 @@ class Http(NoHttp):
 
     def jobs(self) -> Sequence[Job]:
         """`Service.jobs`."""
-        return (Job("http", self.server.run, announces=True),)
+        return (*super().jobs(), Job("http", self.server.run, announces=True))
 
     def summary(self) -> Mapping[str, object]:
         """`Service.summary`."""
@@ -52,7 +60,7 @@ class Http(NoHttp):
 
 def open_service(host: Host) -> Service:
     """The service for the settings of the daemon."""
-    return NoHttp() if host.settings.http is None else Http(host)
+    return Reporting(host) if host.settings.http is None else Http(host)
 
 
 FEATURE = Feature("http", (), open_service, verbs=(STATUS,), named_verbs=(REPLAY,))

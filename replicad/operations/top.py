@@ -88,9 +88,9 @@ async def _watch(islands: Sequence[Island], once: bool, interval: float, as_json
 
 
 def _print_json(pictures: Sequence[Picture]) -> None:
-    """A row for each partition and each stream; with several islands each names its own."""
+    """A row for each partition, stream and daemon; with several islands each names its own."""
     for one in pictures:
-        for row in (*one.tubes, *one.streams):
+        for row in (*one.tubes, *one.streams, *one.daemons):
             island: Mapping[str, Any] = {"island": one.name} if len(pictures) > 1 else {}
             echo(as_json_line({**island, **row}))
 

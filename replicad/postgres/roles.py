@@ -38,7 +38,7 @@ def script(roles: Roles, stream_schema: str = "replicad", tube_schema: str = "tu
         "writers": _array(roles.writers),
         "operators": _array(roles.operators),
         "schemas": _array([stream_schema, tube_schema]),
-        "troubles": quote_literal(f"{home}.stream_troubles()"),
+        "reports": _array([f"{home}.{name}(timestamptz)" for name in ("stream_troubles", "stream_daemons")]),
         "stream_table": quote_literal(f"{home}.stream"),
         "cache_write": quote_literal(f"{home}.cache_write(text, jsonb)"),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -163,6 +164,9 @@ async def test_status_has_what_the_console_shows(events: Database, daemon: Daemo
     body = json.loads(found.text)
     assert body["streams"][0]["held_back"]["sql"] == f"SELECT pg_terminate_backend({pid})"
     assert (body["server"]["daemons"], body["server"]["standby"]) == (1, False)
+    (one,) = body["daemons"]
+    assert (one["name"], one["pid"], one["own"], one["state"]) == ("example.com", os.getpid(), True, "alive")
+    assert one["addresses"] == [str(daemon.addresses[0])]
     (report,) = body["reports"]
     assert (report["daemon"], report["name"]) == ("other.example pid 7 0a0b0c0d", "events")
     assert 60 <= report["lasting_seconds"] < 60 + PATIENCE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -114,6 +116,9 @@ async def test_the_console_is_live_and_shows_who_holds_back_and_hostile_texts_as
         assert "9,007,199,254,740,993" in page.locator("#stream-list").inner_text()
         assert "41,000 of about 100,000 ids" in page.locator("#tube-list").inner_text()
         assert "trouble_began" in visit.rows("#event-list")[1]
+        killed, own = page.locator("#daemon-list tbody tr").all_inner_texts()
+        assert re.match(r"db2\.example\s+silent for \d+ s\s+4711\s+10\.1\.0\.3:9009\s", killed)
+        assert re.match(rf"example\.com \(this one\)\s+alive\s+{os.getpid()}\s", own)
         page.evaluate("document.body.dataset.mark = 'the same page'")
         trio.from_thread.run_sync(seen.set)
         expect(page.locator("#stream-list code")).to_have_count(0)

@@ -37,6 +37,7 @@ from replicad.errors import (
     SchemaTooNew,
     StandbyRefused,
 )
+from replicad.operations import beats
 from replicad.operations.http.looks import Looks
 from replicad.postgres.bridge import Database, load_sql
 from replicad.postgres.connection import Connection
@@ -45,7 +46,7 @@ from replicad.postgres.notices import Notices
 from replicad.presence.book import PresenceBook
 from replicad.presence.pace import Pace as PresencePace
 from replicad.retry import Backoff
-from replicad.streams import acks, registry, troubles
+from replicad.streams import acks, daemons, registry, troubles
 from replicad.streams.rows import RowSource
 from replicad.streams.serving import catchups, late_rows
 from replicad.streams.serving.late_rows import LateRows
@@ -114,6 +115,7 @@ def other_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that no setting of a test changes."""
     monkeypatch.setattr(poller, "BELL_RETRY", 0.02)
     monkeypatch.setattr(catchups, "SWEEP", 0.02)
+    monkeypatch.setattr(beats, "INTERVAL", 0.02)
     monkeypatch.setattr(late_rows, "SHARE", 0.0)
     restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
     run_once = supervision._run_once
@@ -356,6 +358,7 @@ FAULTS = (
     Fault("relay: listen", "relay: listen", Notices, "next", notify),
     Fault("acks", "acks", acks, "note", say("FEDERATION_ACK w{n} 0 victim")),
     Fault("trouble book", "troubles", troubles, "write", cause_trouble),
+    Fault("beats", "beats", daemons, "beat"),
     Fault("accept", "", trio.SocketListener, "accept", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
     Fault("session: reader", "", Session, "_take", talk, is_victim, codes=DEFECTS),
     Fault("session: writer", "", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),

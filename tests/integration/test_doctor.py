@@ -159,6 +159,15 @@ async def _(world: World) -> None:
     pass
 
 
+@scenario("daemons", WARNING, "daemon db2 (pid 7, at 127.0.0.1:9009) is silent for 4")
+async def _(world: World) -> None:
+    await world.sql(
+        "SELECT replicad.stream_daemon_beat(gen_random_uuid(), 'db2', 7, '{127.0.0.1:9009}', '0.1.0', 60,"
+        " clock_timestamp() - interval '40 s')"
+    )
+    world.session = "replicad positions"
+
+
 @scenario("troubles", WARNING, "daemon 1: service poller: poller is ill")
 async def _(world: World) -> None:
     await world.reports("service", "poller", "run", "OSError")

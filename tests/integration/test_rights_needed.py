@@ -57,6 +57,8 @@ async def test_each_right_is_needed_and_the_error_names_the_grant(world: rights.
 OPERATOR = {
     "replicad.stream_version": "streams list",
     "replicad.stream_ack": "streams acks orders",
+    "replicad.stream_trouble": "status",
+    "replicad.stream_daemon": "status",
     "replicad.ownership_version": "writers list",
     "replicad.federation_version": "sender parked list",
     "replicad.federation_sender": "streams acks orders",

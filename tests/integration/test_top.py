@@ -58,11 +58,13 @@ async def test_a_worker_that_is_gone_is_silent_and_not_ok(
     await database.execute("SELECT tube.tube_ensure_exists('orders', partitions => 2)")
     async with netcat() as nc:
         await nc.expect("SERVER .*")
-        await nc.send("CLAIM orders 0/2 holder=w1!some-key ttl=2")
+        await nc.send("CLAIM orders 0/2 holder=w1!some-key ttl=2", "CLAIM orders 1/2 holder=w3!third-key ttl=600")
         await nc.expect("LEASE .*")
-        row = await look_until(database_url, 0, "^ok$")
-        assert row["holder"] == "w1"
+        await nc.expect("LEASE .*")
         row = await look_until(database_url, 0, r"^silent for \d+ s$")
+        assert row["holder"] == "w1"
+        row_of_another = await look_until(database_url, 1, "^ok$")
+        assert row_of_another["holder"] == "w3"
         assert row["silent_s"] >= 2
         assert row["wrong"]
         pod = "INSERT INTO tube.orders (op, shard, ids, payload) VALUES ('B', 0, '{1}', '{}')"
@@ -99,14 +101,19 @@ async def test_streams_and_daemons_are_in_it(events: Database, daemon: Daemon, d
     with trio.fail_after(PATIENCE):
         while (rows := await look(database_url))[0]["position"] != 1:
             pass
-    assert [(row["kind"], row["stream"], row["state"]) for row in rows] == [("stream", "events", "ok")]
+    assert [(row["kind"], row.get("stream"), row["state"]) for row in rows] == [
+        ("stream", "events", "ok"), ("daemon", None, "alive")
+    ]  # fmt: skip
     shown = (await replicad_async("status", "--database", database_url)).stdout
     assert shown.startswith("database: ")
     assert "(PostgreSQL " in shown
     assert re.search(r"^events +1 +0 +0\.0 +ok$", shown, re.MULTILINE), shown
     assert "daemons: 1 connected" in shown
+    address = daemon.addresses[0]
+    line = rf"^\S+ +{os.getpid()} +{address} +\S+ +20..-..-.. ..:.. +\d\.\d  alive$"
+    assert re.search(line, shown, re.MULTILINE), shown
     await events.execute("ALTER TABLE events RENAME COLUMN id TO other")
-    [row] = await look(database_url)
+    row, _ = await look(database_url)
     assert row["wrong"]
     assert "has no column id any more" in row["state"]
 
@@ -115,7 +122,7 @@ async def test_status_is_one_object_as_json(database: Database, database_url: st
     await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY)")
     await registry.add(database, "events", "public.events", "id")
     found = json.loads((await replicad_async("status", "--json", "--database", database_url)).stdout)
-    assert found["daemons"] == 0
+    assert (found["connected"], found["daemons"]) == (0, [])
     assert [row["stream"] for row in found["streams"]] == ["events"]
 
 

@@ -33,7 +33,7 @@ def text(lines: list[Line]) -> str:
 
 
 def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_the_important_ones() -> None:
-    picture = Picture("db", [partition()], [stream()], daemons=2)
+    picture = Picture("db", [partition()], [stream()], connected=2)
     wide, narrow = render([picture], 200), render([picture], 80)
     assert "ids" in wide[3].text.split()
     assert "ids" not in narrow[3].text.split()
@@ -42,15 +42,36 @@ def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_the_important_ones()
 
 
 def test_a_state_that_does_not_fit_follows_in_full() -> None:
-    lines = render([Picture("db", [partition(state=FAULT, wrong=True)], daemons=1)], 80)
+    lines = render([Picture("db", [partition(state=FAULT, wrong=True)], connected=1)], 80)
     assert f"tube orders: {FAULT}" in text(lines)
     assert lines[1].text.endswith("...")
     assert lines[1].wrong
 
 
 def test_no_daemon_is_wrong() -> None:
-    lines = render([Picture("db", [], [], daemons=0)], 80)
+    lines = render([Picture("db", [], [], connected=0)], 80)
     assert Line("daemons: none connected", True) in lines
+
+
+def daemon(name: str = "db1.example", **more: Any) -> dict[str, Any]:
+    row = {
+        "kind": "daemon", "daemon": name, "pid": 12345, "host": None, "address": "127.0.0.1:9009", "version": "0.1.0",
+        "started_at": "2026-11-22T10:37:45.123+00:00", "seen_at": "2026-11-22T11:00:00+00:00", "up_s": 1335.0,
+        "silent_s": 2.0, "state": "alive", "wrong": False,
+    }  # fmt: skip
+    return row | more
+
+
+def test_each_daemon_has_a_line_and_a_silent_one_is_marked() -> None:
+    silent = daemon("db2.example", silent_s=47.2, state="silent for 47 s", wrong=True)
+    for width, version in ((100, "0.1.0 "), (80, "")):
+        heading, alive, other = render([Picture("db", daemons=[daemon(), silent])], width)[2:5]
+        assert heading.text.split()[:3] == ["daemon", "pid", "address"]
+        assert ("version" in heading.text) == bool(version)
+        shown = f"12345 127.0.0.1:9009 {version}2026-11-22 10:37"
+        assert " ".join(alive.text.split()) == f"db1.example {shown} 2.0 alive"
+        assert " ".join(other.text.split()) == f"db2.example {shown} 47.2 silent for 47 s"
+        assert (alive.wrong, other.wrong) == (False, True)
 
 
 def test_a_backfill_shows_its_progress_where_there_is_one() -> None:
@@ -79,6 +100,6 @@ streams = st.builds(stream, name=names, position=st.none() | st.integers(0, 10**
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 132])
 @given(st.lists(rows, max_size=5), st.lists(streams, max_size=5))
 def test_no_line_is_wider_than_the_terminal(width: int, tubes: list[Any], found: list[Any]) -> None:
-    picture = Picture("db", tubes, found, daemons=0, remarks=["service poller: " + "x" * 200])
+    picture = Picture("db", tubes, found, connected=0, remarks=["service poller: " + "x" * 200])
     lines = render([picture], width)
     assert max(len(line.text) for line in lines) <= width

@@ -156,6 +156,16 @@ const TROUBLE = [
   plain("Code", "code"),
   { title: "Reason", of: (row) => [row.reason, "bad"] },
 ];
+const DAEMON = [
+  { title: "Daemon", of: (row) => (row.own ? `${row.name} (this one)` : row.name) },
+  { title: "State", of: (row) => [row.state, row.alive ? "good" : "bad"] },
+  label("Pid", "pid"),
+  { title: "Address", of: (row) => row.addresses.join(", ") },
+  { title: "Seen at", of: (row) => row.host ?? "a socket" },
+  plain("Version", "version"),
+  { title: "Since", of: (row) => new Date(1000 * row.started_at).toLocaleString() },
+  { title: "Last beat", of: (row) => `${duration(row.silent_s)} ago` },
+];
 const EVENT = [
   { title: "Time", of: (row) => new Date(1000 * row.at).toLocaleTimeString() },
   { title: "Level", of: (row) => [row.level, row.level === "warning" ? "warn" : row.level === "info" ? "quiet" : "bad"] },
@@ -170,7 +180,7 @@ const most = (values) => values.reduce((high, one) => (one == null ? high : Math
 function show({ status, clients }) {
   const wanted = $("filter").value.trim().toLowerCase();
   const named = (row) => !wanted || [row.name, row.peer, row.access].some((one) => one?.toLowerCase().includes(wanted));
-  const { streams = [], tubes = [], backfills = [], troubles = [], reports = [], obstacles, server } = status;
+  const { streams = [], tubes = [], backfills = [], daemons = [], troubles = [], reports = [], obstacles, server } = status;
   document.title = `${status.ready ? "" : "(!) "}${status.server_name} - replicad`;
   put($("server"), status.server_name);
   say(status.ready ? "ready" : `not ready${obstacles.length ? `: ${obstacles.length} not served` : ""}`, status.ready ? "good" : "bad");
@@ -184,6 +194,8 @@ function show({ status, clients }) {
   const ended = Object.entries(clients.closed).map(([reason, number]) => `${reason} ${number.toLocaleString("en")}`);
   put($("closed"), `Ended since the start: ${ended.join(", ") || "none"}`);
   showFacts(status, server);
+  const life = (row) => [row.name, row.pid, row.host, row.started_at].join(" ");
+  table($("daemon-list"), DAEMON, daemons.filter(named), life, "None has reported itself yet.");
   const place = (row) => [row.daemon, row.kind, row.name, row.cause].join(" ");
   table($("trouble-list"), TROUBLE, [...troubles, ...reports], place, "No daemon reports any.");
   table($("event-list"), EVENT, [...events].reverse(), (row) => row.number, "There are none yet.");

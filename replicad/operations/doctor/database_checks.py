@@ -99,7 +99,15 @@ async def _daemons(seen: Seen) -> Iterable[Finding]:
     number = (await seen.server())["daemons"]
     if not number:
         return [failing("no daemon is connected to this database", "start `replicad serve`")]
-    return fine(f"{counted(number, 'daemon is', 'daemons are')} connected")
+    silent = [
+        warning(
+            f"daemon {one.name} (pid {one.pid}, at {', '.join(one.addresses)}) is {one.state}",
+            "it was killed or cannot reach Postgres: start it again. It is left out after an hour",
+        )
+        for one in await seen.daemons()
+        if not one.alive
+    ]
+    return silent or fine(f"{counted(number, 'daemon is', 'daemons are')} connected")
 
 
 async def _troubles(seen: Seen) -> Iterable[Finding]:
@@ -201,8 +209,8 @@ DATABASE_CHECKS = (
     ),
     Check(
         "daemons",
-        "whether a daemon is connected to the database",
-        None,
+        "whether daemons are connected to the database, and send their beats",
+        "one is silent",
         "there is none",
         "start `replicad serve`",
         _daemons,

@@ -12,11 +12,12 @@ from replicad.config.settings import DatabaseSettings
 from replicad.errors import ReplicadError
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import load_sql, statement
-from replicad.streams import status, troubles
+from replicad.streams import daemons, status, troubles
 from replicad.tubes.cli.states import tube_states
 from replicad.tubes.serving.expired import CODE as EXPIRED
 
 if TYPE_CHECKING:
+    from replicad.streams.daemons import Daemon
     from replicad.streams.status import Overview
     from replicad.streams.troubles import Reported
 
@@ -148,6 +149,10 @@ class Seen:
             return await self.db.fetch(statement("doctor_strangers", self.settings.tube_schema), tables)
 
         return await self._once("strangers", look)
+
+    async def daemons(self) -> Sequence[Daemon]:
+        """The daemons of the database, with their beats."""
+        return await self._once("daemons", lambda: daemons.load(self.db, schema=self.settings.stream_schema))
 
     async def troubles(self) -> Sequence[Reported]:
         """What running daemons report."""

@@ -1,4 +1,4 @@
-"""What `/status` shows beside the daemon's own parts: the server, the other daemons, and backfills.
+"""What `/status` shows beside the daemon's own parts: the server, all daemons of the database, and backfills.
 
 They are the statements of `replicad status` and `replicad doctor`, read as all figures are (`Looks`).
 """
@@ -6,17 +6,22 @@ They are the statements of `replicad status` and `replicad doctor`, read as all 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
+
+import trio
 
 from replicad.config.settings import DatabaseSettings
 from replicad.daemon.figures import Detail, Family, Look, Obstacle, Sample
 from replicad.postgres.bridge import Database
 from replicad.postgres.statements import load_sql, statement
-from replicad.streams import troubles
+from replicad.streams import daemons, troubles
+from replicad.streams.daemons import Daemon
+from replicad.streams.serving.trouble_book import daemon_name
 from replicad.streams.troubles import Reported
 
-MOST = 1000  # backfills, and reports
+MOST = 1000  # backfills, reports, and daemons
 
 
 class Surroundings:
@@ -29,6 +34,8 @@ class Surroundings:
         self.server: dict[str, object] = {}  # of the last look; empty if it is too old
         self._backfills: list[Mapping[str, Any]] = []
         self._reports: list[Reported] = []
+        self._daemons: list[Daemon] = []
+        self._read_at = 0.0  # when the daemons were read, by this daemon's clock
 
     @property
     def families(self) -> Sequence[Family]:
@@ -45,8 +52,14 @@ class Surroundings:
 
     def details(self) -> Iterable[Detail]:
         """`Source.details`: each backfill that is not finished, and each trouble that another daemon reports. `kind`
-        says whose name it has.
+        says whose name it has. And each daemon with its last beat; `own`: it is this one.
         """
+        passed = trio.current_time() - self._read_at
+        for daemon in self._daemons:
+            aged = replace(daemon, silent_s=daemon.silent_s + passed)
+            fields = asdict(aged) | {"started_at": aged.started_at.timestamp(), "seen_at": aged.seen_at.timestamp()}
+            about = {"up_s": aged.up_s, "alive": aged.alive, "state": aged.state, "own": self._is_own(daemon)}
+            yield Detail("daemon", daemon.name, fields | about)
         for row in self._backfills:
             fields = {"table": row["table"], "ids": row["ids"], "of": row["approx_ids"], "idle_seconds": row["idle_s"]}
             yield Detail("backfill", row["tube"], {"kind": "tube", **fields})
@@ -62,6 +75,7 @@ class Surroundings:
             Look("server", self._look_at_server, self.server.clear),
             Look("backfills", self._look_at_backfills, self._backfills.clear),
             Look("reports", self._look_at_reports, self._reports.clear),
+            Look("daemons", self._look_at_daemons, self._daemons.clear),
         )
 
     async def _look_at_server(self) -> None:
@@ -84,3 +98,10 @@ class Surroundings:
     async def _look_at_reports(self) -> None:
         found = await troubles.load(self._db, schema=self._settings.stream_schema)
         self._reports[:] = [one for one in found if not one.daemon.startswith(self._own)][:MOST]
+
+    async def _look_at_daemons(self) -> None:
+        self._daemons[:] = (await daemons.load(self._db, schema=self._settings.stream_schema))[:MOST]
+        self._read_at = trio.current_time()
+
+    def _is_own(self, one: Daemon) -> bool:
+        return self._own == daemon_name(one.name, one.pid)

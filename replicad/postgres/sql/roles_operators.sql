@@ -5,6 +5,7 @@ DECLARE
     role text;
     folder text;
     name text;
+    reports regprocedure;
 BEGIN
     FOREACH role IN ARRAY {operators} LOOP
         IF NOT has_database_privilege(role, current_database(), 'CONNECT') THEN
@@ -14,15 +15,15 @@ BEGIN
             SELECT c.relnamespace::regnamespace, format('%I.%I', n.nspname, c.relname)
             FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
             WHERE n.nspname = ANY ({schemas}) AND c.relname IN (
-                'stream_version', 'stream_ack', 'ownership_version', 'federation_version', 'federation_sender', 'federation_parked',
+                'stream_version', 'stream_ack', 'stream_trouble', 'stream_daemon', 'ownership_version', 'federation_version', 'federation_sender', 'federation_parked',
                 'tube_version', 'tube_registry', 'tube_attachment', 'tube_backfill', 'tube_lease', 'tube_parked', 'tube_report')
         LOOP
             EXECUTE format('GRANT USAGE ON SCHEMA %s TO %I', folder, role);
             EXECUTE format('GRANT SELECT ON TABLE %s TO %I', name, role);
         END LOOP;
-        IF to_regprocedure({troubles}) IS NOT NULL THEN
-            EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', to_regprocedure({troubles}), role);
-        END IF;
+        FOR reports IN SELECT to_regprocedure(f) FROM unnest({reports}) f WHERE to_regprocedure(f) IS NOT NULL LOOP
+            EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', reports, role);
+        END LOOP;
     END LOOP;
 END
 $operators$;

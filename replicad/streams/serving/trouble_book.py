@@ -19,9 +19,9 @@ LAST_WRITE = 1.0  # seconds to remove this daemon's rows at the end
 MAX_TROUBLES = 1000  # in Postgres; the log has them all
 
 
-def daemon_name(server_name: str) -> str:
-    """How the name of a daemon begins, as people see it."""
-    return f"{server_name} pid {os.getpid()}"
+def daemon_name(server_name: str, pid: int | None = None) -> str:
+    """How the name of a daemon begins, as people see it. Without a pid: of this process."""
+    return f"{server_name} pid {os.getpid() if pid is None else pid}"
 
 
 class TroubleBook:

@@ -1,0 +1,79 @@
+"""The daemons of a database: each reports itself there and sends beats; the command line and the console read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+from uuid import UUID
+
+from replicad.postgres.statements import Queries, call_rows, call_value
+from replicad.streams.queries import SCHEMA, installed
+
+INTERVAL: Final = 5.0  # seconds between two beats
+SILENT: Final = 15.0  # seconds without a beat after which a daemon is shown as silent
+_COLUMNS = "name, pid, host(host) AS host, addresses, version, started_at, seen_at, silent_s"
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A daemon and its last beat. `host` is where Postgres sees it (None: a socket), `addresses` where clients connect.
+
+    `silent_s`: seconds since the beat, by Postgres' clock.
+    """
+
+    name: str
+    pid: int
+    host: str | None
+    addresses: tuple[str, ...]
+    version: str
+    started_at: datetime
+    seen_at: datetime
+    silent_s: float
+
+    @property
+    def alive(self) -> bool:
+        """Whether it sends beats."""
+        return self.silent_s < SILENT
+
+    @property
+    def state(self) -> str:
+        """`alive`, or for how long it was silent."""
+        return "alive" if self.alive else f"silent for {self.silent_s:.0f} s"
+
+    @property
+    def up_s(self) -> float:
+        """Seconds from its start to its last beat."""
+        return max(0.0, (self.seen_at - self.started_at).total_seconds())
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a daemon reports of itself. `id` is never used again."""
+
+    id: UUID
+    name: str
+    pid: int
+    addresses: Sequence[str]
+    version: str
+
+
+async def beat(db: Queries, life: Life, age: float, *, schema: str = SCHEMA) -> None:
+    """The sign of life of a daemon that began `age` seconds ago. Raises SchemaMissing."""
+    about = (life.id, life.name, life.pid, list(life.addresses), life.version)
+    with installed(schema):
+        await call_value(db, schema, "stream_daemon_beat", *about, age)
+
+
+async def leave(db: Queries, life: Life, *, schema: str = SCHEMA) -> None:
+    """The daemon stops: it is not listed any more. Raises SchemaMissing."""
+    with installed(schema):
+        await call_value(db, schema, "stream_daemon_leave", life.id)
+
+
+async def load(db: Queries, *, schema: str = SCHEMA) -> list[Daemon]:
+    """The daemons, by name; those that were silent for an hour are left out. Raises SchemaMissing."""
+    with installed(schema):
+        rows = await call_rows(db, schema, "stream_daemons", columns=_COLUMNS)
+    return [Daemon(**(dict(row) | {"addresses": tuple(row["addresses"])})) for row in rows]

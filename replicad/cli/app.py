@@ -29,9 +29,9 @@ COMMANDS = {
 
 EPILOG = """\b
 Start here:
-  replicad serve                      serve an embedded Postgres on 127.0.0.1:9009
-  replicad serve --database URL       serve your own Postgres
-  nc 127.0.0.1 9009                   connect by hand, then type REPLICATE
+  replicad serve                  serve an embedded Postgres on 127.0.0.1:9009
+  replicad serve --database URL   serve your own Postgres
+  nc 127.0.0.1 9009               connect by hand, then type REPLICATE
 """
 
 

@@ -22,7 +22,8 @@ from replicad.terminal.command import ReplicadCommand, option, settings_options
     epilog="""\b
 Examples:
   replicad serve
-  replicad serve --database postgresql://replicad@db1/app --listen 0.0.0.0:9009 --token-file token
+  replicad serve --database postgresql://replicad@db1/app \\
+    --listen 0.0.0.0:9009 --token-file token
   replicad serve --config replicad.toml""",
 )
 @option(

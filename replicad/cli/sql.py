@@ -74,7 +74,8 @@ def down(parts: tuple[str, ...], schema: str | None, current_schema: bool) -> No
     epilog="""\b
 Examples:
   replicad sql roles --table-owner app_owner | psql -v ON_ERROR_STOP=1 -d app
-  replicad sql roles --table-owner app_owner --writer app --operator ops | psql -v ON_ERROR_STOP=1 -d app""",
+  replicad sql roles --table-owner app_owner --writer app --operator ops \\
+    | psql -v ON_ERROR_STOP=1 -d app""",
 )
 @option("--daemon", metavar="ROLE", default="replicad", show_default=True, help="The role of `replicad serve`.")
 @option("--table-owner", "owners", metavar="ROLE", multiple=True, help="A role that owns tables of streams or tubes.")

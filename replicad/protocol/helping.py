@@ -44,8 +44,13 @@ def _answer(vocabulary: Vocabulary, word: str) -> bytes:
     """Rendered once: anybody may ask, as often as he likes."""
     known = vocabulary.of(Side.CLIENT)
     found = [known[word]] if word else known.values()
-    lines = [Help(f"{kind.NAME} {kind.USAGE}".rstrip() + f": {meaning(kind)[0]}".rstrip(": ")) for kind in found]
+    lines = [Help(f"{kind.NAME} {kind.USAGE}".rstrip() + f": {_plain(kind)}".rstrip(": ")) for kind in found]
     return "".join(f"{line.render()}\n" for line in [*lines, Help()]).encode()
+
+
+def _plain(kind: type[Command]) -> str:
+    """What the command is for, without the marks of protocol.md that a terminal does not show."""
+    return meaning(kind)[0].replace("**", "")
 
 
 def typed_word(line: str) -> str | None:

@@ -63,7 +63,8 @@ _config_option = option(
     epilog="""\b
 Examples:
   replicad sender --facts orders --destinations https://shop.example/hook
-  replicad sender --facts events --form matrix --origin us.example --route app.federation:route
+  replicad sender --facts events --form matrix --origin us.example \\
+    --route app.federation:route
   replicad sender --config sender.toml --sender-name s2 --senders s1,s2
   replicad sender secret --config sender.toml https://shop.example/hook""",
 )

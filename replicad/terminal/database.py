@@ -33,7 +33,7 @@ def database_url(settings: DatabaseSettings) -> Iterator[str]:
     from replicad.postgres.running import running_postgres
 
     with running_postgres(settings.data_folder) as url:
-        say(f"replicad: no database is named; this is the {settings.shown}, which runs")
+        say(f"replicad: working on the {settings.shown}")
         yield url
 
 

@@ -380,9 +380,7 @@ def test_commands_find_the_embedded_postgres_that_runs_and_say_so(postgres_folde
         install(server.url)
         done = without_database("tubes", "create", "t", folder=postgres_folder)
         assert (done.returncode, done.stdout) == (0, "tube t: 1 partition\n")
-        assert done.stderr == (
-            "replicad: no database is named; this is the embedded Postgres in .replicad/postgres, which runs\n"
-        )
+        assert done.stderr == "replicad: working on the embedded Postgres in .replicad/postgres\n"
         done = without_database("psql", "-tAc", "SELECT tube FROM tube.tube_registry", folder=postgres_folder)
         assert (done.returncode, done.stdout) == (0, "t\n")
         assert without_database("psql", "-c", "SELECT nonsense", folder=postgres_folder).returncode == 1

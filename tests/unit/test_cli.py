@@ -65,6 +65,7 @@ def test_every_command_has_help_that_says_what_it_does(words: list[str], capsys:
     assert app.run([*words, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"Usage: {' '.join(['replicad', *words])}")
+    assert [line for line in text.splitlines() if len(line) > 80] == [], "a terminal of 80 columns would wrap it"
     command: click.Command | None = app.root
     for word in words:
         assert isinstance(command, click.Group)

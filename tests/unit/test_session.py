@@ -106,6 +106,7 @@ async def test_a_person_gets_the_list_of_commands_for_three_unknown_words_and_go
         assert error.startswith(f"ERROR unknown_command: there is no command '{word}'; {hint}")
         listed = await bench.peer.lines(len(EVERY.of(Side.CLIENT)) + 1)
         assert [line.partition(" ")[0] for line in listed] == ["HELP"] * len(listed)
+        assert "**" not in "".join(listed), "a terminal shows no Markdown"
         assert any(line.startswith("HELP REPLICATE [stream_name] [token|NOW|EARLIEST] [linear]: ") for line in listed)
         assert listed[-1] == "HELP"
     await bench.peer.stream.send_all(b"TAKEN events\nHELP TAKEN\n")

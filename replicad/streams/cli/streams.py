@@ -50,8 +50,8 @@ for content_command in CONTENT_COMMANDS:
     epilog="""\b
 Examples:
   replicad streams add events --table public.events --id stream_ordering
-  replicad streams add events --table public.events --id id --instance-column writer \\
-    --row 'json_build_array(t.event_id, t.room_id)'""",
+  replicad streams add events --table public.events --id id \\
+    --instance-column writer --row 'json_build_array(t.event_id, t.room_id)'""",
 )
 @_name
 @option("--table", required=True, metavar="SCHEMA.TABLE", help="Table that holds the rows, named as in SQL.")

@@ -48,7 +48,8 @@ def _op(default: str) -> Callable[[F], F]:
     epilog="""\b
 Examples:
   replicad tubes touch cities --shard 3 2988507 2643743
-  psql -qtAc 'SELECT id FROM stale' app | replicad tubes touch cities --shard 3 -""",
+  psql -qtAc 'SELECT id FROM stale' app \\
+    | replicad tubes touch cities --shard 3 -""",
 )
 @_tube
 @click.argument("ids", metavar="ID...|-", nargs=-1)
@@ -86,7 +87,7 @@ def touch(tube: str, ids: tuple[str, ...], shard: int, op: str, payload: str | N
     epilog="""\b
 Example:
   replicad tubes insert cities --shard 3 \\
-    'SELECT id, row_number() OVER (ORDER BY id) FROM shard_0003.cities WHERE population = 0'""",
+    'SELECT id, row_number() OVER (ORDER BY id) FROM shard_0003.cities'""",
 )
 @_tube
 @click.argument("query")

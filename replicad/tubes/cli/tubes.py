@@ -163,7 +163,8 @@ def list_tubes(table: str | None, as_json: bool, **options: Any) -> None:
 Examples:
   replicad tubes attach cities public.cities --shard 0
   replicad tubes attach cities cities --shards 1-100
-  replicad tubes attach cities public.towns --routing 'region_id' --predicate 'population > 0'""",
+  replicad tubes attach cities public.towns --routing 'region_id' \\
+    --predicate 'population > 0'""",
 )
 @click.argument("tube")
 @click.argument("tables", metavar="TABLE...", nargs=-1, required=True)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import click
 import promql_parser
 import pytest
 import yaml
 
-from replicad.cli.app import root
+from replicad.cli.serve import command as serve
+from replicad.config.declaring import settings_of
+from replicad.config.limits import Limits
+from replicad.config.settings import DatabaseSettings, ServerSettings, read_settings
+from replicad.daemon.files import DATABASE_SHARE, EXTRA_CLIENTS, SPARE, UNKNOWN_OPEN
+from replicad.daemon.pools import most_connections
 from tests.figures_page import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -86,29 +95,132 @@ def test_a_check_finds_what_does_not_exist() -> None:
             check(wrong)
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """The command lines of replicad in the files: where, and the words after `replicad`."""
-    yield "compose", yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["replicad"]["command"]
-    deployment = next(yaml.safe_load_all((DEPLOY / "kubernetes/replicad.yaml").read_text()))
-    yield "kubernetes", deployment["spec"]["template"]["spec"]["containers"][0]["args"]
-    [unit] = re.findall(
-        r"^ExecStart=\S+/replicad (.+)$", (DEPLOY / "systemd/replicad.service").read_text(), re.MULTILINE
-    )
-    yield "systemd", unit.split()
+@dataclass(frozen=True)
+class Deployed:
+    """A daemon as a file in deploy/ starts it: the words after `replicad`, the variables, and its seconds to stop."""
+
+    where: str
+    words: list[str]
+    variables: dict[str, str]
+    stops: float
+
+    def settings(self) -> ServerSettings:
+        """What the daemon makes of it, as `replicad serve` does."""
+        command, *options = self.words
+        assert command == "serve"
+        context = serve.make_context(command, options)  # raises for an option that does not exist
+        given = {name: value for name, value in context.params.items() if name not in ("config", "debug")}
+        return read_settings(ServerSettings, given, environ=self.variables)  # raises for a value that is not valid
 
 
-@pytest.mark.parametrize(("where", "words"), list(commands()))
-def test_the_daemon_takes_the_options_that_are_deployed(where: str, words: list[str]) -> None:
-    command, *options = words
-    found = root.get_command(click.Context(root), command)
-    assert found is not None, where
-    found.make_context(command, options)  # raises for an option that does not exist
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+DEPLOYMENT, SERVICE = yaml.safe_load_all((DEPLOY / "kubernetes/replicad.yaml").read_text())
+CONTAINER: dict[str, Any] = DEPLOYMENT["spec"]["template"]["spec"]["containers"][0]
+UNIT = configparser.ConfigParser(strict=False, interpolation=None)
+UNIT.optionxform = str  # type: ignore[assignment, method-assign]
+UNIT.read(DEPLOY / "systemd/replicad.service")
+PLACEHOLDERS = {"POSTGRES_PASSWORD": "p", "REPLICAD_TOKEN": "t" * 32}
 
 
-def test_probes_ask_for_what_is_answered() -> None:
-    deployment = next(yaml.safe_load_all((DEPLOY / "kubernetes/replicad.yaml").read_text()))
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    probes = [container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
+def in_compose() -> Deployed:
+    service = COMPOSE["replicad"]
+    given = re.compile(r"[$][{](\w+):[?][}]")
+    variables = {
+        name: given.sub(lambda found: PLACEHOLDERS[found[1]], text) for name, text in service["environment"].items()
+    }
+    return Deployed("compose", service["command"], variables, float(service["stop_grace_period"].removesuffix("s")))
+
+
+def in_kubernetes() -> Deployed:
+    secret = {"database": "postgresql://u@db/app", "token": "t" * 32}
+    variables = {one["name"]: secret[one["valueFrom"]["secretKeyRef"]["key"]] for one in CONTAINER["env"]}
+    stops = DEPLOYMENT["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    return Deployed("kubernetes", CONTAINER["args"], variables, stops)
+
+
+def in_systemd() -> Deployed:
+    unit = UNIT["Service"]
+    program, *words = unit["ExecStart"].split()
+    assert program.endswith("/replicad")
+    variables = {"REPLICAD_DATABASE": "postgresql://u@db/app"}
+    return Deployed("systemd", words, variables, float(unit["TimeoutStopSec"]))
+
+
+DEPLOYED = (in_compose(), in_kubernetes(), in_systemd())
+VARIABLES = {made.variable for kind in (ServerSettings, DatabaseSettings, Limits) for made in settings_of(kind)}
+
+
+@pytest.mark.parametrize("deployed", DEPLOYED, ids=lambda one: str(one.where))
+def test_the_daemon_starts_as_it_is_deployed_and_has_the_time_to_stop(deployed: Deployed) -> None:
+    settings = deployed.settings()
+    settings.refuse_careless()
+    assert deployed.variables.keys() <= VARIABLES
+    assert settings.database.database
+    assert settings.http is not None
+    assert settings.limits.stop_grace < deployed.stops
+
+
+def test_the_unit_has_files_for_all_connections_and_is_watched() -> None:
+    unit = UNIT["Service"]
+    limits = in_systemd().settings().limits
+    own = UNKNOWN_OPEN + DATABASE_SHARE * most_connections(limits) + EXTRA_CLIENTS + limits.http_connections + SPARE
+    assert int(unit["LimitNOFILE"]) >= limits.max_connections + own
+    assert (unit["Type"], unit["KillMode"]) == ("notify", "mixed")
+
+
+def test_ports_and_probes_are_those_of_the_daemon() -> None:
+    settings = in_kubernetes().settings()
+    assert settings.http is not None
+    ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
+    assert ports == {"lines": settings.listen.port, "http": settings.http.port}
+    served = {port["name"]: (port["port"], port["targetPort"]) for port in SERVICE["spec"]["ports"]}
+    assert served == {name: (port, name) for name, port in ports.items()}
+    template = DEPLOYMENT["spec"]["template"]
+    assert SERVICE["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert DEPLOYMENT["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(ports["http"])
+    probes = [CONTAINER[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
     assert [probe["path"] for probe in probes] == ["/livez", "/livez", "/readyz"]
-    assert all(f"0.0.0.0:{ports[probe['port']]}" in container["args"] for probe in probes)
+    assert {ports[probe["port"]] for probe in probes} == {settings.http.port}
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert f"--uid {template['spec']['securityContext']['runAsUser']} " in dockerfile
+    folders = set(re.findall(r"^VOLUME (\S+)$", dockerfile, re.MULTILINE))
+    assert folders < {mount["mountPath"] for mount in CONTAINER["volumeMounts"]}, "the root file system is read-only"
+    assert f"EXPOSE {settings.listen.port}\n" in dockerfile
+
+
+def test_prometheus_scrapes_the_daemon_of_compose_under_the_name_that_the_rules_have() -> None:
+    settings = in_compose().settings()
+    assert settings.http is not None
+    published = {f"127.0.0.1:{port}:{port}" for port in (settings.listen.port, settings.http.port)}
+    assert set(COMPOSE["replicad"]["ports"]) == published
+    [job] = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"replicad:{settings.http.port}"]}]
+    assert [rule["expr"] for rule in RULES if "up{" in rule["expr"]] == [f'up{{job="{job["job_name"]}"}} == 0']
+    token = job["authorization"]["credentials_file"]
+    assert f'printf %s "$$REPLICAD_TOKEN" > {token} && ' in COMPOSE["prometheus"]["command"][0]
+    for mounted in COMPOSE["prometheus"]["volumes"]:
+        source = mounted.partition(":")[0]
+        assert not source.startswith(".") or (DEPLOY / source).is_file(), source
+
+
+CHECKERS = {
+    "promtool": ["check", "rules", "prometheus/replicad.rules.yml"],
+    "systemd-analyze": ["verify", "replicad.service"],
+}
+
+
+@pytest.mark.parametrize("program", CHECKERS)
+def test_the_programs_that_will_read_the_files_accept_them(program: str, tmp_path: Path) -> None:
+    """promtool is in Debian's prometheus. systemd-analyze wants the programs of a unit to be there."""
+    if shutil.which(program) is None:
+        pytest.skip(f"there is no {program} here")
+    shutil.copytree(DEPLOY / "prometheus", tmp_path / "prometheus")
+    unit = (DEPLOY / "systemd/replicad.service").read_text()
+    (tmp_path / "replicad.service").write_text(re.sub(r"(?m)^ExecStart=\S+", f"ExecStart={sys.executable}", unit))
+    done = subprocess.run(
+        [program, *CHECKERS[program]], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert "replicad.service:" not in told, "systemd-analyze warns of what it ignores"

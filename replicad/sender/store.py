@@ -8,7 +8,7 @@ no decisions here. The SQL is in sender/sql.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,11 +19,13 @@ from replicad.errors import SenderRefused
 from replicad.postgres.bridge import Connection, Database, Row, load_sql
 from replicad.postgres.statements import call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
-from replicad.sender.items import Aside, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
+from replicad.sender.items import START, Aside, Edu, Order, Page, Pdu, Standing, Transaction, Wanted
 
 PATIENCE = 10.0  # seconds to wait for the connection of an earlier process: Postgres may notice late that it was killed
 LOOK = 0.25  # seconds between two tries meanwhile, and between those of a sender that stands by
 _STANDINGS = 2000  # destinations read at once when a sender starts
+SWEEP = 5000  # facts that one statement looks at: others wait for it for some hundredths of a second
+SWEPT = 50_000  # facts that one `sweep` finds still wanted
 _COLLAPSE = 200  # destinations whose facts are collapsed by one statement
 
 
@@ -125,6 +127,7 @@ class Store:
         self._keeper = keeper
         self._writing = trio.Lock()
         self._rewound = False
+        self._swept = START  # facts up to here were looked at by the last `sweep`
         self._schema = schema
         self._source = source
         self._sender = sender
@@ -219,8 +222,16 @@ class Store:
         return gone
 
     async def sweep(self, stream: str) -> int:
-        """Remove facts that are outstanding for no destination; returns how many."""
-        removed: int = await self._write("federation_source_sweep", stream)
+        """Remove facts that are outstanding for no destination; returns how many. The facts that stay cost time at
+        every look. So where they are many, the next call goes on with the next of them.
+        """
+        removed = kept = 0
+        while kept < SWEPT:
+            found = await self._write("federation_source_sweep", stream, *self._swept, SWEEP, get=call_row)
+            self._swept = START if found["token"] is None else Order(found["token"], found["part"])
+            removed, kept = removed + found["removed"], kept + found["kept"]
+            if self._swept == START:
+                break
         return removed
 
     async def park(self, parked: Sequence[tuple[str, Pdu | Edu, str]]) -> None:
@@ -293,11 +304,11 @@ class Store:
             more_edus=len(updates) > edus,
         )
 
-    async def _write(self, function: str, *args: object) -> Any:
+    async def _write(self, function: str, *args: object, get: Callable[..., Awaitable[Any]] = call_value) -> Any:
         async with self._writing:
             if self._rewound:
                 raise Restart
-            return await call_value(self._keeper, self._schema, function, self._source, *args)
+            return await get(self._keeper, self._schema, function, self._source, *args)
 
 
 @asynccontextmanager

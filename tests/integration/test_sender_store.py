@@ -319,6 +319,19 @@ async def test_facts_that_nobody_waits_for_are_swept_as_far_as_all_senders_have_
     assert await real.sweep("facts") == 1
 
 
+async def test_a_sweep_looks_at_a_bounded_number_of_facts_that_stay_and_the_next_one_goes_on_behind_them(
+    real: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicad.sender.store.SWEEP", 5)
+    monkeypatch.setattr("replicad.sender.store.SWEPT", 20)
+    waiting = [(fact(token, part), ["away"]) for token in range(1, 21) for part in range(2)]
+    await record(real, 60, *waiting, *((fact(token), ["a"]) for token in range(21, 61)))
+    await real.write([Entry("a", Order(60, 0), 1)])
+    assert [await real.sweep("facts") for _ in range(3)] == [0, 0, 40]
+    await real.write([Entry("away", Order(20, 1), 1)])
+    assert sum([await real.sweep("facts") for _ in range(3)]) == 40
+
+
 async def test_a_rewind_makes_all_behind_the_token_deliverable_again(real: Store) -> None:
     await record(real, 9, (fact(4), ["a", "b"]), (fact(8, body='"old"'), ["a", "b"]), (fact(9), ["b"]))
     made = make_transaction("b", serial=1, ts=1, upto=Order(9, 0), pdus=["1"])
@@ -370,6 +383,38 @@ async def test_a_transaction_under_way_that_is_not_all_void_is_repeated_as_it_wa
     page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
     assert [pdu.body for pdu in page.pdus] == ['"new"', '"new"']
     assert not page.edus
+
+
+@pytest.mark.parametrize("after", ["a fact", "a fact that is sent again"])
+async def test_a_trial_of_an_update_outlives_a_fork_and_what_was_refused_before_it_is_neither_lost_nor_parked(
+    real: Store, database: Database, after: str
+) -> None:
+    """The destination may have taken the update. In another transaction it would get it a second time."""
+    void = fact(8, body='"void"')
+    await record(real, 9, (fact(2, body='"refused"'), ["a"]), (void, ["a"]), (fact(9), ["b"]))
+    if after == "a fact that is sent again":
+        await real.park([("a", fact(1, body='"again"'), "status 400")])
+        await database.execute(f"UPDATE {quote_ident(real._schema)}.federation_parked SET wanted = true")
+        await real.replay(["a"])
+    await real.record_edus("to_device", 1, [("a", Edu('"edu"'))])
+    page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
+    edu, refused = page.edus[0], [pdu.order for pdu in page.pdus]
+    assert edu.number is not None
+    made = make_transaction("a", serial=5, ts=1, upto=refused[-1], edus=[edu.body], edu_numbers=[edu.number])
+    first = make_transaction("a", serial=2, ts=1, upto=refused[0], pdus=['"refused"'])
+    trial = replace(made, aside=tuple(Aside(order, (), "status 400") for order in refused), refused=first)
+    await real.write([Entry("a", Order(1, 0), 5, trial)])
+    await real.fork("facts", 5)
+    real = Store(real._db, real._keeper, real._schema, real._source, real._sender)  # as the next session has it
+    found = (await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)).transaction
+    assert found is not None, "the trial was dropped, and the update is sent a second time"
+    assert (found.id, found.edus, found.edu_numbers) == (made.id, made.edus, made.edu_numbers)
+    await record(real, 8, (fact(8, body='"new"'), ["a"]))
+    await real.write([Entry("a", found.upto, 5, done_edus=found.edu_numbers, parked=found.aside)])
+    page = await real.page("a", ALL, pdus=9, pdu_bytes=99, edus=9)
+    assert ([pdu.body for pdu in page.pdus], page.edus) == (['"refused"', '"new"'], ())
+    parked = await database.fetch(f"SELECT body::text, wanted FROM {quote_ident(real._schema)}.federation_parked")
+    assert [tuple(row) for row in parked] == ([('"again"', True)] if "again" in after else [])
 
 
 async def test_after_a_fork_no_sender_of_the_source_gets_the_facts_of_another_under_ids_that_came_again(
@@ -505,7 +550,9 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
     await database.execute(
         f"INSERT INTO {rooms} SELECT 'd' || i % 50, i, 0, 'r', 'facts' FROM generate_series(1, 20000) i;"
         f" INSERT INTO {edus} (id, destination, body, source)"
-        f" SELECT i, 'd' || i % 50, '{{}}', 'facts' FROM generate_series(1, 20000) i"
+        f" SELECT i, 'd' || i % 50, '{{}}', 'facts' FROM generate_series(1, 20000) i;"
+        f" INSERT INTO {prefix}fact SELECT i * 3000, 0, '{{}}', 'facts' FROM generate_series(1, 7) i;"
+        f" UPDATE {prefix}sender SET token = 30000"
     )
     if statistics == "of now":
         await database.execute(f"ANALYZE {rooms}, {edus}")
@@ -523,6 +570,9 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
             "edus($1, 'd3', 5)",
         ):
             await keeper.fetch(f"SELECT * FROM {prefix}source_{call}", "facts")
+        assert await real.sweep("facts") == 1
+        looks = await keeper.fetch_value(scans, f"{prefix}destination_room_order")
+        assert looks == 7, "the sweep does not look up each of the seven facts"
         assert await keeper.fetch_value(scans, rooms) == before, "the whole table was read"
 
 

@@ -1,8 +1,8 @@
 -- federation_source_rewind(source, sender, stream, token, names): the stream goes on behind `token`, which lies before
 -- what was recorded: a reset, or an operator's wish. What was recorded of later facts is forgotten, and so is that
 -- destinations have taken them: whatever the stream has behind `token` is delivered to them. A transaction under way is
--- kept where federation_source_kept says so. Only for the destinations in
--- `names`. Returns how many facts were outstanding. Writes federation_sender, federation_destination,
+-- kept where federation_source_kept says so. A trial that is kept is an ordinary transaction from then on: what was refused
+-- before it, and is not void, is outstanding. Only for the destinations in `names`. Returns how many facts were outstanding. Writes federation_sender, federation_destination,
 -- federation_destination_room, federation_fact.
 CREATE OR REPLACE FUNCTION federation_source_rewind(source text, sender text, stream text, token bigint, names text[])
 RETURNS bigint
@@ -12,8 +12,11 @@ DECLARE
 BEGIN
     UPDATE federation_destination d SET  -- repeated with its id and bodies; it says nothing about facts above `token`
         txn_pdus = (SELECT t.pdus FROM federation_source_transaction(d.source, d.name) t),
-        txn_part = CASE WHEN d.txn_stream_ordering > federation_source_rewind.token THEN 2147483647 ELSE d.txn_part END,
-        txn_stream_ordering = least(d.txn_stream_ordering, federation_source_rewind.token)
+        txn_part = CASE WHEN d.txn_aside IS NULL OR d.last_successful_stream_ordering > federation_source_rewind.token
+            THEN 2147483647 ELSE d.last_successful_part END,
+        txn_stream_ordering = CASE WHEN d.txn_aside IS NULL THEN federation_source_rewind.token
+            ELSE least(d.last_successful_stream_ordering, federation_source_rewind.token) END,
+        txn_aside = NULL
     WHERE d.source = federation_source_rewind.source AND d.name = ANY (names)
         AND d.txn_stream_ordering > federation_source_rewind.token
         AND federation_source_kept(d.source, d.name, federation_source_rewind.token);

@@ -45,7 +45,7 @@ BEGIN
     FROM federation_destination_room r
     JOIN federation_fact f ON f.source = r.source AND f.stream_ordering = r.stream_ordering AND f.part = r.part
     LEFT JOIN federation_destination d ON d.source = r.source AND d.name = r.destination AND d.txn_id IS NOT NULL
-        AND (r.stream_ordering, r.part) <= (d.txn_stream_ordering, d.txn_part)
+        AND d.txn_aside IS NULL AND (r.stream_ordering, r.part) <= (d.txn_stream_ordering, d.txn_part)
         AND federation_source_kept(d.source, d.name, fork)
     WHERE r.source = here AND r.stream_ordering > fork AND r.part < 0  -- federation_source_replay gives such places
         AND d.name IS NULL  -- else it is in a transaction that is repeated

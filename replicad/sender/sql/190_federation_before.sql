@@ -96,7 +96,7 @@ $$;
 COMMENT ON FUNCTION federation_standing(text, integer) IS 'Version 1: how destinations stand, page by page';
 CREATE OR REPLACE FUNCTION federation_sweep(stream text) RETURNS bigint
 LANGUAGE sql AS $$
-    SELECT federation_source_sweep('', stream)
+    SELECT s.removed FROM federation_source_sweep('', stream, 0, 0, 2147483647) s
 $$;
 COMMENT ON FUNCTION federation_sweep(text) IS 'Version 1: removes facts that every destination has taken';
 CREATE OR REPLACE FUNCTION federation_rewind(sender text, stream text, token bigint, names text[]) RETURNS bigint

@@ -12,7 +12,7 @@ BEGIN
     LOOP
         EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         IF f.proname IN ('federation_source_write', 'federation_source_collapse', 'federation_source_transaction',
-                'federation_source_facts', 'federation_source_edus', 'federation_source_standing') THEN
+                'federation_source_facts', 'federation_source_edus', 'federation_source_standing', 'federation_source_sweep') THEN
             EXECUTE format('ALTER FUNCTION %s SET enable_seqscan = off', f.name);
             EXECUTE format('ALTER FUNCTION %s SET enable_hashjoin = off', f.name);
             EXECUTE format('ALTER FUNCTION %s SET enable_mergejoin = off', f.name);

@@ -21,7 +21,7 @@ from replicad.sender.agenda import Agenda
 from replicad.sender.catchup import Latest, stand_in
 from replicad.sender.destination import Destination
 from replicad.sender.items import Edu, Memory, Page, Pdu, Standing, Transaction, Wanted
-from replicad.sender.lanes import Lane, Lanes
+from replicad.sender.lanes import Lane, Lanes, Visit
 from replicad.sender.state_writer import StateWriter
 from replicad.sender.store import Entry
 from replicad.sender.terms import Terms
@@ -120,13 +120,17 @@ class Engine:
         known = self._destinations.get(name)
         return known is not None and pdu.order <= known.newest
 
-    def accept(self, pdu: Pdu, names: Iterable[str]) -> None:
-        """Deliver a fact to destinations. It is stored already."""
+    def accept(self, facts: Iterable[tuple[Pdu, Iterable[str]]]) -> None:
+        """Deliver facts to destinations, in order. They are stored already."""
         now = self._now()
-        for name in names:
-            destination = self._known(name)
-            if destination.enqueue(pdu, now):
-                self._arrange(destination)
+        new: dict[str, Destination] = {}
+        for pdu, names in facts:
+            for name in names:
+                destination = self._known(name)
+                if destination.enqueue(pdu, now):
+                    new[name] = destination
+        for destination in new.values():
+            self._arrange(destination)
 
     def accept_edu(self, edu: Edu, names: Iterable[str]) -> None:
         """Deliver an update that may be dropped."""
@@ -158,9 +162,10 @@ class Engine:
             services.start_soon(self.states.run)
             services.start_soon(self._watch_clock)
             async with trio.open_nursery() as workers:
-                for lane, count in self._lanes.crews:
-                    for _ in range(count):
-                        workers.start_soon(self._work, lane)
+                for crew in self._lanes.crews:
+                    tasks = (self._store_ahead, self._send_stored) if crew.ahead else (self._work,)
+                    for task in tasks * crew.size:
+                        workers.start_soon(task, crew.lane)
             await self.states.drain()
             services.cancel_scope.cancel()
 
@@ -213,8 +218,8 @@ class Engine:
         self._destinations[name] = made
         return made
 
-    def _arrange(self, destination: Destination) -> None:
-        """Enter it in the agenda for the time at which it is due."""
+    def _arrange(self, destination: Destination, turn: int = 0) -> None:
+        """Enter it in the agenda for the time at which it is due. `turn` as in Visit."""
         if destination in self._lanes or destination.name in self._collapsing:
             return
         now = self._now()
@@ -227,7 +232,7 @@ class Engine:
                 self._sooner.set()
         else:
             self._agenda.drop(destination.name)
-            self._lanes.put(destination)
+            self._lanes.put(destination, turn)
 
     async def _watch_clock(self) -> None:
         while True:
@@ -241,27 +246,39 @@ class Engine:
                 await self._sooner.wait()
 
     async def _work(self, lane: Lane) -> None:
-        while (destination := await lane.take()) is not None:
-            if destination.name in self._collapsing:
-                continue
-            for _ in range(TURN):
-                if not await self._visit(destination) or self._closed:
-                    break
-            self._arrange(destination)
+        while (visit := await lane.take()) is not None:
+            if await self._prepare(visit.destination):
+                await self._send(visit)
 
-    async def _visit(self, destination: Destination) -> bool:
-        """Send it one transaction. True if it was accepted and there may be another one at once."""
+    async def _store_ahead(self, lane: Lane) -> None:
+        while (visit := await lane.take()) is not None:
+            if await self._prepare(visit.destination):
+                await lane.hand_over(visit)
+
+    async def _send_stored(self, lane: Lane) -> None:
+        while (visit := await lane.take_stored()) is not None:
+            await self._send(visit)
+
+    async def _prepare(self, destination: Destination) -> bool:
+        """Store its next transaction. False if there is none; then the destination has its place in the agenda."""
+        if destination.name in self._collapsing:
+            return False
         while destination.wants is not None:
             await self._load(destination)
         if not destination.begin(self._now_ms()):
             if destination.transaction is not None:  # the trial has ended: what was refused first waits again
                 self.states.post(self._entry(destination))
+            self._arrange(destination)
             return False
-        transaction = destination.transaction
-        assert transaction is not None
         if not destination.written:
             await self.states.write(self._entry(destination))
             destination.written = True
+        return True
+
+    async def _send(self, visit: Visit) -> None:
+        """Send the transaction of `_prepare`."""
+        destination, transaction = visit.destination, visit.destination.transaction
+        assert transaction is not None
         self._in_flight += 1
         try:
             outcome = await self._transport.send(destination.name, transaction)
@@ -278,7 +295,8 @@ class Engine:
                 log.error("parked", destination=destination.name, items=len(reasons), reason=reasons[0])
         else:
             self._fail(destination, transaction, outcome)
-        return outcome.delivered
+        turn = visit.turn + 1 if outcome.delivered else 0
+        self._arrange(destination, turn if turn < TURN else 0)
 
     def _fail(self, destination: Destination, transaction: Transaction, outcome: SendResult) -> None:
         self._counts["failures"] += 1

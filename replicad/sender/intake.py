@@ -44,7 +44,7 @@ from replicad.sender.upstream import Told, Upstream
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
 ROWS = 1000  # routed and recorded together, so that the cost of a commit is small
-PAIRS = 50_000  # facts times destinations, likewise; a single fact may have more
+PAIRS = 10_000  # facts times destinations, likewise: nothing is sent meanwhile. A single fact may have more
 STRANGE_NAMES = 1000  # invalid names that are logged at most
 IDLE_TOKEN = 1.0  # seconds after which a position without rows is stored too
 
@@ -346,8 +346,7 @@ class Intake:
 
     async def _flush(self, upto: int, recording: Recording, taken: Sequence[tuple[Pdu, list[str]]]) -> None:
         self._everywhere[self._facts] = await self._store.record(self._facts, upto, recording)
-        for pdu, names in taken:
-            self._engine.accept(pdu, names)
+        self._engine.accept(taken)
 
     async def _record_updates(self, stream: str, upto: int, routed: Sequence[tuple[Update, str]]) -> None:
         kept: list[tuple[str, Edu]] = []
@@ -369,12 +368,16 @@ class Intake:
         names: list[str] = []
         refused: list[tuple[str, str]] = []
         for name in destinations:
-            reason = None if name in self._engine or not self._mine(name) else self._objection(name)
-            if reason is not None:
+            reason = None
+            if name not in self._engine:  # else it is ours, and was found to be possible
+                if not self._mine(name):
+                    continue
+                reason = self._objection(name)
+            if reason is None:
+                names.append(name)
+            else:
                 self._note_refused(name, reason)
                 refused.append((name, reason))
-            elif name in self._engine or self._mine(name):
-                names.append(name)
         parked = [(name, item, reason) for name, reason in refused if reason != OWN] if item is not None else []
         if parked:
             await self._store.park(parked)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 
 from replicad.sender.items import Edu, Order, Pdu, Transaction
 
@@ -40,17 +39,16 @@ def take_pdus(queue: deque[Pdu], most: int, room: int, upto: Order | None = None
     """The oldest facts that fit, `most` at most. Facts that replace one fact count as one and stay together."""
     taken: list[Pdu] = []
     while queue and most > 0 and (upto is None or queue[0].order <= upto):
-        group = [queue[0]]
-        for pdu in islice(queue, 1, None):
-            if pdu.order != group[0].order:
+        order, count, size = queue[0].order, 0, 0
+        for pdu in queue:
+            if pdu.order != order:
                 break
-            group.append(pdu)
-        size = sum(len(pdu.body) for pdu in group)
-        if taken and (len(group) > most or size > room):
+            count, size = count + 1, size + len(pdu.body)
+        if taken and (count > most or size > room):
             break
-        for _ in group:
+        for _ in range(count):
             taken.append(queue.popleft())
-        most -= len(group) if upto is None else 1
+        most -= count if upto is None else 1
         room -= size
     return taken
 

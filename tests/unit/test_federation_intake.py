@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,6 +14,7 @@ from replicad.errors import StreamRestarted
 from replicad.groups import leaves
 from replicad.sender.engine import Engine
 from replicad.sender.intake import Intake
+from replicad.sender.items import Pdu
 from replicad.sender.routing import FixedRouter
 from replicad.sender.store import Recorded, Restart, Store
 from replicad.sender.upstream import Told, Upstream
@@ -69,15 +70,29 @@ class Destinations(list[str]):
     def has_had(self, name: str, pdu: object) -> bool:
         return True
 
-    def accept(self, pdu: object, names: object) -> None:
-        raise AssertionError("nothing is new")
+    def accept(self, facts: Sequence[object]) -> None:
+        assert not facts, "nothing is new"
 
 
-def intake_of(state: State, known: Iterable[str] = ("a", "b")) -> Intake:
+class Queues(Destinations):
+    """An engine to which everything is new: the tokens of what it is given follow in `written` what was recorded."""
+
+    def __init__(self, known: Iterable[str], written: list[Any]) -> None:
+        super().__init__(known)
+        self.written = written
+
+    def has_had(self, name: str, pdu: object) -> bool:
+        return False
+
+    def accept(self, facts: Sequence[tuple[Pdu, object]]) -> None:  # type: ignore[override]
+        self.written.append([pdu.order.token for pdu, _ in facts])
+
+
+def intake_of(state: State, known: Sequence[str] = ("a", "b"), *, new: bool = False) -> Intake:
     return Intake(
         store=cast("Store", state),
-        engine=cast("Engine", Destinations(known)),
-        router=FixedRouter(("a",)),
+        engine=cast("Engine", Queues(known, state.written) if new else Destinations(known)),
+        router=FixedRouter(known),
         facts="facts",
         sender="s1",
         mine=lambda _: True,
@@ -86,10 +101,10 @@ def intake_of(state: State, known: Iterable[str] = ("a", "b")) -> Intake:
 
 
 async def run(
-    state: State, *events: Told | str, recorded: int = 70, known: Iterable[str] = ("a", "b")
+    state: State, *events: Told | str, recorded: int = 70, known: Sequence[str] = ("a", "b"), new: bool = False
 ) -> list[type[Any]]:
     """Why the intake ended."""
-    intake = intake_of(state, known)
+    intake = intake_of(state, known, new=new)
     with pytest.raises(BaseExceptionGroup) as caught:
         await intake.run(cast("Upstream", Events(*events)), {"facts": Recorded(recorded, "g0")})
     return [type(leaf) for leaf in leaves(caught.value)]
@@ -113,6 +128,20 @@ async def test_a_state_that_was_written_after_a_restore_is_not_taken_for_the_res
 @pytest.mark.parametrize("reason", ["token_ahead", "token_expired"])
 async def test_the_next_session_finds_out_what_a_token_that_is_refused_is_worth(reason: str) -> None:
     assert await run(State(70), Reset("facts", None, None, reason)) == [Restart]
+
+
+async def test_facts_are_queued_as_soon_as_a_bounded_number_of_deliveries_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else nothing would be sent while all rows that wait are recorded."""
+    monkeypatch.setattr("replicad.sender.intake.PAIRS", 10)
+    state, names = State(70), [f"{number}.example" for number in range(5)]
+    rows = [RowBatch("facts", "*", token, ["{}"]) for token in range(71, 101)]
+    assert await run(state, *rows, Reset("facts", "*", 100, "forked"), known=names, new=True) == [Restart]
+    recorded, queued = state.written[::2], state.written[1::2]
+    assert [token for piece in queued for token in piece] == list(range(71, 101))
+    assert [piece[-1] for piece in queued] == recorded, "not each piece was queued before the next was recorded"
+    assert max(len(piece) for piece in queued) == 2, "ten deliveries at a time: two facts to five destinations"
 
 
 async def test_the_next_generation_is_stored_before_its_first_row_and_after_what_is_void_was_taken_back() -> None:

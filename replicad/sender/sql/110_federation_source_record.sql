@@ -34,6 +34,7 @@ BEGIN
     WHERE d.name IS NULL OR (
         (f.token, f.part) > (d.last_successful_stream_ordering, d.last_successful_part)
         AND (d.txn_id IS NULL OR (f.token, f.part) > (d.txn_stream_ordering, d.txn_part)))
+    ORDER BY t.name, f.token, f.part  -- what a destination takes, and removes, together lies together
     ON CONFLICT DO NOTHING;
     UPDATE federation_sender s SET token = upto
     WHERE s.source = federation_source_record.source AND s.name = federation_source_record.sender

@@ -44,7 +44,7 @@ from replicad.sender.upstream import Told, Upstream
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
 ROWS = 1000  # routed and recorded together, so that the cost of a commit is small
-PAIRS = 10_000  # facts times destinations, likewise: nothing is sent meanwhile. A single fact may have more
+PAIRS = 25_000  # facts times destinations, likewise. Fewer: more requests with few facts; more: nothing is stored meanwhile
 STRANGE_NAMES = 1000  # invalid names that are logged at most
 IDLE_TOKEN = 1.0  # seconds after which a position without rows is stored too
 

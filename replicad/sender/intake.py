@@ -44,7 +44,8 @@ from replicad.sender.upstream import Told, Upstream
 
 AHEAD = 256  # events that are read before they are recorded; beyond it the daemon's socket is not read
 ROWS = 1000  # routed and recorded together, so that the cost of a commit is small
-PAIRS = 25_000  # facts times destinations, likewise. Fewer: more requests with few facts; more: nothing is stored meanwhile
+# Facts times destinations, likewise. Fewer: more requests with few facts. More: nothing else is stored for longer.
+PAIRS = 25_000  # a single fact may have more
 STRANGE_NAMES = 1000  # invalid names that are logged at most
 IDLE_TOKEN = 1.0  # seconds after which a position without rows is stored too
 

@@ -21,7 +21,7 @@ from replicad.sender.agenda import Agenda
 from replicad.sender.catchup import Latest, stand_in
 from replicad.sender.destination import Destination
 from replicad.sender.items import Edu, Memory, Page, Pdu, Standing, Transaction, Wanted
-from replicad.sender.lanes import Lane, Lanes, Visit
+from replicad.sender.lanes import Lane, Lanes
 from replicad.sender.state_writer import StateWriter
 from replicad.sender.store import Entry
 from replicad.sender.terms import Terms
@@ -162,10 +162,9 @@ class Engine:
             services.start_soon(self.states.run)
             services.start_soon(self._watch_clock)
             async with trio.open_nursery() as workers:
-                for crew in self._lanes.crews:
-                    tasks = (self._store_ahead, self._send_stored) if crew.ahead else (self._work,)
-                    for task in tasks * crew.size:
-                        workers.start_soon(task, crew.lane)
+                for lane, count in self._lanes.crews:
+                    for _ in range(count):
+                        workers.start_soon(self._work, lane)
             await self.states.drain()
             services.cancel_scope.cancel()
 
@@ -218,8 +217,8 @@ class Engine:
         self._destinations[name] = made
         return made
 
-    def _arrange(self, destination: Destination, turn: int = 0) -> None:
-        """Enter it in the agenda for the time at which it is due. `turn` as in Visit."""
+    def _arrange(self, destination: Destination) -> None:
+        """Enter it in the agenda for the time at which it is due."""
         if destination in self._lanes or destination.name in self._collapsing:
             return
         now = self._now()
@@ -232,7 +231,7 @@ class Engine:
                 self._sooner.set()
         else:
             self._agenda.drop(destination.name)
-            self._lanes.put(destination, turn)
+            self._lanes.put(destination)
 
     async def _watch_clock(self) -> None:
         while True:
@@ -246,39 +245,27 @@ class Engine:
                 await self._sooner.wait()
 
     async def _work(self, lane: Lane) -> None:
-        while (visit := await lane.take()) is not None:
-            if await self._prepare(visit.destination):
-                await self._send(visit)
+        while (destination := await lane.take()) is not None:
+            if destination.name in self._collapsing:
+                continue
+            for _ in range(TURN):
+                if not await self._visit(destination) or self._closed:
+                    break
+            self._arrange(destination)
 
-    async def _store_ahead(self, lane: Lane) -> None:
-        while (visit := await lane.take()) is not None:
-            if await self._prepare(visit.destination):
-                await lane.hand_over(visit)
-
-    async def _send_stored(self, lane: Lane) -> None:
-        while (visit := await lane.take_stored()) is not None:
-            await self._send(visit)
-
-    async def _prepare(self, destination: Destination) -> bool:
-        """Store its next transaction. False if there is none; then the destination has its place in the agenda."""
-        if destination.name in self._collapsing:
-            return False
+    async def _visit(self, destination: Destination) -> bool:
+        """Send it one transaction. True if it was accepted and there may be another one at once."""
         while destination.wants is not None:
             await self._load(destination)
         if not destination.begin(self._now_ms()):
             if destination.transaction is not None:  # the trial has ended: what was refused first waits again
                 self.states.post(self._entry(destination))
-            self._arrange(destination)
             return False
+        transaction = destination.transaction
+        assert transaction is not None
         if not destination.written:
             await self.states.write(self._entry(destination))
             destination.written = True
-        return True
-
-    async def _send(self, visit: Visit) -> None:
-        """Send the transaction of `_prepare`."""
-        destination, transaction = visit.destination, visit.destination.transaction
-        assert transaction is not None
         self._in_flight += 1
         try:
             outcome = await self._transport.send(destination.name, transaction)
@@ -295,8 +282,7 @@ class Engine:
                 log.error("parked", destination=destination.name, items=len(reasons), reason=reasons[0])
         else:
             self._fail(destination, transaction, outcome)
-        turn = visit.turn + 1 if outcome.delivered else 0
-        self._arrange(destination, turn if turn < TURN else 0)
+        return outcome.delivered
 
     def _fail(self, destination: Destination, transaction: Transaction, outcome: SendResult) -> None:
         self._counts["failures"] += 1

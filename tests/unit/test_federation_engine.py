@@ -15,7 +15,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from replicad.retry import Backoff
 from replicad.sender.engine import Engine
 from replicad.sender.items import Edu, Order, Pdu, Transaction
-from replicad.sender.store import Entry, Recording
+from replicad.sender.store import Recording
 from replicad.sender.terms import GIVEN_UP, Terms
 from replicad.sender.transport import SendResult
 
@@ -526,39 +526,6 @@ async def test_a_thousand_destinations_share_a_few_writes(jumping: MockClock) ->
         await wait_all_tasks_blocked()
     assert len(world.transport.taken) == 1000
     assert world.store.writes <= 6
-
-
-async def test_transactions_are_stored_while_others_are_sent_and_no_more_of_them_than_requests(
-    jumping: MockClock,
-) -> None:
-    """A write takes half as long as a request, and each waits for the one before it: up to a second together."""
-    names = [f"{number}.example" for number in range(40)]
-    most = 0
-    slow = False
-
-    async def answer(_destination: str, _transaction: Transaction) -> SendResult:
-        nonlocal most
-        entries = [world.store.shelves[name].entry for name in names]
-        most = max(most, sum(entry is not None and entry.transaction is not None for entry in entries))
-        await trio.sleep(slow)
-        return TAKEN
-
-    async def write(entries: Sequence[Entry]) -> None:
-        await trio.sleep(slow / 2)
-        await MemoryStore.write(world.store, entries)
-
-    world = World(answer)
-    world.store.write = write  # type: ignore[method-assign]
-    async with world.running(workers=4):
-        first = await world.fact(*names)
-        await wait_all_tasks_blocked()
-        slow, most, began = True, 0, trio.current_time()
-        second = await world.fact(*names)
-        while any(world.transport.facts[name] < 2 for name in names):
-            await trio.sleep(0.1)
-        assert trio.current_time() - began < 12, "40 requests of a second, 4 at a time, behind the first write"
-    assert all(world.transport.bodies(name) == [first, second] for name in names)
-    assert 4 < most <= 4 + 2 * 4, "under way, stored ahead, and done but not written yet"
 
 
 async def test_a_full_memory_delays_nothing_and_loses_nothing(jumping: MockClock) -> None:

@@ -307,9 +307,10 @@ class Destination:
         if refused is not None and units > 1 and (lost.pdus or lost.edu_numbers):
             self._suspects = Suspects.of(lost, units)
             return False
-        if not on_trial:
+        if not (on_trial and (self.catching_up or self._terms.away(self.failures))):  # else it does answer
             self.failures = 1 if self._woken else self.failures + 1
-        self.retry_at = now + self._terms.pause(self.failures, chance, at_least=at_least, idle=self._idle)
+        idle = self._idle and not on_trial
+        self.retry_at = now + self._terms.pause(self.failures, chance, at_least=at_least, idle=idle)
         self.proven = False
         if self._terms.catches_up(self.failures):
             self.catching_up = True

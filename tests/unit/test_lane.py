@@ -44,11 +44,12 @@ class FakeCopier:
         return None
 
 
-def lane_of(copier: FakeCopier) -> tuple[Lane, Troubles]:
+def lane_of(copier: FakeCopier, *writers: str) -> tuple[Lane, Troubles]:
     troubles = Troubles()
     made: Any = copier
     limits = JournalLimits()
-    lane = Lane("s", made, {"master": 0}, limits=limits, troubles=troubles, writers=lambda _, __: b"", epoch="g")
+    positions = dict.fromkeys(writers or ("master",), 0)
+    lane = Lane("s", made, positions, limits=limits, troubles=troubles, writers=lambda _, __: b"", epoch="g")
     return lane, troubles
 
 
@@ -101,3 +102,56 @@ async def test_readers_that_got_half_a_batch_are_cut_and_others_get_it_whole(aut
         await trio.sleep(10)
         nursery.cancel_scope.cancel()
     assert len(b"".join(whole.take_nowait()).splitlines()) == 3
+
+
+class RowsOfOneWriter(FakeCopier):
+    """Sends rows of writer w only; the other one is idle."""
+
+    one_writer = False
+
+    async def copy(self, after: Any, upto: Any, send: Any) -> int:
+        for number in range(after["w"] + 1, upto["w"] + 1):
+            if self.failures and number > self.sends_before:
+                raise self.failures.pop(0)
+            await send(Chunk(b"RDATA s w %d []\n" % number, "w", number))
+        return int(upto["w"] - after["w"])
+
+
+@pytest.mark.parametrize("sends_before", [0, 3])
+async def test_each_position_goes_on_from_the_one_before_also_where_a_copy_fails_halfway(
+    sends_before: int, autojump_clock: trio.abc.Clock
+) -> None:
+    lane, _ = lane_of(RowsOfOneWriter(DatabaseError("broke off"), sends_before=sends_before), "w", "idle")
+    reader = lane.channel.subscribe(0, lambda: None, extended=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.run)
+        lane.set_target({"w": 5, "idle": 5})
+        await trio.sleep(10)
+        nursery.cancel_scope.cancel()
+    told = {"w": 0, "idle": 0}
+    for line in b"".join(reader.take_nowait()).decode().splitlines():
+        word, _, writer, *tokens = line.split()
+        if word == "POSITION":
+            assert int(tokens[0]) == told[writer], line  # else the reader takes it for a gap
+        told[writer] = int(tokens[1] if word == "POSITION" else tokens[0])
+    assert told == {"w": 5, "idle": 5}
+
+
+async def test_whoever_waits_for_writers_to_be_listed_goes_on_when_they_are(autojump_clock: trio.abc.Clock) -> None:
+    lane, _ = lane_of(FakeCopier())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.run)
+        with trio.fail_after(60):
+            await lane.change_writers({"a"}, set()).wait()
+            await lane.change_writers({"a"}, set()).wait()  # listed already
+            await lane.change_writers(set(), set()).wait()
+            first = lane.change_writers({"b"}, set())
+            await trio.lowlevel.checkpoint()  # its announcement has begun
+            for later in (lane.change_writers({"b"}, set()), lane.change_writers(set(), set()), first):
+                await later.wait()
+            assert lane.channel.boundary.positions.keys() == {"master", "a", "b"}
+            waiting = lane.change_writers({"c"}, set())
+            nursery.cancel_scope.cancel()
+    with trio.fail_after(60):
+        await waiting.wait()  # its stream has ended, and so has its subscription
+        await lane.change_writers({"d"}, set()).wait()

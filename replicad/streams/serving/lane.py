@@ -123,7 +123,8 @@ class Lane:
         self._forked: tuple[str, Callable[[str], int]] | None = None  # the next epoch, and what is shared with it
         self._joining: set[str] = set()
         self._leaving: set[str] = set()
-        self._joined = trio.Event()
+        self._untold: list[trio.Event] = []  # of changes of the writers that readers were not sent yet
+        self._over = False
         self._left: dict[str, int] = {}  # writers that are no longer listed, and their positions that were sent last
         self._copied: Positions | None = None  # rows up to here were sent; the positions sent may be lower
         self._notices: list[tuple[bytes, bool]] = []
@@ -157,12 +158,17 @@ class Lane:
 
     def change_writers(self, joining: Set[str], leaving: Set[str]) -> trio.Event:
         """Change the listed writers. Joining ones begin at the position of writers that are not listed. A leaving one
-        is removed when it is not behind all that stay. The event is set when readers were sent those that join.
+        is removed when it is not behind all that stay. The event is set when readers were sent those that join, with
+        this change or before, or when the lane is over.
         """
         self._joining = (self._joining - leaving) | joining
         self._leaving = (self._leaving - joining) | leaving
         self._changed.set()
-        return self._joined
+        told = trio.Event()
+        self._untold.append(told)
+        if self._over:
+            self._tell(1)
+        return told
 
     def send_line(self, line: bytes, *, extended: bool = False) -> None:
         """Send a line that is no row, between two copies."""
@@ -181,6 +187,8 @@ class Lane:
         try:
             await self._fill()
         finally:  # the next lane of the stream cannot end these
+            self._over = True
+            self._tell(len(self._untold))
             self._troubles.end("stream", self._stream, self._copy_cause)
             self._troubles.end("stream", self._stream, self._row_cause)
 
@@ -206,7 +214,7 @@ class Lane:
 
     async def _wait_for_work(self) -> None:
         """Wait until the target differs from what was sent, and a held row may be tried again."""
-        while not (self._notices or self._joining or self._forked or self._may_leave()):
+        while not (self._notices or self._untold or self._forked or self._may_leave()):
             if self._held is None and not self._is_there():
                 return
             if self._held is not None and trio.current_time() >= self._try_again_at:
@@ -243,7 +251,7 @@ class Lane:
             self._release()
             await self._announce_fork(*self._forked)
             return
-        if self._joining:
+        if self._untold:
             await self._announce_joining()
         if leaving := self._may_leave():
             await self._announce_leaving(leaving)
@@ -256,7 +264,8 @@ class Lane:
             at_fault = await self._copier.blame(self.channel.boundary.positions, target, error)
             if at_fault is None:
                 raise
-            await self._advance(below(self.channel.boundary.positions, target, at_fault), at_once=True)
+            done = {**self.channel.boundary.positions, **(self._copied or {})}
+            await self._advance(below(done, target, at_fault), at_once=True)
             self._hold(at_fault)
 
     async def _readable_by_now(self, held: RowUnreadable) -> bool:
@@ -298,7 +307,7 @@ class Lane:
         try:
             rows = await self._copier.copy(copied or sent, target, append)
         except BaseException:
-            self._keep_what_went_out(sent, target, seen)
+            self._keep_what_went_out(sent, copied or sent, target, seen)
             raise
         self.given_rows += rows * self.channel.readers
         self._copied = target
@@ -314,19 +323,22 @@ class Lane:
             with trio.move_on_at(self._position_sent_at + self._pace.position):
                 await self._changed.wait()
 
-    def _keep_what_went_out(self, sent: dict[str, int], target: Positions, seen: LastTokens) -> None:
-        """After a copy that failed: continue after the last complete batch that was sent; else disconnect readers."""
+    def _keep_what_went_out(self, sent: Positions, after: Positions, target: Positions, seen: LastTokens) -> None:
+        """After a copy that failed: continue after the last complete batch that was sent; else disconnect readers.
+
+        Writers without a row in it stay where readers were told that they are.
+        """
+        self._copied = after
         if seen.torn:
             self.channel.cut(DatabaseError("Postgres broke off within a batch; reconnect and resume"), sent)
         elif seen.done is not None:
-            done = seen.done
-            self.channel.seal({name: max(at, min(done, target[name])) for name, at in sent.items()})
+            self._copied = {name: max(at, min(seen.done, target[name])) for name, at in after.items()}
+            self.channel.seal({**sent, **seen.tokens})
 
     async def _announce_joining(self) -> None:
         """Send the writers that join: the whole set if one line holds it, else only the new ones, which are added."""
         sent = self.channel.boundary.positions
-        joining, names = self._joining, self._joining - sent.keys()
-        joined, self._joined = self._joined, trio.Event()
+        joining, names, changes = self._joining, self._joining - sent.keys(), len(self._untold)
         lowest = min((sent or self._target).values(), default=0)
         if names:
             listed = {**sent, **dict.fromkeys(names, lowest)}
@@ -340,7 +352,13 @@ class Lane:
             self._target = {**dict.fromkeys(names, lowest), **self._target}
             self.channel.seal(listed)
         self._joining = self._joining - joining
-        joined.set()
+        self._tell(changes)
+
+    def _tell(self, changes: int) -> None:
+        """Readers were sent the oldest `changes` changes of the writers."""
+        for told in self._untold[:changes]:
+            told.set()
+        del self._untold[:changes]
 
     async def _announce_leaving(self, leaving: Set[str]) -> None:
         """Remove writers from the list: send the whole set, and a POSITION after it."""

@@ -68,6 +68,26 @@ async def test_a_dump_is_restored_and_clients_have_what_the_tables_have(
         await world.settle("after the restore")
 
 
+@pytest.mark.parametrize("state", ["down", long("suspended")])
+async def test_a_table_that_is_restored_emptied_and_filled_again_before_anybody_looks_is_sent_in_full(
+    postgres_folder: Path, fork_template: Path, state: str
+) -> None:
+    """The restored notes say what was shared with the table of the dump, not with its rows of now."""
+    async with open_world(postgres_folder, fork_template) as world:
+        world.hold_all_kinds()
+        for table in TABLES:
+            await blocking(world.write_rows, table, 20)
+        await world.settle("before the dump", say=False)
+        await world.wait_noted()
+        dump = await blocking(world.cluster.dump)
+        async with daemons(world, state):
+            await blocking(world.cluster.restore, dump, one_transaction=True)
+            for table in TABLES:
+                world.sql(table.truncate())
+                await blocking(world.write_rows, table, 50)
+        await world.settle("after the restore")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("state", STATES)
 async def test_a_dump_is_restored_into_another_server_at_the_same_address(

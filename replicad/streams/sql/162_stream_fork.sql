@@ -30,7 +30,8 @@ COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], t
 -- ask for it: only while `seen` is still the id of the present one. Returns the id of the present generation.
 -- Shared with the generation before is, up to where:
 --  - another file of the same sequence (TRUNCATE ... RESTART IDENTITY), or `ids_went_back` (setval): nothing. Which ids were
---    given out again is not known: the sequence may have been lower than at the time when somebody looked;
+--    given out again is not known: the sequence may have been lower than at the time when somebody looked. Nor is anything
+--    shared with a sequence that was made anew, from a dump, and restarted since: the number of its first file is its oid;
 --  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
 -- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the
 -- stream was removed.
@@ -54,8 +55,8 @@ BEGIN
         RETURN g.id;
     END IF;
     shared := stream_floor(s.sequence);
-    IF g.relation = s.relation::oid AND g.sequence = s.sequence::oid
-            AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence) THEN
+    IF (g.sequence = s.sequence::oid AND g.relation = s.relation::oid AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence))
+            OR (g.sequence IS DISTINCT FROM s.sequence::oid AND s.sequence::oid <> pg_relation_filenode(s.sequence)) THEN
         reason := 'sequence_restarted';
     ELSIF reason NOT IN ('ids_went_back', 'sequence_restarted') THEN
         shared := coalesce((SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0), shared);

@@ -162,6 +162,8 @@ class Follower:
         Raises:
             RemoteProtocolError: from `understand`, or the peer exceeds a bound.
         """
+        if self.gap is not None:
+            return
         if b"\r" not in block and b"\0" not in block:
             try:
                 text = block.decode()

@@ -270,6 +270,17 @@ def test_a_position_that_starts_beyond_ours_is_a_gap_and_no_row_after_it_counts(
     assert reader.read("RDATA events w1 8 [0]\n") == [RowBatch("events", "w1", 8, ["[0]"])]
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_nothing_is_taken_between_a_gap_and_the_next_connection(merged: bool) -> None:
+    """Not even after a POSITION of another writer, and not of a writer whose rows had come before the gap."""
+    reader = opened(merged=merged)
+    reader.read("RDATA events w1 6 [0]\n")
+    assert reader.read("POSITION events w1 9 9\n") == [Gap("events", "w1", 6, 9)]
+    assert reader.read("RDATA events w1 10 [1]\n") == []
+    assert reader.read("POSITION events w2 7 8\nRDATA events w1 11 [2]\n") == []
+    assert reader.follower.positions("events") == {"w1": 6, "w2": 7}
+
+
 def test_a_batch_that_is_cut_short_by_a_position_is_a_gap() -> None:
     reader = opened()
     assert reader.read("RDATA events w1 batch [1]\nPOSITION events w1 5 9\n") == [Gap("events", "w1", 5, 5)]

@@ -9,7 +9,6 @@ then, and not by one in each step.
 from __future__ import annotations
 
 import trio
-from trio.testing import wait_all_tasks_blocked
 
 PATIENCE = 0.005  # seconds; so the queue moves on even if the event loop is never idle
 
@@ -27,6 +26,9 @@ class Turns:
 
     async def next(self) -> None:
         """Wait for the next turn."""
+        # It imports pytest where that is installed, which would take a third of a daemon's start.
+        from trio.testing import wait_all_tasks_blocked  # noqa: PLC0415
+
         self.waits += 1
         async with self._queue:
             with trio.move_on_after(self._patience):

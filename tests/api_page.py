@@ -13,6 +13,8 @@ from typing import cast
 
 import griffe
 
+from tests.collector import uncollected
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/api.md"
 
@@ -59,7 +61,8 @@ trio client, and what it iterates over comes out of an `async for`; lists of pod
 @cache
 def tree() -> griffe.Module:
     """The whole package as it is written."""
-    return cast(griffe.Module, griffe.load("replicad", search_paths=[ROOT], allow_inspection=False))
+    with uncollected():
+        return cast(griffe.Module, griffe.load("replicad", search_paths=[ROOT], allow_inspection=False))
 
 
 def exported(face: str) -> dict[str, griffe.Object]:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.postgres.schema import PARTS, Part, script
+from tests.collector import uncollected
 from tests.lengths import LONG, examples
 from tests.process_state import differences, state
 from tests.roles import DAEMON, ROLES, as_daemon
@@ -138,6 +139,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let what takes long begin first: the rest fills the gaps."""
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("spark", "stress", "xdist_group")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end."""
+    with uncollected():
+        return (yield)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.collector import uncollected
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "replicad"
 IN_ONE_PROCESS = pytest.mark.xdist_group("source")
@@ -35,7 +37,8 @@ class Module:
 @cache
 def modules() -> tuple[Module, ...]:
     """All of the package."""
-    return tuple(_module(path) for path in sorted(PACKAGE.rglob("*.py")))
+    with uncollected():
+        return tuple(_module(path) for path in sorted(PACKAGE.rglob("*.py")))
 
 
 @cache

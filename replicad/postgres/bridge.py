@@ -21,6 +21,7 @@ from asyncpg import Record as Row
 from replicad import errors
 from replicad.eventlog import get_logger
 from replicad.postgres import failures
+from replicad.postgres.array_types import remembering
 from replicad.postgres.connection import Backend, Connection, Counters, Settings, Sink
 from replicad.postgres.handoff import COPY_CHUNK
 from replicad.postgres.literals import quote_ident, quote_literal
@@ -46,6 +47,7 @@ __all__ = [
 log = get_logger(__name__)
 
 _CLOSE = 2.0  # seconds to close all connections in an orderly way
+_DRIVER = remembering(asyncpg.Connection)
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
 _SERVER = (  # as `stream_incarnation` names it, but for the database and the timeline, which a promotion changes
     "SELECT concat_ws('/', system_identifier, extract(epoch FROM pg_postmaster_start_time())) FROM pg_control_system()"
@@ -288,6 +290,7 @@ class Database:
                 asyncpg.connect(
                     settings.url,
                     loop=self._loop,
+                    connection_class=_DRIVER,
                     timeout=settings.connect_timeout,
                     server_settings=settings.session,
                     statement_cache_size=_STATEMENTS,

@@ -57,6 +57,31 @@ def at_rest(db: Database) -> bool:
 # --- statements ------------------------------------------------------------------------------------
 
 
+ARRAYS = "SELECT $1::bigint[] AS ids, $2::boolean[] AS flags, $3::timestamptz[] AS times"
+LOOKED_UP = "SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%typeinfo' || '_tree%'"
+
+
+async def test_only_the_first_connection_asks_postgres_what_its_own_arrays_are(database_url: str) -> None:
+    values = [[1, None, 1 << 62], [True, None], []]
+    async with opened(database_url) as db, db.connection() as first, db.connection() as second:
+        for held in (first, second):
+            assert list((await held.fetch(ARRAYS, *values))[0].values()) == values
+        assert await second.fetch_value(LOOKED_UP) == 0
+    async with opened(database_url) as db:
+        assert await db.fetch_value(ARRAYS, *values) == values[0]
+        assert await db.fetch_value(LOOKED_UP) == 0
+
+
+async def test_a_type_of_the_users_is_looked_up_where_it_is(database_url: str, postgres_url: str) -> None:
+    """The same oid may be another type in another database, or after a type was made anew."""
+    for labels in (["a", "b"], ["c"]):
+        async with opened(database_url) as db:
+            await db.execute("DROP TYPE IF EXISTS own CASCADE")
+            await db.execute(f"CREATE TYPE own AS ENUM ({', '.join(map(quote_literal, labels))})")
+            assert await db.fetch_value("SELECT $1::own[]", labels) == labels
+            assert await db.fetch_value(LOOKED_UP) == 1
+
+
 async def test_statements_return_rows_values_and_tags(database: Database) -> None:
     rows = await database.fetch("SELECT i, i * 2 AS twice FROM generate_series(1, $1::int) i", 3)
     assert [(row["i"], row["twice"]) for row in rows] == [(1, 2), (2, 4), (3, 6)]

@@ -99,7 +99,7 @@ def paces() -> Paces:
             late_look=0.05,
             restarts=restarts,
         ),
-        TubePace(look=0.05, backfills=BackfillPace(retry=0.02), restarts=restarts),
+        TubePace(look=0.05, backfills=BackfillPace(retry=0.02, retry_max=0.02), restarts=restarts),
         PresencePace(look=0.05, ips=0.01, sweep=0.05, **retry),
     )
 

@@ -74,6 +74,8 @@ class Troubles:
         known = self._current.get(place)
         if known is not None and (known.code, known.reason) == (code, reason):
             return
+        if kind == DATABASE:
+            self._explain()
         since = self._now() if known is None else known.since
         self._current[place] = Trouble(place, code, reason, since)
         event = "trouble_began" if known is None else "trouble_changed"
@@ -117,6 +119,8 @@ class Troubles:
         place = Place(kind, name, cause)
         self._suspected.pop(place, None)
         known = self._current.pop(place, None)
+        if kind == DATABASE:  # others that lost their connection get the grace anew, from now
+            self._suspected.clear()
         if known is not None:
             lasted = round(self._now() - known.since, 1)
             log.info("trouble_over", kind=kind, name=name, cause=cause, code=known.code, lasted_s=lasted)
@@ -172,6 +176,12 @@ class Troubles:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
+
+    def _explain(self) -> None:
+        """The poller reports an outage: end the troubles of others that have only lost their connection."""
+        for place, trouble in list(self._current.items()):
+            if place.kind != DATABASE and trouble.code == DatabaseUnavailable.code:
+                self.end(*place)
 
     def _is_outage(self, place: Place) -> bool:
         """Whether an outage of Postgres explains a lost connection, or may still be found to explain it."""

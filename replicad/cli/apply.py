@@ -13,6 +13,7 @@ from replicad.errors import StreamRefused
 from replicad.features import sections
 from replicad.terminal.command import ReplicadCommand, database_options, json_option
 from replicad.terminal.output import echo
+from replicad.terminal.progress import progress
 
 if TYPE_CHECKING:
     from replicad.terminal.desired.changes import Difference
@@ -44,7 +45,8 @@ def command(file: Path, as_json: bool, **options: Any) -> None:
     wanted = read(file)
 
     async def work(place: Place) -> Sequence[Difference]:
-        found = await compare(place, sections(), wanted)
+        with progress() as report:
+            found = await compare(place, sections(), wanted, report)
         for one in found:
             if one.action in (Action.REFUSE, Action.EXTRA):
                 show(one, as_json=as_json)

@@ -11,6 +11,7 @@ from replicad.cli.desired import file_argument, on_place, read, show
 from replicad.features import sections
 from replicad.terminal.command import ReplicadCommand, database_options, json_option, option
 from replicad.terminal.output import echo
+from replicad.terminal.progress import progress
 
 DRIFT = 2  # the exit status
 
@@ -45,7 +46,8 @@ def command(file: Path, strict: bool, as_json: bool, **options: Any) -> int:
     from replicad.terminal.desired.changes import Action, compare
 
     wanted = read(file)
-    found = on_place(options, lambda place: compare(place, sections(), wanted))
+    with progress() as report:
+        found = on_place(options, lambda place: compare(place, sections(), wanted, report))
     for one in found:
         show(one, as_json=as_json)
     drifted = any(strict or one.action is not Action.EXTRA for one in found)

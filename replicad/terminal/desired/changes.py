@@ -11,6 +11,7 @@ from replicad.errors import DatabaseUnavailable, ReplicadError
 from replicad.terminal.desired.section import Key, Place, Section, Values, described
 from replicad.terminal.desired.toml import Wanted, value_of
 from replicad.terminal.desired.trial import attempt
+from replicad.terminal.progress import Report, silently
 from replicad.terminal.remedies import as_commands
 
 NOTHING = "nothing"  # how an absent value is shown
@@ -42,23 +43,29 @@ class Difference:
         return self.section.label(self.name)
 
 
-async def compare(place: Place, sections: Sequence[Section], wanted: Wanted) -> list[Difference]:
+async def compare(
+    place: Place, sections: Sequence[Section], wanted: Wanted, report: Report = silently
+) -> list[Difference]:
     """The differences, in the order in which they are to be made. Sections that the file does not have are left out.
 
-    What would be made or changed is tried (trial.py); the database is as before.
+    What would be made or changed is tried (trial.py); the database is as before. `report` gets the progress.
 
     Raises:
         SchemaMissing, DatabaseError: the database cannot be looked at.
     """
     found: list[Difference] = []
+    total, looked = sum(len(wanted.get(section.name, {})) for section in sections), 0
     for section in sections:
         if section.name not in wanted:
             continue
         present = await section.present(place)
         for name, values in wanted[section.name].items():
+            looked += 1
+            about = f"comparing {section.label(name)}, {looked} of {total}"
+            report(about)
             needed = [one for one in found if (one.section.name, one.name) == (section.needs, name)]
             for one in await _compare_one(place, section, name, present.get(name), values):
-                found.append(await _tried(place, one, needed))
+                found.append(await _tried(place, one, needed, _within(report, about)))
         for name in sorted(present.keys() - wanted[section.name].keys()):
             found.append(Difference(section, name, Action.EXTRA, (f"is not in the file; {section.removal(name)}",)))
     return found
@@ -94,7 +101,11 @@ async def _compare_one(
     return found
 
 
-async def _tried(place: Place, one: Difference, needed: Sequence[Difference]) -> Difference:
+def _within(report: Report, about: str) -> Report:
+    return lambda text: report(f"{about}, {text}")
+
+
+async def _tried(place: Place, one: Difference, needed: Sequence[Difference], report: Report) -> Difference:
     """The difference with what trying it has shown: why it cannot be made, or what could not be tried.
 
     `needed`: the differences of the object that must be there first.
@@ -109,7 +120,7 @@ async def _tried(place: Place, one: Difference, needed: Sequence[Difference]) ->
             return replace(one, action=Action.REFUSE, lines=(f"{other.label} is not as the file says: see its line",))
         if other.action is Action.MAKE and other.wanted is not None:
             first.append((other.section, other.wanted))
-    tried = await attempt(place, one.section, one.name, one.present, one.wanted, first=first)
+    tried = await attempt(place, one.section, one.name, one.present, one.wanted, first=first, report=report)
     if tried.refused:
         return replace(one, action=Action.REFUSE, lines=tuple(map(as_commands, tried.refused)))
     untried = (f"it was not tried whether it can be {verb}: {why}" for why in tried.untried)

@@ -17,6 +17,7 @@ from replicad.errors import DatabaseError, DatabaseUnavailable, ReplicadError, S
 from replicad.postgres.bridge import Connection, Database
 from replicad.postgres.connection import Isolation
 from replicad.terminal.desired.section import Place, Section, Values
+from replicad.terminal.progress import Report, silently
 
 if TYPE_CHECKING:
     from replicad.postgres.failures import Target
@@ -97,6 +98,7 @@ async def attempt(
     wanted: Values,
     *,
     first: Sequence[tuple[Section, Values]] = (),
+    report: Report = silently,
 ) -> Tried:
     """Make or change the object and leave nothing behind. `first` is what must be made before, under the same name.
 
@@ -104,7 +106,10 @@ async def attempt(
         DatabaseUnavailable, SchemaMissing: the database cannot be used at all.
     """
     tried = Tried()
-    for part in section.parts(present, wanted):
+    parts = list(section.parts(present, wanted))
+    for number, part in enumerate(parts, 1):
+        if len(parts) > 1:
+            report(f"part {number} of {len(parts)}")
         try:
             async with place.db.connection() as connection:  # its end rolls back
                 lent = _Within(connection)

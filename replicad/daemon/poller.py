@@ -5,7 +5,8 @@ follow what moves, the pause is longer, so that more is sent to each of them at 
 
 One round of statements serves all streams and tubes. An exception in the handler of one reading is reported as a
 trouble of that stream or tube; the other readings are passed on. While Postgres cannot be reached, the poller tries
-again with a growing pause. It logs the begin and the end of the outage. Clients that wait for positions keep waiting.
+again with a growing pause. It logs the begin and the end of the outage; a poll without an answer for some seconds is
+one too. Clients that wait for positions keep waiting.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while not
 QUICK = 4  # the first pause after a calm is poll_min / 4: the transaction that ended the calm is about to commit
 BELL_PAUSE = 2.0  # seconds until the next poll where a bell is expected to ring much sooner
 BELL_RETRY = 5.0  # seconds before a bell that failed is tried again
+HANGS = 5.0  # seconds without an answer to a poll, twice as many at most, after which it counts as an outage
 TUBE_PREFIX = "tube:"  # names of watched tubes begin with this; a stream's name has no colon
 
 log = structlog.get_logger()
@@ -111,6 +113,7 @@ class Poller:
         self._bell = trio.Event()
         self._polls = 0
         self._failures = 0
+        self._under_way = False  # a poll
         self._away_since: float | None = None
         self._answered_at: float | None = None
         self._pause = limits.poll_min
@@ -166,6 +169,23 @@ class Poller:
         """Poll until cancelled."""
         if self._answered_at is None:
             self._answered_at = trio.current_time()  # the pools were opened a moment ago
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._notice_silence)
+            await self._poll_again_and_again()
+
+    async def _notice_silence(self) -> None:
+        """Report a poll that hangs: a suspended server, or a network that loses all packets, refuses nothing."""
+        before = None
+        while True:
+            await trio.sleep(HANGS)
+            now = self._polls + self._failures if self._under_way else None
+            if now is not None and now == before and self._away_since is None:
+                silent = self.statistics().silent_s
+                error = DatabaseUnavailable(f"Postgres has not answered for {silent:.0f} s; the connection stands")
+                self._begin_outage(error)
+            before = now
+
+    async def _poll_again_and_again(self) -> None:
         while True:
             self._bell = trio.Event()
             try:
@@ -228,7 +248,11 @@ class Poller:
 
     async def _poll(self) -> bool:
         """Poll once; True when a position moved or is held back."""
-        readings = await self._horizon.poll()
+        self._under_way = True
+        try:
+            readings = await self._horizon.poll()
+        finally:
+            self._under_way = False
         self._polls += 1
         self._answered_at = trio.current_time()
         self._troubles.end("service", "poller", "poll")
@@ -267,16 +291,20 @@ class Poller:
 
     async def _outage(self, error: DatabaseError) -> None:
         self._failures += 1
-        self._troubles.begin(DATABASE, DATABASE, "poll", str(error), code=error.code)
-        now = trio.current_time()
         if self._away_since is None:
-            self._away_since = now
             self._backoff.reset()
-            log.error("database_away", error=str(error), remedy="replicad keeps trying; clients stay connected")
+        self._begin_outage(error)
         await self._sleep_longer()
         if self._recover is not None and isinstance(error, DatabaseUnavailable):
             with self._troubles.contain(DATABASE, DATABASE, "recover"):  # may succeed later (the disk was full)
                 await self._recover()
+
+    def _begin_outage(self, error: DatabaseError) -> None:
+        """Report it, or another reason for it."""
+        self._troubles.begin(DATABASE, DATABASE, "poll", str(error), code=error.code)
+        if self._away_since is None:
+            self._away_since = trio.current_time()
+            log.error("database_away", error=str(error), remedy="replicad keeps trying; clients stay connected")
 
     async def _sleep_longer(self) -> None:
         self._pause = self._backoff.next_delay()

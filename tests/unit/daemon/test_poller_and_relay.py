@@ -34,12 +34,15 @@ class MemoryHorizon:
         self.readings: dict[str, Reading] = {}
         self.polls: list[float] = []
         self.raises: Exception | None = None
+        self.answers = trio.Event()
+        self.answers.set()
         self.calls: list[tuple[object, ...]] = []
         self.rest: dict[int, int | None] | None = None
 
     async def poll(self) -> Mapping[str, Reading]:
         await trio.lowlevel.checkpoint()
         self.polls.append(trio.current_time())
+        await self.answers.wait()
         if self.raises is not None:
             raise self.raises
         return dict(self.readings) if self.rest is None else self.readings  # another one as long as somebody writes
@@ -180,6 +183,32 @@ async def test_an_outage_is_one_trouble_and_each_try_waits_longer_until_it_is_ov
         assert [one.reason for one in troubles.current()] == ["connection refused"]
         await trio.sleep(20)
         assert (troubles.current(), poller.statistics().outage_s, recoveries) == ([], 0.0, 7)
+    events = [log["event"] for log in logs]
+    assert (events.count("database_away"), events.count("database_back")) == (1, 1)
+
+
+@pytest.mark.parametrize("end", [None, DatabaseUnavailable("the connection broke")])
+async def test_a_poll_that_hangs_is_an_outage_too_and_the_only_trouble(
+    end: Exception | None, autojump_clock: MockClock, logs: list[Any]
+) -> None:
+    async with polling() as (poller, horizon, troubles):
+        await trio.sleep(1)
+        assert not troubles.current()
+        horizon.answers = trio.Event()
+        await trio.sleep(5)
+        troubles.fail("service", "beats", "write", DatabaseUnavailable("no answer for 60 s"))
+        await trio.sleep(7)
+        troubles.fail("service", "beats", "write", DatabaseUnavailable("no answer for 60 s"))
+        assert [one.place.kind for one in troubles.current()] == ["database"]
+        assert "has not answered for" in troubles.current()[0].reason
+        assert 0 < poller.statistics().outage_s < 10
+        horizon.raises = end
+        horizon.answers.set()
+        await trio.sleep(0.05)
+        assert [one.reason for one in troubles.current()] == ([] if end is None else [str(end)])
+        horizon.raises = None
+        await trio.sleep(10)
+        assert not troubles.current()
     events = [log["event"] for log in logs]
     assert (events.count("database_away"), events.count("database_back")) == (1, 1)
 

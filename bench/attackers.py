@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable
@@ -161,25 +162,38 @@ def resets(pipe: Connection, target: Target) -> None:
 
 def handshakes(pipe: Connection, target: Target) -> None:
     """Many connections that begin a TLS handshake and do not go on; closed ones are opened again."""
-    links: list[socket.socket] = []
+    _begin_again(pipe, target, b"\x16\x03\x01\x02\x00\x01")
+
+
+def hellos(pipe: Connection, target: Target) -> None:
+    """The same with a whole ClientHello, which the server has to answer."""
+    sent = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
+    with suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    _begin_again(pipe, target, sent.read())
+
+
+def _begin_again(pipe: Connection, target: Target, hello: bytes) -> None:
+    """Hold HALF connections that have said no more than `hello`, until told to stop."""
+    watch = selectors.DefaultSelector()
     pipe.send("ready")
     while not pipe.poll():
-        if len(links) < HALF:
-            links += [_connect(target, b"\x16\x03\x01\x02\x00\x01") for _ in range(50)]
-        else:
-            time.sleep(0.2)
-        kept = []
-        for link in links:
-            link.setblocking(False)
-            with suppress(BlockingIOError, OSError):
-                if not link.recv(4096):
-                    link.close()
-                    continue
-            kept.append(link)
-        links = kept
+        for _ in range(min(50, HALF - len(watch.get_map()))):
+            with suppress(OSError):
+                link = _connect(target, hello)
+                link.setblocking(False)
+                watch.register(link, selectors.EVENT_READ)
+        for key, _ in watch.select(0.01):
+            link = key.fileobj  # type: ignore[assignment]
+            try:
+                closed = not link.recv(4096)
+            except OSError:
+                closed = True
+            if closed:
+                watch.unregister(link)
+                link.close()
     pipe.poll(None)
-    for link in links:
-        link.close()
 
 
 PLAIN: dict[str, Attack] = {
@@ -191,4 +205,7 @@ PLAIN: dict[str, Attack] = {
     f"{CROWD} unfinished lines, known": unfinished_known,
     "resets": resets,
 }
-SECURED: dict[str, Attack] = {f"{HALF:,} half handshakes": handshakes}
+SECURED: dict[str, Attack] = {
+    f"{HALF:,} half handshakes": handshakes,
+    f"{HALF:,} ClientHellos and no more": hellos,
+}

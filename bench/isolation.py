@@ -163,12 +163,17 @@ def _measure(ours: System, daemon: Daemon, count: int, target: Target, tls: ssl.
 
 
 def _repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.Event) -> None:
-    found: list[float] = []
+    """Measure until the end, or until the client is cut off or waits for too long, which counts as CUT."""
+    found = times[kind] = []
     while not ended.wait(PAUSE):
         began = time.monotonic()
-        wait()
+        try:
+            wait()
+        except (OSError, RuntimeError) as error:
+            print(f"  {kind}: {error}", file=sys.stderr)
+            found.append(CUT)
+            return
         found.append(time.monotonic() - began)
-    times[kind] = found
 
 
 def _live_rows(ours: System, daemon: Daemon, count: int) -> list[float]:
@@ -191,32 +196,49 @@ class Polite:
     tls: ssl.SSLContext | None
 
     def link(self) -> socket.socket:
-        """A new connection. One that is cut before it is made is tried again: all of that is waited for."""
-        deadline = time.monotonic() + CUT
-        while True:
-            link = socket.create_connection((self.host, self.port), timeout=CUT)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self.tls is None:
-                return link
-            try:
-                return self.tls.wrap_socket(link, server_hostname="localhost")
-            except (ssl.SSLEOFError, ConnectionError):  # of the handshakes under way, the oldest gives way
-                link.close()
-                if time.monotonic() >= deadline:
-                    raise
+        """A new connection."""
+        link = socket.create_connection((self.host, self.port), timeout=CUT)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.tls is None:
+            return link
+        try:
+            return self.tls.wrap_socket(link, server_hostname="localhost")
+        except BaseException:
+            link.close()
+            raise
 
     def round_trip(self) -> Callable[[], None]:
         """The answer to STREAMS."""
-        return _asking(self.link(), b"STREAMS\n", b"STREAMS")
+        return self._asking(b"STREAMS\n", b"STREAMS")
 
     def pods(self) -> Callable[[], None]:
         """The answer to PODS, for which Postgres is asked."""
-        return _asking(self.link(), f"PODS {self.lease} plan=1\n".encode(), b"CURSOR")
+        return self._asking(f"PODS {self.lease} plan=1\n".encode(), b"CURSOR")
 
     def new_connection(self) -> None:
         """From connecting to the answer to a first command."""
-        with self.link() as link:
-            _asking(link, b"STREAMS\n", b"STREAMS")()
+        _, link = self._first_answer(b"STREAMS\n", b"STREAMS")
+        link.close()
+
+    def _asking(self, question: bytes, answer: bytes) -> Callable[[], None]:
+        ask, _ = self._first_answer(question, answer)
+        return ask
+
+    def _first_answer(self, question: bytes, answer: bytes) -> tuple[Callable[[], None], socket.socket]:
+        """A connection on which the question was answered once. If it is cut before, another one is tried: of the
+        handshakes under way, one gives way when there are too many.
+        """
+        deadline = time.monotonic() + CUT
+        while True:
+            try:
+                link = self.link()
+                ask = _asking(link, question, answer)
+                ask()
+            except (ssl.SSLEOFError, ConnectionError):
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                return ask, link
 
 
 def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[], None]:
@@ -224,6 +246,7 @@ def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[],
 
     def ask() -> None:
         nonlocal heard
+        deadline = time.monotonic() + CUT  # the server's PINGs would keep a time-out of the socket from ever ending
         link.sendall(question)
         while True:
             *lines, heard = heard.split(b"\n")
@@ -233,7 +256,9 @@ def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[],
                 raise RuntimeError(f"a polite client got {refused[0]!r}")
             data = link.recv(1 << 16)
             if not data:
-                raise RuntimeError("a polite client was closed")
+                raise ConnectionResetError("a polite client was closed")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer to {question!r} within {CUT:g} s")
             heard += data
 
     return ask

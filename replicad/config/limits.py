@@ -56,7 +56,7 @@ class Limits:
         1_000_000,
     )
     tls_handshakes: int = count(  # half a round trip each; a thousand workers that reconnect are through in a second
-        500, "TLS handshakes at the same time. One more, and the oldest is closed.", 1, 1_000_000
+        500, "TLS handshakes at the same time. One more, and one that waits for its client is closed.", 1, 1_000_000
     )
     max_pending: int = count(  # for each service: requests for streams and for tubes have separate queues
         256,

@@ -344,7 +344,7 @@ async def _serving(
             room=hub.limit + EXTRA_CLIENTS,
             full=full,
             refused=hub.refuse,
-            secure=None if entrance.handshakes is None else entrance.handshakes.shake,
+            secure=entrance.handshakes,
             give_way=Turns(patience=0.001).next,
             first_line=settings.limits.first_line,
             too_long=_first_line_too_long(settings, wants_token=not entrance.access.open_to_all),

@@ -12,8 +12,9 @@ import structlog
 import trio
 
 from replicad.config.declaring import plain
+from replicad.daemon.arrivals import has_client_hello
 from replicad.daemon.hub import Hub
-from replicad.daemon.turns import Turns
+from replicad.daemon.underway import Stage
 
 log = structlog.get_logger()
 
@@ -31,9 +32,13 @@ class Handshakes:
         """Use another context, with new certificates, for the handshakes that begin from now on."""
         self._tls = tls
 
+    def ready(self) -> bool:
+        """Whether a client that has sent its ClientHello would soon be answered."""
+        return self._hub.handshakes.ready
+
     async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
         """The secured stream; None if the client cannot, is too slow, or had to give way. `stream` is closed then."""
-        transport = _InTurn(stream, self._hub.turns)
+        transport = _InTurn(stream, self._hub)
         secured = trio.SSLStream(transport, self._tls, server_side=True, https_compatible=True)
         scope = trio.CancelScope(deadline=trio.current_time() + self._timeout)
         if not self._hub.admit_handshake(transport, scope.cancel):
@@ -48,24 +53,28 @@ class Handshakes:
             failure = str(cause) or type(cause).__name__
         finally:
             self._hub.handshakes.leave(transport)
-        if scope.cancelled_caught:
-            if trio.current_time() >= scope.deadline:
-                failure = f"not finished within {plain(self._timeout)} s (--tls-timeout)"
-            else:
-                failure = "closed for a newer one (--tls-handshakes, --max-connections)"
+        transport.hub = None
+        cut = scope.cancelled_caught and trio.current_time() < scope.deadline
+        if cut:
+            failure = "closed for a newer one (--tls-handshakes, --max-connections)"
+        elif scope.cancelled_caught:
+            failure = f"not finished within {plain(self._timeout)} s (--tls-timeout)"
         if failure:
-            log.warning("tls_refused", peer=peer, error=failure)
+            (log.info if cut else log.warning)("tls_refused", peer=peer, error=failure)  # an attack would fill the log
             await trio.aclose_forcefully(secured)
             return None
-        transport.turns = None
         return secured
 
 
 class _InTurn(trio.abc.HalfCloseableStream):
-    """A socket whose input is handed on when it is its turn."""
+    """A socket whose input is handed on when it is its turn, and first when there is a whole ClientHello.
 
-    def __init__(self, stream: trio.SocketStream, turns: Turns) -> None:
-        self.turns: Turns | None = turns  # None: the handshake is over
+    It keeps the hub informed of what the handshake waits for.
+    """
+
+    def __init__(self, stream: trio.SocketStream, hub: Hub) -> None:
+        self.hub: Hub | None = hub  # None: the handshake is over
+        self._answered = False
         self._stream = stream
 
     @property
@@ -74,12 +83,29 @@ class _InTurn(trio.abc.HalfCloseableStream):
         return self._stream.socket
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        data = await self._stream.receive_some(max_bytes)
-        if self.turns is not None:
-            await self.turns.next()
+        if self.hub is None:
+            return await self._stream.receive_some(max_bytes)
+        data = await (self._stream.receive_some(max_bytes) if self._answered else self._receive_hello(max_bytes))
+        await self.hub.turns.next()
+        return data
+
+    async def _receive_hello(self, max_bytes: int | None) -> bytes | bytearray:
+        """A whole record, or less at the end of the input."""
+        assert self.hub is not None
+        self.hub.handshakes.move(self, Stage.HELLO)
+        data = bytearray()
+        while not has_client_hello(data):
+            more = await self._stream.receive_some(max_bytes)
+            if not more:
+                break
+            data += more
+        self.hub.handshakes.move(self, Stage.SERVER)
         return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        if self.hub is not None and not self._answered:
+            self._answered = True
+            self.hub.handshakes.move(self, Stage.CLIENT)
         await self._stream.send_all(data)
 
     async def wait_send_all_might_not_block(self) -> None:

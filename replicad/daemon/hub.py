@@ -20,6 +20,7 @@ from replicad.daemon.deadlines import Deadlines
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
+from replicad.daemon.underway import Underway
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.states import CloseReason
@@ -83,7 +84,7 @@ class Hub:
         self.timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
         self.deadlines = Deadlines()
         self.turns = Turns(limits.turn_lines, limits.turn_bytes)
-        self.handshakes = Allowance(limits.tls_handshakes)
+        self.handshakes = Underway(limits.tls_handshakes)
         self.newcomers = Allowance(limits.max_newcomers)
         self.unfinished = Allowance(limits.unfinished_bytes)
         self.troubles = troubles or Troubles()
@@ -123,7 +124,7 @@ class Hub:
         """Whether there is room for one more. If not, a handshake gives way, or a client that has sent no command."""
         if len(self._sessions) + len(self.handshakes) < self.limit:
             return True
-        if self.handshakes.cut_oldest() or self.newcomers.cut_oldest():
+        if self.handshakes.cut_one() or self.newcomers.cut_oldest():
             return True
         self.refuse()
         return False

@@ -5,22 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 import trio
 
 from replicad.config.settings import Address
+from replicad.daemon.arrivals import Arrivals, Door
 from replicad.daemon.troubles import Troubles
 from replicad.errors import EnvironmentRefused
 from replicad.retry import Backoff
 
 BACKLOG = 4096  # a thousand workers that reconnect at once must not be refused
 ACCEPTED = 64  # connections that are accepted before other tasks run: ten microseconds each
-LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 # What `accept` reports of the one connection that it removed from the queue (Linux, accept(2)): no reason for a pause.
@@ -35,7 +35,16 @@ _OF_ONE = {
 log = structlog.get_logger()
 
 Serve = Callable[[trio.abc.Stream, str], Awaitable[object]]
-Secure = Callable[[trio.SocketStream, str], Awaitable[trio.abc.Stream | None]]
+
+
+class Securing(Protocol):
+    """TLS."""
+
+    async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
+        """The stream after the handshake; None if that failed, or there is no room for it."""
+
+    def ready(self) -> bool:
+        """Whether a client that has sent its ClientHello would soon be answered; else it waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +79,7 @@ class Acceptor:
     TLS it is sent `full` before. So clients cannot use up the file descriptors that the daemon needs.
 
     Connections are accepted as fast as they come; one that was reset meanwhile is closed. If they come faster than
-    sessions can be begun, the newest and the oldest are begun in turns. One whose input cannot become a first command
-    is closed without a session.
+    sessions can be begun, `Arrivals` decides which of them get one.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class Acceptor:
         room: int,
         full: bytes,
         refused: Callable[[], None],
-        secure: Secure | None = None,
+        secure: Securing | None = None,
         give_way: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         first_line: int = 4096,
         too_long: bytes = b"",
@@ -91,17 +99,13 @@ class Acceptor:
         name: str = "listener",
         patience: float = 0.0,
     ) -> None:
-        """`refused` is called for each connection that is closed because `room` is used up. `secure` returns the stream
-        after the TLS handshake; None if that failed, or there is no room for it. `give_way` waits for the next turn;
-        accepting has a queue of its own, so that it does not wait behind all who send much. `too_long` are the lines
-        for a client whose first line has more than `first_line` bytes. `name`: of the service in troubles.
-        `patience`: the seconds for which connections are left in the queue of the listener while there is no room,
-        before they are refused.
+        """`refused` is called for each connection that is closed because `room` is used up. `give_way` waits for
+        the next turn; accepting has a queue of its own, so that it does not wait behind all who send much. `too_long`
+        are the lines for a client whose first line has more than `first_line` bytes. `name`: of the service in
+        troubles. `patience`: the seconds for which connections are left in the queue of the listener while there is no
+        room, before they are refused.
         """
         self._place = ("service", name, "accept")  # under which failures of `accept` are reported
-        self._give_way = give_way
-        self._first_line = first_line
-        self._too_long = too_long
         self._serve = serve
         self._sessions = sessions
         self._troubles = troubles
@@ -113,9 +117,10 @@ class Acceptor:
         self._inside = 0
         self._patience = patience
         self._left = trio.Event()  # set when a connection has left
-        self._waiting: deque[socket.socket] = deque()  # accepted, without a session yet; the newest is the last
-        self._begins = False  # whether a task begins their sessions
-        self.dead = 0  # connections that were reset before they were accepted, since the start
+        door = Door(secure is not None, first_line, too_long)
+        self._arrivals = Arrivals(door, self._enter_socket, give_way, _always if secure is None else secure.ready)
+        self._begins = False  # whether a task begins the sessions of those that have arrived
+        self._reset = 0
 
     async def accept_forever(self, listener: trio.SocketListener) -> None:
         """Accept until cancelled.
@@ -125,16 +130,19 @@ class Acceptor:
         """
         backoff = Backoff(self._pauses.first, self._pauses.longest, jitter=0.0)
         async with listener:
-            waiting = _plain_copy(listener)
+            plain = _plain_copy(listener)
             try:
                 while True:
                     try:
                         full = await self._is_full()
-                        self._enter(await listener.accept())
-                        self._accept_waiting(waiting, ACCEPTED if full else min(ACCEPTED, self._free))
+                        if plain is None:
+                            self._enter(await listener.accept())
+                        else:
+                            await trio.lowlevel.wait_readable(plain)
+                            self._accept_waiting(plain, ACCEPTED if full else min(ACCEPTED, self._free))
                     except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
                         if isinstance(error, OSError) and error.errno in _OF_ONE:
-                            self.dead += 1
+                            self._reset += 1
                             continue
                         self._report_failure(error)
                         await trio.sleep(backoff.next_delay())
@@ -142,12 +150,17 @@ class Acceptor:
                         self._troubles.end(*self._place)
                         backoff.reset()
             finally:
-                if waiting is not None:
-                    waiting.close()
+                if plain is not None:
+                    plain.close()
+
+    @property
+    def dead(self) -> int:
+        """The connections that were closed without a session, since the start: reset, ended, or without hope."""
+        return self._reset + self._arrivals.hopeless
 
     @property
     def _free(self) -> int:
-        return max(0, self._room - self._inside - len(self._waiting))
+        return max(0, self._room - self._inside - len(self._arrivals))
 
     async def _is_full(self) -> bool:
         """Whether there is no room, also not after `patience`. Without patience: True, so that all are accepted."""
@@ -158,10 +171,8 @@ class Acceptor:
                 await self._left.wait()
         return scope.cancelled_caught or not self._patience
 
-    def _accept_waiting(self, listening: socket.socket | None, most: int) -> None:
-        """Accept at most so many more of the connections that wait. They get their sessions from a task of its own."""
-        if listening is None:
-            return
+    def _accept_waiting(self, listening: socket.socket, most: int) -> None:
+        """Accept at most so many of the connections that wait."""
         try:
             for _ in range(most):
                 try:
@@ -171,57 +182,24 @@ class Acceptor:
                 except OSError as error:
                     if error.errno not in _OF_ONE:
                         raise
-                    self.dead += 1
+                    self._reset += 1
                     continue
                 accepted.setblocking(False)
-                if _is_connected(accepted):
-                    self._waiting.append(accepted)
-                else:
-                    self.dead += 1
-                    accepted.close()
+                self._arrivals.put(accepted)
         finally:
-            if self._waiting and not self._begins:
+            while len(self._arrivals) > max(0, self._room - self._inside):
+                self._refuse(self._arrivals.take_out())
+            if not self._begins:
+                self._arrivals.begin_one()
+            if self._arrivals and not self._begins:
                 self._begins = True
-                self._sessions.start_soon(self._begin_waiting)
-            while len(self._waiting) > max(0, self._room - self._inside):
-                self._refuse(self._waiting.popleft())
+                self._sessions.start_soon(self._begin_arrivals)
 
-    def _is_hopeless(self, client: socket.socket) -> bool:
-        """Whether the peer has closed, or has begun with a line that is too long; such a peer is told so."""
-        if self._secure is not None:
-            return False
+    async def _begin_arrivals(self) -> None:
         try:
-            data = client.recv(self._first_line + 1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        if len(data) > self._first_line and b"\n" not in data:
-            with suppress(OSError):
-                os.write(client.fileno(), self._too_long)
-            return True
-        return not data
-
-    async def _begin_waiting(self) -> None:
-        """Begin the sessions of accepted connections, the newest and the oldest in turns, until none waits."""
-        try:
-            while self._waiting:
-                live = looked = 0
-                while self._waiting and live < LIVE and looked < ACCEPTED:
-                    client = self._waiting.pop() if looked % 2 else self._waiting.popleft()
-                    looked += 1
-                    if self._is_hopeless(client):
-                        self.dead += 1
-                        client.close()
-                    else:
-                        live += 1
-                        self._enter(trio.SocketStream(trio.socket.from_stdlib_socket(client)))
-                await self._give_way()
+            await self._arrivals.run()
         finally:
             self._begins = False
-            for left in self._waiting:
-                left.close()
-            self._waiting.clear()
 
     def _report_failure(self, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -231,11 +209,14 @@ class Acceptor:
         else:
             self._troubles.fail(*self._place, error)
 
+    def _enter_socket(self, client: socket.socket) -> None:
+        self._enter(trio.SocketStream(trio.socket.from_stdlib_socket(client)))
+
     def _enter(self, stream: trio.SocketStream) -> None:
         """Begin to serve a connection."""
         peer = _peer_of(stream)
         if peer is None:
-            self.dead += 1
+            self._reset += 1
             stream.socket.close()
         elif self._inside >= self._room:
             self._refuse(stream.socket)
@@ -266,12 +247,16 @@ class Acceptor:
             with self._troubles.contain_and_record("session", peer, "serve"):
                 if self._secure is None:
                     await self._serve(stream, peer)
-                elif (secured := await self._secure(stream, peer)) is not None:
+                elif (secured := await self._secure.shake(stream, peer)) is not None:
                     await self._serve(secured, peer)
         finally:
             self._inside -= 1
             self._left.set()
             stream.socket.close()
+
+
+def _always() -> bool:
+    return True
 
 
 def _plain_copy(listener: trio.SocketListener) -> socket.socket | None:
@@ -281,14 +266,6 @@ def _plain_copy(listener: trio.SocketListener) -> socket.socket | None:
     copy = socket.socket(fileno=os.dup(listener.socket.fileno()))
     copy.setblocking(False)
     return copy
-
-
-def _is_connected(accepted: socket.socket) -> bool:
-    try:
-        accepted.getpeername()
-    except OSError:
-        return False
-    return True
 
 
 def _peer_of(stream: trio.SocketStream) -> str | None:

@@ -235,6 +235,8 @@ class Session(Answering):
                     break
                 if pours and trio.current_time() < asked + PAUSE:
                     await self._hub.turns.next()
+                if self._known_by is not None and b"\n" not in data:
+                    await self._hub.turns.next()  # all of a crowd may be too long, and have to be closed
                 pours = await self._handle_lines(data, handle)
         except ProtocolError as error:
             await self._wait_answered()

@@ -9,6 +9,7 @@ from trio.testing import MockClock
 from replicad.config.limits import Limits
 from replicad.daemon.announcing import BATCH, SLICE, Announcing
 from replicad.daemon.turns import PATIENCE, Turns
+from replicad.protocol.states import CloseReason
 
 from .test_newcomers import Door, Open, door
 
@@ -99,6 +100,17 @@ async def test_a_polite_client_is_answered_long_before_a_flood_is_handled(
         while len(flood.commands) < lines:
             await trio.sleep(0.01)
     assert at.hub.statistics().turns >= lines / Limits().turn_lines - 10
+
+
+async def test_newcomers_whose_lines_do_not_end_wait_for_a_turn_each(door: Open, autojump_clock: MockClock) -> None:
+    at: Door = door()
+    crowd = [at.connect() for _ in range(50)]
+    for guest in crowd:
+        await guest.stream.send_all(b"x" * 5000)
+    assert [guest.reason for guest in crowd] == [None] * len(crowd)
+    await trio.sleep(1)
+    assert {guest.reason for guest in crowd} == {CloseReason.BAD_LINE}
+    assert at.hub.statistics().turns >= len(crowd)
 
 
 async def test_announcements_go_out_in_slices_and_together(nursery: trio.Nursery, autojump_clock: MockClock) -> None:

@@ -74,7 +74,7 @@ class Server:
                 room=host.settings.limits.http_connections,
                 full=FULL,
                 refused=lambda: None,
-                secure=None if host.handshakes is None else host.handshakes.shake,
+                secure=host.handshakes,
                 first_line=HEADER_BYTES,
                 too_long=TOO_LONG,
                 name="http",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from trio.testing import wait_all_tasks_blocked
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon.dispatch import Dispatch, Relaying
@@ -28,6 +29,7 @@ from tests.vocabulary import EVERY
 from .test_poller_and_relay import Bus
 
 HANG = 60.0  # seconds after which a wait is a failure
+HALF = b"\x16\x03\x01\x02\x00\x01"  # the beginning of a ClientHello
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
 
@@ -52,7 +54,7 @@ class Server:
             room=room + 32,
             full=b"ERROR full\n",
             refused=self.hub.refuse,
-            secure=None if tls is None else Handshakes(tls, self.hub, self.settings.limits.tls_timeout).shake,
+            secure=None if tls is None else Handshakes(tls, self.hub, self.settings.limits.tls_timeout),
             give_way=Turns(patience=0.001).next,
         )
         nursery.start_soon(self.hub.run)
@@ -147,22 +149,59 @@ async def test_those_that_begin_with_too_long_a_line_get_no_session(server: Open
         link.close()
 
 
-async def test_half_handshakes_neither_fill_the_server_nor_stay(server: Open, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+async def test_a_crowd_that_connects_and_then_sends_too_long_lines_gets_few_sessions(server: Open) -> None:
+    attacked = await server()
+    attacked.accept()
+    crowd = []
+    for _ in range(100):
+        crowd.append(attacked.connect())
+        await wait_all_tasks_blocked()
+    for link in crowd:
+        link.sendall(b"x" * 5000)
+    async with greeted(attacked):
+        pass
+    with trio.fail_after(HANG):
+        while attacked.acceptor.dead + len(attacked.began) < len(crowd) + 1:
+            await trio.sleep(0.01)
+    assert len(attacked.began) < len(crowd) / 2
+    for link in crowd:
+        link.close()
+
+
+@pytest.fixture(scope="module")
+def both_ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """The contexts of a server and of its clients."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = [
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
         "-keyout", str(key), "-out", str(certificate),
     ]  # fmt: skip
-    await trio.run_process(command, capture_stdout=True, capture_stderr=True)
+    subprocess.run(command, check=True, capture_output=True)
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     ours.load_cert_chain(certificate, key)
-    theirs = ssl.create_default_context(cafile=str(certificate))
+    return ours, ssl.create_default_context(cafile=str(certificate))
+
+
+def hello(tls: ssl.SSLContext) -> bytes:
+    """A whole ClientHello."""
+    sent = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost").do_handshake()
+    return sent.read()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_handshakes_that_stop_neither_fill_the_server_nor_stay(
+    server: Open, both_ends: tuple[ssl.SSLContext, ssl.SSLContext], whole: bool
+) -> None:
+    ours, theirs = both_ends
     attacked = await server(room=20, tls=ours, tls_handshakes=10, tls_timeout=1.0)
     attacked.accept()
     crowd = []
     for _ in range(200):
-        crowd.append(attacked.connect(b"\x16\x03\x01\x02\x00\x01"))
+        crowd.append(attacked.connect(hello(theirs) if whole else HALF))
         await trio.sleep(0.001)
     async with greeted(attacked, theirs):
         assert len(attacked.hub.handshakes) <= 10
@@ -170,6 +209,43 @@ async def test_half_handshakes_neither_fill_the_server_nor_stay(server: Open, tm
         with trio.fail_after(HANG):
             while len(attacked.hub.handshakes):
                 await trio.sleep(0.05)
+    for link in crowd:
+        link.close()
+
+
+async def test_a_client_that_the_server_has_answered_stays_while_others_begin_handshakes(
+    server: Open, both_ends: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> None:
+    ours, theirs = both_ends
+    attacked = await server(room=20, tls=ours)
+    attacked.accept()
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    secured = theirs.wrap_bio(received, sent, server_hostname="localhost")
+    with trio.fail_after(HANG):
+        async with await trio.open_tcp_stream(*attacked.address) as polite:
+            with pytest.raises(ssl.SSLWantReadError):
+                secured.do_handshake()
+            await polite.send_all(sent.read())
+            received.write(await polite.receive_some())  # the answer
+            crowd = []
+            while attacked.hub.statistics().handshakes_cut < 50:
+                crowd.append(attacked.connect(HALF))
+                await trio.sleep(0.001)
+            while True:
+                try:
+                    secured.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    received.write(await polite.receive_some())
+            secured.write(b"NAME polite\n")
+            await polite.send_all(sent.read())
+            heard = b""
+            while b"SERVER" not in heard:
+                data = await polite.receive_some()
+                assert data, "closed"
+                received.write(data)
+                with suppress(ssl.SSLWantReadError):
+                    heard += secured.read()
     for link in crowd:
         link.close()
 

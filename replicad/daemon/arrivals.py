@@ -1,0 +1,174 @@
+"""Accepted connections that have no session yet: which of them gets one next, and which gets none.
+
+A session costs ten times what a look at the input costs. So a client that has sent a whole first line (with TLS: a
+whole ClientHello) comes before all others. A crowd of clients that have not is given some time, in which the input of
+those that attack becomes too long, or ends. This file does not know what a session does.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import trio
+
+LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
+LOOKED = 64  # clients without a line that are looked at in one turn: two microseconds each
+LOOKING = 0.0005  # seconds after which a turn ends all the same: closing with unread input takes much longer
+QUIET = 0.05  # seconds for which a client without a line waits, if there are more than a few such clients
+FEW = 8  # clients without a line that are begun at once, or told that it is too long, in QUIET seconds
+REST = 0.005  # seconds until clients without a line are looked at again, if none of them had sent anything
+_HANDSHAKE = b"\x16"  # the first byte of a TLS record with a ClientHello (RFC 8446, 5.1)
+_HEAD = 5  # bytes of a TLS record before its content; the last two are the length of the content
+_RECORD = _HEAD + (1 << 14)  # bytes of the longest record that is not encrypted
+
+
+class Input(enum.Enum):
+    """What a new client has sent."""
+
+    WHOLE = "whole"  # a line, or a ClientHello
+    PART = "part"  # nothing yet, or the beginning
+    TOO_LONG = "too_long"  # a line that is too long
+    ENDED = "ended"  # the end, or a reset
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How a client begins. `too_long` are the lines for one whose first line has more than `first_line` bytes."""
+
+    tls: bool
+    first_line: int = 4096
+    too_long: bytes = b""
+
+    def look(self, client: socket.socket) -> Input:
+        """What has come, which stays unread."""
+        try:
+            data = client.recv(self.first_line + 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return Input.PART
+        except OSError:
+            return Input.ENDED
+        if not data:
+            return Input.ENDED
+        if self.tls:
+            return Input.WHOLE if has_client_hello(data, self.first_line) else Input.PART
+        if b"\n" in data:
+            return Input.WHOLE
+        return Input.TOO_LONG if len(data) > self.first_line else Input.PART
+
+
+def has_client_hello(data: bytes | bytearray, most: int = _RECORD) -> bool:
+    """Whether a handshake can go on: `data` is a whole record, or `most` bytes of it, or begins another protocol."""
+    if data[:1] != _HANDSHAKE:
+        return bool(data)
+    return len(data) >= _HEAD and len(data) >= min(most, _HEAD + int.from_bytes(data[3:_HEAD]))
+
+
+class Arrivals:
+    """The queue before the sessions."""
+
+    def __init__(
+        self,
+        door: Door,
+        begin: Callable[[socket.socket], None],
+        give_way: Callable[[], Awaitable[None]],
+        ready: Callable[[], bool],
+    ) -> None:
+        """`begin` begins a session. `give_way` waits for the next turn. `ready`: whether one with a whole line may
+        begin now; it becomes true without our doing.
+        """
+        self._ready = ready
+        self._door = door
+        self._begin = begin
+        self._give_way = give_way
+        self._whole: deque[socket.socket] = deque()  # the newest is the last, as in `_new`
+        self._part: deque[tuple[float, socket.socket]] = deque()  # with the time of arrival; looked at twice
+        self._new: deque[tuple[float, socket.socket]] = deque()  # the same, looked at once
+        self._few_until = float("-inf")
+        self._few = 0  # clients without a line that may still be begun before then
+        self.hopeless = 0  # that were closed without a session, since the start
+
+    def __len__(self) -> int:
+        return len(self._whole) + len(self._part) + len(self._new)
+
+    def put(self, client: socket.socket) -> None:
+        """Add a client, whose socket does not block."""
+        self._sort(client, trio.current_time(), self._new)
+
+    def begin_one(self) -> None:
+        """Begin one session now, without a turn; none if too many came without a line. `run` begins the others."""
+        if self._whole:
+            if self._ready():
+                self._begin(self._whole.popleft())
+        elif self._new and self._is_one_of_few(trio.current_time()):
+            self._begin(self._new.pop()[1])
+
+    def take_out(self) -> socket.socket:
+        """Remove one for which there is no room: an old one, if possible without a whole line."""
+        if self._part or self._new:
+            return (self._part or self._new).popleft()[1]
+        return self._whole.popleft()
+
+    async def run(self) -> None:
+        """Begin the sessions of all that wait; returns when there are none. At the end nothing is left open."""
+        try:
+            while self:
+                await self._give_way()
+                found = self._begin_whole() + self._look_again()
+                if not found and not self._whole:
+                    await trio.sleep(REST)
+        finally:
+            while self:
+                self.take_out().close()
+
+    def _begin_whole(self) -> int:
+        """Begin those with a whole line, the newest and the oldest in turns."""
+        for number in range(LIVE):
+            if not self._whole or not self._ready():
+                return number
+            self._begin(self._whole.pop() if number % 2 else self._whole.popleft())
+        return LIVE
+
+    def _look_again(self) -> int:
+        """Look at some of those without a line, the newest and the oldest in turns. One of them is begun, if it has
+        waited for long enough and none has a line. Returns how many are left less.
+        """
+        now = trio.current_time()
+        before = len(self._part) + len(self._new)
+        for number in range(min(LOOKED, before)):
+            newest = self._new and (number % 2 == 0 or not self._part)
+            came, client = self._new.pop() if newest else self._part.popleft()
+            self._sort(client, came, self._part)
+            if trio.current_time() >= now + LOOKING:
+                break
+        if self._part and not self._whole:
+            came, client = self._part[0]
+            if now >= came + QUIET or self._is_one_of_few(now):
+                self._part.popleft()
+                self._begin(client)
+        return before - len(self._part) - len(self._new)
+
+    def _sort(self, client: socket.socket, came: float, unfinished: deque[tuple[float, socket.socket]]) -> None:
+        found = self._door.look(client)
+        if found is Input.WHOLE:
+            self._whole.append(client)
+        elif found is Input.PART:
+            unfinished.append((came, client))
+        else:
+            self.hopeless += 1
+            if found is Input.TOO_LONG and self._is_one_of_few(trio.current_time()):
+                with suppress(OSError):
+                    os.write(client.fileno(), self._door.too_long)  # fits into the send buffer of a new socket
+            client.close()
+
+    def _is_one_of_few(self, now: float) -> bool:
+        """Whether this client is one of so few without a line, of late, that it is begun, or told why not, at once."""
+        if now >= self._few_until:
+            self._few_until, self._few = now + QUIET, FEW
+        self._few -= 1
+        return self._few >= 0

@@ -1,0 +1,44 @@
+"""Which TLS handshake gives way."""
+
+from __future__ import annotations
+
+from replicad.daemon.underway import WORKED_ON, Stage, Underway
+
+
+def test_those_without_a_hello_give_way_first_and_those_that_wait_for_the_server_last() -> None:
+    underway = Underway(100)
+    cut: list[str] = []
+    for name in ("worked on", "answered later", "answered", "silent", "silent, newer"):
+        underway.hold(name, lambda name=name: cut.append(name))  # type: ignore[misc]
+    underway.move("worked on", Stage.SERVER)
+    for name in ("answered", "answered later"):
+        underway.move(name, Stage.SERVER)
+        underway.move(name, Stage.CLIENT)
+    while underway.cut_one():
+        pass
+    assert cut == ["silent", "silent, newer", "answered", "answered later", "worked on"]
+    assert (len(underway), underway.cut) == (0, 5)
+
+
+def test_one_too_many_costs_one_without_a_hello_but_not_itself() -> None:
+    underway = Underway(2)
+    cut: list[str] = []
+    for name in ("answered", "silent", "next", "last"):
+        underway.hold(name, lambda name=name: cut.append(name))  # type: ignore[misc]
+        if name in ("answered", "next"):
+            underway.move(name, Stage.CLIENT)
+    assert cut == ["silent", "answered"]
+    underway.move("silent", Stage.CLIENT)
+    underway.leave("silent")
+    assert len(underway) == 2, "one that was cut stays away"
+
+
+def test_it_is_ready_while_few_wait_for_the_server() -> None:
+    underway = Underway(100)
+    for number in range(WORKED_ON):
+        assert underway.ready
+        underway.hold(number, lambda: None)
+        underway.move(number, Stage.SERVER)
+    assert not underway.ready
+    underway.move(0, Stage.CLIENT)
+    assert underway.ready

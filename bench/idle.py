@@ -12,6 +12,7 @@ from bench.report import Figure, Spread, amount
 from bench.system import Options, allow_files, cpu, system
 
 CONNECTIONS = 10_000
+MEMORY_GOAL, CPU_GOAL = 16 << 10, 0.05  # bytes for each, processors for all
 WATCHED = 5.0  # seconds over which processor time is measured: one PING for each connection
 _SPARE = 500  # files that processes open besides
 
@@ -25,7 +26,9 @@ def run(options: Options) -> list[Figure]:
         mine = _cost(door, daemon.process, connections)
         theirs = {peer.name: _cost(peer.door, peer.process, connections) for peer in others}
     figures = []
-    for number, (what, unit) in enumerate((("memory for each", "bytes"), ("processors used", "processors"))):
+    for number, (what, unit, goal) in enumerate(
+        (("memory for each", "bytes", MEMORY_GOAL), ("processors used", "processors", CPU_GOAL))
+    ):
         best = min((cost[number] for cost in theirs.values()), default=0.0)
         figures.append(
             Figure(
@@ -35,6 +38,8 @@ def run(options: Options) -> list[Figure]:
                 Spread.of([mine[number] / best]) if best > 0 else None,
             )
         )
+        share = Spread.of([mine[number] / goal])
+        figures.append(Figure(f"{what}, as a share of its goal", "", amount(goal, unit), share, at_most=1.0))
     return figures
 
 

@@ -5,8 +5,7 @@ Pure functions, for every floor; `nurseries` uses them for trio.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NoReturn
 
 
@@ -23,22 +22,33 @@ def sole_leaf(error: BaseException) -> BaseException:
     return found[0] if len(found) == 1 else error
 
 
-@contextmanager
-def reporting(report: Callable[[Exception], None]) -> Iterator[None]:
+class Reporting:
     """Report the exception that the block raises instead of raising it. A cancellation still passes.
 
-    A group of both (a cancellation and a failure at the same moment) is split: the failure is reported.
+    A group of both (a cancellation and a failure at the same moment) is split: the failure is reported. Each connection
+    is inside of two of these blocks; generators (`contextmanager`) would take five times the memory.
     """
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - reported
-        report(error)
-    except BaseExceptionGroup as group:
-        failed, rest = group.split(Exception)
+
+    __slots__ = ("_report",)
+
+    def __init__(self, report: Callable[[Exception], None]) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, Exception):
+            self._report(error)
+            return True
+        if not isinstance(error, BaseExceptionGroup):
+            return False
+        failed, rest = error.split(Exception)
         if failed is not None:
-            report(failed)
+            self._report(failed)
         if rest is not None:
             raise rest from None
+        return True
 
 
 def raise_as_it_was(error: BaseException) -> NoReturn:

@@ -25,7 +25,7 @@ from replicad.daemon.inlet import Inlet
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.service import HangUp
 from replicad.errors import ProtocolError
-from replicad.groups import reporting
+from replicad.groups import Reporting
 from replicad.protocol.command import Command, Vocabulary
 from replicad.protocol.commands import CORE, Auth, Error, Help, Name, Ping, Server
 from replicad.protocol.connection import Connection, Due
@@ -172,7 +172,7 @@ class Session(Answering):
                 self._nursery.start_soon(self._guarded, job, args)
 
     async def _guarded(self, job: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
-        with reporting(self._fail):
+        with Reporting(self._fail):
             await job(*args)
 
     async def _finish(self) -> None:

@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import structlog
 import trio
 
 from replicad.errors import DatabaseUnavailable, ReplicadError
-from replicad.groups import reporting, sole_leaf
+from replicad.groups import Reporting, sole_leaf
 
 DATABASE = "database"  # the kind of the trouble that the poller reports while Postgres is away
 AWAY_GRACE = 3.0  # seconds until a lost connection counts as a trouble of its own; the poller finds an outage sooner
@@ -134,15 +135,13 @@ class Troubles:
     @contextmanager
     def contain(self, kind: str, name: str, cause: str) -> Iterator[None]:
         """Report an exception of the block as a trouble; a block that succeeds ends it. Cancellation passes."""
-        with reporting(lambda error: self.fail(kind, name, cause, error)):
+        with Reporting(lambda error: self.fail(kind, name, cause, error)):
             yield
             self.end(kind, name, cause)
 
-    @contextmanager
-    def contain_and_record(self, kind: str, name: str, cause: str) -> Iterator[None]:
+    def contain_and_record(self, kind: str, name: str, cause: str) -> Reporting:
         """`contain` for a block that is not tried again: an exception is passed to `record`."""
-        with reporting(lambda error: self.record(kind, name, cause, error)):
-            yield
+        return Reporting(partial(self.record, kind, name, cause))
 
     # --- looking ---
 

@@ -12,10 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from bench.system import STREAM
+
 IDLE = 1500  # connections that relays go to
 CROWD = 400  # connections with an unfinished line
 LINE = 1 << 20  # bytes of an unfinished line
 HALF = 1500  # handshakes that are begun
+TRICKLES = 1000  # connections that take old rows slowly
+TRICKLE, TRICKLE_PAUSE = 4096, 0.4  # bytes, and seconds between two times that so many are taken: 10 kB/s
+BEGINS = 60.0  # seconds in which all of them must have got their first rows
+UNREAD = 200  # connections that do not read
+_OLD_ROWS = f"REPLICATE {STREAM} EARLIEST\n".encode()
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
 
@@ -196,6 +203,42 @@ def _begin_again(pipe: Connection, target: Target, hello: bytes) -> None:
     pipe.poll(None)
 
 
+def _begin_reading(target: Target, clients: int) -> list[socket.socket]:
+    """Clients that are sent old rows: the first of these have come, or the time for that is over."""
+    links = [_connect(target, _OLD_ROWS) for _ in range(clients)]
+    deadline = time.monotonic() + BEGINS
+    for link in links:
+        link.settimeout(max(0.01, deadline - time.monotonic()))
+        heard = b""
+        with suppress(OSError):
+            while b"RDATA" not in heard and (data := link.recv(TRICKLE)):
+                heard += data
+    return links
+
+
+def trickles(pipe: Connection, target: Target) -> None:
+    """Many clients that take old rows of a stream slowly, at more than the pace that is required."""
+    links = _begin_reading(target, TRICKLES)
+    pipe.send("ready")
+    while not pipe.poll():
+        began = time.monotonic()
+        for link in links:
+            with suppress(OSError):  # nothing has come, or it was cut off
+                link.recv(TRICKLE, socket.MSG_DONTWAIT)
+        time.sleep(max(0.0, began + TRICKLE_PAUSE - time.monotonic()))
+    pipe.poll(None)
+
+
+def unread(pipe: Connection, target: Target) -> None:
+    """Clients that ask for old and new rows of a stream and do not read."""
+    links = _begin_reading(target, UNREAD)
+    pipe.send("ready")
+    pipe.poll(None)
+    for link in links:
+        link.close()
+
+
+SLOW: dict[str, Attack] = {f"{TRICKLES:,} that trickle": trickles, f"{UNREAD} that do not read": unread}
 PLAIN: dict[str, Attack] = {
     "two PING floods": pings,
     "two pipelines of STREAMS": streams,

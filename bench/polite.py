@@ -1,0 +1,259 @@
+"""Polite clients, whose waits are measured, and what is watched meanwhile: the daemon's memory and oldest snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import asyncpg
+
+from bench.attackers import Target
+from bench.latency import commit_probes
+from bench.readers import Door, probes
+from bench.system import STREAM, Daemon, System
+
+PROBE_PAUSES = (0.003, 0.017)  # seconds between two rows, at random
+CUT = 10.0  # seconds after which a connection that cannot be made is given up; it counts as so long a wait
+LATE = 1.0  # seconds that are waited for the last rows
+PAUSE = 0.004  # seconds between two measurements of one kind
+TUBE = "isolation"
+SETTLED, FORGOTTEN = 1.0, 10.0  # seconds after an attack: when memory is looked at first, and when it must be back
+MEMORY_GOAL = 1.2
+LOOK = 0.05  # seconds between two looks at the snapshots
+KINDS = ("round trip", "live row", "PODS", "new connection", "first row")
+_OLDEST = """
+    SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0)::float8
+      FROM pg_stat_activity
+     WHERE application_name LIKE 'replicad%' AND backend_xmin IS NOT NULL
+"""
+
+Times = dict[str, list[float]]
+
+
+@dataclass(slots=True)
+class Watch:
+    """The daemon's memory: before, the most during the attack, and after it."""
+
+    before: int = 0
+    peak: int = 0
+    after: int = 0
+
+    def wait_forgotten(self, daemon: Daemon) -> None:
+        """Until the daemon's memory is back, or the time for that is over."""
+        began = time.monotonic()
+        time.sleep(SETTLED)
+        self.after = daemon.memory()
+        while self.after > MEMORY_GOAL * self.before and time.monotonic() < began + FORGOTTEN:
+            time.sleep(0.1)
+            self.after = daemon.memory()
+
+    @contextmanager
+    def looking(self, daemon: Daemon) -> Iterator[None]:
+        """Note the most during the block."""
+        stop = threading.Event()
+
+        def look() -> None:
+            while not stop.wait(0.02):
+                self.peak = max(self.peak, daemon.memory())
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            looker.join()
+
+
+@dataclass(slots=True)
+class Snapshots:
+    """The age of the oldest snapshot that a backend of the daemon held, in seconds."""
+
+    ours: System
+    oldest: float = 0.0
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Note the oldest during the block."""
+        looker = threading.Thread(target=lambda: asyncio.run(self._look()))
+        looker.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            looker.join()
+
+    async def _look(self) -> None:
+        connection = await asyncpg.connect(self.ours.url)
+        while not self._stop.is_set():
+            self.oldest = max(self.oldest, await connection.fetchval(_OLDEST))
+            await asyncio.sleep(LOOK)
+        await connection.close()
+
+
+def measure(
+    ours: System, daemon: Daemon, count: int, target: Target, tls: ssl.SSLContext | None, *, first_row: bool = False
+) -> Times:
+    """What polite clients wait, all kinds at the same time. With TLS no live rows: the readers are plain sockets.
+
+    `first_row`: also from connecting to the first row of the stream, which must have rows.
+    """
+    polite = Polite(daemon.host, daemon.port, target.lease, tls)
+    times: Times = {}
+    ended = threading.Event()
+    workers = [
+        threading.Thread(target=_repeat, args=(times, kind, wait, ended))
+        for kind, wait in (
+            ("round trip", polite.round_trip()),
+            ("PODS", polite.pods()),
+            ("new connection", polite.new_connection),
+            *([("first row", polite.first_row)] if first_row else []),
+        )
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        if tls is None:
+            times["live row"] = _live_rows(ours, daemon, count)
+        else:
+            time.sleep(count * sum(PROBE_PAUSES) / 2)
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
+    return {kind: times[kind] for kind in KINDS if kind in times}
+
+
+def _repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.Event) -> None:
+    """Measure until the end, or until the client is cut off or waits for too long, which counts as CUT."""
+    found = times[kind] = []
+    while not ended.wait(PAUSE):
+        began = time.monotonic()
+        try:
+            wait()
+        except (OSError, RuntimeError) as error:
+            print(f"  {kind}: {error}", file=sys.stderr)
+            found.append(CUT)
+            return
+        found.append(time.monotonic() - began)
+
+
+def _live_rows(ours: System, daemon: Daemon, count: int) -> list[float]:
+    door = Door(daemon.host, daemon.port, f"REPLICATE {STREAM}\n".encode(), b"POSITION bench")
+    with probes(door) as listening:
+        committed = asyncio.run(commit_probes(ours, STREAM, count, pauses=PROBE_PAUSES))
+        time.sleep(LATE)
+        seen = listening.stop()
+    ended = time.monotonic()  # a row that was not seen has waited until now
+    return [seen[number][0] - at if number in seen else ended - at for number, at in committed.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Polite:
+    """Clients that wait for each answer."""
+
+    host: str
+    port: int
+    lease: str
+    tls: ssl.SSLContext | None
+
+    def link(self) -> socket.socket:
+        """A new connection."""
+        link = socket.create_connection((self.host, self.port), timeout=CUT)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.tls is None:
+            return link
+        try:
+            return self.tls.wrap_socket(link, server_hostname="localhost")
+        except BaseException:
+            link.close()
+            raise
+
+    def round_trip(self) -> Callable[[], None]:
+        """The answer to STREAMS."""
+        return self._asking(b"STREAMS\n", b"STREAMS")
+
+    def pods(self) -> Callable[[], None]:
+        """The answer to PODS, for which Postgres is asked."""
+        return self._asking(f"PODS {self.lease} plan=1\n".encode(), b"CURSOR")
+
+    def new_connection(self) -> None:
+        """From connecting to the answer to a first command."""
+        _, link = self._first_answer(b"STREAMS\n", b"STREAMS")
+        link.close()
+
+    def first_row(self) -> None:
+        """From connecting to the first row of the stream."""
+        _, link = self._first_answer(f"REPLICATE {STREAM} EARLIEST\n".encode(), b"RDATA")
+        link.close()
+
+    def _asking(self, question: bytes, answer: bytes) -> Callable[[], None]:
+        ask, _ = self._first_answer(question, answer)
+        return ask
+
+    def _first_answer(self, question: bytes, answer: bytes) -> tuple[Callable[[], None], socket.socket]:
+        """A connection on which the question was answered once. If it is cut before, another one is tried: of the
+        handshakes under way, one gives way when there are too many.
+        """
+        deadline = time.monotonic() + CUT
+        while True:
+            try:
+                link = self.link()
+                ask = _asking(link, question, answer)
+                ask()
+            except (ssl.SSLEOFError, ConnectionError):
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                return ask, link
+
+
+def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[], None]:
+    heard = b""
+
+    def ask() -> None:
+        nonlocal heard
+        deadline = time.monotonic() + CUT  # the server's PINGs would keep a time-out of the socket from ever ending
+        link.sendall(question)
+        while True:
+            *lines, heard = heard.split(b"\n")
+            if any(line.startswith(answer) for line in lines):
+                return
+            if refused := [line for line in lines if line.startswith(b"ERROR")]:
+                raise RuntimeError(f"a polite client got {refused[0]!r}")
+            data = link.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("a polite client was closed")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer to {question!r} within {CUT:g} s")
+            heard += data
+
+    return ask
+
+
+@contextmanager
+def lease(daemon: Daemon, tls: ssl.SSLContext | None) -> Iterator[Target]:
+    """A lease of the whole tube during the block."""
+    link = Polite(daemon.host, daemon.port, "", tls).link()
+    link.sendall(f"CLAIM {TUBE} 0/1 ttl=3600\n".encode())
+    heard = b""
+    while b"LEASE" not in heard or not heard.endswith(b"\n"):
+        data = link.recv(4096)
+        if not data:
+            raise RuntimeError(f"no lease: {heard!r}")
+        heard += data
+    line = next(line for line in heard.decode().splitlines() if line.startswith("LEASE"))
+    with link:
+        yield Target(daemon.host, daemon.port, " ".join(line.split()[1:4]))
+        with suppress(OSError):
+            link.settimeout(LATE)
+            link.sendall(f"RELEASE {' '.join(line.split()[1:4])}\n".encode())
+            link.recv(4096)

@@ -12,8 +12,9 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 
 from bench.attackers import PLAIN, SECURED, SLOW, Attack, Target
@@ -58,7 +59,7 @@ def _beside_each(
         _tell("alone", quiet)
         figures = [Figure(f"alone: {kind}", latency(quiet[kind])) for kind in quiet]
         for name, attack in attackers.items():
-            figures += _beside(ours, daemon, count, name, [attack], target, quiet, tls)
+            figures += _beside(ours, daemon, count, name, [[attack]], target, quiet, tls)
     return figures
 
 
@@ -69,8 +70,8 @@ def _beside_all(ours: System, daemon: Daemon, count: int) -> list[Figure]:
     with lease(daemon, None) as target:
         quiet = measure(ours, daemon, count, target, None, first_row=True)
         _tell("alone", quiet)
-        attacks = [*SLOW.values(), *PLAIN.values()]
-        figures = _beside(ours, daemon, count, name, attacks, target, quiet, None, snapshots)
+        groups = [[*SLOW.values()], [*PLAIN.values()]]
+        figures = _beside(ours, daemon, count, name, groups, target, quiet, None, snapshots)
     print(f"  {name}: oldest snapshot {snapshots.oldest:.3f} s", file=sys.stderr)
     share = Spread.of([snapshots.oldest / SNAPSHOT_GOAL])
     oldest = amount(snapshots.oldest, "s")
@@ -82,24 +83,31 @@ def _beside(
     daemon: Daemon,
     count: int,
     name: str,
-    attacks: list[Attack],
+    groups: Sequence[Sequence[Attack]],
     target: Target,
     quiet: Times,
     tls: ssl.SSLContext | None,
     snapshots: Snapshots | None = None,
 ) -> list[Figure]:
-    """What polite clients wait beside attackers, each of which is a process, and the daemon's memory."""
+    """What polite clients wait beside attackers, each of which is a process, and the daemon's memory.
+
+    Those of one group are ready before the next one begins.
+    """
     watch = Watch(before=daemon.memory())
     looking = nullcontext() if snapshots is None else snapshots.looking()
-    with watch.looking(daemon), looking, processes([(attack, (target,)) for attack in attacks]) as pipes:
+    with ExitStack() as stack:
+        stack.enter_context(watch.looking(daemon))
+        pipes = [stack.enter_context(processes([(attack, (target,)) for attack in group])) for group in groups]
+        stack.enter_context(looking)
         time.sleep(SETTLE)
         try:
             found = measure(ours, daemon, count, target, tls, first_row="first row" in quiet)
         except OSError as error:
             print(f"  {name}: a polite client cannot connect: {error}", file=sys.stderr)
             found = {}
-        for pipe in pipes:
-            pipe.send("stop")
+        for pipe in chain(*pipes):
+            with suppress(OSError):  # it has failed, which its process has printed
+                pipe.send("stop")
     watch.wait_forgotten(daemon)
     beside = {kind: found.get(kind, [CUT]) for kind in quiet}
     _tell(name, beside)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from itertools import combinations
 
 import pytest
 import trio
 
 from replicad.errors import StreamRefused
-from replicad.postgres.bridge import Connection
+from replicad.postgres.bridge import Connection, load_sql
 from replicad.streams.writing.writer import open_writer
 from tests.conftest import PATIENCE
 
@@ -213,3 +214,24 @@ async def test_prepared_transactions_keep_their_reservation(facts: Facts, databa
         await facts.db.execute(f"COMMIT PREPARED '{gid} adopted'")
     assert (await facts.poll()).position == 2
     assert facts.rows == {1, 2}
+
+
+async def test_a_reservation_counts_while_its_transaction_is_being_prepared(facts: Facts) -> None:
+    # Postgres hands the locks over one after the other, some without the pid already. Each such moment is made here.
+    assert facts.stream.proof_key is not None
+    sql = load_sql("horizon_holders").replace("{key}", f"(SELECT s.key FROM {facts.stream.proof_key} AS s)")
+    locks = [
+        "locktype = 'transactionid'",
+        "classid::bigint >> 16 BETWEEN 4609 AND 12799",
+        "classid::bigint >> 16 > 20992",
+    ]
+    others = "locktype, database, relation, classid, objid, objsubid, virtualtransaction, transactionid, mode, granted"
+    assert sql.count("FROM pg_locks AS l") == 1
+    async with facts.transaction() as writer:
+        await writer.execute("SELECT replicad.stream_next('facts')")
+        for count in range(len(locks) + 1):
+            for handed in combinations(locks, count):
+                pid = f"CASE WHEN NOT ({' OR '.join(handed) or 'false'}) THEN pid END AS pid"
+                seen = sql.replace("FROM pg_locks AS l", f"FROM (SELECT {others}, {pid} FROM pg_locks) AS l")
+                rows = await facts.db.fetch(seen, [], [], [], [], [], True)
+                assert [row["number"] for row in rows] == [facts.stream.number], handed

@@ -12,10 +12,12 @@
 -- partitions and children count for every ancestor.
 -- A prepared transaction has no pid; its gid is found through the lock on its transaction id. Its virtual transaction
 -- stays the one that it was prepared under, but is another (`-1/xid`) after a restart of the server.
+-- PREPARE TRANSACTION hands its locks over one after the other, and we may look in between: some have the pid still, some
+-- not any more. So the locks of a transaction are known by its virtual transaction, and by the pid only those of a session.
 WITH RECURSIVE locked AS MATERIALIZED (
     SELECT
         l.locktype, l.relation, l.virtualtransaction, l.pid, l.transactionid,
-        l.classid::bigint AS high, l.objid::bigint AS low, coalesce(l.pid::text, l.virtualtransaction) AS owner
+        l.classid::bigint AS high, l.objid::bigint AS low
     FROM pg_locks AS l
     WHERE l.granted
         AND (
@@ -40,19 +42,20 @@ secret AS MATERIALIZED (
     SELECT {key} AS key
 ),
 proofs AS MATERIALIZED (
-    SELECT l.owner, l.pid, (l.high >> 16)::integer - 4608 AS number, ((l.high & 65535) << 32) | l.low AS mark
+    SELECT l.virtualtransaction, l.pid, (l.high >> 16)::integer - 4608 AS number, ((l.high & 65535) << 32) | l.low AS mark
     FROM locked AS l
     WHERE l.locktype = 'advisory' AND l.high >> 16 BETWEEN 4609 AND 12799
 ),
 claimed AS (
-    SELECT p.owner, p.number, p.mark, 'x' || x.transactionid AS holder
-    FROM proofs AS p JOIN locked AS x ON x.locktype = 'transactionid' AND x.owner = p.owner
+    SELECT p.virtualtransaction, NULL::integer AS session, p.number, p.mark, 'x' || x.transactionid AS holder
+    FROM proofs AS p
+    JOIN locked AS x ON x.locktype = 'transactionid' AND x.virtualtransaction = p.virtualtransaction
     UNION ALL
-    SELECT p.owner, p.number, p.mark, format('s%s %s', a.pid, a.usesysid)
+    SELECT NULL, p.pid, p.number, p.mark, format('s%s %s', a.pid, a.usesysid)
     FROM proofs AS p JOIN pg_stat_get_activity(NULL) AS a ON a.pid = p.pid
 ),
 proven AS MATERIALIZED (
-    SELECT c.owner, c.number
+    SELECT c.virtualtransaction, c.session, c.number
     FROM claimed AS c, secret AS k
     WHERE c.mark = (
         'x' || encode(substr(sha256(k.key || convert_to(c.number || ' ' || c.holder, 'UTF8')), 1, 6), 'hex')
@@ -71,8 +74,15 @@ held AS (
     SELECT NULL, (l.high >> 16)::integer - 20992, ((l.high & 65535) << 32) | l.low, l.virtualtransaction, l.pid
     FROM locked AS l
     WHERE l.locktype = 'advisory' AND l.high >> 16 > 20992
-        AND ((l.owner, (l.high >> 16)::integer - 20992) IN (SELECT p.owner, p.number FROM proven AS p)
-            OR NOT $6 OR (SELECT k.key IS NULL FROM secret AS k))
+        AND (
+            (l.virtualtransaction, (l.high >> 16)::integer - 20992) IN (
+                SELECT p.virtualtransaction, p.number FROM proven AS p WHERE p.session IS NULL
+            )
+            OR (l.pid, (l.high >> 16)::integer - 20992) IN (
+                SELECT p.session, p.number FROM proven AS p WHERE p.session IS NOT NULL
+            )
+            OR NOT $6 OR (SELECT k.key IS NULL FROM secret AS k)
+        )
 )
 SELECT
     one.flushed,

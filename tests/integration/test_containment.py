@@ -23,7 +23,7 @@ from replicad.daemon import poller, supervision
 from replicad.daemon.announcing import Announcing
 from replicad.daemon.daemon import Pace as DaemonPace
 from replicad.daemon.deadlines import Deadlines
-from replicad.daemon.listener import Pauses
+from replicad.daemon.listener import Acceptor, Pauses
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.poller import Outages
 from replicad.daemon.relay import Pace as RelayPace
@@ -359,7 +359,7 @@ FAULTS = (
     Fault("acks", "acks", acks, "note", say("FEDERATION_ACK w{n} 0 victim")),
     Fault("trouble book", "troubles", troubles, "write", cause_trouble),
     Fault("beats", "beats", daemons, "beat"),
-    Fault("accept", "", trio.SocketListener, "accept", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
+    Fault("accept", "", Acceptor, "_accept_waiting", knock, codes=(CODES - {"OSError"}) | {"accept_failed"}),
     Fault("session: reader", "", Session, "_take", talk, is_victim, codes=DEFECTS),
     Fault("session: writer", "", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),
     Fault("deadlines", "sessions, sessions: deadlines", Deadlines, "_call_due", knock),

@@ -219,19 +219,19 @@ async def test_prepared_transactions_keep_their_reservation(facts: Facts, databa
 async def test_a_reservation_counts_while_its_transaction_is_being_prepared(facts: Facts) -> None:
     # Postgres hands the locks over one after the other, some without the pid already. Each such moment is made here.
     assert facts.stream.proof_key is not None
-    sql = load_sql("horizon_holders").replace("{key}", f"(SELECT s.key FROM {facts.stream.proof_key} AS s)")
-    locks = [
-        "locktype = 'transactionid'",
-        "classid::bigint >> 16 BETWEEN 4609 AND 12799",
-        "classid::bigint >> 16 > 20992",
-    ]
-    others = "locktype, database, relation, classid, objid, objsubid, virtualtransaction, transactionid, mode, granted"
-    assert sql.count("FROM pg_locks AS l") == 1
+    poll = load_sql("horizon_holders").replace("{key}", f"(SELECT s.key FROM {facts.stream.proof_key} AS s)")
+    held = await facts.db.fetch_value("SELECT pg_get_functiondef('replicad.stream_held'::regproc)")
+    locks = ["locktype = 'transactionid'", "classid::bigint >> 16 < 12800", "classid::bigint >> 16 > 20992"]
+    columns = "locktype, database, relation, classid, objid, objsubid, virtualtransaction, transactionid, mode, granted"
     async with facts.transaction() as writer:
         await writer.execute("SELECT replicad.stream_next('facts')")
         for count in range(len(locks) + 1):
             for handed in combinations(locks, count):
                 pid = f"CASE WHEN NOT ({' OR '.join(handed) or 'false'}) THEN pid END AS pid"
-                seen = sql.replace("FROM pg_locks AS l", f"FROM (SELECT {others}, {pid} FROM pg_locks) AS l")
-                rows = await facts.db.fetch(seen, [], [], [], [], [], True)
+                view = f"FROM (SELECT {columns}, {pid} FROM pg_locks)"
+                assert poll.count("FROM pg_locks") == held.count("FROM pg_locks") == 1
+                rows = await facts.db.fetch(poll.replace("FROM pg_locks", view), [], [], [], [], [], True)
                 assert [row["number"] for row in rows] == [facts.stream.number], handed
+                await facts.db.execute(held.replace("FROM pg_locks", view))
+                rows = await facts.db.fetch("SELECT * FROM replicad.stream_held($1)", facts.stream.number)
+                assert [row["bound"] for row in rows] == [0], handed

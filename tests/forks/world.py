@@ -68,6 +68,7 @@ class Server:
                     ),
                     *("--listen", f"{self.address[0]}:{self.address[1]}", "--ready-file", str(self.ready)),
                     *("--record-polls", str(recording)),
+                    *("--wait-for-database", str(PATIENCE)),  # which may be restarted at this moment
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,

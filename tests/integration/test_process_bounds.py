@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import trio
@@ -127,6 +129,28 @@ async def test_signals_that_ask_for_nothing_are_logged_and_do_no_harm(
                 manager.recv(1000)
             assert await served.end(signal.SIGTERM) == 0
             assert (await nc.until("ERROR .*"))[-1] == "ERROR server stopping"
+            assert manager.recv(1000) == b"STOPPING=1"
+
+
+async def test_a_service_manager_is_told_that_it_is_ready_when_clients_are_served_and_not_before(
+    database_url: str, tmp_path: Path, manager: socket.socket
+) -> None:
+    [folder] = parse_qs(urlsplit(database_url).query)["host"]
+    with tempfile.TemporaryDirectory() as short:  # the path of a socket has 107 bytes at most
+        link = Path(short) / "pg"
+        url = urlsplit(database_url)._replace(query=f"host={link}&port=5432").geturl()
+        with serving(Served(tmp_path, url, "--wait-for-database", str(HANG))) as served:
+            await served.wait_event("waiting_for_database")
+            with pytest.raises(BlockingIOError):
+                manager.recv(1000)
+            link.symlink_to(folder)  # Postgres is there now
+            with trio.fail_after(HANG):
+                await trio.lowlevel.wait_readable(manager)
+            assert manager.recv(1000).startswith(b"READY=1\n")
+            await served.wait_ready()
+            async with served.connect() as nc:
+                await nc.expect("SERVER .*")
+            assert await served.end(signal.SIGTERM) == 0
             assert manager.recv(1000) == b"STOPPING=1"
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import asyncpg
@@ -242,18 +242,26 @@ def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[],
 @contextmanager
 def lease(daemon: Daemon, tls: ssl.SSLContext | None) -> Iterator[Target]:
     """A lease of the whole tube during the block."""
-    link = Polite(daemon.host, daemon.port, "", tls).link()
-    link.sendall(f"CLAIM {TUBE} 0/1 ttl=3600\n".encode())
+    with Polite(daemon.host, daemon.port, "", tls).link() as link:
+        line = _answer(link, f"CLAIM {TUBE} 0/1 ttl=3600", "LEASE")
+        held = " ".join(line.split()[1:4])
+        yield Target(daemon.host, daemon.port, held)
+        _answer(link, f"RELEASE {held}", "RELEASE")
+
+
+def _answer(link: socket.socket, question: str, answer: str) -> str:
+    """The line that answers. All PINGs before it are read: closing with something unread would undo the question."""
+    deadline = time.monotonic() + CUT
+    link.sendall(question.encode() + b"\n")
     heard = b""
-    while b"LEASE" not in heard or not heard.endswith(b"\n"):
-        data = link.recv(4096)
-        if not data:
-            raise RuntimeError(f"no lease: {heard!r}")
+    while True:
+        *lines, _ = heard.decode().split("\n")
+        for line in lines:
+            if line.startswith((answer, "ERROR")):
+                if line.startswith("ERROR"):
+                    raise RuntimeError(f"{question!r} was refused: {line}")
+                return line
+        data = link.recv(1 << 16)
+        if not data or time.monotonic() >= deadline:
+            raise RuntimeError(f"no answer to {question!r}: {lines}")
         heard += data
-    line = next(line for line in heard.decode().splitlines() if line.startswith("LEASE"))
-    with link:
-        yield Target(daemon.host, daemon.port, " ".join(line.split()[1:4]))
-        with suppress(OSError):
-            link.settimeout(LATE)
-            link.sendall(f"RELEASE {' '.join(line.split()[1:4])}\n".encode())
-            link.recv(4096)

@@ -1,4 +1,4 @@
-"""Reads the next piece of an answer while one is being sent. At most two pieces are in memory."""
+"""Reads what follows of an answer while a piece is being sent."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ T = TypeVar("T")
 Pass = Callable[[T], Awaitable[None]]  # passes one piece on
 
 
-async def read_ahead(fetch: Callable[[Pass[T]], Awaitable[None]], take: Pass[T]) -> None:
+async def read_ahead(fetch: Callable[[Pass[T]], Awaitable[None]], take: Pass[T], *, waiting: float = 0) -> None:
     """Run `fetch`, which passes pieces on one after another, and `take` with each of them.
+
+    So many pieces may wait to be taken: none, so that at most two are in memory, or any number (`math.inf`), if `fetch`
+    bounds them itself.
 
     Raises what one of them raises, not in an exception group. Pieces may have been taken before.
     """
     failure: Exception | None = None
-    ahead, pieces = trio.open_memory_channel[T](0)
+    ahead, pieces = trio.open_memory_channel[T](waiting)
 
     async def run() -> None:
         nonlocal failure

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import structlog
+import trio
 
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database
@@ -16,6 +17,7 @@ from replicad.postgres.statements import call_value
 from replicad.tubes.commands import Part
 
 EVERY = 2000  # acked pods of a partition between two moves; a read passes about as many: 0.2 ms
+PAUSE = 0.25  # seconds between two moves at least: each takes 3 ms, which a worker that empties a partition waits
 
 log = structlog.get_logger()
 
@@ -28,6 +30,7 @@ class LowMarks:
         self._schema = schema
         self._positions: dict[tuple[str, Part], int] = {}
         self._acked: dict[tuple[str, Part], int] = {}
+        self._moved: dict[tuple[str, Part], float] = {}
 
     def note_position(self, tube: str, part: Part, position: int) -> None:
         """A read has used this position: no pod can appear at or below it."""
@@ -35,7 +38,7 @@ class LowMarks:
 
     def keep_only(self, tubes: Collection[str]) -> None:
         """Forget the other tubes."""
-        for known in (self._positions, self._acked):
+        for known in (self._positions, self._acked, self._moved):
             for key in [key for key in known if key[0] not in tubes]:
                 del known[key]
 
@@ -44,9 +47,10 @@ class LowMarks:
         key = tube, part
         acked = self._acked.get(key, 0) + pods
         self._acked[key] = acked
-        if acked < EVERY or key not in self._positions:
+        now = trio.current_time()
+        if acked < EVERY or key not in self._positions or now < self._moved.get(key, -PAUSE) + PAUSE:
             return
-        self._acked[key] = 0
+        self._acked[key], self._moved[key] = 0, now
         where = (tube, part.partitions, part.partition)
         try:
             await call_value(self._db, self._schema, "tube_low_raise", *where, self._positions[key])

@@ -6,8 +6,11 @@ commits late can still add a pod with a lower seq, which would be skipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+
+import trio
 
 from replicad.postgres.bridge import Database, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_value, statement
@@ -16,8 +19,10 @@ from replicad.tubes.ahead import Pass, read_ahead
 from replicad.tubes.commands import CursorAt, Part
 from replicad.tubes.low import LowMarks
 
-PIECE_PODS = 256  # of an answer that are read at a time: with 1,000 ids each, some 2 MB
-PIECE_BYTES = 4 << 20  # of a piece; beyond it the COPY is cancelled, and the next piece begins there
+MOST_BYTES = 4 << 20  # that wait for a reader, and a line; beyond it the COPY is cancelled, and continued later
+NEXT_BYTES = 2 << 20  # read at a time, once that has happened, by the size of the pods before
+COPY_SECONDS = 0.5  # of one COPY: it holds a snapshot
+LOOK = 1.0  # seconds between two looks at the lease while the reader is waited for
 
 RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
 
@@ -107,15 +112,20 @@ class PodBook:
     async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int:
         """Send the pods of a span as RDATA lines to `sink`, in chunks cut at line ends; returns how many.
 
-        They are read in pieces, so a slow reader keeps neither a connection nor a snapshot. `renew` is called before
-        each piece. No pod can appear in the span meanwhile (docs/positions.md).
+        Postgres sends at its pace, whatever the sink takes: what waits for the sink is bounded, and beyond it, or after
+        COPY_SECONDS, the COPY is cancelled and another one goes on. So a slow reader keeps neither a connection nor a
+        snapshot. `renew` is called before each COPY, and while the sink is waited for. No pod can appear in the span
+        meanwhile (docs/positions.md).
 
         Raises:
             LeaseLost: the term does not cover the partition (any more).
         """
         pods = 0
+        queue = _Queue()
 
-        async def fetch(pass_on: Pass[_Lines]) -> None:
+        async def fetch(pass_on: Pass[bytes]) -> None:
+            nonlocal pods
+            limit: int | None = None  # of pods, from the first COPY on that was cancelled: cancelling takes longer
             for half in span.halves():
                 left: Span | None = half
                 while left is not None:
@@ -123,41 +133,50 @@ class PodBook:
                     query: str = await call_value(
                         self._db, self._schema, "tube_lines_sql", *_fence(tube, part, term), *left.bounds()
                     )
-                    piece = await self._piece(query)
-                    left = None if piece.last is None else left.behind(piece.last)
-                    await pass_on(piece)
+                    read = await self._copy(query, limit, queue, pass_on)
+                    pods += read.pods
+                    left = None if read.last is None else left.behind(read.last)
+                    if read.last is not None:
+                        limit = max(1, NEXT_BYTES * read.pods // read.size)
+                    while not await queue.has_room():
+                        await renew()
 
-        async def take(piece: _Lines) -> None:
-            nonlocal pods
-            pods += piece.pods
-            if piece.data:
-                await sink(piece.data)
+        async def take(chunk: bytes) -> None:
+            await sink(chunk)
+            queue.took(len(chunk))
 
-        await read_ahead(fetch, take)
+        await read_ahead(fetch, take, waiting=math.inf)  # the queue bounds it
         return pods
 
-    async def _piece(self, query: str) -> _Lines:
-        """The first pods of a query, within the bounds of a piece; one pod at least, however large it is."""
-        parts: list[bytes] = []
+    async def _copy(self, query: str, limit: int | None, queue: _Queue, pass_on: Pass[bytes]) -> _Read:
+        """Pass on the first pods of a query, as many as the limits allow; one pod at least, however large it is."""
         size = pods = 0
+        last = b""
+        rest: list[bytes] = []  # of a line whose end has not come
+        until = trio.current_time() + COPY_SECONDS
 
         async def keep(data: bytes) -> None:
-            nonlocal size, pods
-            parts.append(data)
+            nonlocal size, pods, last
             size += len(data)
-            pods += data.count(b"\n")
-            if size > PIECE_BYTES and pods:
+            end = data.rfind(b"\n") + 1
+            if end:
+                last = b"".join([*rest, data[:end]])
+                pods += last.count(b"\n")
+                rest.clear()
+                queue.size += len(last)
+                await pass_on(last)
+            rest.append(data[end:])
+            if pods and (queue.size > MOST_BYTES or trio.current_time() > until):
                 raise _Enough
 
-        limited = f"SELECT line FROM ({query}) AS pods LIMIT {PIECE_PODS}"
+        if limit is not None:
+            query = f"SELECT line FROM ({query}) AS pods LIMIT {limit}"
         try:
-            whole = await self._bulk_db.copy_out(limited, sink=keep) < PIECE_PODS
+            whole = await self._bulk_db.copy_out(query, sink=keep) != limit
         except _Enough:
             whole = False
-        data = b"".join(parts)
-        data = data[: data.rfind(b"\n") + 1]
-        last = data[data.rfind(b"\n", 0, len(data) - 1) + 1 :]
-        return _Lines(data, pods, None if whole else int(last.split(b" ", 4)[3]))
+        line = last[last.rfind(b"\n", 0, len(last) - 1) + 1 :]
+        return _Read(pods, size, None if whole else int(line.split(b" ", 4)[3]))
 
     async def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int:
         """Remove these pods; returns how many there were.
@@ -224,13 +243,34 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
-    """A piece of an answer. `last`: the seq of its last pod, if more may follow."""
+class _Read:
+    """What one COPY gave. `size`: bytes. `last`: the seq of its last pod, if more may follow."""
 
-    data: bytes
     pods: int
+    size: int
     last: int | None
 
 
+class _Queue:
+    """The bytes that were read and wait for the reader."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._taken = trio.Event()
+
+    def took(self, size: int) -> None:
+        """The reader has so many bytes."""
+        self.size -= size
+        self._taken.set()
+
+    async def has_room(self) -> bool:
+        """Whether NEXT_BYTES have room. Waits for it, LOOK seconds at most."""
+        with trio.move_on_after(LOOK):
+            while self.size > MOST_BYTES - NEXT_BYTES:
+                self._taken = trio.Event()
+                await self._taken.wait()
+        return self.size <= MOST_BYTES - NEXT_BYTES
+
+
 class _Enough(Exception):
-    """The piece is large enough: the COPY is cancelled."""
+    """The COPY is to be cancelled."""

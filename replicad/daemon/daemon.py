@@ -20,6 +20,7 @@ from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.figures import Figures
 from replicad.daemon.files import EXTRA_CLIENTS
 from replicad.daemon.handshakes import Handshakes
+from replicad.daemon.heap import allocator_of_this_process, give_back_forever
 from replicad.daemon.hub import Hub
 from replicad.daemon.inside import Inside
 from replicad.daemon.installing import install_all
@@ -119,6 +120,9 @@ async def _serve_until_signal(
             async with open_daemon(settings, url, features, recover) as daemon:
                 running.append(daemon)
                 nursery.start_soon(parent.run)
+                if allocator := allocator_of_this_process():
+                    give_back = partial(give_back_forever, allocator)
+                    nursery.start_soon(keep_running, give_back, "service", "free memory", daemon.troubles)
                 parent.tell("READY=1", f"STATUS=serves at {' '.join(map(str, daemon.addresses))}")
                 await stop.wait()
                 parent.tell("STOPPING=1")

@@ -160,7 +160,9 @@ def _backfill(bench: Bench, rows: int, label: str, sink: Sink) -> Figure:
 
     def until(_: PipelineResult) -> bool:
         nonlocal began
-        if not began:  # Spark has started the query
+        if not began:
+            if not bench.spark.streams.active:
+                return False
             began = time.monotonic()
             bench.servers.sql("SELECT tube.tube_backfill_schedule('stock', 'id', 1, 2)")
             return False

@@ -51,6 +51,7 @@ class LeaseBook:
         self._db = db
         self._schema = schema
         self._table = f"{quote_ident(schema)}.tube_lease"
+        self._next_term = f"{quote_ident(schema)}.tube_term_next"
         self._sequence = f"{quote_ident(schema)}.tube_term_seq".replace("'", "''")
         self._now = now
         self._watch = BeatWatch[int](LONGEST_GAP)
@@ -75,7 +76,7 @@ class LeaseBook:
         """
         where = (tube, part.partitions, part.partition)
         await self._db.execute(
-            f"UPDATE {self._table} SET holder = $4, term = nextval('{self._sequence}') "
+            f"UPDATE {self._table} SET holder = $4, term = {self._next_term}() "
             "WHERE tube = $1 AND partitions = $2 AND partition = $3 AND holder = $5",
             *where,
             holder.stored,

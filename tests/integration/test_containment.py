@@ -134,6 +134,7 @@ class World:
         self.database = database
         self.daemon = daemon
         self.bystander: Netcat
+        self.term: str
         self._stack = stack
 
     async def open(self) -> None:
@@ -149,7 +150,8 @@ class World:
             )
         await PresenceBook(self.database, "replicad").enable(ttl=0.3)
         self.bystander = await self.connect()
-        await self.ask(self.bystander, "CLAIM bystander 0/1 ttl=600", "LEASE bystander 0/1 1 600")
+        lease = await self.ask(self.bystander, "CLAIM bystander 0/1 ttl=600", r"LEASE bystander 0/1 \d+ 600")
+        self.term = lease.split()[3]
         await self.ask(self.bystander, "REPLICATE bystander", "WRITERS bystander .*")
 
     async def connect(self) -> Netcat:
@@ -157,13 +159,14 @@ class World:
         await until(nc, "SERVER .*")
         return nc
 
-    async def ask(self, nc: Netcat, request: str, answer: str) -> None:
-        """Ask until the answer comes: while the daemon has not seen a new tube, say, it may refuse."""
+    async def ask(self, nc: Netcat, request: str, answer: str) -> str:
+        """Ask until the answer comes, and return it: while the daemon has not seen a new tube, say, it may refuse."""
         with trio.fail_after(HANG):
             while True:
                 await nc.send(request)
-                if not (await until(nc, f"{answer}|ERROR .*")).startswith("ERROR"):
-                    return
+                line = await until(nc, f"{answer}|ERROR .*")
+                if not line.startswith("ERROR"):
+                    return line
                 await trio.sleep(0.02)
 
     async def insert(self, name: str) -> str:
@@ -178,10 +181,10 @@ class World:
         token = await self.insert("bystander")
         await until(nc, rf"RDATA bystander \S+ {token} 1")
         await self.database.execute(f"INSERT INTO bystander_1.t VALUES ({next(numbers)})")
-        await nc.send("PODS bystander 0/1 1 wait=60")
+        await nc.send(f"PODS bystander 0/1 {self.term} wait=60")
         pod = await until(nc, "RDATA tube:bystander .*")
         await until(nc, "CURSOR bystander 0/1 .*")
-        await self.ask(nc, f"ACK bystander 0/1 1 {pod.split()[3]}", "ACKED bystander 0/1 1")
+        await self.ask(nc, f"ACK bystander 0/1 {self.term} {pod.split()[3]}", "ACKED bystander 0/1 1")
 
 
 async def until(nc: Netcat, pattern: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
@@ -120,3 +121,26 @@ async def test_one_client_cannot_use_take_over_or_learn_the_leases_of_another(
             other = await claim(b, "1/2", "holder=me")
             await refused(a, f"RENEW cities 1/2 {other}", "ERROR lease_lost: .*")
         await refused(b, "CLAIM cities 0/2 holder=me!key", "ERROR lease_held: .*")
+
+
+async def test_the_terms_of_one_lease_do_not_tell_those_of_another(
+    cities: Database, start_daemon: Callable[..., Any]
+) -> None:
+    """Without an access file a term is all that stands between a worker and a stranger who counts."""
+    async with start_daemon() as daemon, connected(daemon) as nc, connected(daemon) as stranger:
+        terms = []
+        for _ in range(8):
+            terms.append(await claim(nc, "0/2", "holder=me"))
+            await nc.send(f"RELEASE cities 0/2 {terms[-1]}")
+            await nc.expect("RELEASE .*")
+        held = await claim(nc, "0/2", "holder=me")
+        steps = {b - a for a, b in itertools.pairwise([*terms, held])}
+        assert len(steps) == len(terms), steps
+        assert min(steps) > 0, "a downstream can refuse what comes under an older one"
+        guesses = [*range(1, 20), *(terms[-1] + step for step in steps if terms[-1] + step != held), held - 1, held + 1]
+        await stranger.send(*(f"RELEASE cities 0/2 {guess}" for guess in guesses))
+        await stranger.expect(*["RELEASE .*"] * len(guesses))
+        await stranger.send(f"ACK cities 0/2 {held + 1} 1")
+        await stranger.expect("ERROR lease_lost: .*")
+        await nc.send(f"RENEW cities 0/2 {held}")
+        await nc.expect("LEASE .*")

@@ -253,10 +253,11 @@ async def test_what_was_asked_is_answered_before_a_broken_line_or_the_peers_end_
 ) -> None:
     async with netcat() as nc:
         await nc.expect(*HELLO)
-        lines = ["NAME program", "CLAIM cities 0/2", "TUBE cities", "PODS cities 0/2 1", *(["BLAH"] if broken else [])]
-        await nc.send(*lines)
+        term = await claim(nc, "0/2")
+        lines = ["NAME program", f"RENEW cities 0/2 {term}", "TUBE cities", f"PODS cities 0/2 {term}"]
+        await nc.send(*lines, *(["BLAH"] if broken else []))
         await nc.stream.send_eof()
-        await nc.expect("LEASE cities 0/2 1 30", "TUBE cities 2", "CURSOR cities 0/2 .*")
+        await nc.expect(f"LEASE cities 0/2 {term} 30", "TUBE cities 2", "CURSOR cities 0/2 .*")
         if broken:
             await nc.expect("ERROR bad_line: unknown command 'BLAH'.*")
         await nc.expect_end()

@@ -74,15 +74,18 @@ async def test_the_holder_gets_its_term_again_and_nobody_else_gets_the_partition
 
 
 async def test_every_claim_and_renewal_gives_a_number_never_seen_before(tube: Database) -> None:
-    numbers: list[int] = []
+    terms: list[int] = []
+    beats: list[int] = []
     for _ in range(3):
         term, beat = await claim(tube, 2, 0)
-        numbers += [term, beat]
+        terms.append(term)
+        beats.append(beat)
         for _ in range(3):
-            numbers.append(await tube.fetch_value("SELECT tube.tube_lease_renew('a', 2, 0, $1)", term))
-        assert await tube.fetch_value("SELECT beat FROM tube.tube_lease") == numbers[-1]
+            beats.append(await tube.fetch_value("SELECT tube.tube_lease_renew('a', 2, 0, $1)", term))
+        assert await tube.fetch_value("SELECT beat FROM tube.tube_lease") == beats[-1]
         await tube.execute("SELECT tube.tube_lease_release('a', 2, 0, $1)", term)
-    assert numbers == sorted(set(numbers))
+    assert terms == sorted(set(terms))
+    assert beats == sorted(set(beats))
 
 
 async def test_two_leases_exclude_each_other_exactly_when_a_shard_could_belong_to_both(tube: Database) -> None:

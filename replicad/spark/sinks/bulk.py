@@ -14,7 +14,7 @@ import json
 import os
 import ssl
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -26,7 +26,7 @@ from replicad.masking import mask_secrets
 from replicad.retry import Retries
 from replicad.spark.enrich import Changes
 from replicad.spark.sinks.base import Applied, BatchId, Shape, Sink
-from replicad.spark.sinks.documents import documents_of
+from replicad.spark.sinks.documents import as_json, documents_of
 
 MAX_BYTES = 5 << 20  # of one request; both products recommend some megabytes
 _TIMEOUT = 60.0  # seconds for one request
@@ -115,14 +115,20 @@ class BulkSink(Sink):
     def _puts(self, rows: pa.Table, shape: Shape) -> Iterator[Line]:
         shards, ids = rows.column("_shard").to_pylist(), rows.column(shape.id).to_pylist()
         documents = documents_of(rows, shape.types, FIELDS, objects=self.json == OBJECT)
+        action = self._action("index")
         for shard, id_, document in zip(shards, ids, documents, strict=True):
-            action = {"index": {"_index": self.index, "_id": self.document_id.format(shard=shard, id=id_)}}
-            yield json.dumps(action).encode(), document.encode()
+            yield action(shard, id_), document.encode()
 
     def _deletes(self, rows: pa.Table, id_: str) -> Iterator[Line]:
+        action = self._action("delete")
         for row in rows.to_pylist():
-            document = self.document_id.format(shard=row["_shard"], id=row[id_])
-            yield json.dumps({"delete": {"_index": self.index, "_id": document}}).encode(), b""
+            yield action(row["_shard"], row[id_]), b""
+
+    def _action(self, name: str) -> Callable[[int, int], bytes]:
+        """Makes the line before a document."""
+        begin = f'{{"{name}":{{"_index":{json.dumps(self.index)},"_id":'
+        form = self.document_id.format
+        return lambda shard, id_: f"{begin}{as_json(form(shard=shard, id=id_))}}}}}".encode()
 
     def _send(self, lines: Iterable[Line]) -> int:
         """Send lines in requests of bounded size; returns how many documents were deleted."""

@@ -1,6 +1,6 @@
 -- tube_lease: the holder of each partition, who may read and ack it. Written by tube_lease_claim, _renew and _release.
 -- tube_term_seq numbers terms and beats. No number is used twice: a changed beat shows without any clock that the
--- holder is alive, and no new lease has an old term.
+-- holder is alive, and no new lease has an old term (tube_term_next).
 CREATE SEQUENCE IF NOT EXISTS tube_term_seq;
 COMMENT ON SEQUENCE tube_term_seq IS 'replicad: terms and beats of all leases';
 

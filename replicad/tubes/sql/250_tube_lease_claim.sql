@@ -1,3 +1,11 @@
+-- tube_term_next(): a new term, higher than all before: the next number of tube_term_seq, and 24 random bits below it.
+-- So a client that was not told a term cannot guess it, and nobody meets another's lease by a number that he got wrong.
+CREATE OR REPLACE FUNCTION tube_term_next() RETURNS bigint
+LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
+    SELECT nextval('tube_term_seq') << 24 | ('x' || right(gen_random_uuid()::text, 6))::bit(24)::bigint
+$$;
+COMMENT ON FUNCTION tube_term_next() IS 'A new term: higher than all before, and not to be guessed';
+
 -- tube_lease_claim(tube, partitions, partition, holder, ttl, expired): claims a partition; returns the lease's term and
 -- first beat.
 --   partitions  the tube's number, or 1: the whole tube
@@ -37,7 +45,7 @@ BEGIN
             'wait until it is released, or until its time to live has passed without a sign of life');
     END IF;
     INSERT INTO tube_lease AS l (tube, partitions, partition, holder, term, beat, ttl)
-        VALUES (t.tube, partitions, partition, holder, nextval('tube_term_seq'), nextval('tube_term_seq'), ttl)
+        VALUES (t.tube, partitions, partition, holder, tube_term_next(), nextval('tube_term_seq'), ttl)
         ON CONFLICT ON CONSTRAINT tube_lease_pkey DO UPDATE SET beat = excluded.beat, ttl = excluded.ttl
         RETURNING l.term, l.beat INTO term, beat;
 END

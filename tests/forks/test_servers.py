@@ -196,4 +196,5 @@ async def test_a_planned_restart_of_postgres_takes_nobody_back(
             await blocking(world.cluster.restart, signal.SIGINT)
         await world.settle("after the restart")
         for holder in world.holders:
-            assert not holder.counts(), f"{holder.name} was taken back: {holder.counts()}"
+            lines = "\n".join(f"{at:.3f} {line}" for at, line in holder.lines)
+            assert not holder.counts(), f"{holder.name} was taken back: {holder.counts()}\n{lines}"

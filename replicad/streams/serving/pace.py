@@ -13,7 +13,7 @@ class Pace:
 
     look: float = 1.0  # between two looks at the registry, and between two notes of published positions
     look_pause: float = 0.1  # at least, between two looks that troubles cause
-    last_note: float = 2.0  # for noting the published positions when the daemon ends
+    last_note: float = 10.0  # at most, for noting the published positions when the daemon ends
     first_reading: float = 2.0  # to wait for the first position of a stream; only an open transaction takes longer
     stall_grace: float = 1.5  # before a failing feed counts as an obstacle; a look or a retry may mend it sooner
     follow_retry: float = 0.2  # before a position that could not be taken over is tried again

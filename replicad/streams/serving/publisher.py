@@ -206,6 +206,8 @@ class Publisher:
             with trio.move_on_after(self._pace.last_note) as scope:
                 scope.shield = True
                 await self._note_published()  # so that a restart of Postgres until the next start rewinds nothing
+            if scope.cancelled_caught:
+                log.warning("positions_not_noted", waited_s=self._pace.last_note)
             for serving in self._servings.values():
                 serving.stop("this server stops serving streams")
             self._servings.clear()

@@ -135,6 +135,25 @@ async def test_a_daemon_that_starts_goes_on_where_the_last_one_has_noted_and_not
     assert store.notes["s"].position == 2, "within the second in which nothing is noted"
 
 
+@pytest.mark.parametrize(("seconds", "noted"), [(9, True), (11, False)])
+async def test_a_daemon_that_ends_waits_for_a_slow_database_and_says_when_nothing_was_noted(
+    autojump_clock: MockClock, logs: list[Any], seconds: float, noted: bool
+) -> None:
+    store = MemoryStore()
+    async with open_streams("s", store=store) as streams:
+        await streams.write("s", 1, 2)
+        publish = store.publish
+
+        async def slowly(*note: Any) -> bool:
+            await trio.sleep(seconds)
+            return await publish(*note)
+
+        store.publish = slowly  # type: ignore[method-assign]
+    assert (store.notes["s"].position == 2) == noted
+    said = [event for event in logs if event["event"] == "positions_not_noted"]
+    assert [event["waited_s"] for event in said] == ([] if noted else [10.0])
+
+
 async def test_what_is_published_is_noted_once_a_second_and_again_after_a_failure(autojump_clock: MockClock) -> None:
     async with open_streams("s", by_writer=True) as streams:
         streams.store.insert("s", 1, writer="a")

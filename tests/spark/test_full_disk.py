@@ -16,7 +16,7 @@ from replicad.postgres.embedded import EmbeddedPostgres
 from tests.conftest import PATIENCE
 
 from ..integration.test_faults_daemon import ServeProcess, serving
-from ..integration.test_faults_tubes import limit_files
+from ..integration.test_faults_tubes import FULL, limit_files
 
 MIDDLE = "SELECT (pg_walfile_name_offset(pg_current_wal_lsn())).file_offset BETWEEN 2e6 AND 14e6"
 
@@ -53,8 +53,8 @@ def test_nothing_is_acked_while_the_disk_is_full_and_the_query_goes_on_by_itself
         query = Query(options)
         assert query.trigger()
         assert query.ids == [1, 2, 3]
-        limit_files(daemon.process.pid, 1_000_000)  # and whatever it starts from now on
-        limit_files(server.pid(), 1_000_000)
+        limit_files(daemon.process.pid, FULL)  # and whatever it starts from now on
+        limit_files(server.pid(), FULL)
         acking = threading.Thread(target=query.trigger)  # acks the batch, which is committed
         acking.start()
         acking.join(4)

@@ -299,6 +299,44 @@ async def test_what_keeps_failing_is_kept_aside_with_its_error_and_comes_back_or
             await tube.execute(f"SELECT tube.tube_parked_{function}('b')")
 
 
+async def scheduled(tube: Database) -> tuple[int, list[int]]:
+    """Schedules the backfills of two tables; the term of the whole tube's lease, and the seqs of the control pods."""
+    await tube.execute("CREATE SCHEMA sh9; CREATE TABLE sh9.t (id bigint); CREATE TABLE sh9.u (id bigint)")
+    for table in ("sh9.t", "sh9.u"):
+        await tube.execute("SELECT tube.tube_table_ensure_attached('a', $1::text::regclass)", table)
+    assert await tube.fetch_value("SELECT tube.tube_backfill_schedule('a', 'id', 0, 100)") == 2
+    term, _ = await claim(tube, 1, 0)
+    return term, [row["seq"] for row in await tube.fetch("SELECT seq FROM tube.a WHERE ids = '{}' ORDER BY seq")]
+
+
+async def test_a_tube_that_is_dropped_waits_for_the_ack_under_way_and_makes_no_circle_with_it(tube: Database) -> None:
+    term, marks = await scheduled(tube)
+    async with trio.open_nursery() as nursery, tube.connection() as worker, worker.transaction():
+        ack = "SELECT tube.tube_ack('a', 1, 0, $1, $2)"
+        assert await worker.fetch_value(ack, term, [await worker.fetch_value("SELECT min(seq) FROM tube.a")]) == 1
+        nursery.start_soon(tube.execute, "SELECT tube.tube_ensure_absent('a')")
+        await wait_for_lock(tube)
+        assert await worker.fetch_value(ack, term, marks) == 2
+    assert await tube.fetch("SELECT * FROM tube.tube_list()") == []
+
+
+@pytest.mark.parametrize(
+    "change", ["tube_table_ensure_detached('a', 'sh9.t')", "tube_backfill_cancel('a')"], ids=["detach", "cancel"]
+)
+async def test_whoever_takes_control_pods_away_leaves_those_to_their_worker_that_it_acks(
+    tube: Database, change: str
+) -> None:
+    term, marks = await scheduled(tube)
+    async with tube.connection() as worker, tube.connection() as other:
+        async with worker.transaction():
+            await worker.execute("SELECT tube.tube_ack('a', 1, 0, $1, $2)", term, marks[:1])
+            with trio.fail_after(PATIENCE):  # without waiting for the worker
+                await other.execute(f"SELECT tube.{change}")
+            await worker.execute("SELECT tube.tube_ack('a', 1, 0, $1, $2)", term, marks[1:])
+    assert await left(tube) == list(range(1, 9))
+    assert await tube.fetch_value("SELECT count(*) FROM tube.a WHERE ids = '{}'") == 0
+
+
 async def wait_for_lock(db: Database) -> None:
     """Return once somebody waits for a lock in this database."""
     with trio.fail_after(PATIENCE):

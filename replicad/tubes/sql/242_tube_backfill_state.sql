@@ -61,6 +61,16 @@ END
 $$;
 COMMENT ON FUNCTION tube_backfilling(text, regclass, integer) IS 'Whether a table''s shard is being backfilled';
 
+-- tube_control_removal_sql(tube, condition): the statement that deletes the control pods p for which the condition is true.
+-- It leaves those that a worker is acking: they go with the ack, and whoever waited for one could hold what the worker
+-- waits for next. Writes nothing itself.
+CREATE OR REPLACE FUNCTION tube_control_removal_sql(tube text, condition text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT format('DELETE FROM %1$I WHERE ctid = ANY (ARRAY('
+        'SELECT p.ctid FROM %1$I p WHERE cardinality(p.ids) = 0 AND %2$s FOR UPDATE SKIP LOCKED))', tube, condition)
+$$;
+COMMENT ON FUNCTION tube_control_removal_sql(text, text) IS 'The statement that deletes control pods';
+
 -- tube_backfill_stop(tube, tbl): removes the table's backfill that has begun and not finished, with its control pods; ids
 -- that are in the tube stay. Returns how many (0 or 1). The caller has locked the attachment. Writes tube_backfill,
 -- tube_shard and the tube.
@@ -76,8 +86,8 @@ BEGIN
     END IF;
     PERFORM tube_shards_note(b.tube, b.shards);
     IF to_regclass(quote_ident(tube)) IS NOT NULL THEN
-        EXECUTE format('DELETE FROM %I WHERE cardinality(ids) = 0 AND shard = ANY ($1) AND payload ->> ''start_seq'' = $2'
-            ' AND payload ->> ''type'' IN (''backfill_start'', ''backfill_end'')', tube) USING b.shards, b.start_seq;
+        EXECUTE tube_control_removal_sql(tube, 'p.shard = ANY ($1) AND p.payload ->> ''start_seq'' = $2'
+            ' AND p.payload ->> ''type'' IN (''backfill_start'', ''backfill_end'')') USING b.shards, b.start_seq;
     END IF;
     RETURN 1;
 END
@@ -89,8 +99,8 @@ CREATE OR REPLACE FUNCTION tube_backfill_unschedule(tube text, tbl regclass) RET
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     IF to_regclass(quote_ident(tube)) IS NOT NULL THEN
-        EXECUTE format('DELETE FROM %I WHERE cardinality(ids) = 0 AND payload ->> ''type'' = ''backfill_schedule'''
-            ' AND (payload ->> ''oid'' = $1 OR payload ->> ''tbl'' = $2)', tube) USING tbl::oid::text, tube_qualified(tbl);
+        EXECUTE tube_control_removal_sql(tube, 'p.payload ->> ''type'' = ''backfill_schedule'''
+            ' AND (p.payload ->> ''oid'' = $1 OR p.payload ->> ''tbl'' = $2)') USING tbl::oid::text, tube_qualified(tbl);
     END IF;
 END
 $$;

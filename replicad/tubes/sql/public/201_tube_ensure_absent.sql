@@ -1,7 +1,7 @@
 -- tube_ensure_absent(tube): detaches all its tables and drops the tube with its pods, leases and parked ids. Does
 -- nothing if there is no such tube. It locks one table after another; where programs write to several of them, detach
--- the tables first, each in a transaction of its own with a short lock_timeout, as `replicad tubes drop` does. Writes tube_registry and the tables that refer to it, triggers, functions, the
--- table.
+-- the tables first, each in a transaction of its own with a short lock_timeout, as `replicad tubes drop` does. Writes
+-- tube_registry and the tables that refer to it, triggers, functions, the table.
 CREATE OR REPLACE FUNCTION tube_ensure_absent(tube text) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -11,6 +11,8 @@ BEGIN
     IF NOT FOUND THEN
         RETURN;
     END IF;
+    -- A worker that acks has its lease first, then its pods. In this order here too, they do not wait in a circle.
+    DELETE FROM tube_lease l WHERE l.tube = tube_ensure_absent.tube;
     FOR root IN SELECT a.tbl FROM tube_attachment a WHERE a.tube = tube_ensure_absent.tube AND a.tbl = a.root
         ORDER BY a.tbl::oid
     LOOP

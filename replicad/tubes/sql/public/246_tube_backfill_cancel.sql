@@ -17,8 +17,8 @@ BEGIN
         PERFORM FROM tube_attachment a WHERE a.tube = b.tube AND a.tbl = b.tbl FOR NO KEY UPDATE;
         cancelled := cancelled + tube_backfill_stop(b.tube, b.tbl);
     END LOOP;
-    EXECUTE format('DELETE FROM %I WHERE cardinality(ids) = 0 AND payload ->> ''type'' = ''backfill_schedule'''
-        ' AND shard BETWEEN $1 AND $2', t.tube) USING shard_from, shard_to;
+    EXECUTE tube_control_removal_sql(t.tube, 'p.payload ->> ''type'' = ''backfill_schedule'''
+        ' AND p.shard BETWEEN $1 AND $2') USING shard_from, shard_to;
     GET DIAGNOSTICS more = ROW_COUNT;
     RETURN cancelled + more;
 END

@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture drills lock dist clean distclean check-java
+.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture drills synapse lock dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,6 +79,9 @@ torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended da
 
 drills: $(VENV)/.dev ## cause each fault and wait for its alert; needs prometheus (apt install prometheus), some five minutes
 	@$(RUN) -m tests.drills
+
+synapse: $(VENV)/.dev $(VENV)/synapse/.installed ## a worker of Synapse follows over Redis while daemon and Redis are killed; needs redis-server, two minutes
+	@$(RUN) -m tests.synapse $(VENV)/synapse/bin/python
 
 lock: $(VENV)/.lock ## renew requirements*.lock: the packages of CI and of the container image, with their hashes
 	@$(LOCK_COMPILE) --all-extras --group dev --group specs pyproject.toml requirements-build.in --output-file requirements.lock
@@ -145,6 +148,12 @@ $(VENV)/.docs: $(VENV)/.dev
 $(VENV)/.specs: $(VENV)/.dev
 	@echo "==> installing TLC (2 MB)"
 	$(call pip_install,--group specs)
+	@touch $@
+
+$(VENV)/synapse/.installed: tests/synapse/requirements.txt $(VENV)/.made
+	@echo "==> installing Synapse 1.79 in an environment of its own (240 MB)"
+	@$(PYTHON) -m venv $(VENV)/synapse
+	@$(VENV)/synapse/bin/pip install --quiet --disable-pip-version-check --requirement tests/synapse/requirements.txt
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -72,6 +72,7 @@ class Synapse:
             "form_secret": "a secret of the test",
             "report_stats": False,
             "trusted_key_servers": [],
+            "presence": {"enabled": False},  # a worker would wait for the main process' own replication
             "enable_registration": True,
             "enable_registration_without_verification": True,
             "rc_message": {"per_second": 1000, "burst_count": 1000},

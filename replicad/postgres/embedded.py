@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
+import re
 import shlex
 import shutil
 import stat
@@ -47,6 +48,8 @@ _SETTINGS = {
 _SERVER_USER = "embedded_postgres"  # the account for the server if we are root; Postgres refuses to run as root
 _SOCKET_PATH_MAX = 100  # bytes of `folder/.s.PGSQL.5432`; the kernels' limits are 107 and 103
 _START = 60.0  # seconds until a start counts as failed; recovery after a crash may take its time
+_CRASHES = 3  # of the server during one start; it recovers by itself and crashes again, as on a full disk
+_CAUSE = re.compile(r" (?:PANIC|FATAL): (?! *the database system is)")  # in a line of the server's log
 _STOP = 20.0  # seconds for a fast shutdown before an immediate one
 _LOCK = 120.0  # seconds to wait for another process that is starting or stopping the server
 _LOG_MAX = 8 << 20  # bytes of the server's log above which a start renames it; the one before is overwritten
@@ -74,6 +77,7 @@ class EmbeddedPostgres:
         self._programs = Path()
         self._account: pwd.struct_passwd | None = None  # the account of the server, if it is not ours
         self._users = -1
+        self._log_seen = 0  # bytes of the server's log when it was last started or stopped
 
     def __enter__(self) -> EmbeddedPostgres:
         """Start the server if it does not run, and become one of its users."""
@@ -150,12 +154,20 @@ class EmbeddedPostgres:
                 return -1
 
     def _refused(self, name: str) -> EnvironmentRefused:
-        said = " | ".join(_last_lines(self.folder / "tools.log", 3) + _last_lines(self.data / "server.log", 3))
+        lines = self._log_lines()
+        causes = [line for line in lines if _CAUSE.search(line)]
+        said = " | ".join(_last_lines(self.folder / "tools.log", 3) + (causes or lines)[-3:])
         full = " The disk is full: free some room on it." if _is_full(self.folder) else ""
         text = f"the embedded Postgres below {self.folder} failed ({name}): {said or 'no output'}"
         return EnvironmentRefused(f"{text}.{full}" if full else text)
 
+    def _log_lines(self) -> list[str]:
+        """What the server's log says since the last start or stop was begun; all of it, if it is a new one."""
+        log = self.data / "server.log"
+        return _lines(log, self._log_seen if _size(log) >= self._log_seen else 0)
+
     def _have_running(self) -> None:
+        self._log_seen = _size(self.data / "server.log")
         if not (self.data / "PG_VERSION").exists():
             self._initialise()
         self._check_version()
@@ -168,7 +180,8 @@ class EmbeddedPostgres:
                 == 0
             ):
                 return
-            if time.monotonic() > deadline:
+            crashes = sum(" PANIC: " in line for line in self._log_lines())
+            if crashes >= _CRASHES or time.monotonic() > deadline:
                 raise self._refused("start")
             time.sleep(_LOOK)
 
@@ -238,6 +251,7 @@ class EmbeddedPostgres:
     def _stop(self) -> None:
         if self.pid() is None:
             return
+        self._log_seen = _size(self.data / "server.log")
         for mode, seconds in (("fast", _STOP), ("immediate", _STOP)):
             args = ("-D", str(self.data), "-m", mode, "-w", "-t", str(round(seconds)), "-s", "stop")
             if self._run("pg_ctl", *args, timeout=seconds + 5) == 0 or self.pid() is None:
@@ -388,8 +402,20 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _last_lines(file: Path, count: int) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [line.strip() for line in lines if line.strip()][-count:]
+    return _lines(file)[-count:]
+
+
+def _lines(file: Path, start: int = 0) -> list[str]:
+    """The lines that are not empty, from this byte on; none if the file cannot be read."""
+    with suppress(OSError), file.open("rb") as opened:
+        opened.seek(start)
+        lines = opened.read().decode(errors="replace").splitlines()
+        return [line.strip() for line in lines if line.strip()]
+    return []
+
+
+def _size(file: Path) -> int:
+    """Its size in bytes; 0 if it is not there."""
+    with suppress(OSError):
+        return file.stat().st_size
+    return 0

@@ -289,6 +289,28 @@ def test_setting_that_does_not_exist_is_told_with_the_servers_own_words(folder: 
         EmbeddedPostgres(folder, {"no_such_setting": "1"}).__enter__()
 
 
+def test_a_server_that_crashes_again_and_again_is_told_with_what_it_crashes_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = EmbeddedPostgres._run
+
+    def crash(self: EmbeddedPostgres, name: str, *words: str, timeout: float) -> int:
+        if name != "pg_isready":
+            return run(self, name, *words, timeout=timeout)
+        with (self.data / "server.log").open("a") as log:
+            log.write("1 UTC [7] PANIC:  could not write to file: No space left on device\n")
+            log.write("1 UTC [8] LOG:  all server processes terminated; reinitializing\n")
+            log.write("1 UTC [9] FATAL:  the database system is in recovery mode\n")
+        return 1
+
+    with EmbeddedPostgres(folder) as server, monkeypatch.context() as patch:
+        patch.setattr(EmbeddedPostgres, "_run", crash)
+        begun = time.monotonic()
+        with pytest.raises(EnvironmentRefused, match=r"failed \(start\): .*No space left on device$"):
+            server.ensure_running()
+        assert time.monotonic() - begun < embedded._START / 2  # it does not wait for a recovery that cannot come
+
+
 def test_missing_package_is_told_with_the_command_that_installs_it(
     postgres_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -279,6 +279,7 @@ class Publisher:
                 at, epoch = noted.get(name, (0, ""))
                 if epoch == current.epoch and (current.noted is None or current.noted < at):
                     serving.fork(Fork("restored"))  # the note is missing, so rows may be missing too
+                serving.on_registered(current.writers.keys())
         self._report_faults(found)
         for name in fresh & lineages.keys() - self._servings.keys():
             if self._nursery is not None and found[name].fault is None:

@@ -6,7 +6,7 @@ the reason, the trouble is reported, and after a growing pause the stream is wat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -162,11 +162,18 @@ class Serving:
                 self.feed.renew(found)
         if self._fork is not None:
             self._forked.set()  # it is tried again, whatever was in the way
-        if self.feed is not None:
-            self.feed.on_registered(found.writers.keys())
         self._denied = found.denied
         self._registry_fault = None
         self.report_obstacle()
+
+    def on_registered(self, writers: Set[str]) -> None:
+        """Take the names of the registered writers, those that are not retired; none while history may have forked.
+
+        A restored registry does not know all writers. They are not retired: their rows would be read again, from the
+        new history, before readers are told of it.
+        """
+        if self.feed is not None and self._fork is None:
+            self.feed.on_registered(writers)
 
     def fork(self, fork: Fork) -> None:
         """History may have forked: publish no position until the shared position is known."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import AsyncMock
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -417,3 +418,26 @@ async def test_a_number_that_was_answered_by_the_database_before_it_was_restored
         streams.store.insert("s", 2, writer="b")
         streams.positions.tell("s", 2)
         assert told_numbers(await client.lines(2))[-1] == {"master": 1, "a": 3, "b": 2}
+
+
+@pytest.mark.parametrize("found_by", ["another server", "a note that is missing"])
+async def test_writers_that_a_restored_registry_does_not_know_are_not_taken_for_retired_ones(
+    found_by: str, autojump_clock: MockClock
+) -> None:
+    """Rows of a retired writer may come again from the lowest position on: here they would be those of the new
+    history, before readers are told of it.
+    """
+    async with open_streams("s", by_writer=True) as streams:
+        client = streams.connect()
+        await client.say("REPLICATE")
+        await streams.write("s", 1, writer="a")
+        await streams.write("s", 2, writer="b")
+        streams.positions.tell("s", 2, b=5, master=5)
+        await settle(3)
+        assert "POSITION s b 2 5" in await client.lines()
+        streams.store.tables["s"].rows = [(3, "b", "1")]
+        streams.store.notes.pop("s")
+        streams.store.change("s", writers={"master": 1}, continues=found_by != "another server", noted=None)
+        lines = await client.lines(3)
+        told = [line.split()[0] for line in lines if not line.startswith("POSITION")]
+        assert told == ["ERROR"], lines

@@ -12,6 +12,7 @@ every process that uses the server) and `tools.log`. Locks are `flock`s: they en
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import pwd
 import re
@@ -33,6 +34,8 @@ from replicad.postgres.programs import SHARED, barrier, find_programs, usable_pr
 DEFAULT_FOLDER = Path(".replicad/postgres")
 SUPERUSER = "postgres"
 
+log = logging.getLogger(__name__)
+
 _PORT = "5432"  # part of the socket's name; no TCP port is opened unless `listen_addresses` asks for one
 _SETTINGS = {
     "listen_addresses": "",
@@ -50,6 +53,10 @@ _SOCKET_PATH_MAX = 100  # bytes of `folder/.s.PGSQL.5432`; the kernels' limits a
 _START = 60.0  # seconds until a start counts as failed; recovery after a crash may take its time
 _CRASHES = 3  # of the server during one start; it recovers by itself and crashes again, as on a full disk
 _CAUSE = re.compile(r" (?:PANIC|FATAL): (?! *the database system is)")  # in a line of the server's log
+_REJECTS = 1  # status of pg_isready: the server answers, and takes no connections
+_STUCK = 10.0  # seconds without any work of a server that is not ready; then it waits for a process that is dead
+_PAGE = 8192  # bytes
+_RECOVERING = ("startup", "checkpointer", "io worker")  # in the titles of the processes that do it
 _STOP = 20.0  # seconds for a fast shutdown before an immediate one
 _LOCK = 120.0  # seconds to wait for another process that is starting or stopping the server
 _LOG_MAX = 8 << 20  # bytes of the server's log above which a start renames it; the one before is overwritten
@@ -172,14 +179,24 @@ class EmbeddedPostgres:
             self._initialise()
         self._check_version()
         deadline = time.monotonic() + _START
+        work, moved = None, time.monotonic()
         while True:
-            if self.pid() is None:
+            answer = None
+            if (pid := self.pid()) is None:
                 self._start(deadline)
-            elif (
-                self._run("pg_isready", "-q", "-h", self._socket_folder(), "-p", self._settings["port"], timeout=10)
-                == 0
-            ):
-                return
+            else:
+                args = ("-q", "-h", self._socket_folder(), "-p", self._settings["port"])
+                answer = self._run("pg_isready", *args, timeout=10)
+                if answer == 0:
+                    return
+            before, work = work, _work_of_recovery(pid) if pid is not None and answer == _REJECTS else None
+            if work is None or work != before:
+                moved = time.monotonic()
+            elif time.monotonic() > moved + _STUCK:
+                # Seen with PostgreSQL 18 on a full disk: the checkpointer dies and is replaced, and the process that
+                # recovers waits for the dead one; or that one dies, and is not replaced.
+                log.warning("the Postgres below %s hangs while it recovers: it is started again", self.folder)
+                self._run("pg_ctl", "-D", str(self.data), "-m", "immediate", "-w", "-s", "stop", timeout=_STOP)
             crashes = sum(" PANIC: " in line for line in self._log_lines())
             if crashes >= _CRASHES or time.monotonic() > deadline:
                 raise self._refused("start")
@@ -366,6 +383,24 @@ def _serves(pid: int, data: Path) -> bool:
     except psutil.AccessDenied:
         return True  # processes are hidden from us: trust the file, as Postgres does
     return bool(command) and Path(command[0]).name.startswith("postgres") and str(data) in command
+
+
+def _work_of_recovery(pid: int) -> object | None:
+    """How much the processes that recover this server have done, in tenths of seconds of processor time and in pages;
+    None if there is no recovery, or the system does not tell. A process that only waits reads a few bytes now and then.
+    """
+    import psutil  # noqa: PLC0415 - see above
+
+    work: dict[int, tuple[str, int, int]] = {}
+    with suppress(psutil.Error):
+        for process in psutil.Process(pid).children():
+            with suppress(psutil.Error, AttributeError):  # it has ended; macOS counts no bytes
+                title = " ".join(process.cmdline())
+                if name := next((name for name in _RECOVERING if name in title), None):
+                    processor, moved = process.cpu_times(), process.io_counters()
+                    pages = (moved.read_chars + moved.write_chars) // _PAGE
+                    work[process.pid] = name, int(10 * (processor.user + processor.system)), pages
+    return work if work else None
 
 
 def _alive(pid: int) -> bool:

@@ -311,6 +311,26 @@ def test_a_server_that_crashes_again_and_again_is_told_with_what_it_crashes_of(
         assert time.monotonic() - begun < embedded._START / 2  # it does not wait for a recovery that cannot come
 
 
+def test_a_server_that_waits_for_ever_while_it_recovers_is_started_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PostgreSQL 18 does where a process that recovery waits for died on a full disk."""
+    run, hangs = EmbeddedPostgres._run, [True]
+
+    def hang(self: EmbeddedPostgres, name: str, *words: str, timeout: float) -> int:
+        if name == "pg_ctl" and words[-1] == "stop":
+            hangs.clear()
+        return 1 if hangs and name == "pg_isready" else run(self, name, *words, timeout=timeout)
+
+    with EmbeddedPostgres(folder) as server, monkeypatch.context() as patch:
+        patch.setattr(EmbeddedPostgres, "_run", hang)
+        patch.setattr(embedded, "_STUCK", 1.0)
+        before = server.pid()
+        server.ensure_running()
+        assert server.pid() not in (before, None)
+        assert psql(server.url, "SELECT 1") == "1"
+
+
 def test_missing_package_is_told_with_the_command_that_installs_it(
     postgres_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

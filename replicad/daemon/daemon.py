@@ -16,6 +16,7 @@ import trio
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import cuts
 from replicad.daemon.access import OPEN, AccessControl, ClientAccess, names_of, verbs_of
+from replicad.daemon.cycles import CycleCollector
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.figures import Figures
 from replicad.daemon.files import EXTRA_CLIENTS
@@ -51,8 +52,6 @@ from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server
 from replicad.protocol.states import CloseReason
 
-GC_THRESHOLD = 50_000  # new objects between two collections; with Python's 700 they took a tenth of a fan-out's time
-
 Recover = Callable[[], Awaitable[None]]
 log = structlog.get_logger()
 
@@ -67,11 +66,11 @@ def serve(settings: ServerSettings, features: Sequence[Feature]) -> None:
     if settings.exposure is not None:
         log.warning("exposed", listen=settings.exposed.partition(" ")[2], without=settings.exposure)
     parent = take_supervisor()
-    gc.set_threshold(GC_THRESHOLD)
-    gc.freeze()  # modules are never collected
+    gc.freeze()  # modules are never garbage
     with interruptible(), _postgres(settings) as (url, recover):
         try:
-            trio.run(_serve_until_signal, settings, url, features, recover, parent)
+            collector = CycleCollector()
+            trio.run(_serve_until_signal, settings, url, features, recover, parent, instruments=[collector])
         except BaseExceptionGroup as group:  # the operator needs the message, not the nursery's group
             errors = leaves(group)
             if not all(isinstance(error, ReplicadError) for error in errors):

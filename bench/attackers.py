@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import ssl
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from bench.system import STREAM
 
@@ -23,6 +25,7 @@ TRICKLE, TRICKLE_PAUSE = 4096, 0.4  # bytes, and seconds between two times that 
 BEGINS = 30.0  # seconds in which all of them must have got their first rows
 UNREAD = 200  # connections that do not read
 _OLD_ROWS = f"REPLICATE {STREAM} EARLIEST\n".encode()
+NICE = 10
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
 
@@ -72,6 +75,18 @@ def _pour(pipe: Connection, links: list[socket.socket], block: bytes, pause: flo
         if pause:
             time.sleep(pause)
     pipe.poll(None)
+
+
+def attack_from_afar(pipe: Connection, attack: Attack, target: Target) -> None:
+    """The work of one process: an attack that leaves the processors to the daemon, Postgres and polite clients first.
+
+    Real attackers have processors of their own. What is left is enough to keep the daemon busy all the time.
+    """
+    with suppress(OSError):
+        os.setsid()  # else the group of processes that Linux weighs is that of the polite clients
+        os.nice(NICE)
+        Path("/proc/self/autogroup").write_text(str(NICE), encoding="ascii")
+    attack(pipe, target)
 
 
 def pings(pipe: Connection, target: Target) -> None:

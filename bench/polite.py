@@ -24,6 +24,7 @@ CUT = 10.0  # seconds after which a connection that cannot be made is given up; 
 LATE = 1.0  # seconds that are waited for the last rows
 PAUSE = 0.004  # seconds between two measurements of one kind
 TUBE = "isolation"
+SPARE_TUBE = "isolation_spare"
 SETTLED, FORGOTTEN = 1.0, 10.0  # seconds after an attack: when memory is looked at first, and when it must be back
 MEMORY_GOAL = 1.2
 LOOK = 0.05  # seconds between two looks at the snapshots
@@ -240,12 +241,13 @@ def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[],
 
 
 @contextmanager
-def lease(daemon: Daemon, tls: ssl.SSLContext | None) -> Iterator[Target]:
-    """A lease of the whole tube during the block."""
-    with Polite(daemon.host, daemon.port, "", tls).link() as link:
-        line = _answer(link, f"CLAIM {TUBE} 0/1 ttl=3600", "LEASE")
-        held = " ".join(line.split()[1:4])
-        yield Target(daemon.host, daemon.port, held)
+def lease(daemon: Daemon, tls: ssl.SSLContext | None, tube: str = TUBE) -> Iterator[Target]:
+    """A lease of the whole tube during the block. It belongs to no connection: none of them has to be kept alive."""
+    polite = Polite(daemon.host, daemon.port, "", tls)
+    with polite.link() as link:
+        held = " ".join(_answer(link, f"CLAIM {tube} 0/1 ttl=3600", "LEASE").split()[1:4])
+    yield Target(daemon.host, daemon.port, held)
+    with polite.link() as link:
         _answer(link, f"RELEASE {held}", "RELEASE")
 
 

@@ -143,7 +143,8 @@ class System:
     @contextmanager
     def daemon(self, *options: str) -> Iterator[Daemon]:
         """Run `replicad serve` with these options on a free port. Its log is empty but for warnings, unless asked."""
-        ready, log = self.folder / "ready", self.folder / "daemon.log"
+        place = Path(tempfile.mkdtemp(prefix="daemon-", dir=self.folder))
+        ready, log = place / "ready", place / "daemon.log"
         command = [
             sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--ready-file", str(ready),
             "--database", self.url, "--log-level", "warning", *options,
@@ -170,8 +171,7 @@ class System:
 def system() -> Iterator[System]:
     """A fresh Postgres with the settings that replicad gives its own; it and its folder are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="replicad-bench-") as name:
-        Path(name).chmod(0o711)  # the server of root has an account of its own
-        Path(name).chmod(0o711)  # the account of root's Postgres passes through
+        Path(name).chmod(0o711)  # the server of root has an account of its own, which passes through
         with embedded_postgres(Path(name) / "postgres") as url:
             yield System(url, Path(name))
 

@@ -47,6 +47,9 @@ class Securing(Protocol):
     def ready(self) -> bool:
         """Whether a client that has sent its ClientHello would soon be answered; else it waits."""
 
+    def forget(self, secured: trio.abc.Stream) -> None:
+        """Free what a stream of `shake` holds, when it has been served and closed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
@@ -252,7 +255,10 @@ class Acceptor:
                 if self._secure is None:
                     await self._serve(stream, peer)
                 elif (secured := await self._secure.shake(stream, peer)) is not None:
-                    await self._serve(secured, peer)
+                    try:
+                        await self._serve(secured, peer)
+                    finally:
+                        self._secure.forget(secured)
         finally:
             self._inside -= 1
             self._left.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import ssl
 import struct
@@ -211,6 +212,50 @@ async def test_handshakes_that_stop_neither_fill_the_server_nor_stay(
                 await trio.sleep(0.05)
     for link in crowd:
         link.close()
+
+
+def read_to_end(link: socket.socket) -> None:
+    link.settimeout(HANG)
+    with suppress(ConnectionError):
+        while link.recv(4096):
+            pass
+
+
+@pytest.mark.parametrize("end", ["served", "cut", "not TLS", "gone", "too slow"])
+async def test_what_tls_holds_is_freed_when_its_connection_ends_without_the_collector(
+    server: Open, both_ends: tuple[ssl.SSLContext, ssl.SSLContext], end: str
+) -> None:
+    def held() -> int:
+        return sum(type(one) is ssl.SSLObject and one.server_side for one in gc.get_objects())
+
+    ours, theirs = both_ends
+    attacked = await server(room=20, tls=ours, tls_handshakes=2, tls_timeout=0.2 if end == "too slow" else HANG)
+    attacked.accept()
+    links: list[socket.socket] = []
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        with trio.fail_after(HANG):
+            if end == "served":
+                async with greeted(attacked, theirs):
+                    assert held() > before
+            else:
+                first = b"GET / HTTP/1.1\r\n" if end == "not TLS" else hello(theirs)
+                links = [attacked.connect(first) for _ in range(8 if end == "cut" else 2)]
+            while end == "cut" and attacked.hub.statistics().handshakes_cut < 6:
+                await trio.sleep(0.01)
+            for link in links:
+                if end in ("cut", "gone"):
+                    with suppress(OSError):  # reset
+                        link.shutdown(socket.SHUT_WR)
+                await trio.to_thread.run_sync(read_to_end, link)
+            while held() > before or len(attacked.hub) or len(attacked.hub.handshakes):
+                await trio.sleep(0.01)
+    finally:
+        gc.enable()
+        for link in links:
+            link.close()
 
 
 async def test_a_client_that_the_server_has_answered_stays_while_others_begin_handshakes(

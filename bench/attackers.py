@@ -31,18 +31,19 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The daemon's address, and a lease under which a tube may be acked."""
+    """The daemon's address, and a lease under which a tube may be acked. `source`: the attacker's own address."""
 
     host: str
     port: int
     lease: str
+    source: str = ""
 
 
 Attack = Callable[[Connection, Target], None]
 
 
 def _connect(target: Target, hello: bytes = b"") -> socket.socket:
-    link = socket.create_connection((target.host, target.port), timeout=60)
+    link = socket.create_connection((target.host, target.port), timeout=60, source_address=(target.source, 0))
     with suppress(OSError):
         link.sendall(hello)
     return link
@@ -78,9 +79,10 @@ def _pour(pipe: Connection, links: list[socket.socket], block: bytes, pause: flo
 
 
 def attack_from_afar(pipe: Connection, attack: Attack, target: Target) -> None:
-    """The work of one process: an attack that leaves the processors to the daemon, Postgres and polite clients first.
+    """The work of one process: an attack as from another machine.
 
-    Real attackers have processors of their own. What is left is enough to keep the daemon busy all the time.
+    It has an address of its own, and leaves the processors to the daemon, Postgres and polite clients first: real
+    attackers have their own. What is left is enough to keep the daemon busy all the time.
     """
     with suppress(OSError):
         os.setsid()  # else the group of processes that Linux weighs is that of the polite clients
@@ -177,6 +179,7 @@ def resets(pipe: Connection, target: Target) -> None:
             link.setblocking(False)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             with suppress(OSError):
+                link.bind((target.source, 0))
                 link.connect((target.host, target.port))
             link.close()
     pipe.poll(None)

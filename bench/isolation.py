@@ -5,9 +5,9 @@ together with clients that take old rows slowly or not at all. Half handshakes g
 connections. The figures are p50 and p99 of what the polite clients wait, with the ratio of the p99 to the quiet one,
 and the daemon's memory before, during and at most ten seconds after the attack. The whole takes four minutes.
 
-Attackers of a real daemon have processors of their own; here they take those of the daemon, of Postgres and of the
-polite clients. So while all attack at once, polite clients of a second daemon, which nobody attacks, are measured too:
-what they wait is the machine's doing, and the least that the first daemon's clients can wait.
+Attackers of a real daemon have addresses and processors of their own. Here each has an address of the loopback, and the
+processors go to others first. What it takes of them all the same is seen while all attack at once: polite clients of a
+second daemon, which nobody attacks, are measured too. What they wait is the machine's doing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from itertools import count as count_from
 from pathlib import Path
 
 from bench.attackers import PLAIN, SECURED, SLOW, Attack, Target, attack_from_afar
@@ -113,10 +114,12 @@ def _beside(
     looking = nullcontext() if snapshots is None else snapshots.looking()
     with ExitStack() as stack:
         stack.enter_context(watch.looking(daemon))
-        pipes = [
-            stack.enter_context(processes([(attack_from_afar, (attack, target)) for attack in group]))
+        sources = (f"127.0.0.{number}" for number in count_from(2))
+        jobs = [
+            [(attack_from_afar, (attack, replace(target, source=next(sources)))) for attack in group]
             for group in groups
         ]
+        pipes = [stack.enter_context(processes(group)) for group in jobs]
         stack.enter_context(looking)
         time.sleep(SETTLE)
         try:

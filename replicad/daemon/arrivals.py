@@ -2,7 +2,8 @@
 
 A session costs ten times what a look at the input costs. So a client that has sent a whole first line (with TLS: a
 whole ClientHello) comes before all others. A crowd of clients that have not is given some time, in which the input of
-those that attack becomes too long, or ends. This file does not know what a session does.
+those that attack becomes too long, or ends. Those that have one are served in turns by their addresses, so that a crowd
+from one address delays others by one session. This file does not know what a session does.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import enum
 import os
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 
 import trio
+
+from replicad.daemon.by_address import ByAddress, address_of
 
 LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
 LOOKED = 64  # clients without a line that are looked at in one turn: two microseconds each
@@ -25,7 +28,7 @@ FEW = 8  # clients without a line that are begun at once, or told that it is too
 REST = 0.005  # seconds until clients without a line are looked at again, if none of them had sent anything
 _HANDSHAKE = b"\x16"  # the first byte of a TLS record with a ClientHello (RFC 8446, 5.1)
 _HEAD = 5  # bytes of a TLS record before its content; the last two are the length of the content
-_RECORD = _HEAD + (1 << 14)  # bytes of the longest record that is not encrypted
+LONGEST_RECORD = _HEAD + (1 << 14)  # bytes of the longest record that is not encrypted
 
 
 class Input(enum.Enum):
@@ -62,7 +65,7 @@ class Door:
         return Input.TOO_LONG if len(data) > self.first_line else Input.PART
 
 
-def has_client_hello(data: bytes | bytearray, most: int = _RECORD) -> bool:
+def has_client_hello(data: bytes | bytearray, most: int = LONGEST_RECORD) -> bool:
     """Whether a handshake can go on: `data` is a whole record, or `most` bytes of it, or begins another protocol."""
     if data[:1] != _HANDSHAKE:
         return bool(data)
@@ -86,33 +89,50 @@ class Arrivals:
         self._door = door
         self._begin = begin
         self._give_way = give_way
-        self._whole: deque[socket.socket] = deque()  # the newest is the last, as in `_new`
-        self._part: deque[tuple[float, socket.socket]] = deque()  # with the time of arrival; looked at twice
-        self._new: deque[tuple[float, socket.socket]] = deque()  # the same, looked at once
+        self._whole: ByAddress[socket.socket] = ByAddress()
+        self._new: ByAddress[socket.socket] = ByAddress()  # without a line; looked at once
+        self._part: ByAddress[socket.socket] = ByAddress()  # the same, looked at twice
+        self._came: dict[socket.socket, float] = {}  # when those of the last two came
         self._few_until = float("-inf")
         self._few = 0  # clients without a line that may still be begun before then
         self.hopeless = 0  # that were closed without a session, since the start
 
     def __len__(self) -> int:
-        return len(self._whole) + len(self._part) + len(self._new)
+        return len(self._whole) + len(self._came)
 
     def put(self, client: socket.socket) -> None:
         """Add a client, whose socket does not block."""
-        self._sort(client, trio.current_time(), self._new)
+        try:
+            address = address_of(client)
+        except OSError:  # reset
+            self.hopeless += 1
+            client.close()
+        else:
+            self._sort(client, address, trio.current_time(), self._new)
 
     def begin_one(self) -> None:
         """Begin one session now, without a turn; none if too many came without a line. `run` begins the others."""
         if self._whole:
             if self._ready():
-                self._begin(self._whole.popleft())
+                self._begin(self._whole.take())
         elif self._new and self._is_one_of_few(trio.current_time()):
-            self._begin(self._new.pop()[1])
+            client = self._new.take(newest=True)
+            del self._came[client]
+            self._begin(client)
 
     def take_out(self) -> socket.socket:
-        """Remove one for which there is no room: an old one, if possible without a whole line."""
-        if self._part or self._new:
-            return (self._part or self._new).popleft()[1]
-        return self._whole.popleft()
+        """Remove one for which there is no room: an old one of an address that has the most, if possible without a
+        whole line.
+        """
+        queues = (self._part, self._new, self._whole)
+        _, address = max((queue.most() for queue in queues), key=itemgetter(0))
+        for queue in queues:
+            client = queue.oldest(address)
+            if client is not None:
+                queue.remove(client)
+                self._came.pop(client, None)
+                return client
+        raise IndexError("there is none")
 
     async def run(self) -> None:
         """Begin the sessions of all that wait; returns when there are none. At the end nothing is left open."""
@@ -127,11 +147,11 @@ class Arrivals:
                 self.take_out().close()
 
     def _begin_whole(self) -> int:
-        """Begin those with a whole line, the newest and the oldest in turns."""
+        """Begin those with a whole line."""
         for number in range(LIVE):
             if not self._whole or not self._ready():
                 return number
-            self._begin(self._whole.pop() if number % 2 else self._whole.popleft())
+            self._begin(self._whole.take())
         return LIVE
 
     def _look_again(self) -> int:
@@ -139,26 +159,29 @@ class Arrivals:
         waited for long enough and none has a line. Returns how many are left less.
         """
         now = trio.current_time()
-        before = len(self._part) + len(self._new)
+        before = len(self._came)
         for number in range(min(LOOKED, before)):
-            newest = self._new and (number % 2 == 0 or not self._part)
-            came, client = self._new.pop() if newest else self._part.popleft()
-            self._sort(client, came, self._part)
+            newest = bool(self._new) and (number % 2 == 0 or not self._part)
+            queue = self._new if newest else self._part
+            address, client = queue.turn(), queue.take(newest=newest)
+            self._sort(client, address, self._came.pop(client), self._part)
             if trio.current_time() >= now + LOOKING:
                 break
         if self._part and not self._whole:
-            came, client = self._part[0]
-            if now >= came + QUIET or self._is_one_of_few(now):
-                self._part.popleft()
+            client = self._part.first()
+            if now >= self._came[client] + QUIET or self._is_one_of_few(now):
+                self._part.take(newest=False)
+                del self._came[client]
                 self._begin(client)
-        return before - len(self._part) - len(self._new)
+        return before - len(self._came)
 
-    def _sort(self, client: socket.socket, came: float, unfinished: deque[tuple[float, socket.socket]]) -> None:
+    def _sort(self, client: socket.socket, address: str, came: float, unfinished: ByAddress[socket.socket]) -> None:
         found = self._door.look(client)
         if found is Input.WHOLE:
-            self._whole.append(client)
+            self._whole.add(client, address)
         elif found is Input.PART:
-            unfinished.append((came, client))
+            unfinished.add(client, address)
+            self._came[client] = came
         else:
             self.hopeless += 1
             if found is Input.TOO_LONG and self._is_one_of_few(trio.current_time()):

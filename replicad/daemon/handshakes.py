@@ -6,13 +6,16 @@ the event loop for a second.
 
 from __future__ import annotations
 
+import os
 import ssl
+from contextlib import suppress
 
 import structlog
 import trio
 
 from replicad.config.declaring import plain
-from replicad.daemon.arrivals import has_client_hello
+from replicad.daemon.arrivals import LONGEST_RECORD, has_client_hello
+from replicad.daemon.by_address import address_of
 from replicad.daemon.hub import Hub
 from replicad.daemon.underway import Stage
 
@@ -38,10 +41,16 @@ class Handshakes:
 
     async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
         """The secured stream; None if the client cannot, is too slow, or had to give way. `stream` is closed then."""
-        transport = _InTurn(stream, self._hub)
+        begun = _received(stream)
+        transport = _InTurn(stream, self._hub, begun)
         secured = trio.SSLStream(transport, self._tls, server_side=True, https_compatible=True)
         scope = trio.CancelScope(deadline=trio.current_time() + self._timeout)
-        if not self._hub.admit_handshake(transport, scope.cancel):
+        try:
+            address = address_of(stream.socket)
+        except OSError:  # reset; nothing will come
+            address = ""
+        stage = Stage.SERVER if has_client_hello(begun) else Stage.HELLO
+        if not self._hub.admit_handshake(transport, scope.cancel, address, stage):
             await self._drop(secured)
             return None
         failure = ""
@@ -77,14 +86,23 @@ class Handshakes:
         vars(secured).clear()
 
 
+def _received(stream: trio.SocketStream) -> bytes:
+    """What has come, without waiting: a client that has sent its ClientHello must not count as one that has not."""
+    with suppress(OSError):  # nothing yet; or reset, as the next look will find
+        return os.read(stream.socket.fileno(), LONGEST_RECORD)
+    return b""
+
+
 class _InTurn(trio.abc.HalfCloseableStream):
     """A socket whose input is handed on when it is its turn, and first when there is a whole ClientHello.
 
     It keeps the hub informed of what the handshake waits for.
     """
 
-    def __init__(self, stream: trio.SocketStream, hub: Hub) -> None:
+    def __init__(self, stream: trio.SocketStream, hub: Hub, begun: bytes) -> None:
+        """`begun`: what was received already."""
         self.hub: Hub | None = hub  # None: the handshake is over
+        self._begun = begun
         self._answered = False
         self._stream = stream
 
@@ -103,8 +121,8 @@ class _InTurn(trio.abc.HalfCloseableStream):
     async def _receive_hello(self, max_bytes: int | None) -> bytes | bytearray:
         """A whole record, or less at the end of the input."""
         assert self.hub is not None
-        self.hub.handshakes.move(self, Stage.HELLO)
-        data = bytearray()
+        data = bytearray(self._begun)
+        self._begun = b""
         while not has_client_hello(data):
             more = await self._stream.receive_some(max_bytes)
             if not more:

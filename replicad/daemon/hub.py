@@ -20,7 +20,7 @@ from replicad.daemon.deadlines import Deadlines
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
-from replicad.daemon.underway import Underway
+from replicad.daemon.underway import Stage, Underway
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.states import CloseReason
@@ -110,14 +110,17 @@ class Hub:
         self._sessions.add(session)
         return True
 
-    def admit_handshake(self, handshake: object, cut: Callable[[], None]) -> bool:
-        """Count a TLS handshake as a connection. `cut` ends it, when there are too many. False as `admit`.
+    def admit_handshake(
+        self, handshake: object, cut: Callable[[], None], address: str = "", stage: Stage = Stage.HELLO
+    ) -> bool:
+        """Count a TLS handshake as a connection. `cut` ends it, when there are too many; first those of an address that
+        has the most. False as `admit`.
 
         Call `handshakes.leave` at its end.
         """
         if not self._has_room():
             return False
-        self.handshakes.hold(handshake, cut)
+        self.handshakes.hold(handshake, cut, address, stage)
         return True
 
     def _has_room(self) -> bool:

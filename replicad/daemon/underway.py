@@ -1,14 +1,18 @@
 """The TLS handshakes under way, in the order in which they give way when there are too many.
 
-First those that have sent no whole ClientHello, the oldest first: an attacker can begin many of them at no cost. Then
-those that the server has answered, the longest ago first: a client goes on within one round trip. Those that wait for
-the server come last. `ready` bounds their number, so each of them is answered within milliseconds.
+First those of an address that has the most. Of these, first those that have sent no whole ClientHello: an attacker can
+begin many of them at no cost. Then those that the server has answered: a client goes on within one round trip. Those
+that wait for the server come last. `ready` bounds their number, so each of them is answered within milliseconds. Of
+several, the one that has waited for the longest time. If each comes from another address, that order is the same.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from replicad.daemon.by_address import ByAddress
 
 WORKED_ON = 4  # handshakes that wait for the server; more are begun when these are answered
 
@@ -30,48 +34,61 @@ class Underway:
     def __init__(self, most: int) -> None:
         self.most = most
         self.cut = 0  # handshakes that were cut, since the start
-        self._stages: dict[Stage, dict[object, Callable[[], None]]] = {stage: {} for stage in Stage}
+        self._stages: dict[Stage, ByAddress[object]] = {stage: ByAddress() for stage in Stage}
+        self._all: ByAddress[object] = ByAddress()
+        self._members: dict[object, _Member] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._stages.values()))
+        return len(self._members)
 
     @property
     def ready(self) -> bool:
         """Whether another one, whose ClientHello has come, would soon be answered."""
         return len(self._stages[Stage.SERVER]) < WORKED_ON
 
-    def hold(self, member: object, cut: Callable[[], None]) -> None:
-        """Add a handshake, for which another one gives way if there are too many.
+    def hold(self, member: object, cut: Callable[[], None], address: str = "", stage: Stage = Stage.HELLO) -> None:
+        """Add a handshake with a client, for which another one gives way if there are too many.
 
         `cut` ends it and must not wait; the member has left by then.
         """
         while len(self) >= self.most:
             self.cut_one()
-        self._stages[Stage.HELLO][member] = cut
+        self._members[member] = _Member(cut, address, stage)
+        self._all.add(member, address)
+        self._stages[stage].add(member, address)
 
     def move(self, member: object, stage: Stage) -> None:
         """It waits for something else from now on. No effect if it has left."""
-        cut = self._pop(member)
-        if cut is not None:
-            self._stages[stage][member] = cut
+        found = self._members.get(member)
+        if found is not None:
+            self._stages[found.stage].remove(member)
+            self._stages[stage].add(member, found.address)
+            found.stage = stage
 
     def leave(self, member: object) -> None:
         """Remove a member; safe to repeat."""
-        self._pop(member)
+        found = self._members.pop(member, None)
+        if found is not None:
+            self._all.remove(member)
+            self._stages[found.stage].remove(member)
 
     def cut_one(self) -> bool:
         """Cut the first in the order of this file's head. False if there is none."""
+        number, crowded = self._all.most()
         for stage in GIVES_WAY:
-            member = next(iter(self._stages[stage]), None)
+            members = self._stages[stage]
+            member = members.oldest(crowded if number > 1 else members.most()[1])
             if member is not None:
-                cut = self._stages[stage].pop(member)
+                cut = self._members[member].cut
+                self.leave(member)
                 self.cut += 1
                 cut()
                 return True
         return False
 
-    def _pop(self, member: object) -> Callable[[], None] | None:
-        for members in self._stages.values():
-            if member in members:
-                return members.pop(member)
-        return None
+
+@dataclass(slots=True)
+class _Member:
+    cut: Callable[[], None]
+    address: str
+    stage: Stage

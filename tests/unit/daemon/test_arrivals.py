@@ -30,9 +30,9 @@ class Crowd:
         self.turns += 1
         await trio.lowlevel.checkpoint()
 
-    def arrive(self, said: bytes = b"") -> tuple[socket.socket, socket.socket]:
-        """The client's end and ours, after `put`."""
-        client = socket.create_connection(self._listening.getsockname())
+    def arrive(self, said: bytes = b"", source: str = "127.0.0.1") -> tuple[socket.socket, socket.socket]:
+        """The client's end and ours, after `put`. `source`: the client's address."""
+        client = socket.create_connection(self._listening.getsockname(), source_address=(source, 0))
         client.sendall(said)
         ours, _ = self._listening.accept()
         ours.setblocking(False)
@@ -103,6 +103,19 @@ async def test_sessions_of_many_that_have_sent_their_lines_begin_a_few_in_each_t
     assert set(at.begun) == set(waiting)
     assert at.turns == -(-(CROWD - 1) // LIVE)
     assert waiting[-1] in at.begun[: LIVE + 1], "the newest does not wait for all others"
+
+
+async def test_a_crowd_from_one_address_delays_another_by_one_session_and_gives_way_first(
+    crowd: Callable[[Door], Crowd], mock_clock: MockClock, nursery: trio.Nursery
+) -> None:
+    at = crowd(Door(tls=False))
+    flood = [at.arrive(b"PING x\n", "127.0.0.2")[1] for _ in range(CROWD)]
+    polite = at.arrive(b"PING x\n")[1]
+    flood += [at.arrive(b"PING x\n", "127.0.0.2")[1] for _ in range(CROWD)]
+    assert at.arrivals.take_out() is flood[0]
+    await at.arrivals.run()
+    assert at.begun.index(polite) <= 1
+    assert set(at.begun) == {polite, *flood[1:]}
 
 
 async def test_with_tls_a_whole_hello_comes_first_and_waits_until_the_server_is_ready(

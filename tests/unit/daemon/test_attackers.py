@@ -72,9 +72,9 @@ class Server:
         else:
             await trio.aclose_forcefully(stream)
 
-    def connect(self, data: bytes = b"") -> socket.socket:
+    def connect(self, data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
         """A client that only sends."""
-        link = socket.create_connection(self.address)
+        link = socket.create_connection(self.address, source_address=(source, 0))
         link.sendall(data)
         return link
 
@@ -210,6 +210,31 @@ async def test_handshakes_that_stop_neither_fill_the_server_nor_stay(
         with trio.fail_after(HANG):
             while len(attacked.hub.handshakes):
                 await trio.sleep(0.05)
+    for link in crowd:
+        link.close()
+
+
+async def test_hellos_from_one_address_cut_no_client_from_another(
+    server: Open, both_ends: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> None:
+    ours, theirs = both_ends
+    attacked = await server(room=8, tls=ours)
+    first = hello(theirs)
+    crowd = [attacked.connect(first, "127.0.0.2") for _ in range(100)]
+    attacked.accept()
+
+    async def flood() -> None:
+        while True:
+            crowd.append(attacked.connect(first, "127.0.0.2"))
+            await trio.sleep(0.001)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(flood)
+        for _ in range(10):
+            async with greeted(attacked, theirs):
+                pass
+        nursery.cancel_scope.cancel()
+    assert attacked.hub.statistics().handshakes_cut > 0
     for link in crowd:
         link.close()
 

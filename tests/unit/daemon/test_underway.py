@@ -33,6 +33,27 @@ def test_one_too_many_costs_one_without_a_hello_but_not_itself() -> None:
     assert len(underway) == 2, "one that was cut stays away"
 
 
+def test_an_address_with_many_gives_way_before_one_with_few() -> None:
+    underway = Underway(6)
+    cut: list[str] = []
+    for name, address in (("polite", "here"), *((f"flood {number}", "there") for number in range(9))):
+        underway.hold(name, lambda name=name: cut.append(name), address, Stage.SERVER)  # type: ignore[misc]
+        underway.move(name, Stage.CLIENT)
+    assert cut == [f"flood {number}" for number in range(4)]
+    underway.leave("polite")
+    assert len(underway) == 5
+
+
+def test_of_many_addresses_those_without_a_hello_give_way_first() -> None:
+    underway = Underway(100)
+    cut: list[str] = []
+    for name, stage in (("answered", Stage.CLIENT), ("worked on", Stage.SERVER), ("silent", Stage.HELLO)):
+        underway.hold(name, lambda name=name: cut.append(name), name, stage)  # type: ignore[misc]
+    while underway.cut_one():
+        pass
+    assert cut == ["silent", "answered", "worked on"]
+
+
 def test_it_is_ready_while_few_wait_for_the_server() -> None:
     underway = Underway(100)
     for number in range(WORKED_ON):

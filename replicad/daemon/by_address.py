@@ -1,0 +1,103 @@
+"""Things of clients in turns by the address that they come from: a crowd from one address delays only itself."""
+
+from __future__ import annotations
+
+import socket
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+import trio
+
+T = TypeVar("T")
+_PREFIX = 8  # bytes of an IPv6 address that one site has for itself (RFC 4291, 2.5.4)
+
+
+def address_of(client: socket.socket | trio.socket.SocketType) -> str:
+    """The other end's address; of IPv6 the network of 64 bits, in which one host has as many addresses as it wants.
+
+    Empty for a pair of sockets. Raises OSError if the connection has been reset.
+    """
+    name = client.getpeername()
+    host = name[0] if isinstance(name, tuple) else ""
+    if ":" not in host or "." in host:  # IPv4, also within IPv6
+        return str(host)
+    return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:_PREFIX].hex()
+
+
+class ByAddress(Generic[T]):
+    """Things, each once, with the address of each. Every operation takes the same time, however many there are."""
+
+    def __init__(self) -> None:
+        self._things: OrderedDict[str, OrderedDict[T, None]] = (
+            OrderedDict()
+        )  # by address; the first is the next in turn
+        self._addresses: dict[T, str] = {}
+        self._by_number: dict[int, OrderedDict[str, None]] = {}  # the addresses that have so many things
+        self._most = 0
+        self._newest: set[str] = set()  # the addresses of which the newest is next: old ones may have given up
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def __contains__(self, thing: object) -> bool:
+        return thing in self._addresses
+
+    def add(self, thing: T, address: str) -> None:
+        """Add one that is not there."""
+        things = self._things.setdefault(address, OrderedDict())
+        things[thing] = None
+        self._addresses[thing] = address
+        self._count(address, len(things) - 1, len(things))
+
+    def remove(self, thing: T) -> str:
+        """Remove one that is there; its address."""
+        address = self._addresses.pop(thing)
+        things = self._things[address]
+        del things[thing]
+        self._count(address, len(things) + 1, len(things))
+        if not things:
+            del self._things[address]
+            self._newest.discard(address)
+        return address
+
+    def take(self, *, newest: bool | None = None) -> T:
+        """Remove one of the address whose turn it is: its newest or its oldest; None: the oldest and the newest in
+        turns.
+        """
+        address, things = next(iter(self._things.items()))
+        if newest is None:
+            newest = address in self._newest
+            (self._newest.discard if newest else self._newest.add)(address)
+        thing = next(reversed(things) if newest else iter(things))
+        self.remove(thing)
+        if address in self._things:
+            self._things.move_to_end(address)
+        return thing
+
+    def turn(self) -> str:
+        """The address whose turn it is."""
+        return next(iter(self._things))
+
+    def first(self) -> T:
+        """The oldest one of the address whose turn it is."""
+        return next(iter(next(iter(self._things.values()))))
+
+    def oldest(self, address: str) -> T | None:
+        """The oldest one of an address."""
+        return next(iter(self._things.get(address, ())), None)
+
+    def most(self) -> tuple[int, str]:
+        """How many an address has that has the most, and that address."""
+        return self._most, next(iter(self._by_number.get(self._most, ("",))))
+
+    def _count(self, address: str, before: int, after: int) -> None:
+        if before:
+            addresses = self._by_number[before]
+            del addresses[address]
+            if not addresses:
+                del self._by_number[before]
+        if after:
+            self._by_number.setdefault(after, OrderedDict())[address] = None
+        self._most = max(self._most, after)
+        if self._most and self._most not in self._by_number:
+            self._most -= 1

@@ -24,7 +24,7 @@ TUBE = "bench"
 _TOUCHED = re.compile(rb'"ts":"([^"]+)"')
 _TOUCH = f"""\\set shard random(0, {WORKERS - 1})
 \\set id random(1, 1000000)
-SELECT tube.{TUBE}_touch(:shard, ARRAY[:id], 'U');
+SELECT tube.{{tube}}_touch(:shard, ARRAY[:id], 'U');
 """
 
 
@@ -33,12 +33,12 @@ def run(options: Options) -> list[Figure]:
     found: list[float] = []
     seconds = max(3.0, SECONDS * min(1, options.scale))
     with system() as ours, ours.daemon() as daemon:
-        ours.sql(f"SELECT tube.tube_ensure_exists('{TUBE}', {WORKERS})")
-        for _ in range(options.runs):
+        for number in range(options.runs):
+            tube = f"{TUBE}{number}"  # of its own: the leases of a round last longer than the round
+            ours.sql(f"SELECT tube.tube_ensure_exists('{tube}', {WORKERS})")
             arguments = ("-T", str(round(seconds + WARM + 5)), "-R", str(RATE))
-            with process(ours.pgbench(_TOUCH, *arguments, clients=8)):
-                found += asyncio.run(_all_workers(daemon, seconds))
-            ours.sql(f"TRUNCATE tube.{TUBE}")
+            with process(ours.pgbench(_TOUCH.format(tube=tube), *arguments, clients=8)):
+                found += asyncio.run(_all_workers(daemon, tube, seconds))
     expected = RATE * seconds * options.runs
     if len(found) < expected / 2:
         raise RuntimeError(f"{len(found)} touches came in {seconds:g} s, of {expected:.0f}: the machine is too busy")
@@ -54,11 +54,11 @@ def run(options: Options) -> list[Figure]:
     ]
 
 
-async def _all_workers(daemon: Daemon, seconds: float) -> list[float]:
+async def _all_workers(daemon: Daemon, tube: str, seconds: float) -> list[float]:
     """Seconds from touch to worker of what came in the time."""
     found: list[float] = []
     began = time.time() + WARM
-    workers = [asyncio.create_task(_work(daemon, number, began, found)) for number in range(WORKERS)]
+    workers = [asyncio.create_task(_work(daemon, tube, number, began, found)) for number in range(WORKERS)]
     done, _ = await asyncio.wait(workers, timeout=WARM + seconds, return_when=asyncio.FIRST_EXCEPTION)
     for worker in done:
         worker.result()  # raises what ended it
@@ -68,8 +68,8 @@ async def _all_workers(daemon: Daemon, seconds: float) -> list[float]:
     return found
 
 
-async def _work(daemon: Daemon, number: int, began: float, found: list[float]) -> None:
-    where = f"{TUBE} {number}/{WORKERS}"
+async def _work(daemon: Daemon, tube: str, number: int, began: float, found: list[float]) -> None:
+    where = f"{tube} {number}/{WORKERS}"
     reader, writer = await asyncio.open_connection(daemon.host, daemon.port)
     try:
         writer.write(f"CLAIM {where} wait=10\n".encode())

@@ -1,9 +1,10 @@
 """What a tube on a table costs those who write to it: single rows, many rows in a statement, and COPY; beside pg-tube.
 
-The same table three times, measured in turns: without a tube, attached to a tube of ours, and attached to one of
-pg-tube (https://github.com/clickup/pg-tube), whose SQL is read from the checkout that the variable PG_TUBE names. It
-shows the throughput, and the processor time of Postgres for each statement, which other load on the machine disturbs
-less.
+The same table five times, measured in turns: without a tube, attached to a tube of ours, attached to one of pg-tube
+(https://github.com/clickup/pg-tube), whose SQL is read from the checkout that the variable PG_TUBE names, and with two
+triggers that show what Postgres itself takes: one that does nothing, and one that only inserts the ids of the
+statement into a table without an index. It shows the throughput, and the processor time of Postgres for each
+statement, which other load on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ ROWS = 100_000
 SECONDS = 4.0  # for each measurement
 COPIED = 20_000  # rows in a COPY
 PARTITIONS = 4
+LIMITS = {  # what the triggers do that show what Postgres takes
+    "nothing": ("a trigger that does nothing", ""),
+    "plainest": (
+        "a trigger that only inserts the ids",
+        "INSERT INTO pods (shard, ids) SELECT 1, array_agg(id) FROM written;",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ def run(options: Options) -> list[Figure]:
         ours.sql("CREATE SCHEMA shard_0001")
         with ours.daemon():  # it installs the tubes
             ours.sql(f"SELECT tube.tube_ensure_exists('bench', {PARTITIONS})")
-        tables = ["plain", "attached", *(["peer"] if _install_pg_tube(ours) else [])]
+        tables = ["plain", "attached", *LIMITS, *(["peer"] if _install_pg_tube(ours) else [])]
         for table in tables:
             ours.sql(
                 f"CREATE TABLE shard_0001.{table} (id bigserial PRIMARY KEY, body text NOT NULL, n int DEFAULT 0) "
@@ -58,9 +66,24 @@ def run(options: Options) -> list[Figure]:
                 f"INSERT INTO shard_0001.{table} (body) SELECT md5(g::text) FROM generate_series(1, {ROWS}) AS g",
             )
         ours.sql("SELECT tube.tube_table_ensure_attached('bench', 'shard_0001.attached')")
+        _make_limits(ours)
         if "peer" in tables:
             ours.sql("SET search_path = peer; SELECT tube_table_ensure_attached('bench', 'shard_0001.peer', 1)")
         return [figure for kind in _kinds(ours) for figure in _figures(options, ours, kind, tables)]
+
+
+def _make_limits(ours: System) -> None:
+    """Make the triggers of LIMITS, and the table `pods` of one of them."""
+    ours.sql("CREATE TABLE pods (seq bigserial, shard integer, ids bigint[])")
+    for table, (_, does) in LIMITS.items():
+        ours.sql(
+            f"CREATE FUNCTION {table}() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN {does} RETURN NULL; END'",
+            *(
+                f"CREATE TRIGGER on_{event} AFTER {event} ON shard_0001.{table} "
+                f"REFERENCING NEW TABLE AS written FOR EACH STATEMENT EXECUTE FUNCTION {table}()"
+                for event in ("INSERT", "UPDATE")
+            ),
+        )
 
 
 def _install_pg_tube(ours: System) -> bool:
@@ -121,7 +144,9 @@ def _figures(options: Options, ours: System, kind: Kind, tables: list[str]) -> l
             rate = ours.transactions_per_second(kind.script.format(table=table), seconds, clients=kind.clients)
             found[table].rates.append(rate)
             found[table].costs.append((ours.cpu_of_ended() - before) / (rate * max(1, round(seconds))) * 1e6)
-        ours.sql("TRUNCATE tube.bench", *(f"DELETE FROM shard_0001.{table} WHERE id > {ROWS}" for table in tables))
+        ours.sql(
+            "TRUNCATE tube.bench, pods", *(f"DELETE FROM shard_0001.{table} WHERE id > {ROWS}" for table in tables)
+        )
         if "peer" in tables:
             ours.sql("TRUNCATE peer.bench")
         ours.sql(*(f"VACUUM shard_0001.{table}" for table in tables), "CHECKPOINT")
@@ -135,6 +160,17 @@ def _figures(options: Options, ours: System, kind: Kind, tables: list[str]) -> l
             at_least=kind.goal,
         )
     ]
+    for table, (what, _) in LIMITS.items():
+        limit = found[table]
+        kept = Spread.of_ratios(limit.rates, plain.rates).middle
+        figures.append(
+            Figure(
+                f"  to {what}",
+                "",
+                f"{limit}, which keeps {kept:.2f}",
+                Spread.of_ratios(attached.rates, limit.rates),
+            )
+        )
     if "peer" in tables:
         peer = found["peer"]
         kept = Spread.of_ratios(peer.rates, plain.rates).middle

@@ -18,7 +18,7 @@ STREAM_CONNECTIONS = 4  # of all streams: to read the registry, to copy new rows
 STREAM_LOCK_TIMEOUT = 0.7  # seconds; below `deadlock_timeout` (1 s), so that who restores a dump is not the victim
 HOUSEKEEPING_CONNECTIONS = 6  # two for each of two backfills, looks at triggers and for late rows, notes
 RELAY_CONNECTIONS = 2  # one listens, the other sends
-ACK_CONNECTIONS = 2  # they only delete from tubes; their locks on tubes do not hold the positions of tubes back
+ACK_CONNECTIONS = 4  # they only delete from tubes; their locks on tubes do not hold the positions of tubes back
 
 log = structlog.get_logger()
 
@@ -56,7 +56,12 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
             size=STREAM_CONNECTIONS, application_name="replicad streams", lock_timeout=STREAM_LOCK_TIMEOUT
         ) as streams,
         usual(size=limits.catchup_connections, application_name="replicad catch-up") as catchups,
-        usual(size=limits.tube_connections, application_name="replicad tubes", wait_timeout=limits.wait_max) as tubes,
+        usual(
+            size=limits.tube_connections,
+            application_name="replicad tubes",
+            wait_timeout=limits.wait_max,
+            by_index=True,
+        ) as tubes,
         usual(size=ACK_CONNECTIONS, application_name="replicad ack", identify=True) as acks,
         usual(size=HOUSEKEEPING_CONNECTIONS, application_name="replicad housekeeping") as housekeeping,
         usual(size=RELAY_CONNECTIONS, application_name="replicad relay") as relays,

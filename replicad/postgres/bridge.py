@@ -70,6 +70,15 @@ _SESSION = {
 }
 
 
+# Prepared statements are not planned again as their tables grow: a plan that was made for an empty table must be good.
+_BY_INDEX = {
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "enable_sort": "off",
+    "plan_cache_mode": "force_generic_plan",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class DatabaseStatistics:
     """A moment of a pool. The last four count since it was opened."""
@@ -345,14 +354,16 @@ async def open_database(
     wait_timeout: float = 30,
     min_version: int = 150000,
     identify: bool = False,
+    by_index: bool = False,
     fence: Fence | None = None,
 ) -> AsyncIterator[Database]:
     """Open a pool of at most `size` connections. One is made at once, to check that the server is there and new enough.
 
     Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
     to wait for a free connection. Every connection uses UTC, ISO dates and READ COMMITTED. Starts an asyncio loop
-    for the driver, if none is running. With `identify`, `Database.backends` lists our processes. Pools with one
-    `fence` use connections to one run of one server only.
+    for the driver, if none is running. With `identify`, `Database.backends` lists our processes. `by_index`: statements
+    read large tables in the order of an index, and keep one plan. Pools with one `fence` use connections to one run of
+    one server only.
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence for the operator.
@@ -362,6 +373,8 @@ async def open_database(
     session["statement_timeout"] = str(round((statement_timeout or 0) * 1000))
     if lock_timeout is not None:
         session["lock_timeout"] = str(round(lock_timeout * 1000))
+    if by_index:
+        session.update(_BY_INDEX)
     settings = Settings(
         url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS, asyncpg.InternalClientError
     )

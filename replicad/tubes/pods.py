@@ -1,5 +1,7 @@
 """Pods of a partition: plan a read, copy it as finished lines, ack it. Each is one statement that checks the lease.
 
+Few and small pods are read in one statement instead: a worker that waits gets nearly all of its pods so.
+
 The caller passes the tube's position (docs/positions.md), and nothing above it is read: above it a transaction that
 commits late can still add a pod with a lower seq, which would be skipped.
 """
@@ -23,6 +25,8 @@ MOST_BYTES = 4 << 20  # that wait for a reader, and a line; beyond it the COPY i
 NEXT_BYTES = 2 << 20  # read at a time, once that has happened, by the size of the pods before
 COPY_SECONDS = 0.5  # of one COPY: it holds a snapshot
 LOOK = 1.0  # seconds between two looks at the lease while the reader is waited for
+FEW_PODS = 32  # that are read without a plan; more than that are soon worth a plan and a COPY
+FEW_BYTES = 64 << 10  # of their ids and payloads as Postgres stores them
 
 RenewLease = Callable[[], Awaitable[None]]  # renews the lease when it is time
 
@@ -52,8 +56,8 @@ async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
 class PodBook:
     """Reads and acks pods of the tubes of one schema.
 
-    `db` is the pool for plans, `bulk_db` for copies. `ack_db` is for acks and parking, which never add a pod; so the
-    lock-watch ignores the locks of its connections on the tables of tubes.
+    `db` is the pool for plans, `bulk_db` the one for pods: its sessions read by index only. `ack_db` is for acks and
+    parking, which never add a pod; so the lock-watch ignores the locks of its connections on the tables of tubes.
     """
 
     def __init__(self, db: Database, ack_db: Database, bulk_db: Database, schema: str) -> None:
@@ -62,11 +66,14 @@ class PodBook:
         self._bulk_db = bulk_db
         self._schema = schema
         self._low = LowMarks(ack_db, schema)
+        self._short: dict[tuple[str, int], str] = {}  # statements by tube and number of partitions
 
     async def tubes(self) -> list[TubeInfo]:
         """All tubes, by name. A fault of one does not hide the others."""
         found = await load_tubes(self._db, self._schema)
-        self._low.keep_only({tube.name for tube in found})
+        present = {tube.name: tube.partitions for tube in found}
+        self._low.keep_only(present)
+        self._short = {key: text for key, text in self._short.items() if present.get(key[0]) == key[1]}
         return found
 
     async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
@@ -108,6 +115,44 @@ class PodBook:
         )
         self._low.note_position(tube, part, position)
         return CursorAt(tube, part, Cursor(row["regular"], row["backfill"]), row["pods"])
+
+    async def short(
+        self,
+        tube: str,
+        part: Part,
+        term: int,
+        after: Cursor,
+        position: int,
+        *,
+        limit: int,
+        ids: int | None,
+        backfill: int | None,
+    ) -> tuple[CursorAt, bytes] | None:
+        """What `plan` and `lines` would give together, if these are few and small pods of one of the tube's own
+        partitions. None if they are not, if the bounds leave some out, or if the lease does not cover the partition:
+        then `plan` tells which.
+        """
+        if (text := self._short.get((tube, part.partitions))) is None:
+            text = await call_value(self._db, self._schema, "tube_short_sql", tube, part.partitions)
+            self._short[tube, part.partitions] = text
+        rows = await self._bulk_db.fetch(
+            text, part.partition, term, after.regular, after.backfill, position, min(limit, FEW_PODS), FEW_BYTES
+        )
+        if not rows[0]["held"]:
+            return None
+        self._low.note_position(tube, part, position)
+        if rows[0]["seq"] is None:
+            return CursorAt(tube, part, after, 0), b""
+        last = {row["backfill"]: row["seq"] for row in rows}
+        left_out = (
+            rows[0]["line"] is None
+            or (ids is not None and len(rows) > 1 and sum(row["ids"] for row in rows) > ids)
+            or (backfill is not None and sum(row["backfill"] for row in rows) > backfill)
+        )
+        if left_out:
+            return None
+        cursor = Cursor(last.get(False, after.regular), last.get(True, after.backfill))
+        return CursorAt(tube, part, cursor, len(rows)), "".join([f"{row['line']}\n" for row in rows]).encode()
 
     async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int:
         """Send the pods of a span as RDATA lines to `sink`, in chunks cut at line ends; returns how many.

@@ -58,6 +58,19 @@ class PodStore(Protocol):
         backfill: int | None,
     ) -> CursorAt: ...
 
+    async def short(
+        self,
+        tube: str,
+        part: Part,
+        term: int,
+        after: Cursor,
+        position: int,
+        *,
+        limit: int,
+        ids: int | None,
+        backfill: int | None,
+    ) -> tuple[CursorAt, bytes] | None: ...
+
     async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int: ...
 
     async def ack(self, tube: str, part: Part, term: int, seqs: Sequence[int]) -> int: ...

@@ -1,14 +1,16 @@
-"""Answers PODS: plans a read, waits where there is nothing yet, and sends the pods."""
+"""Answers PODS: plans a read, waits where there is nothing yet, and sends the pods. Few pods come with the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import TypedDict
 
 import trio
 
 from replicad.daemon.service import Peer
-from replicad.errors import CursorAhead
+from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import Want
 from replicad.tubes.commands import ARROW, CursorAt, Pods
@@ -25,20 +27,43 @@ StillServed = Callable[[str], Awaitable[object]]
 """Raises UnknownTube, or TubeRefused if the tube can no longer be served."""
 
 
+class _Bounds(TypedDict):
+    limit: int
+    ids: int | None
+    backfill: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """How far an answer goes. `lines`: its pods, if they were read already; else they are to be read."""
+
+    at: CursorAt
+    lines: bytes | None = None
+
+
 class Reads:
     """The reads of all clients."""
 
     def __init__(
-        self, books: Books, waiters: Waiters, readiness: Readiness, renewals: Renewals, still_served: StillServed
+        self,
+        books: Books,
+        waiters: Waiters,
+        readiness: Readiness,
+        renewals: Renewals,
+        *,
+        still_served: StillServed,
+        partitions: Callable[[str], int | None],
     ) -> None:
+        """`partitions`: the number of partitions of a tube, if known."""
         self._pods = books.pods
         self._bulk = books.blocks
         self._waiters = waiters
         self._readiness = readiness
         self._renewals = renewals
         self._still_served = still_served
+        self._partitions = partitions
 
-    async def plan(self, peer: Peer, command: Pods, wait: float) -> CursorAt:
+    async def plan(self, peer: Peer, command: Pods, wait: float) -> Planned:
         """How far the answer goes, and how many pods it has. Waits up to `wait` seconds if there are none.
 
         Raises:
@@ -47,14 +72,18 @@ class Reads:
         await self.check(command.tube, command.after)
         if command.upto is not None:
             await self.check(command.tube, command.upto)
-            return CursorAt(command.tube, command.part, command.upto, 0)
+            return Planned(CursorAt(command.tube, command.part, command.upto, 0))
         if not wait:
             return await self._plan(command)
         until = trio.current_time() + wait
         return await (self._plan_or_want(peer, command, until) if command.ready else self._plan_or_wait(command, until))
 
-    async def send(self, peer: Peer, command: Pods, upto: Cursor) -> int:
-        """Send the pods up to the cursor; returns how many. Raises LeaseLost, also after some."""
+    async def send(self, peer: Peer, command: Pods, planned: Planned) -> int:
+        """Send the pods that are planned; returns how many. Raises LeaseLost, also after some."""
+        if planned.lines is not None:
+            await peer.send(planned.lines)
+            return planned.at.pods
+        upto = planned.at.cursor
         target = command.tube, command.part, command.term
         renew = partial(self._renewals.renew_if_due, *target)
         if command.encoding == ARROW:
@@ -69,26 +98,26 @@ class Reads:
                 f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors from CURSOR answers"
             )
 
-    async def _plan_or_want(self, peer: Peer, command: Pods, until: float) -> CursorAt:
+    async def _plan_or_want(self, peer: Peer, command: Pods, until: float) -> Planned:
         """The plan; if it has no pods, READY follows."""
         self._readiness.want_pods(peer, command.tube, command.part, until)  # first: pods may come while it is planned
         wanted = False
         try:
             planned = await self._plan(command)
-            wanted = not planned.pods
+            wanted = not planned.at.pods
             return planned
         finally:
             if not wanted:
                 self._readiness.drop(peer, command.tube, command.part)
 
-    async def _plan_or_wait(self, command: Pods, until: float) -> CursorAt:
+    async def _plan_or_wait(self, command: Pods, until: float) -> Planned:
         tube, part, term = command.tube, command.part, command.term
         came = trio.Event()
         waiter = Waiter(tube, part, came.set)
         with self._waiters.waiting(waiter), self._renewals.waiting(tube, term):
             while True:
                 planned = await self._plan(command)
-                if planned.pods:
+                if planned.at.pods:
                     return planned
                 while not came.is_set():
                     if trio.current_time() >= until:
@@ -100,14 +129,19 @@ class Reads:
                 came = trio.Event()
                 waiter.wake = came.set
 
-    async def _plan(self, command: Pods) -> CursorAt:
-        return await self._pods.plan(
-            command.tube,
-            command.part,
-            command.term,
-            command.after,
-            await self._waiters.position(command.tube),
-            limit=min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT),
-            ids=command.ids,
-            backfill=command.backfill,
-        )
+    async def _plan(self, command: Pods) -> Planned:
+        tube, part, term, after = command.tube, command.part, command.term, command.after
+        position = await self._waiters.position(tube)
+        limit = min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT)
+        bounds: _Bounds = {"limit": limit, "ids": command.ids, "backfill": command.backfill}
+        as_lines = not command.plan and command.encoding != ARROW
+        if as_lines and part.partitions == self._partitions(tube):
+            try:
+                short = await self._pods.short(tube, part, term, after, position, **bounds)
+            except DatabaseUnavailable:
+                raise
+            except DatabaseError:  # the plan tells what is wrong
+                short = None
+            if short is not None:
+                return Planned(*short)
+        return Planned(await self._pods.plan(tube, part, term, after, position, **bounds))

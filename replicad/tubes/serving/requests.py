@@ -64,7 +64,7 @@ class TubeRequests:
         self._renewals = renewals
         self._limits = limits
         self._claims = Claims(ownership, vacancies, readiness, limits, known.partitions)
-        self._reads = Reads(books, waiters, readiness, renewals, known.served)
+        self._reads = Reads(books, waiters, readiness, renewals, still_served=known.served, partitions=known.partitions)
 
     def answers(self, peer: Peer) -> Answers:
         """`Service.answers`."""
@@ -181,9 +181,10 @@ class TubeRequests:
         planned = await self._reads.plan(session, command, self._bounded_wait(command.wait))
         if not session.access.require("work", "tube", command.tube):  # it may have been withdrawn meanwhile
             await self._known.find(command.tube, session.access.lists)
-        if not command.plan and planned.cursor != command.after:
-            planned = replace(planned, pods=await self._reads.send(session, command, planned.cursor))
-        session.post(planned)
+        answer = planned.at
+        if not command.plan and answer.cursor != command.after:
+            answer = replace(answer, pods=await self._reads.send(session, command, planned))
+        session.post(answer)
 
     def _bounded_wait(self, wait: float | None) -> float:
         if wait is not None and wait > self._limits.wait_max:

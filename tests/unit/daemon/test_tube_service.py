@@ -48,6 +48,7 @@ class MemoryBooks:
     silent: float = 0.0  # seconds for which all leases were not renewed
     backfilled: list[list[str]] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
+    few: bool = False  # pods are few and small, so that they come with the plan
 
     async def _answer(self, what: str) -> None:
         await trio.lowlevel.checkpoint()
@@ -134,6 +135,30 @@ class MemoryBooks:
         found = self._between(tube, part, after.regular, position)[:limit]
         return CursorAt(tube, part, Cursor(found[-1], after.backfill) if found else after, len(found))
 
+    async def short(
+        self,
+        tube: str,
+        part: Part,
+        term: int,
+        after: Cursor,
+        position: int,
+        *,
+        limit: int,
+        ids: int | None,
+        backfill: int | None,
+    ) -> tuple[CursorAt, bytes] | None:
+        await self._answer("short")
+        if not self.few or not (lease := self.held.get(term)) or lease.tube != tube:
+            return None
+        at = await self.plan(tube, part, term, after, position, limit=limit, ids=ids, backfill=backfill)
+        read: list[bytes] = []
+
+        async def keep(lines: bytes) -> None:
+            read.append(lines)
+
+        await self.lines(tube, part, term, Span(after, at.cursor), sink=keep, renew=trio.lowlevel.checkpoint)
+        return at, b"".join(read)
+
     async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int:
         await self._answer("lines")
         self._fence(tube, term)
@@ -211,8 +236,9 @@ async def open_tubes(books: MemoryBooks | None = None, pace: Pace = Pace()) -> A
         nursery.cancel_scope.cancel()
 
 
-async def test_a_worker_claims_reads_acks_parks_reports_and_releases(autojump_clock: MockClock) -> None:
-    async with open_tubes() as world:
+@pytest.mark.parametrize("few", [False, True])
+async def test_a_worker_claims_reads_acks_parks_reports_and_releases(few: bool, autojump_clock: MockClock) -> None:
+    async with open_tubes(MemoryBooks(few=few)) as world:
         client = world.desk.connect()
         assert await client.say("TUBE t") == ["TUBE t 1"]
         assert await client.say("CLAIM t 0/1 ttl=20 holder=me") == ["LEASE t 0/1 1 20"]
@@ -228,6 +254,7 @@ async def test_a_worker_claims_reads_acks_parks_reports_and_releases(autojump_cl
             "CURSOR t 0/1 4.0 1",
         ]
         assert world.books.limits == [3, 100_000]
+        assert world.books.asked["short"] == 2
         assert await client.say("PODS t 0/1 1 after=1.0 upto=3.0 encoding=arrow") == [
             "ARROW of 3",
             "CURSOR t 0/1 3.0 1",
@@ -244,10 +271,11 @@ async def test_a_worker_claims_reads_acks_parks_reports_and_releases(autojump_cl
         assert world.service.summary() == {"tubes": ["t"]}
 
 
+@pytest.mark.parametrize("few", [False, True])
 async def test_who_waits_is_woken_by_pods_of_its_own_partition_and_keeps_its_lease_meanwhile(
-    autojump_clock: MockClock,
+    few: bool, autojump_clock: MockClock
 ) -> None:
-    async with open_tubes() as world:
+    async with open_tubes(MemoryBooks(infos={"t": replace(TUBE, partitions=2)}, few=few)) as world:
         even, odd = await world.claimed("0/2", " ttl=9"), await world.claimed("1/2", " ttl=9")
         began = trio.current_time()
         await even.say("PODS t 0/2 1 wait=60")
@@ -341,8 +369,10 @@ async def test_errors_of_the_database_are_answered_as_they_are_where_the_tube_is
 ) -> None:
     async with open_tubes() as world:
         client = await world.claimed()
-        for error in (DatabaseError("odd"), DatabaseUnavailable("away")):
-            world.books.fails["plan"] = error
+        world.books.fails["short"] = DatabaseError("made for another version")
+        assert (await client.say("PODS t 0/1 1"))[0] == "CURSOR t 0/1 0.0 0"
+        for what, error in (("plan", DatabaseError("odd")), ("short", DatabaseUnavailable("away"))):
+            world.books.fails[what] = error
             assert (await client.say("PODS t 0/1 1"))[0] == f"ERROR {error.code}: {error}"
         world.books.fails.clear()
         assert (await client.say("PODS t 0/1 1"))[0] == "CURSOR t 0/1 0.0 0"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from replicad.daemon.by_address import ByAddress
 
-WORKED_ON = 4  # handshakes that wait for the server; more are begun when these are answered
+WORKED_ON = 1  # handshakes that wait for the server; the next is begun when this one is answered
 
 
 class Stage(enum.Enum):

@@ -239,6 +239,24 @@ async def test_hellos_from_one_address_cut_no_client_from_another(
         link.close()
 
 
+async def test_a_hello_of_which_a_second_record_never_comes_holds_nobody_up(
+    server: Open, both_ends: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> None:
+    ours, theirs = both_ends
+    attacked = await server(room=20, tls=ours, tls_timeout=HANG)
+    attacked.accept()
+    content = hello(theirs)[5:]
+    half = struct.pack("!BHH", 22, 0x0301, len(content) // 2) + content[: len(content) // 2]
+    crowd = [attacked.connect(half, "127.0.0.2") for _ in range(8)]
+    with trio.fail_after(HANG / 2):
+        while len(attacked.hub.handshakes) < len(crowd):
+            await trio.sleep(0.01)
+        async with greeted(attacked, theirs):
+            pass
+    for link in crowd:
+        link.close()
+
+
 def read_to_end(link: socket.socket) -> None:
     link.settimeout(HANG)
     with suppress(ConnectionError):

@@ -47,6 +47,18 @@ class TubeInfo:
     made: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of a read: nothing above the tube's `position`; at most `limit` pods, `backfill` of them of backfills;
+    about `ids` ids, but one pod at least. None: no bound.
+    """
+
+    position: int
+    limit: int
+    ids: int | None = None
+    backfill: int | None = None
+
+
 async def load_tubes(db: Database, schema: str) -> list[TubeInfo]:
     """All tubes of a schema, by name."""
     rows = await db.fetch(statement("tube_load", schema), schema)
@@ -82,21 +94,8 @@ class PodBook:
         rows = await self._db.fetch(f"SELECT DISTINCT shard FROM {table} WHERE seq > $1 AND seq <= $2", after, upto)
         return [row["shard"] for row in rows]
 
-    async def plan(
-        self,
-        tube: str,
-        part: Part,
-        term: int,
-        after: Cursor,
-        position: int,
-        *,
-        limit: int,
-        ids: int | None,
-        backfill: int | None,
-    ) -> CursorAt:
-        """How far to read behind `after`: at most `limit` pods, about `ids` ids, `backfill` backfill pods.
-
-        Nothing above `position` is counted.
+    async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt:
+        """How far to read behind `after`.
 
         Raises:
             LeaseLost: the term does not cover the partition.
@@ -108,25 +107,16 @@ class PodBook:
             *_fence(tube, part, term),
             after.regular,
             after.backfill,
-            position,
-            limit,
-            ids,
-            backfill,
+            bounds.position,
+            bounds.limit,
+            bounds.ids,
+            bounds.backfill,
         )
-        self._low.note_position(tube, part, position)
+        self._low.note_position(tube, part, bounds.position)
         return CursorAt(tube, part, Cursor(row["regular"], row["backfill"]), row["pods"])
 
     async def short(
-        self,
-        tube: str,
-        part: Part,
-        term: int,
-        after: Cursor,
-        position: int,
-        *,
-        limit: int,
-        ids: int | None,
-        backfill: int | None,
+        self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds
     ) -> tuple[CursorAt, bytes] | None:
         """What `plan` and `lines` would give together, if these are few and small pods of one of the tube's own
         partitions. None if they are not, if the bounds leave some out, or if the lease does not cover the partition:
@@ -135,19 +125,20 @@ class PodBook:
         if (text := self._short.get((tube, part.partitions))) is None:
             text = await call_value(self._db, self._schema, "tube_short_sql", tube, part.partitions)
             self._short[tube, part.partitions] = text
+        most = min(bounds.limit, FEW_PODS), FEW_BYTES
         rows = await self._bulk_db.fetch(
-            text, part.partition, term, after.regular, after.backfill, position, min(limit, FEW_PODS), FEW_BYTES
+            text, part.partition, term, after.regular, after.backfill, bounds.position, *most
         )
         if not rows[0]["held"]:
             return None
-        self._low.note_position(tube, part, position)
+        self._low.note_position(tube, part, bounds.position)
         if rows[0]["seq"] is None:
             return CursorAt(tube, part, after, 0), b""
         last = {row["backfill"]: row["seq"] for row in rows}
         left_out = (
             rows[0]["line"] is None
-            or (ids is not None and len(rows) > 1 and sum(row["ids"] for row in rows) > ids)
-            or (backfill is not None and sum(row["backfill"] for row in rows) > backfill)
+            or (bounds.ids is not None and len(rows) > 1 and sum(row["ids"] for row in rows) > bounds.ids)
+            or (bounds.backfill is not None and sum(row["backfill"] for row in rows) > bounds.backfill)
         )
         if left_out:
             return None

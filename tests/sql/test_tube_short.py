@@ -11,7 +11,7 @@ import trio
 from replicad.postgres.bridge import Database, open_database
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.commands import CursorAt, Part
-from replicad.tubes.pods import FEW_PODS, PodBook, Span
+from replicad.tubes.pods import FEW_PODS, Bounds, PodBook, Span
 
 PARTITIONS = 3
 CLAIM = "SELECT term FROM tube.tube_lease_claim('a', $1, $2, 'me', '1 hour', '{}')"
@@ -25,10 +25,8 @@ async def indexed(db: Database, tube_url: str) -> AsyncIterator[Database]:
         yield opened
 
 
-async def in_two_steps(
-    book: PodBook, part: Part, term: int, after: Cursor, position: int, bounds: dict[str, int | None]
-) -> tuple[CursorAt, bytes]:
-    planned = await book.plan("a", part, term, after, position, **bounds)  # type: ignore[arg-type]
+async def in_two_steps(book: PodBook, part: Part, term: int, after: Cursor, bounds: Bounds) -> tuple[CursorAt, bytes]:
+    planned = await book.plan("a", part, term, after, bounds)
     read: list[bytes] = []
 
     async def keep(lines: bytes) -> None:
@@ -62,14 +60,13 @@ async def test_a_short_read_gives_what_a_plan_and_a_copy_give_or_nothing(db: Dat
             await db.execute("SELECT tube.tube_low_raise('a', $1, $2, $3)", PARTITIONS, number, last)
         position = max(0, last - some.choice((0, 0, 1, 5)))
         after = Cursor(max(0, position - some.randrange(60)), max(0, position - some.randrange(60)))
-        bounds: dict[str, int | None] = {
-            "limit": some.choice((1000, 1000, 3)), "ids": some.choice((None, 1, 5)),
-            "backfill": some.choice((None, None, 0, 1)),
-        }  # fmt: skip
+        bounds = Bounds(
+            position, some.choice((1000, 1000, 3)), some.choice((None, 1, 5)), some.choice((None, None, 0, 1))
+        )
         part = Part(number, PARTITIONS)
-        found = await book.short("a", part, terms[number], after, position, **bounds)  # type: ignore[arg-type]
+        found = await book.short("a", part, terms[number], after, bounds)
         if found is not None:
-            assert found == await in_two_steps(book, part, terms[number], after, position, bounds)
+            assert found == await in_two_steps(book, part, terms[number], after, bounds)
             short += found[0].pods > 0
     assert short > 50, "this test compares"
 
@@ -84,7 +81,7 @@ async def test_a_short_read_is_refused_without_the_lease_or_with_another_number_
     last = await db.fetch_value("SELECT last_value FROM tube.tube_seq")
 
     async def short(part: Part, term: int) -> int | None:
-        found = await book.short("a", part, term, start, last, limit=10, ids=None, backfill=None)
+        found = await book.short("a", part, term, start, Bounds(last, 10))
         return None if found is None else found[0].pods
 
     assert await short(part, term) == 1
@@ -102,7 +99,7 @@ async def test_more_or_larger_pods_are_left_to_a_plan(db: Database, indexed: Dat
 
     async def short() -> tuple[CursorAt, bytes] | None:
         last = await db.fetch_value("SELECT last_value FROM tube.tube_seq")
-        return await book.short("a", part, term, start, last, limit=1000, ids=None, backfill=None)
+        return await book.short("a", part, term, start, Bounds(last, 1000))
 
     for number in range(FEW_PODS):
         await db.execute("SELECT tube.a_touch(0, ARRAY[$1::bigint], 'U')", number)

@@ -17,7 +17,7 @@ from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
 from replicad.tubes.holders import Holder
 from replicad.tubes.leases import LeaseView
-from replicad.tubes.pods import Span, TubeInfo
+from replicad.tubes.pods import Bounds, Span, TubeInfo
 
 
 class Leases(Protocol):
@@ -45,30 +45,10 @@ class PodStore(Protocol):
 
     async def shards_between(self, tube: str, after: int, upto: int) -> list[int]: ...
 
-    async def plan(
-        self,
-        tube: str,
-        part: Part,
-        term: int,
-        after: Cursor,
-        position: int,
-        *,
-        limit: int,
-        ids: int | None,
-        backfill: int | None,
-    ) -> CursorAt: ...
+    async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt: ...
 
     async def short(
-        self,
-        tube: str,
-        part: Part,
-        term: int,
-        after: Cursor,
-        position: int,
-        *,
-        limit: int,
-        ids: int | None,
-        backfill: int | None,
+        self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds
     ) -> tuple[CursorAt, bytes] | None: ...
 
     async def lines(self, tube: str, part: Part, term: int, span: Span, *, sink: Sink, renew: RenewLease) -> int: ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
 
 import trio
 
@@ -14,7 +13,7 @@ from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable
 from replicad.protocol.tokens import Cursor
 from replicad.tubes.bulk import Want
 from replicad.tubes.commands import ARROW, CursorAt, Pods
-from replicad.tubes.pods import Span
+from replicad.tubes.pods import Bounds, Span
 from replicad.tubes.serving.books import Books
 from replicad.tubes.serving.readiness import Readiness
 from replicad.tubes.serving.renewals import Renewals
@@ -25,12 +24,6 @@ DEFAULT_LIMIT = 1000
 
 StillServed = Callable[[str], Awaitable[object]]
 """Raises UnknownTube, or TubeRefused if the tube can no longer be served."""
-
-
-class _Bounds(TypedDict):
-    limit: int
-    ids: int | None
-    backfill: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +124,16 @@ class Reads:
 
     async def _plan(self, command: Pods) -> Planned:
         tube, part, term, after = command.tube, command.part, command.term, command.after
-        position = await self._waiters.position(tube)
         limit = min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT)
-        bounds: _Bounds = {"limit": limit, "ids": command.ids, "backfill": command.backfill}
+        bounds = Bounds(await self._waiters.position(tube), limit, command.ids, command.backfill)
         as_lines = not command.plan and command.encoding != ARROW
         if as_lines and part.partitions == self._partitions(tube):
             try:
-                short = await self._pods.short(tube, part, term, after, position, **bounds)
+                short = await self._pods.short(tube, part, term, after, bounds)
             except DatabaseUnavailable:
                 raise
             except DatabaseError:  # the plan tells what is wrong
                 short = None
             if short is not None:
                 return Planned(*short)
-        return Planned(await self._pods.plan(tube, part, term, after, position, **bounds))
+        return Planned(await self._pods.plan(tube, part, term, after, bounds))

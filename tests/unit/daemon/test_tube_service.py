@@ -20,7 +20,7 @@ from replicad.tubes.bulk import BlockSink, RenewLease, Want
 from replicad.tubes.commands import CursorAt, Lease, Part
 from replicad.tubes.holders import Holder
 from replicad.tubes.leases import LeaseView
-from replicad.tubes.pods import Span, TubeInfo
+from replicad.tubes.pods import Bounds, Span, TubeInfo
 from replicad.tubes.serving.books import Books
 from replicad.tubes.serving.pace import Pace
 from replicad.tubes.serving.service import TubeService
@@ -117,40 +117,20 @@ class MemoryBooks:
         await self._answer("shards_between")
         return [shard for seq, shard in self.pods_of[tube] if after < seq <= upto]
 
-    async def plan(
-        self,
-        tube: str,
-        part: Part,
-        term: int,
-        after: Cursor,
-        position: int,
-        *,
-        limit: int,
-        ids: int | None,
-        backfill: int | None,
-    ) -> CursorAt:
+    async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt:
         await self._answer("plan")
         self._fence(tube, term)
-        self.limits.append(limit)
-        found = self._between(tube, part, after.regular, position)[:limit]
+        self.limits.append(bounds.limit)
+        found = self._between(tube, part, after.regular, bounds.position)[: bounds.limit]
         return CursorAt(tube, part, Cursor(found[-1], after.backfill) if found else after, len(found))
 
     async def short(
-        self,
-        tube: str,
-        part: Part,
-        term: int,
-        after: Cursor,
-        position: int,
-        *,
-        limit: int,
-        ids: int | None,
-        backfill: int | None,
+        self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds
     ) -> tuple[CursorAt, bytes] | None:
         await self._answer("short")
         if not self.few or not (lease := self.held.get(term)) or lease.tube != tube:
             return None
-        at = await self.plan(tube, part, term, after, position, limit=limit, ids=ids, backfill=backfill)
+        at = await self.plan(tube, part, term, after, bounds)
         read: list[bytes] = []
 
         async def keep(lines: bytes) -> None:

@@ -29,7 +29,7 @@ from replicad.retry import Backoff
 from replicad.sqlstates import means
 
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing changes
-QUICK = 4  # the first pause after a calm is poll_min / 4: the transaction that ended the calm is about to commit
+QUICK = 4  # part of poll_min, where a transaction is about to commit: it ended a calm, or began to hold a position back
 BELL_PAUSE = 2.0  # seconds until the next poll where a bell is expected to ring much sooner
 BELL_RETRY = 5.0  # seconds before a bell that failed is tried again
 HANGS = 5.0  # seconds without an answer to a poll, twice as many at most, after which it counts as an outage
@@ -118,6 +118,7 @@ class Poller:
         self._answered_at: float | None = None
         self._pause = limits.poll_min
         self._gather = 0.0  # seconds in which the next poll is not wanted
+        self._soon = False  # what holds a position back has just begun to
         self._at_rest: LastValues | None = None
         self._rests = trio.Event()  # set while a bell may ring
         self._has_bell = False
@@ -201,7 +202,7 @@ class Poller:
             self._backoff.reset()
             self._set_pause(moved=moved)
             polled_at = trio.current_time()
-            with trio.move_on_after(self._pause):
+            with trio.move_on_after(self._limits.poll_min / QUICK if self._soon else self._pause):
                 await self._bell.wait()
             if self._gather:
                 await trio.sleep_until(polled_at + self._gather)
@@ -262,6 +263,7 @@ class Poller:
             self._troubles.end(DATABASE, DATABASE, "poll")
             self._troubles.end(DATABASE, DATABASE, "recover")
         before, self._last = self._last, readings
+        self._soon = False
         if readings is before:
             self._gather = 0.0
             return False
@@ -274,6 +276,8 @@ class Poller:
             if listener is not None:
                 with self._troubles.contain(*thing_of(name), "reading"):
                     pause = listener(name, reading)
+            if old is not None and (pause or 0.0) < self._limits.poll_min and _is_held_newly(old, reading):
+                self._soon, pause = True, None  # nothing was sent, so nothing is gathered
             if moved:
                 pauses.append(pause or 0.0)
         self._gather = min(pauses, default=0.0)
@@ -314,3 +318,12 @@ class Poller:
 def thing_of(watched: str) -> tuple[str, str]:
     """The kind and the name under which troubles of this watch are reported."""
     return ("tube", watched.removeprefix(TUBE_PREFIX)) if watched.startswith(TUBE_PREFIX) else ("stream", watched)
+
+
+def _is_held_newly(old: Reading, new: Reading) -> bool:
+    """Whether ids were given out since, of which none may be read yet, while before all could.
+
+    Mostly one short transaction is in flight. Without another look soon, all others would wait for a whole pause more.
+    """
+    shown = (old.position, old.per_writer) == (new.position, new.per_writer)
+    return shown and old.position == old.last_value != new.last_value

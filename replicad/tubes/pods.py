@@ -88,11 +88,13 @@ class PodBook:
         self._short = {key: text for key, text in self._short.items() if present.get(key[0]) == key[1]}
         return found
 
-    async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
-        """The shards that have pods in (after, upto]."""
+    async def shards_between(self, tube: str, after: int, upto: int) -> dict[int, int]:
+        """The shards that have pods in (after, upto], each with the seq of its last one."""
         table = f"{quote_ident(self._schema)}.{quote_ident(tube)}"
-        rows = await self._db.fetch(f"SELECT DISTINCT shard FROM {table} WHERE seq > $1 AND seq <= $2", after, upto)
-        return [row["shard"] for row in rows]
+        rows = await self._db.fetch(
+            f"SELECT shard, max(seq) AS seq FROM {table} WHERE seq > $1 AND seq <= $2 GROUP BY shard", after, upto
+        )
+        return {row["shard"]: row["seq"] for row in rows}
 
     async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt:
         """How far to read behind `after`.

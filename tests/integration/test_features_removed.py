@@ -27,10 +27,11 @@ UNIT = ROOT / "tests/unit"
 FEATURES = ("presence", "caches", "sharding", "sender", "redis", "spark", "operations")
 GOES_ALONG = {"spark": "demo"}  # the demonstration shows Spark
 LINES = {"presence": "USER_SYNC w1 @a:b PHONE start 5"}  # what the feature's clients would send
-OF_ALL = {  # tests of the pages, which a copy has not, and of what all features have together
-    "test_citations.py", "test_docs_site.py", "test_faces.py", "test_protocol_page.py", "test_sql_files.py",
+OF_ALL = {  # tests of what all features have together
+    "test_citations.py", "test_desired.py", "test_faces.py", "test_protocol_page.py", "test_sql_files.py",
     "test_sql_page.py",
 }  # fmt: skip
+OF_REPOSITORY = "parents[2]"  # so does a test find pages and the like, which a copy has not
 COMMANDS_OF_ALL = {"test_protocol_commands.py", "test_protocol_characters.py"}  # cases of presence among the others
 
 IMPORT_ALL = """
@@ -154,14 +155,20 @@ def test_a_daemon_serves_and_knows_no_command_of_the_feature(copy: Copy, feature
 @pytest.mark.long
 def test_the_unit_tests_of_the_core_pass(copy: Copy, feature: str) -> None:
     shutil.copytree(ROOT / "tests", copy.folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    ours = re.compile(rf"replicad(\.| import )({'|'.join(FEATURES)}|demo)\b")
     left_out = OF_ALL | (COMMANDS_OF_ALL if feature == "presence" else set())
-    chosen = [
-        f"tests/unit/{file.name}"
-        for file in sorted(UNIT.glob("test_*.py"))
-        if file.name not in left_out and not ours.search(file.read_text(encoding="utf-8"))
-    ]
+    chosen = [f"tests/unit/{name}" for name in _of_core() if name not in left_out]
     assert len(chosen) > 25
     options = ("-q", "-p", "no:cacheprovider", "-n", "2", "-x")
     said = copy.run(sys.executable, "-m", "pytest", *options, *chosen, timeout=10 * PATIENCE)
     assert " passed" in said
+
+
+def _of_core() -> list[str]:
+    """The unit tests that name no feature, neither themselves nor by what they import, and no page."""
+    names = "|".join(FEATURES)
+    helpers = [
+        file.stem for file in (ROOT / "tests").glob("*.py") if re.search(rf"replicad\.({names})\b", file.read_text())
+    ]
+    theirs = re.compile(rf"replicad(\.| import )({names}|demo)\b|tests\.({'|'.join(helpers)})\b")
+    texts = {file.name: file.read_text(encoding="utf-8") for file in sorted(UNIT.glob("test_*.py"))}
+    return [name for name, text in texts.items() if not theirs.search(text) and OF_REPOSITORY not in text]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,7 +19,7 @@ from replicad.daemon.relay import Relay
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, DatabaseUnavailable, EnvironmentRefused, TokenAhead
-from replicad.postgres.horizon import Reading
+from replicad.postgres.watched import Reading
 from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.acks import Ack
 from replicad.streams.commands import FederationAck
@@ -55,8 +54,7 @@ class FakeHorizon:
         self.polls += 1
         if self.raises is not None:
             raise self.raises
-        reading: Any = SimpleNamespace(last_value=self.polls, held_by=None, alarms=())
-        return dict.fromkeys(self.names, reading)
+        return dict.fromkeys(self.names, Reading(self.polls, {"w": self.polls}, self.polls))
 
     def watch(self, *args: Any, **named: Any) -> None:
         pass

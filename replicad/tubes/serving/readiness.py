@@ -35,9 +35,9 @@ class Readiness:
         self._vacancies = vacancies
         self._wanted: dict[int, dict[_Place, _Entry]] = {}  # by the number of the client's connection
 
-    def want_pods(self, peer: Peer, tube: str, part: Part, until: float) -> None:
-        """Send READY when the partition gets pods."""
-        waiter = Waiter(tube, part, partial(self._send, peer, tube, part))
+    def want_pods(self, peer: Peer, tube: str, part: Part, until: float, read_to: int | None) -> None:
+        """Send READY when the partition gets pods. `read_to`: as in `Waiter`."""
+        waiter = Waiter(tube, part, partial(self._send, peer, tube, part), read_to)
         self._waiters.add(waiter)
         self._put(peer, (tube, part), _Entry(until, partial(self._waiters.remove, waiter)))
 

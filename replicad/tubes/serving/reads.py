@@ -17,7 +17,7 @@ from replicad.tubes.pods import Bounds, Span
 from replicad.tubes.serving.books import Books
 from replicad.tubes.serving.readiness import Readiness
 from replicad.tubes.serving.renewals import Renewals
-from replicad.tubes.serving.waiters import Waiter, Waiters
+from replicad.tubes.serving.waiters import JUST_NOW, Waiter, Waiters
 
 MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
 DEFAULT_LIMIT = 1000
@@ -28,10 +28,10 @@ StillServed = Callable[[str], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """How far an answer goes. `lines`: its pods, if they were read already; else they are to be read."""
+    """How far an answer goes. `lines`: its pods, if they were read already."""
 
     at: CursorAt
-    lines: bytes | None = None
+    lines: bytes = b""
 
 
 class Reads:
@@ -71,12 +71,8 @@ class Reads:
         until = trio.current_time() + wait
         return await (self._plan_or_want(peer, command, until) if command.ready else self._plan_or_wait(command, until))
 
-    async def send(self, peer: Peer, command: Pods, planned: Planned) -> int:
+    async def send(self, peer: Peer, command: Pods, upto: Cursor) -> int:
         """Send the pods that are planned; returns how many. Raises LeaseLost, also after some."""
-        if planned.lines is not None:
-            await peer.send(planned.lines)
-            return planned.at.pods
-        upto = planned.at.cursor
         target = command.tube, command.part, command.term
         renew = partial(self._renewals.renew_if_due, *target)
         if command.encoding == ARROW:
@@ -93,7 +89,11 @@ class Reads:
 
     async def _plan_or_want(self, peer: Peer, command: Pods, until: float) -> Planned:
         """The plan; if it has no pods, READY follows."""
-        self._readiness.want_pods(peer, command.tube, command.part, until)  # first: pods may come while it is planned
+        tube, part, after = command.tube, command.part, command.after
+        read_to = self._read_to(command)
+        self._readiness.want_pods(peer, tube, part, until, read_to)  # first: pods may come while it is planned
+        if read_to is not None:
+            return Planned(CursorAt(tube, part, after, 0))
         wanted = False
         try:
             planned = await self._plan(command)
@@ -101,13 +101,19 @@ class Reads:
             return planned
         finally:
             if not wanted:
-                self._readiness.drop(peer, command.tube, command.part)
+                self._readiness.drop(peer, tube, part)
 
     async def _plan_or_wait(self, command: Pods, until: float) -> Planned:
         tube, part, term = command.tube, command.part, command.term
         came = trio.Event()
-        waiter = Waiter(tube, part, came.set)
+        waiter = Waiter(tube, part, came.set, self._read_to(command))
         with self._waiters.waiting(waiter), self._renewals.waiting(tube, term):
+            if waiter.read_to is not None:
+                with trio.move_on_at(min(until, trio.current_time() + JUST_NOW, self._renewals.due(tube, term))):
+                    await came.wait()
+                await self._still_served(tube)
+                came = trio.Event()
+                waiter.wake, waiter.read_to = came.set, None
             while True:
                 planned = await self._plan(command)
                 if planned.at.pods:
@@ -122,6 +128,12 @@ class Reads:
                 came = trio.Event()
                 waiter.wake = came.set
 
+    def _read_to(self, command: Pods) -> int | None:
+        """The position up to which nothing is behind the request's cursor, as its lease has read just now."""
+        if command.part.partitions != self._partitions(command.tube):
+            return None
+        return self._waiters.take_end(command.tube, command.part, command.term, command.after)
+
     async def _plan(self, command: Pods) -> Planned:
         tube, part, term, after = command.tube, command.part, command.term, command.after
         limit = min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT)
@@ -135,5 +147,6 @@ class Reads:
             except DatabaseError:  # the plan tells what is wrong
                 short = None
             if short is not None:
+                self._waiters.note_end(tube, part, term, short[0].cursor, bounds.position)
                 return Planned(*short)
         return Planned(await self._pods.plan(tube, part, term, after, bounds))

@@ -182,8 +182,12 @@ class TubeRequests:
         if not session.access.require("work", "tube", command.tube):  # it may have been withdrawn meanwhile
             await self._known.find(command.tube, session.access.lists)
         answer = planned.at
+        if planned.lines:
+            await session.flush()
+            await session.send(planned.lines, f"{answer.render()}\n".encode())
+            return
         if not command.plan and answer.cursor != command.after:
-            answer = replace(answer, pods=await self._reads.send(session, command, planned))
+            answer = replace(answer, pods=await self._reads.send(session, command, answer.cursor))
         session.post(answer)
 
     def _bounded_wait(self, wait: float | None) -> float:

@@ -253,6 +253,22 @@ async def test_after_the_bell_it_polls_soon_again_if_the_position_is_held_back(a
         assert pauses(horizon, since)[:4] == [0.0025, 0.005, 0.01, 0.01]
 
 
+async def test_it_polls_soon_again_when_a_position_begins_to_be_held_back_and_then_as_before(
+    autojump_clock: MockClock,
+) -> None:
+    async with polling() as (poller, horizon, _):
+        poller.watch("s", SOURCE, lambda name, reading: 0.005)
+        for at in range(20):
+            horizon.move(s=at)
+            await trio.sleep(0.01)
+        holder = Holder(HolderKind.TRANSACTION, pid=1)
+        since = len(horizon.polls)
+        for at in range(20, 40):
+            horizon.readings = {"s": Reading(position=19, last_value=at, held_by=holder)}
+            await trio.sleep(0.01)
+        assert pauses(horizon, since)[:4] == [0.0025, 0.01, 0.01, 0.01]
+
+
 async def test_a_bell_that_fails_is_done_without_and_tried_again(autojump_clock: MockClock) -> None:
     async with attended() as (poller, horizon, bell):
         bell.fails = True

@@ -112,10 +112,10 @@ class MemoryBooks:
         await self._answer("tubes")
         return list(self.infos.values())
 
-    async def shards_between(self, tube: str, after: int, upto: int) -> list[int]:
+    async def shards_between(self, tube: str, after: int, upto: int) -> dict[int, int]:
         await trio.sleep(self.slow)
         await self._answer("shards_between")
-        return [shard for seq, shard in self.pods_of[tube] if after < seq <= upto]
+        return {shard: seq for seq, shard in sorted(self.pods_of[tube]) if after < seq <= upto}
 
     async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt:
         await self._answer("plan")
@@ -271,6 +271,43 @@ async def test_who_waits_is_woken_by_pods_of_its_own_partition_and_keeps_its_lea
         assert trio.current_time() >= began + 30
         del world.books.held[1]
         assert (await even.say("PODS t 0/2 1 after=1.0 wait=60"))[0].startswith("ERROR lease_lost")
+
+
+@pytest.mark.parametrize("ready", [False, True])
+async def test_who_has_read_to_the_end_is_woken_without_a_query_of_its_own_and_misses_nothing_between(
+    ready: bool, autojump_clock: MockClock
+) -> None:
+    async with open_tubes(MemoryBooks(infos={"t": replace(TUBE, partitions=2)}, few=True)) as world:
+        asked = world.books.asked
+        client, other = await world.claimed("0/2"), await world.claimed("1/2")
+
+        async def ask(after: int) -> list[str]:
+            """What is answered until something comes; nothing if the request waits."""
+            lines = await client.say(f"PODS t 0/2 1 after={after}.0 wait=60" + " ready=1" * ready)
+            return [line for line in lines if line != f"CURSOR t 0/2 {after}.0 0"]
+
+        async def comes(after: int) -> list[str]:
+            lines = await client.lines()
+            return await ask(after) if lines == ["READY t 0/2"] else lines
+
+        world.put((1, 0))
+        assert (await ask(0))[-1] == "CURSOR t 0/2 1.0 1"
+        assert await ask(1) == []
+        assert asked["short"] == 1
+        world.put((2, 0))
+        assert (await comes(1))[-1] == "CURSOR t 0/2 2.0 1"
+        assert asked["short"] == 2
+        await other.say("PODS t 1/2 2 wait=60")
+        before = asked["shards_between"]
+        world.put((3, 0))
+        await settle(0.1)
+        assert asked["shards_between"] == before + 1, "pod 3 was looked at for the other one"
+        came = await ask(2)
+        assert (came if came[-1] != "READY t 0/2" else await ask(2))[-1] == "CURSOR t 0/2 3.0 1"
+        del world.books.held[1]
+        assert await ask(3) == []
+        if not ready:
+            assert (await client.lines(1.5))[0].startswith("ERROR lease_lost")
 
 
 async def test_a_look_that_fails_or_takes_too_long_wakes_all_who_wait(autojump_clock: MockClock) -> None:

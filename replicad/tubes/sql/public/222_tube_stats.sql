@@ -1,9 +1,9 @@
 -- tube_stats_of(name, exact): one row per partition of a tube. inc_ columns are about regular pods, backfill_ columns
 -- about pods of op B. Control pods count in one of them and in control_count. Times are those of the pods with the lowest and
 -- highest seq. shards are those of attached tables in the partition. inc_ids and backfill_ids count ids. If the
--- tube's table has more than exact / 4 pages (20 MB by default), numbers of pods and ids are estimated from a sample of
--- exact / 10 pages, and estimated is true; all else is exact. If the table cannot be read, these columns are NULL. Raises
--- RT001. Writes nothing.
+-- tube's table has more than exact / 4 pages (20 MB by default), numbers of more than exact / 2 / partitions pods, and of
+-- their ids, are estimated from a sample of exact / 10 pages, and estimated is true; all else is exact. If the table cannot
+-- be read, these columns are NULL. Raises RT001. Writes nothing.
 CREATE OR REPLACE FUNCTION tube_stats_of(name text, exact integer = 10000) RETURNS TABLE (
     tube text, predicate text, partition integer, shards integer[],
     inc_count bigint, inc_min_seq bigint, inc_max_seq bigint, inc_min_ts timestamptz, inc_max_ts timestamptz,

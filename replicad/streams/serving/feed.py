@@ -104,10 +104,14 @@ class Feed:
         return min(self.channel.boundary.positions.values(), default=self._known_upto)
 
     def linear_channel(self) -> Channel:
-        """The journal of the linear order, begun with the first call."""
+        """The journal of the linear order, begun with the first call.
+
+        It begins at the reading that the lanes have as their target. A newer one may wait for its writers to be listed,
+        and the lane would then be given a lower target than it began at.
+        """
         if self._linear is None:
             assert self._nursery is not None
-            self._linear = self._lane({LINEAR: _known(self.reading)}, linear=True)
+            self._linear = self._lane({LINEAR: _known(self._target_reading)}, linear=True)
             self._nursery.start_soon(self._linear.run)
         return self._linear.channel
 

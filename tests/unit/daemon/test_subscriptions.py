@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import trio
 from trio.testing import MockClock
 
 from replicad.errors import DatabaseError
@@ -10,6 +11,7 @@ from replicad.postgres.horizon import Reading
 from replicad.streams.serving.pace import Pace
 
 from .conftest import open_streams, settle
+from .memory_streams import MemoryRows
 
 
 async def test_now_earliest_and_a_token_begin_where_they_say_and_all_go_on_live(autojump_clock: MockClock) -> None:
@@ -47,6 +49,27 @@ async def test_a_linear_subscription_has_all_writers_in_the_order_of_ids_and_wai
         streams.positions.tell("s", 5)
         assert await client.lines() == ["RDATA s a 5 1"]
         assert "bad_token" in (await streams.connect().say("REPLICATE s 1~1.2 linear"))[0]
+
+
+async def test_a_linear_subscription_is_not_taken_back_by_a_reading_whose_writers_were_still_being_listed(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first linear subscriber comes while one reading waits for Postgres and a newer one is there already."""
+    look = MemoryRows.last_tokens
+
+    async def look_slowly(rows: MemoryRows, after: int, upto: int) -> dict[str, int]:
+        await trio.sleep(1)
+        return await look(rows, after, upto)
+
+    async with open_streams("s", by_writer=True) as streams:
+        await streams.write("s", 1, writer="a")
+        monkeypatch.setattr(MemoryRows, "last_tokens", look_slowly)
+        await streams.write("s", 2, writer="a")
+        await streams.write("s", 3, writer="a")
+        client = streams.connect()
+        lines = await client.say("REPLICATE s 0 linear") + await client.lines(5)
+        assert [line for line in lines if line.startswith("RDATA")] == [f"RDATA s a {n} 1" for n in (1, 2, 3)]
+        assert [line for line in lines if line.startswith("POSITION")] == ["POSITION s * 0 0"]
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,12 @@ ListLocks == \* steps 2 to 4
        ELSE step' = "value" /\ UNCHANGED <<last, reading>>
     /\ UNCHANGED <<database, limit, position, unseen, missed>>
 
+ListAgain == \* a later list for the same last value: steps 2 to 4 of a poll that has left out step 1
+    /\ step = "publish" /\ Rule("last_value_before_locks") /\ Rule("previous_last_value")
+    /\ bound' = Bounds
+    /\ lowest' = Least({bound'[w] : w \in Writers})
+    /\ UNCHANGED <<database, step, last, reading, limit, position, unseen, missed>>
+
 Publish == \* steps 5 and 6: L(k) is on disk, or is flushed now, or the flush is left to a later poll
     /\ step = "publish"
     /\ \/ last <= onDisk /\ limit' = Max(limit, last) /\ UNCHANGED onDisk
@@ -178,7 +184,7 @@ Publish == \* steps 5 and 6: L(k) is on disk, or is flushed now, or the flush is
     /\ reading' = Unknown /\ unseen' = {}
     /\ UNCHANGED <<seq, state, first, spare, last, bound, lowest>>
 
-Polling == ReadLast \/ ListLocks \/ Publish
+Polling == ReadLast \/ ListLocks \/ ListAgain \/ Publish
 
 Next == Writing \/ Crash \/ Disconnect \/ Reconnect \/ Polling
 Spec == Init /\ [][Next]_vars

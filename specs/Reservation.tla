@@ -232,11 +232,12 @@ ReadLast ==
        ELSE /\ step' = "locks" /\ position' = Max(position, Min(seq, listed)) /\ listed' = Free
     /\ UNCHANGED <<seq, at, seen, wanted, transactions, reservations>>
 
-ListLocks == \* and publishes: a position never falls
-    /\ step = "locks" /\ step' = "value"
+ListLocks == \* and publishes: a position never falls; the locks may be listed again for the same last value
+    /\ step = "locks"
     /\ IF Rule("last_value_before_locks")
-       THEN position' = Max(position, Min(reading, Lowest)) /\ reading' = None /\ UNCHANGED listed
-       ELSE listed' = Lowest /\ UNCHANGED <<position, reading>>
+       THEN /\ position' = Max(position, Min(reading, Lowest)) /\ UNCHANGED listed
+            /\ (step' = "value" /\ reading' = None) \/ (step' = "locks" /\ UNCHANGED reading)
+       ELSE step' = "value" /\ listed' = Lowest /\ UNCHANGED <<position, reading>>
     /\ UNCHANGED <<seq, at, seen, wanted, transactions, reservations>>
 
 Next == (\E s \in Inserters : Inserting(s)) \/ (\E s \in Reservers : Reserving(s)) \/ ReadLast \/ ListLocks

@@ -30,6 +30,7 @@ from replicad.sqlstates import means
 
 CALM_GROWTH = 1.25  # factor by which the pause grows towards poll_max while nothing changes
 QUICK = 4  # part of poll_min, where a transaction is about to commit: it ended a calm, or began to hold a position back
+SENDING = 4  # part of the time in which lines are gathered that sending them takes at least; polls wait for it
 BELL_PAUSE = 2.0  # seconds until the next poll where a bell is expected to ring much sooner
 BELL_RETRY = 5.0  # seconds before a bell that failed is tried again
 HANGS = 5.0  # seconds without an answer to a poll, twice as many at most, after which it counts as an outage
@@ -221,7 +222,7 @@ class Poller:
             self._pause = limits.poll_min / QUICK
         elif moved:
             self._pause = limits.poll_min if at_rest is not None else min(2 * self._pause, limits.poll_min)
-            self._pause = max(self._pause, self._gather)
+            self._pause = max(self._pause + self._gather / SENDING, self._gather)
         else:
             self._pause = min(max(self._pause, limits.poll_min) * CALM_GROWTH, limits.poll_max)
 

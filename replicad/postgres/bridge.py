@@ -22,6 +22,7 @@ from replicad import errors
 from replicad.eventlog import get_logger
 from replicad.postgres import failures
 from replicad.postgres.array_types import remembering
+from replicad.postgres.callbacks import hasten
 from replicad.postgres.connection import Backend, Connection, Counters, Settings, Sink
 from replicad.postgres.handoff import COPY_CHUNK
 from replicad.postgres.literals import quote_ident, quote_literal
@@ -396,6 +397,7 @@ async def _asyncio_loop() -> AsyncIterator[Any]:
     failure: BaseException | None = None
     async with trio_asyncio.open_loop() as loop:
         loop.set_exception_handler(_log_stray_error)
+        hasten(loop)
         try:
             yield loop
         except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised again below

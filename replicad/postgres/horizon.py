@@ -2,7 +2,8 @@
 
 One poll has these statements, in READ COMMITTED. Each begins when the one before has been answered:
  1. the last values of all sequences, and how far the WAL is written and flushed;
- 2. the holders of all locks; left out if no sequence has moved and there was no holder at the last poll;
+ 2. the holders of all locks; left out if no sequence has moved and there was no holder at the last poll; sent once more
+    if one that was not listed before holds a position back;
  3. a flush of the WAL, if a position could be published but is not on disk yet.
 After `poll` has returned, any connection may read the rows up to the new positions.
 
@@ -22,7 +23,8 @@ from replicad import errors, sqlstates
 from replicad.postgres.blockers import LOCK_TIMEOUT, Blockers
 from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql
 from replicad.postgres.holders import by_source, fetch_holders, holders_key
-from replicad.postgres.last_values import LastValues
+from replicad.postgres.last_values import LastValues, Value
+from replicad.postgres.lockwatch import LockWatch
 from replicad.postgres.owners import as_owner
 from replicad.postgres.recording import ALL, Recorder, Seen
 from replicad.postgres.watched import (
@@ -63,6 +65,8 @@ _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 eac
 _SESSION = f"SET lock_timeout = '{LOCK_TIMEOUT}'; SET synchronous_commit = local"
 _BARRIER = "SELECT pg_logical_emit_message(true, 'replicad', '')"
 _BARRIER_17 = "SELECT pg_logical_emit_message(false, 'replicad', '', true)"  # without a transaction id
+
+_Fed = tuple[Watched, LockWatch, Value]  # a stream whose last value was read
 
 
 class Horizon:
@@ -295,14 +299,10 @@ class Horizon:
         rests = not changed
         flushed = max((value.flushed for _, _, value in fed), default=0)
         if changed:
-            rows = await self._holders(connection, [w for w, _, _ in fed], list(values))
-            flushed = rows[0]["flushed"]
-            if rows[0]["unfit"]:
-                await self._inspect(connection)
-            listed = by_source(rows)
-            for watched, _, value in fed:
-                if watched.refused is None:
-                    watched.feed(value.last_value, value.inserted, listed.get(holders_key(watched.source), ()), now)
+            flushed = await self._feed(connection, fed, now)
+            if any(locks.held_newly for _, locks, _ in fed):  # mostly by a short transaction, which ends meanwhile
+                self._record([w for w, _, _ in fed])
+                flushed = await self._feed(connection, fed, now)
         for _, locks, _ in fed:
             changed |= locks.waits_for_flush
             locks.flushed_upto(flushed)
@@ -312,9 +312,22 @@ class Horizon:
                 watched.seen = Seen(value.last_value, value.inserted, ())
         return changed or bool(self._blockers.holders or refused or replaced)
 
-    async def _holders(self, connection: Connection, fed: list[Watched], sequences: list[int]) -> list[Row]:
-        """Step 2. Our own sessions are listed before it is sent; one that begins meanwhile counts as a holder."""
-        return await fetch_holders(connection, [w.source for w in fed], sequences, self._own_backends())
+    async def _feed(self, connection: Connection, fed: list[_Fed], now: float) -> int:
+        """Step 2; returns how far the WAL is flushed. Our own sessions are listed before it is sent; one that begins
+        meanwhile counts as a holder.
+        """
+        watched = [w for w, _, _ in fed]
+        sources, sequences = [w.source for w in watched], [w.sequence for w in watched]
+        rows = await fetch_holders(connection, sources, sequences, self._own_backends())
+        if rows[0]["unfit"]:
+            await self._inspect(connection)
+        listed = by_source(rows)
+        for one, locks, value in fed:
+            if one.refused is None:
+                one.feed(value.last_value, value.inserted, listed.get(holders_key(one.source), ()), now)
+                locks.flushed_upto(rows[0]["flushed"])
+                one.flushed = rows[0]["flushed"]
+        return int(rows[0]["flushed"])
 
     async def _poll_tables(self, connection: Connection, all_watched: list[Watched]) -> bool:
         """Poll the streams whose writers publish their positions; True if one of them has changed."""

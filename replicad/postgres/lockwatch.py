@@ -85,6 +85,7 @@ class LockWatch:
         self.went_back = False  # the sequence fell below a published position
         self.last_value: int | None = None
         self.lowest: str | None = None  # key of the hold that keeps the position below last_value, if one does
+        self.held_newly = False  # the last list was the first with that hold
         self._held: dict[str, _Held] = {}
         self._safe: int | None = None  # what the holds allow, flushed or not
         self._safe_for: dict[str, int] = {}
@@ -108,6 +109,7 @@ class LockWatch:
     def restart(self) -> None:
         """The connection was lost and Postgres may have crashed: drop readings that were not published."""
         self.last_value = None
+        self.held_newly = False
         self._held = {}
         self._safe = None
         self._safe_for = {}
@@ -116,7 +118,8 @@ class LockWatch:
     def feed(self, last_value: int, inserted: int, holds: Iterable[Hold], writers: Collection[str] = ()) -> None:
         """One poll: the sequence's last value, the end of the WAL read after it, then the holds listed after that.
 
-        `writers` are the writers of this table: a hold by one of them holds back that writer only.
+        `writers` are the writers of this table: a hold by one of them holds back that writer only. A poll may list
+        again: it feeds the same last value with the later list, and a hold that is new in it has that value as bound.
         """
         published = [value for value in (self.position, *self.per_writer.values()) if value is not None]
         if self.went_back or (published and last_value < max(published)):
@@ -125,13 +128,14 @@ class LockWatch:
             return
         if self.last_value is not None and last_value < self.last_value:
             self.restart()
-        self._held = self._bounds(holds)
+        before, self._held = self._held, self._bounds(holds)
         self.last_value = last_value
         self._gate.saw(last_value, inserted)
         self.lowest = min(self._held, key=self._rank, default=None)
         lowest = self._held[self.lowest].bound if self.lowest is not None else last_value
         if lowest is not None and lowest >= last_value:
             lowest, self.lowest = last_value, None
+        self.held_newly = self.lowest is not None and self.lowest not in before
         self._safe = lowest
         self._safe_for = self._safe_positions(last_value, writers)
         self.per_writer = {writer: value for writer, value in self.per_writer.items() if writer in writers}

@@ -540,7 +540,7 @@ async def test_watches_may_begin_and_end_while_a_poll_waits_for_postgres(t: Tabl
         t.horizon.unwatch("p")
 
 
-async def test_idle_poll_costs_one_statement_and_a_busy_one_two(t: Table) -> None:
+async def test_idle_poll_costs_one_statement_a_busy_one_two_and_one_with_a_new_holder_three(t: Table) -> None:
     await t.make()
     await t.insert()
     await t.poll()
@@ -555,8 +555,31 @@ async def test_idle_poll_costs_one_statement_and_a_busy_one_two(t: Table) -> Non
     assert await cost() == 2
     assert await cost() == 1
     async with t.writer():
+        assert await cost() == 3
         assert await cost() == 2
-        assert await cost() == 2
+
+
+async def test_a_transaction_that_ends_while_a_poll_is_made_holds_nothing_back(t: Table) -> None:
+    await t.make()
+    await t.insert()
+    await t.poll()
+    async with t.writer() as short, t.writer("SELECT 1") as later:
+
+        async def end_one_and_begin_another() -> None:
+            await short.execute("COMMIT")
+            await later.execute("INSERT INTO t DEFAULT VALUES")
+
+        await t.insert()
+        t.between.when, t.between.then = HOLDERS, end_one_and_begin_another
+        reading = await t.poll()
+        assert (reading.position, t.rows) == (3, [1, 2, 3])
+        assert reading.held_by is None
+        await t.insert()
+        reading = await t.poll()
+        assert reading.position == 3
+        assert reading.held_by is not None
+        await later.execute("COMMIT")
+        assert (await t.poll()).position == 5
 
 
 async def test_ordinary_role_can_poll_a_table_that_is_not_its_own(database_url: str, database: Database) -> None:

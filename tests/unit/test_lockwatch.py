@@ -41,6 +41,17 @@ def test_new_holder_keeps_the_position_at_the_last_value_before_it_was_listed() 
     assert fed(watch, 13) == 13
 
 
+def test_a_second_list_of_the_same_poll_lets_go_what_only_a_short_transaction_held() -> None:
+    watch = LockWatch(published=0)
+    fed(watch, 5)
+    assert fed(watch, 9, Hold("short")) == 5
+    assert watch.held_newly
+    assert fed(watch, 9, Hold("later")) == 9
+    assert fed(watch, 12, Hold("later")) == 9
+    assert watch.lowest == "later"
+    assert not watch.held_newly
+
+
 def test_holders_at_the_first_poll_have_the_published_position_as_their_bound() -> None:
     watch = LockWatch(published=4)
     assert fed(watch, 9, Hold("old")) == 4
@@ -311,6 +322,9 @@ class Poller:
         last_value, wal = self.world.last_value, self.world.wal
         self.between()
         self.feed(last_value, wal, self.list_holders())
+        if self.watch.held_newly:
+            self.flush()
+            self.feed(last_value, wal, self.list_holders())
         self.flush()
 
     def list_holders(self) -> list[Hold]:

@@ -266,7 +266,7 @@ async def test_it_polls_soon_again_when_a_position_begins_to_be_held_back_and_th
         for at in range(20, 40):
             horizon.readings = {"s": Reading(position=19, last_value=at, held_by=holder)}
             await trio.sleep(0.01)
-        assert pauses(horizon, since)[:4] == [0.0025, 0.01, 0.01, 0.01]
+        assert pauses(horizon, since)[:4] == [0.0025, 0.01125, 0.01125, 0.01125], "and a quarter of what it gathers"
 
 
 async def test_a_bell_that_fails_is_done_without_and_tried_again(autojump_clock: MockClock) -> None:

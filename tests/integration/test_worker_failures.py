@@ -74,6 +74,9 @@ async def test_a_poison_id_that_is_alone_is_parked_after_its_tries_and_only_one_
                 await trio.sleep(0.01)
         await queue.execute("SELECT tube.queue_touch(0, '{3}', 'T')")
         await until_empty(queue)
+        with trio.fail_after(PATIENCE):
+            while worker.statistics.parked < 2:  # the queue is empty a moment before the worker is told
+                await trio.sleep(0.01)
         nursery.cancel_scope.cancel()
     assert (await queue.fetch_value(PARKED))[0] == 3
     assert worker.statistics.parked == 2

@@ -19,7 +19,7 @@ from bench.report import Figure, Spread, amount
 from bench.system import MARK, STREAM, Daemon, Options, System, allow_files, connect, system, wait_until
 
 CLIENTS = 500
-ROWS = 100_000
+ROWS = 1_000_000
 READ = "SELECT coalesce(seq_tup_read, 0) + coalesce(idx_tup_fetch, 0) FROM pg_stat_user_tables WHERE relname = "
 WRITE = 256 * 1024
 TOTAL_AT_MOST, LAST_AT_MOST = 1.2, 1.5

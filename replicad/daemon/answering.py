@@ -91,9 +91,9 @@ class Answering:
         """Wait for the next turn: for work in masses, such as reading a long list."""
         await self._hub.turns.next()
 
-    async def send(self, *pieces: Piece) -> None:
-        """Send whole lines with nothing in between; waits until the socket has accepted them."""
-        await self.outbox.send(*pieces)
+    async def send(self, *pieces: Piece, to_go: float = 0.0) -> None:
+        """`Outbox.send`."""
+        await self.outbox.send(*pieces, to_go=to_go)
 
     async def flush(self) -> None:
         """Send the commands that are queued already, so that the next `send` comes after them."""

@@ -17,6 +17,7 @@ from replicad.daemon.allowance import Allowance
 from replicad.daemon.announcing import Announcing
 from replicad.daemon.clients import CUTS_KEPT, ORDINARY, ClientView, Cut
 from replicad.daemon.deadlines import Deadlines
+from replicad.daemon.rounds import Rounds
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
@@ -56,7 +57,7 @@ class HubStatistics:
     """The first four are present values, the others counts since the start; `closed` is by reason.
 
     `newcomers` have not sent a command yet; `unfinished` are bytes of long unfinished lines. `turns` counts how often a
-    client's input had to wait for another turn of the event loop.
+    client's input had to wait for another turn of the event loop, `sends` how often a large send had to.
     """
 
     connected: int
@@ -70,6 +71,7 @@ class HubStatistics:
     announced: int
     announcements_dropped: int
     turns: int
+    sends: int
     closed: Mapping[str, int]
 
 
@@ -84,6 +86,7 @@ class Hub:
         self.timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
         self.deadlines = Deadlines()
         self.turns = Turns(limits.turn_lines, limits.turn_bytes)
+        self.rounds = Rounds()
         self.handshakes = Underway(limits.tls_handshakes)
         self.newcomers = Allowance(limits.max_newcomers)
         self.unfinished = Allowance(limits.unfinished_bytes)
@@ -158,9 +161,10 @@ class Hub:
         self.announcing.put(command.render().encode() + b"\n", sender)
 
     async def run(self, restarts: Restarts = Restarts()) -> None:
-        """Keep the deadlines of all sessions, and hand out what is for all of them, until cancelled."""
+        """Keep the deadlines of all sessions, and give places to send and what is for all of them, until cancelled."""
+        jobs = (("deadlines", self.deadlines.run), ("announcing", self.announcing.run), ("rounds", self.rounds.run))
         async with trio.open_nursery() as nursery:
-            for name, job in (("deadlines", self.deadlines.run), ("announcing", self.announcing.run)):
+            for name, job in jobs:
                 nursery.start_soon(keep_running, job, "service", f"sessions: {name}", self.troubles, restarts)
 
     def sent_bytes(self) -> int:
@@ -181,5 +185,6 @@ class Hub:
             announced=self.announcing.announced,
             announcements_dropped=self.announcing.dropped,
             turns=self.turns.waits,
+            sends=self.rounds.waits,
             closed=dict(self._closed),
         )

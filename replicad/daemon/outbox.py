@@ -17,6 +17,7 @@ import trio
 from replicad.daemon import cuts
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outlet import Outlet, Piece
+from replicad.daemon.rounds import Rounds
 from replicad.daemon.service import HangUp
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.states import CloseReason
@@ -58,15 +59,21 @@ class Outbox:
     )
 
     def __init__(
-        self, stream: trio.abc.SendStream, owner: Owner, stall_timeout: float, queued_bytes: int = 1 << 20
+        self,
+        stream: trio.abc.SendStream,
+        owner: Owner,
+        stall_timeout: float,
+        queued_bytes: int = 1 << 20,
+        rounds: Rounds | None = None,
     ) -> None:
         """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `queued_bytes`: how much
-        may be queued for a peer that reads nothing; exceeded by at most one line. Call `open` next.
+        may be queued for a peer that reads nothing; exceeded by at most one line. `rounds`: where large sends wait for
+        their place. Call `open` next.
         """
         self._stall_timeout = stall_timeout
         self._most = queued_bytes
         self._owner: Owner | None = owner
-        self._outlet = Outlet(stream, stall_timeout)
+        self._outlet = Outlet(stream, stall_timeout, rounds)
         self._turn = trio.Lock()  # held by the task that sends
         self._posted: list[bytes] = []
         self._posted_bytes = 0  # without the preambles of `read`
@@ -88,11 +95,14 @@ class Outbox:
         if not self._gathers:
             self.wake()
 
-    async def send(self, *pieces: Piece) -> None:
-        """Send whole lines with nothing in between; waits until the socket has accepted them."""
+    async def send(self, *pieces: Piece, to_go: float = 0.0) -> None:
+        """Send whole lines with nothing in between; waits until the socket has accepted them.
+
+        `to_go`: as in `Rounds.next`.
+        """
         await self._wait_for_turn()
         try:
-            await self._send_all(pieces)
+            await self._send_all(pieces, to_go)
         finally:
             self._turn.release()
 
@@ -265,12 +275,12 @@ class Outbox:
             self._turn.release()
             await trio.sleep_forever()
 
-    async def _send_all(self, pieces: Sequence[Piece]) -> None:
+    async def _send_all(self, pieces: Sequence[Piece], to_go: float = 0.0) -> None:
         """Send; the caller has the turn. A peer that does not accept them within the stall time is disconnected."""
         if self._rest:
             pieces, self._rest = [*self._rest, *pieces], ()
         try:
-            await self._outlet.send(pieces)
+            await self._outlet.send(pieces, to_go)
         except trio.TooSlowError:
             raise HangUp(*cuts.stalled(self._stall_timeout)) from None
         self._note_sent()

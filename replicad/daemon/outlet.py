@@ -15,6 +15,8 @@ from typing import Protocol, runtime_checkable
 
 import trio
 
+from replicad.daemon.rounds import MUCH, Rounds
+
 Piece = bytes | memoryview
 
 MAX_PIECES = 512  # in one call; Linux takes 1,024
@@ -30,13 +32,14 @@ class TakesPieces(Protocol):
 class Outlet:
     """Sends to one peer. The session ensures that only one task sends at a time."""
 
-    def __init__(self, stream: trio.abc.SendStream, stall_timeout: float) -> None:
-        """`stall_timeout`: the seconds that one `send` may take."""
+    def __init__(self, stream: trio.abc.SendStream, stall_timeout: float, rounds: Rounds | None = None) -> None:
+        """`stall_timeout`: the seconds that one `send` may take. `rounds`: what is large waits there for its place."""
         self.torn = False  # a send did not complete: the peer may have half a line
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._whole = stream if self._socket is None and isinstance(stream, TakesPieces) else None
         self._stall_timeout = stall_timeout
+        self._rounds = rounds or Rounds()
         self._sent = 0  # bytes that the socket has accepted so far
         self._blocked = False  # a send waits for the socket
 
@@ -78,13 +81,16 @@ class Outlet:
         self.torn = True
         return (memoryview(data)[sent:],)
 
-    async def send(self, pieces: Sequence[Piece]) -> None:
-        """Send all of them.
+    async def send(self, pieces: Sequence[Piece], to_go: float = 0.0) -> None:
+        """Send all of them. `to_go`: of a client that catches up, what it has before it (`Rounds.next`).
 
         Raises:
             trio.TooSlowError: the peer did not accept them within the stall time; `torn` is set.
             trio.BrokenResourceError: the connection is lost.
         """
+        large = sum(map(len, pieces)) >= MUCH
+        if large:
+            await self._rounds.next(to_go)
         self.torn = True
         if self._socket is None:
             self._blocked = True
@@ -103,12 +109,15 @@ class Outlet:
             with trio.fail_after(self._stall_timeout):
                 while rest:
                     await trio.lowlevel.wait_writable(self._socket)
+                    if large:
+                        await self._rounds.next(to_go)
                     rest = self._send_nowait(self._socket, rest)
             self._blocked = False
             self.torn = False
         else:
             self.torn = False
-            await trio.lowlevel.checkpoint()  # let other tasks run
+            if not large:  # else they ran already
+                await trio.lowlevel.checkpoint()  # let other tasks run
 
     def _send_nowait(self, socket: trio.socket.SocketType, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Send what the socket accepts now; returns the rest."""

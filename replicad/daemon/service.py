@@ -98,8 +98,11 @@ class Peer(Protocol):
     async def give_way(self) -> None:
         """Wait for the next turn: for work in masses, such as reading a long list."""
 
-    async def send(self, *pieces: Piece) -> None:
-        """Send whole lines with nothing in between; waits until the socket has taken them."""
+    async def send(self, *pieces: Piece, to_go: float = 0.0) -> None:
+        """Send whole lines with nothing in between; waits until the socket has taken them.
+
+        `to_go`: how much the client has before it. Of the clients that are sent much, those with most come first.
+        """
 
     async def flush(self) -> None:
         """Send the commands that are queued already."""

@@ -10,6 +10,11 @@ from __future__ import annotations
 
 import trio
 
+try:  # what `trio.testing` exports; importing that one imports pytest too, where it is installed
+    from trio._core import wait_all_tasks_blocked  # type: ignore[attr-defined]
+except ImportError:
+    from trio.testing import wait_all_tasks_blocked
+
 PATIENCE = 0.005  # seconds; so the queue moves on even if the event loop is never idle
 
 
@@ -26,9 +31,6 @@ class Turns:
 
     async def next(self) -> None:
         """Wait for the next turn."""
-        # It imports pytest where that is installed, which would take a third of a daemon's start.
-        from trio.testing import wait_all_tasks_blocked  # noqa: PLC0415
-
         self.waits += 1
         async with self._queue:
             with trio.move_on_after(self._patience):

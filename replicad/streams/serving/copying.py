@@ -28,7 +28,7 @@ class Takes(Protocol):
     @property
     def client(self) -> Hashable: ...
 
-    async def send(self, stream: str, *pieces: bytes) -> None: ...
+    async def send(self, stream: str, *pieces: bytes, to_go: float) -> None: ...
 
 
 class Taking:
@@ -45,8 +45,8 @@ class Taking:
         self._busy = 0.0
         self._bytes = 0
 
-    async def send(self, stream: str, *pieces: bytes) -> None:
-        """Send whole lines.
+    async def send(self, stream: str, *pieces: bytes, to_go: float) -> None:
+        """Send whole lines. `to_go`: `Peer.send`.
 
         Raises:
             HangUp: the client is too slow.
@@ -55,7 +55,7 @@ class Taking:
             self._since = trio.current_time()
         self._sending += 1
         try:
-            await self._peer.send(*pieces)
+            await self._peer.send(*pieces, to_go=to_go)
         finally:
             now = trio.current_time()
             self._busy += now - self._since
@@ -141,7 +141,7 @@ class Copying:
 
     async def _send_positions(self, before: Mapping[str, int], seen: LastTokens) -> None:
         if lines := position_lines(self.feed.name, {**before, **seen.tokens}, self.reached):
-            await self._taking.send(self.feed.name, lines)
+            await self._taking.send(self.feed.name, lines, to_go=0)
 
     async def _send_rows(self, copier: Copier, upto: Mapping[str, int], epoch: str, seen: LastTokens) -> bool:
         """Send the rows up to `upto` and move `reached`, also when it fails. False if the generation has ended."""
@@ -206,7 +206,8 @@ class Copying:
 
     async def _send_chunks(self, piece: Piece, chunks: Sequence[Chunk], seen: LastTokens) -> int:
         """Send chunks with nothing in between; returns the last id."""
-        await self._taking.send(self.feed.name, *(chunk.data for chunk in chunks))
+        to_go = max(0, self.feed.sent_upto - self.position)
+        await self._taking.send(self.feed.name, *(chunk.data for chunk in chunks), to_go=to_go)
         for chunk in chunks:
             seen.see(chunk)
         self._catchups.use(piece)

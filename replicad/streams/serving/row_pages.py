@@ -66,7 +66,7 @@ class _Ids:
         self._rows = rows
         self._taken = self._bytes = 0
 
-    async def send(self, stream: str, *pieces: bytes) -> None:  # noqa: ARG002
+    async def send(self, stream: str, *pieces: bytes, to_go: float) -> None:  # noqa: ARG002
         """As `Taking.send`. Each piece ends at the end of an id. Raises _Full."""
         for piece in pieces:
             if not piece.startswith(b"RDATA "):

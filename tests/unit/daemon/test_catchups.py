@@ -76,7 +76,7 @@ class Socket:
         self.speed = speed
         self.lines: list[str] = []
 
-    async def send(self, *pieces: bytes) -> None:
+    async def send(self, *pieces: bytes, to_go: float) -> None:
         await trio.sleep(sum(map(len, pieces)) / self.speed)
         self.lines += b"".join(pieces).decode().splitlines()
 

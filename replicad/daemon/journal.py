@@ -4,6 +4,7 @@ Chunks of rendered lines are appended once. A reader is a cursor, so nothing is 
 the head whose socket is free is sent a small chunk by the task that appends, so that its session's task need not be
 woken: that costs more than the send. The bounds:
 
+- A chunk that all readers have taken is removed when it is KEPT seconds old.
 - The window holds at most `max_bytes` and `max_chunks`. When room is needed, the oldest chunk is removed.
 - Before that, the writer waits for the readers of the oldest chunk, so that a burst that Postgres writes faster than
   sockets send does not disconnect its readers. If another reader has nothing left to take, it is being delayed. Then a
@@ -24,6 +25,9 @@ from replicad.errors import ReplicadError, RowUnreadable, SlowReader
 TAKE_BYTES = 256 * 1024  # of chunks taken together: half the work of one at a time; more gains little
 TAKE_CHUNKS = 256  # taken together: fits into one system call, and bounds the memory that a stuck reader holds
 OFFER_BYTES = 16 * 1024  # of a chunk that is sent at once; a socket takes it, and more would hold up the other readers
+KEPT = 5.0  # seconds for which a chunk stays that all readers have: a client that catches up may join before it
+TIDY = 0.5  # seconds between two looks for such chunks, while rows come
+TIDIED = 1000  # chunks that are removed at once: some milliseconds
 SLICE = 200  # readers that are sent a chunk, some 2 ms, before other tasks run
 
 
@@ -205,6 +209,7 @@ class Channel:
         self._waited = 0.0
         self._unpaid = 0.0  # of `_waited`, since the last look at all readers
         self._look_at = float("-inf")  # when the next one is due
+        self._tidy_at = float("-inf")
 
     # --- reading ---
 
@@ -244,6 +249,8 @@ class Channel:
         if not data:
             return
         now = trio.current_time()
+        if now >= self._tidy_at:
+            self.tidy(now)
         if now >= self._look_at and self._is_filling():
             self._look(now)
         if self._over(len(data)):
@@ -273,6 +280,22 @@ class Channel:
             for reader in readers[start : start + SLICE]:
                 if not (reader in self._readers and reader.offer_nowait(index, chunk)):
                     reader.wake()
+
+    def tidy(self, now: float) -> None:
+        """Remove the chunks that all readers have taken, KEPT seconds after they came."""
+        self._tidy_at = now + TIDY
+        if self.tail >= self.head or self.chunks[self.tail].at > now - KEPT:
+            return
+        needed = min((reader.cursor for reader in self._readers), default=self.head)
+        needed = min(needed, self.boundary.index, self.tail + TIDIED)  # the second: where new readers begin
+        while self.tail < needed and self.chunks[self.tail].at <= now - KEPT:
+            self._remove_oldest()
+        if not self.chunks:
+            self.chunks.clear()  # the table of the dictionary, too
+
+    def _remove_oldest(self) -> None:
+        self._bytes -= len(self.chunks.pop(self.tail).data)
+        self.tail += 1
 
     def seal(self, positions: Mapping[str, int]) -> None:
         """Set a boundary: the chunks so far have everything up to `positions` and nothing beyond."""
@@ -350,8 +373,7 @@ class Channel:
                     self._readers.discard(reader)
                     reader.on_fall()
             else:
-                self._bytes -= len(self.chunks.pop(self.tail).data)
-                self.tail += 1
+                self._remove_oldest()
 
     async def _wait_for(self, late: list[Reader]) -> list[tuple[Reader, str]]:
         """Wait a moment for the readers at the tail; returns those to be dropped, and why."""

@@ -10,9 +10,10 @@ import trio
 import trio.testing
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from trio.testing import MockClock
 
 from replicad.daemon import journal
-from replicad.daemon.journal import Channel, JournalLimits, Reader
+from replicad.daemon.journal import KEPT, Channel, JournalLimits, Reader
 from replicad.errors import SlowReader
 from tests.lengths import examples
 
@@ -29,10 +30,10 @@ def drain(reader: Reader) -> bytes:
 
 
 @given(
-    st.lists(st.one_of(st.binary(min_size=1, max_size=9), st.integers(0, 3)), max_size=60),
+    st.lists(st.one_of(st.binary(min_size=1, max_size=9), st.integers(0, 3), st.floats(0, 2 * KEPT)), max_size=60),
 )
-def test_every_reader_gets_every_chunk_once_and_in_order(steps: list[bytes | int]) -> None:
-    """Steps are appends (bytes) and takes (the number of a reader)."""
+def test_every_reader_gets_every_chunk_once_and_in_order(steps: list[bytes | int | float]) -> None:
+    """Steps are appends (bytes), takes (the number of a reader), and time that passes (seconds)."""
 
     async def scenario() -> None:
         channel = Channel("s", {"master": 0})
@@ -43,12 +44,55 @@ def test_every_reader_gets_every_chunk_once_and_in_order(steps: list[bytes | int
             if isinstance(step, bytes):
                 await channel.append(step)
                 written += step
+            elif isinstance(step, float):
+                clock.jump(step)
+                channel.tidy(trio.current_time())
+                assert channel.statistics().bytes <= len(written)
             else:
                 seen[step] += b"".join(readers[step].take_nowait())
         for number, reader in enumerate(readers):
             assert seen[number] + drain(reader) == written
 
-    trio.run(scenario)
+    clock = MockClock()
+    trio.run(scenario, clock=clock)
+
+
+async def test_rows_that_all_readers_have_are_freed_after_some_seconds_and_those_of_a_laggard_stay() -> None:
+    channel = Channel("s", {"master": 0})
+    quick, slow = (channel.subscribe(0, silent, extended=False) for _ in range(2))
+    for number in range(100):
+        await channel.append(b"%d\n" % number)
+    channel.seal({"master": 100})
+    now = trio.current_time()
+    assert len(drain(quick)) == channel.statistics().bytes
+    channel.tidy(now + KEPT + 1)
+    assert channel.statistics().chunks == 100, "a reader has yet to take them"
+    drain(slow)
+    channel.tidy(now + KEPT / 2)
+    assert channel.statistics().chunks == 100, "a client that catches up may need them"
+    channel.tidy(now + KEPT + 1)
+    assert (channel.statistics().chunks, channel.statistics().bytes) == (0, 0)
+    with pytest.raises(SlowReader):
+        channel.subscribe(99, silent, extended=False)
+    assert channel.subscribe(channel.boundary.index, silent, extended=False).take_nowait() == []
+
+
+async def test_rows_behind_the_last_boundary_stay_for_who_joins_there() -> None:
+    channel = Channel("s", {"master": 0})
+    await channel.append(b"1\n")
+    channel.seal({"master": 1})
+    await channel.append(b"2\n")  # the copy is not complete
+    channel.tidy(trio.current_time() + KEPT + 1)
+    assert drain(channel.subscribe(channel.boundary.index, silent, extended=False)) == b"2\n"
+
+
+async def test_rows_leave_memory_while_more_come_and_nobody_calls(autojump_clock: object) -> None:
+    channel = Channel("s", {})
+    for number in range(100):
+        await channel.append(b"%d\n" % number)
+        channel.seal({"master": number})
+        await trio.sleep(1)
+    assert channel.statistics().chunks <= KEPT + 2
 
 
 async def test_a_boundary_is_where_a_late_subscriber_joins_without_gap_or_repeat() -> None:

@@ -200,6 +200,8 @@ class Publisher:
                     await self._look_contained()
                     for serving in list(self._servings.values()):
                         serving.report_obstacle()  # also where the look has failed
+                        if serving.feed is not None:
+                            serving.feed.tidy()
                     await self._note_published()
         finally:
             self._nursery = None

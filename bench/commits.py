@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import psutil
-
 from bench.peers import Peer, nats
 from bench.readers import BUFFER, Door, processes, receive, subscribe
 from bench.report import Figure, Spread, percentile
@@ -92,19 +90,13 @@ def _by_us(ours: System, daemon: Daemon, rate: int, clients: int, seconds: float
     command = ours.pgbench(_INSERT, "-R", str(rate), "-T", "600", clients=WRITERS)
     with readers(door, clients) as stop, process(command):
         time.sleep(WARM)
-        serving = _serving(ours)
+        serving = ours.serving()
         before, began = (daemon.cpu(), [cpu(one) for one in serving]), time.monotonic()
         time.sleep(seconds)
         took = time.monotonic() - began
         server = daemon.cpu() - before[0]
         beside = sum(cpu(one) - was for one, was in zip(serving, before[1], strict=True))
         return Round(stop(), server / took, beside / took)
-
-
-def _serving(ours: System) -> list[psutil.Process]:
-    """Postgres' processes that serve the daemon."""
-    pids = ours.sql("SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'replicad%'")
-    return [psutil.Process(int(pid)) for pid in pids.split()]
 
 
 def _by_nats(peer: Peer, rate: int, clients: int, seconds: float) -> Round:

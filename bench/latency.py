@@ -19,11 +19,13 @@ import asyncpg
 
 from bench.readers import Door, probes
 from bench.report import Figure, Spread, amount, latency, percentile
-from bench.system import STREAM, Daemon, Options, System, connect, process, system
+from bench.system import STREAM, Daemon, Options, System, connect, cpu, process, system
 
 PROBES = 500
 PAUSES = (0.005, 0.035)  # seconds between two probes, at random so that polls and probes do not fall into step
 WRITERS = 32
+P50_GOAL, P99_GOAL, CPU_GOAL = 0.004, 0.010, 0.01  # idle: seconds, seconds, and a share of a processor for polling
+WATCHED = 15.0  # seconds for which that is measured
 WRITING = 5.0  # seconds for each measurement of the writers
 _BODY = """'["$~%s~:example.com","!room:example.com","m.room.msg"]'"""
 _QUIET = """INSERT INTO {table} (body) VALUES ('["$event:example.com","!room:example.com","m.room.msg"]');\n"""
@@ -47,10 +49,33 @@ def run(options: Options) -> list[Figure]:
 
 def _idle(ours: System, daemon: Daemon, count: int) -> list[Figure]:
     notified = _notified(ours, count)
+    followed = _followed(ours, daemon, count)
+    polling = _polling(ours, daemon)
     return [
-        _figure("idle", _followed(ours, daemon, count), notified),
+        _figure("idle", followed, notified),
+        *(
+            Figure(f"  {what}, as a share of its goal", "", amount(goal, unit), Spread.of([found / goal]), at_most=1.0)
+            for what, found, goal, unit in (
+                ("p50", percentile(followed, 0.5), P50_GOAL, "s"),
+                ("p99", percentile(followed, 0.99), P99_GOAL, "s"),
+                ("processors used for polling, Postgres' included", polling, CPU_GOAL, "processors"),
+            )
+        ),
         _figure("idle, with a DOORBELL after the commit", _followed(ours, daemon, count, doorbell=True), notified),
     ]
+
+
+def _polling(ours: System, daemon: Daemon) -> float:
+    """The share of a processor that the daemon and Postgres' processes that serve it take while nothing happens."""
+    time.sleep(1.0)  # let what was measured before settle
+    serving = ours.serving()
+
+    def used() -> float:
+        return daemon.cpu() + sum(map(cpu, serving))
+
+    began = time.monotonic(), used()
+    time.sleep(WATCHED)
+    return (used() - began[1]) / (time.monotonic() - began[0])
 
 
 def _figure(what: str, ours: list[float], theirs: list[float]) -> Figure:

@@ -119,6 +119,11 @@ class System:
         """Seconds of processor time that each of Postgres' present processes has taken so far."""
         return {backend.pid: cpu(backend) for backend in self._postmaster().children()}
 
+    def serving(self) -> list[psutil.Process]:
+        """Postgres' processes that serve daemons."""
+        pids = self.sql("SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'replicad%'")
+        return [psutil.Process(int(pid)) for pid in pids.split()]
+
     def _postmaster(self) -> psutil.Process:
         return psutil.Process(
             int((self.folder / "postgres" / "data" / "postmaster.pid").read_text(encoding="ascii").split()[0])

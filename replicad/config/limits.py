@@ -120,14 +120,14 @@ class Limits:
         1,
         _GIB,
     )
-    poll_min: float = _time(  # measured: 3 ms from commit to client, at no cost for 32 writers
+    poll_min: float = _time(  # measured: little more time from commit to client, at no cost for 32 writers
         0.005, "Interval of polling Postgres while there are changes.", 0.001, 60
     )
     poll_max: float = _time(  # twenty cheap statements a second
         0.05, "Interval of polling Postgres while there are no changes.", 0.001, 60
     )
-    bell_interval: float = _time(  # measured: each look takes Postgres some microseconds
-        0.002,
+    bell_interval: float = _time(  # measured: 3 ms from commit to client; with all polling, 1 % of a processor
+        0.004,
         "While there are no changes, Postgres itself looks this often for the next one, and polling waits for it.",
         0.0005,
         1,

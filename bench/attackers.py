@@ -23,6 +23,7 @@ HALF = 1500  # handshakes that are begun
 TRICKLES = 1000  # connections that take old rows slowly
 TRICKLE, TRICKLE_PAUSE = 4096, 0.4  # bytes, and seconds between two times that so many are taken: 10 kB/s
 BEGINS = 30.0  # seconds in which all of them must have got their first rows
+GREEDY, AGAIN = 200, 2.0  # connections that take old rows quickly, and seconds after which one begins again
 UNREAD = 200  # connections that do not read
 _OLD_ROWS = f"REPLICATE {STREAM} EARLIEST\n".encode()
 NICE = 10
@@ -256,6 +257,31 @@ def unread(pipe: Connection, target: Target) -> None:
         link.close()
 
 
+def greedy(pipe: Connection, target: Target) -> None:
+    """Clients that take all old rows of a stream as fast as they come, and then come again from the beginning."""
+    watch = selectors.DefaultSelector()
+    buffer = bytearray(1 << 20)
+
+    def begin() -> None:
+        link = _connect(target, _OLD_ROWS)
+        link.settimeout(0)
+        watch.register(link, selectors.EVENT_READ, time.monotonic() + AGAIN)
+
+    for _ in range(GREEDY):
+        begin()
+    pipe.send("ready")
+    while not pipe.poll():
+        for key, _ in watch.select(0.1):
+            link = key.fileobj
+            assert isinstance(link, socket.socket)
+            if not link.recv_into(buffer) or time.monotonic() > key.data:
+                watch.unregister(link)
+                link.close()
+                begin()
+    pipe.poll(None)
+
+
+QUICK: dict[str, Attack] = {f"{GREEDY} that take old rows": greedy}
 SLOW: dict[str, Attack] = {f"{TRICKLES:,} that trickle": trickles, f"{UNREAD} that do not read": unread}
 PLAIN: dict[str, Attack] = {
     "two PING floods": pings,

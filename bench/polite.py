@@ -84,6 +84,7 @@ class Snapshots:
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Note the oldest during the block."""
+        self._stop.clear()
         looker = threading.Thread(target=lambda: asyncio.run(self._look()))
         looker.start()
         try:

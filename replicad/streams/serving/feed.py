@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 
 import trio
 
+from replicad.daemon.joined import Joined
 from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, ReplicadError, StreamRefused, TableReplaced
@@ -59,6 +60,8 @@ class Feed:
         self._troubles = troubles
         self._writers_changed = writers_changed
         self._rows = store.rows(stream)
+        self._retained = 0
+        self._look_for_retained = Joined(self._find_retained)
         self._linear: Lane | None = None
         self._main = self._lane(self._targets(reading), linear=False)
         self._known_upto = _known(reading)  # the writers of all rows up to here are listed
@@ -156,9 +159,15 @@ class Feed:
     async def retained(self) -> int:
         """The oldest token after which nothing was removed.
 
+        All who ask at the same time share one query: new rows are read on the same connections.
+
         Raises:
             StreamRefused: the stream was removed just now, or its table is locked.
         """
+        await self._look_for_retained()
+        return self._retained
+
+    async def _find_retained(self) -> None:
         try:
             token = await self._rows.earliest()
         except DatabaseError as error:
@@ -170,7 +179,7 @@ class Feed:
             ) from error
         if token is None:
             raise StreamRefused(f"stream {self.name} was removed")
-        return token
+        self._retained = token
 
     def catchup_rows(self, stream: Stream) -> Rows:
         """The rows of this stream, as it is or was, for clients that catch up."""

@@ -57,8 +57,12 @@ class Client:
 
     async def say(self, *lines: str) -> list[str]:
         """Send lines, and return what comes until nothing more does."""
-        await self._stream.send_all("".join(f"{line}\n" for line in lines).encode())
+        await self.send(*lines)
         return await self.lines()
+
+    async def send(self, *lines: str) -> None:
+        """Send lines."""
+        await self._stream.send_all("".join(f"{line}\n" for line in lines).encode())
 
     async def lines(self, seconds: float = 0.3) -> list[str]:
         """What comes within so many seconds."""

@@ -28,6 +28,37 @@ async def test_now_earliest_and_a_token_begin_where_they_say_and_all_go_on_live(
             assert await client.lines() == ["RDATA s master 5 1", "RDATA s master 7 1"]
 
 
+async def test_a_crowd_that_asks_for_old_rows_shares_what_is_looked_up_and_gets_what_was_trimmed_last(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[float] = []
+    earliest = MemoryRows.earliest
+
+    async def look_slowly(rows: MemoryRows) -> int | None:
+        looked.append(trio.current_time())
+        found = await earliest(rows)
+        await trio.sleep(1)
+        return found
+
+    monkeypatch.setattr(MemoryRows, "earliest", look_slowly)
+    async with open_streams("s") as streams:
+        await streams.write("s", 1, 2, 3)
+        clients = [streams.connect() for _ in range(50)]
+        for client in clients:
+            await client.send("REPLICATE s EARLIEST")
+        for client in clients:
+            assert [line for line in await client.lines(3) if "RDATA" in line] == [
+                f"RDATA s master {n} 1" for n in (1, 2, 3)
+            ]
+        assert len(looked) <= 2
+        await streams.connect().send("REPLICATE s EARLIEST")
+        await trio.sleep(0.5)  # that look is under way when rows are trimmed
+        streams.store.tables["s"].trimmed_upto = 2
+        late = streams.connect()
+        await late.send("REPLICATE s EARLIEST")
+        assert [line for line in await late.lines(3) if "RDATA" in line] == ["RDATA s master 3 1"]
+
+
 async def test_a_linear_subscription_has_all_writers_in_the_order_of_ids_and_waits_for_the_slowest(
     autojump_clock: MockClock,
 ) -> None:

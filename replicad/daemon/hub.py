@@ -17,7 +17,7 @@ from replicad.daemon.allowance import Allowance
 from replicad.daemon.announcing import Announcing
 from replicad.daemon.clients import CUTS_KEPT, ORDINARY, ClientView, Cut
 from replicad.daemon.deadlines import Deadlines
-from replicad.daemon.rounds import Rounds
+from replicad.daemon.rounds import SendRounds
 from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
@@ -86,7 +86,7 @@ class Hub:
         self.timing = Timing(limits.ping_interval, limits.peer_timeout, limits.line_timeout)
         self.deadlines = Deadlines()
         self.turns = Turns(limits.turn_lines, limits.turn_bytes)
-        self.rounds = Rounds()
+        self.rounds = SendRounds()
         self.handshakes = Underway(limits.tls_handshakes)
         self.newcomers = Allowance(limits.max_newcomers)
         self.unfinished = Allowance(limits.unfinished_bytes)

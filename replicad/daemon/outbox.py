@@ -17,7 +17,7 @@ import trio
 from replicad.daemon import cuts
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outlet import Outlet, Piece
-from replicad.daemon.rounds import Rounds
+from replicad.daemon.rounds import Rounds, SendRounds
 from replicad.daemon.service import HangUp
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.states import CloseReason
@@ -52,6 +52,7 @@ class Outbox:
         "_posted_bytes",
         "_readers",
         "_rest",
+        "_rounds",
         "_runs",
         "_stall_timeout",
         "_turn",
@@ -64,7 +65,7 @@ class Outbox:
         owner: Owner,
         stall_timeout: float,
         queued_bytes: int = 1 << 20,
-        rounds: Rounds | None = None,
+        rounds: SendRounds | None = None,
     ) -> None:
         """`stall_timeout`: the seconds within which the peer must accept what is sent at once. `queued_bytes`: how much
         may be queued for a peer that reads nothing; exceeded by at most one line. `rounds`: where large sends wait for
@@ -73,7 +74,8 @@ class Outbox:
         self._stall_timeout = stall_timeout
         self._most = queued_bytes
         self._owner: Owner | None = owner
-        self._outlet = Outlet(stream, stall_timeout, rounds)
+        self._outlet = Outlet(stream, stall_timeout)
+        self._rounds = rounds or SendRounds()
         self._turn = trio.Lock()  # held by the task that sends
         self._posted: list[bytes] = []
         self._posted_bytes = 0  # without the preambles of `read`
@@ -102,7 +104,7 @@ class Outbox:
         """
         await self._wait_for_turn()
         try:
-            await self._send_all(pieces, to_go)
+            await self._send_all(pieces, self._rounds.old, to_go)
         finally:
             self._turn.release()
 
@@ -111,7 +113,7 @@ class Outbox:
         await self._wait_for_turn()
         try:
             if self._posted:
-                await self._send_all([self._take_posted()])
+                await self._send_all([self._take_posted()], self._rounds.old)
         finally:
             self._turn.release()
 
@@ -239,7 +241,7 @@ class Outbox:
                 if self._posted:
                     pieces.insert(0, self._take_posted())
                 if pieces or self._rest:
-                    await self._send_all(pieces)
+                    await self._send_all(pieces, self._rounds.new)
             finally:
                 self._turn.release()
             if not pieces and not self._again:
@@ -275,12 +277,12 @@ class Outbox:
             self._turn.release()
             await trio.sleep_forever()
 
-    async def _send_all(self, pieces: Sequence[Piece], to_go: float = 0.0) -> None:
+    async def _send_all(self, pieces: Sequence[Piece], rounds: Rounds, to_go: float = 0.0) -> None:
         """Send; the caller has the turn. A peer that does not accept them within the stall time is disconnected."""
         if self._rest:
             pieces, self._rest = [*self._rest, *pieces], ()
         try:
-            await self._outlet.send(pieces, to_go)
+            await self._outlet.send(pieces, rounds, to_go)
         except trio.TooSlowError:
             raise HangUp(*cuts.stalled(self._stall_timeout)) from None
         self._note_sent()
@@ -298,7 +300,7 @@ class Outbox:
         with trio.move_on_after(grace):
             async with self._turn:
                 if self._posted or self._rest:
-                    await self._send_all([self._take_posted()])
+                    await self._send_all([self._take_posted()], self._rounds.old)
 
     def close(self) -> list[Reader]:
         """Drop everything that is queued, and the owner. Returns the readers, for the caller to close."""

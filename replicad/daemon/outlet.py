@@ -32,14 +32,13 @@ class TakesPieces(Protocol):
 class Outlet:
     """Sends to one peer. The session ensures that only one task sends at a time."""
 
-    def __init__(self, stream: trio.abc.SendStream, stall_timeout: float, rounds: Rounds | None = None) -> None:
-        """`stall_timeout`: the seconds that one `send` may take. `rounds`: what is large waits there for its place."""
+    def __init__(self, stream: trio.abc.SendStream, stall_timeout: float) -> None:
+        """`stall_timeout`: the seconds that one `send` may take."""
         self.torn = False  # a send did not complete: the peer may have half a line
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._whole = stream if self._socket is None and isinstance(stream, TakesPieces) else None
         self._stall_timeout = stall_timeout
-        self._rounds = rounds or Rounds()
         self._sent = 0  # bytes that the socket has accepted so far
         self._blocked = False  # a send waits for the socket
 
@@ -81,8 +80,8 @@ class Outlet:
         self.torn = True
         return (memoryview(data)[sent:],)
 
-    async def send(self, pieces: Sequence[Piece], to_go: float = 0.0) -> None:
-        """Send all of them. `to_go`: of a client that catches up, what it has before it (`Rounds.next`).
+    async def send(self, pieces: Sequence[Piece], rounds: Rounds, to_go: float = 0.0) -> None:
+        """Send all of them; what is large waits for places in `rounds`, with `to_go`.
 
         Raises:
             trio.TooSlowError: the peer did not accept them within the stall time; `torn` is set.
@@ -90,7 +89,7 @@ class Outlet:
         """
         large = sum(map(len, pieces)) >= MUCH
         if large:
-            await self._rounds.next(to_go)
+            await rounds.next(to_go)
         self.torn = True
         if self._socket is None:
             self._blocked = True
@@ -110,7 +109,7 @@ class Outlet:
                 while rest:
                     await trio.lowlevel.wait_writable(self._socket)
                     if large:
-                        await self._rounds.next(to_go)
+                        await rounds.next(to_go)
                     rest = self._send_nowait(self._socket, rest)
             self._blocked = False
             self.torn = False

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from replicad.daemon.outlet import MAX_PIECES, Outlet
+from replicad.daemon.rounds import Rounds
 
 PIECES = [bytes([n % 251]) * (n * 37 % 3000 + 1) for n in range(3 * MAX_PIECES)]
 
@@ -36,7 +37,7 @@ async def test_what_is_sent_in_many_pieces_arrives_whole_and_in_order(
     outlet = Outlet(ours, 10)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(receive)
-        await outlet.send(PIECES)
+        await outlet.send(PIECES, Rounds(4))
         assert not outlet.torn
     assert received == b"".join(PIECES)
 
@@ -46,7 +47,7 @@ async def test_a_peer_that_takes_nothing_is_too_slow_and_has_half_a_line(
 ) -> None:
     outlet = Outlet(pair[0], 0.05)
     with pytest.raises(trio.TooSlowError):
-        await outlet.send(PIECES)
+        await outlet.send(PIECES, Rounds(4))
     assert outlet.torn
 
 
@@ -54,4 +55,4 @@ async def test_a_peer_that_is_gone_is_broken(pair: tuple[trio.SocketStream, trio
     ours, theirs = pair
     await theirs.aclose()
     with pytest.raises(trio.BrokenResourceError):
-        await Outlet(ours, 10).send([b"x"])
+        await Outlet(ours, 10).send([b"x"], Rounds(4))

@@ -182,7 +182,7 @@ async def test_only_a_large_send_waits_for_a_place_also_when_its_socket_was_full
     async with trio.SocketStream(trio.socket.from_stdlib_socket(left)) as ours:
         async with trio.SocketStream(trio.socket.from_stdlib_socket(right)) as theirs:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(Outlet(ours, 10, Places()).send, [b"x" * size])
+                nursery.start_soon(Outlet(ours, 10).send, [b"x" * size], Places(4))
                 received = 0
                 while received < size:
                     received += len(await theirs.receive_some(1000))

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from operator import itemgetter
 
 import trio
@@ -21,11 +22,12 @@ import trio
 from replicad.daemon.by_address import ByAddress, address_of
 
 LIVE = 4  # sessions that are begun in one turn: each takes some hundred microseconds
+ASKED = 16  # addresses of which the next in turn may begin, if those before it may not
 LOOKED = 64  # clients without a line that are looked at in one turn: two microseconds each
 LOOKING = 0.0005  # seconds after which a turn ends all the same: closing with unread input takes much longer
 QUIET = 0.05  # seconds for which a client without a line waits, if there are more than a few such clients
 FEW = 8  # clients without a line that are begun at once, or told that it is too long, in QUIET seconds
-REST = 0.005  # seconds until clients without a line are looked at again, if none of them had sent anything
+REST = 0.001  # seconds until clients without a line are looked at again, if none of them had sent anything
 _HANDSHAKE = b"\x16"  # the first byte of a TLS record with a ClientHello (RFC 8446, 5.1)
 _HEAD = 5  # bytes of a TLS record before its content; the last two are the length of the content
 LONGEST_RECORD = _HEAD + (1 << 14)  # bytes of the longest record that is not encrypted
@@ -80,10 +82,10 @@ class Arrivals:
         door: Door,
         begin: Callable[[socket.socket], None],
         give_way: Callable[[], Awaitable[None]],
-        ready: Callable[[], bool],
+        ready: Callable[[str], bool],
     ) -> None:
-        """`begin` begins a session. `give_way` waits for the next turn. `ready`: whether one with a whole line may
-        begin now; it becomes true without our doing.
+        """`begin` begins a session. `give_way` waits for the next turn. `ready`: whether one from an address, with a
+        whole line, may begin now; it becomes true without our doing.
         """
         self._ready = ready
         self._door = door
@@ -113,8 +115,7 @@ class Arrivals:
     def begin_one(self) -> None:
         """Begin one session now, without a turn; none if too many came without a line. `run` begins the others."""
         if self._whole:
-            if self._ready():
-                self._begin(self._whole.take())
+            self._begin_ready()
         elif self._new and self._is_one_of_few(trio.current_time()):
             client = self._new.take(newest=True)
             del self._came[client]
@@ -149,10 +150,17 @@ class Arrivals:
     def _begin_whole(self) -> int:
         """Begin those with a whole line."""
         for number in range(LIVE):
-            if not self._whole or not self._ready():
+            if not self._begin_ready():
                 return number
-            self._begin(self._whole.take())
         return LIVE
+
+    def _begin_ready(self) -> bool:
+        """Begin the one whose turn it is of those that may. False if there is none."""
+        for address in islice(self._whole.turns(), ASKED):
+            if self._ready(address):
+                self._begin(self._whole.take(address))
+                return True
+        return False
 
     def _look_again(self) -> int:
         """Look at some of those without a line, the newest and the oldest in turns. One of them is begun, if it has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import trio
@@ -60,11 +61,13 @@ class ByAddress(Generic[T]):
             self._newest.discard(address)
         return address
 
-    def take(self, *, newest: bool | None = None) -> T:
-        """Remove one of the address whose turn it is: its newest or its oldest; None: the oldest and the newest in
-        turns.
+    def take(self, address: str | None = None, *, newest: bool | None = None) -> T:
+        """Remove one of the address whose turn it is, or of another one: its newest or its oldest; None: the oldest and
+        the newest in turns.
         """
-        address, things = next(iter(self._things.items()))
+        if address is None:
+            address = self.turn()
+        things = self._things[address]
         if newest is None:
             newest = address in self._newest
             (self._newest.discard if newest else self._newest.add)(address)
@@ -73,6 +76,14 @@ class ByAddress(Generic[T]):
         if address in self._things:
             self._things.move_to_end(address)
         return thing
+
+    def count(self, address: str) -> int:
+        """How many an address has."""
+        return len(self._things.get(address, ()))
+
+    def turns(self) -> Iterator[str]:
+        """The addresses, in the order of their turns."""
+        return iter(self._things)
 
     def turn(self) -> str:
         """The address whose turn it is."""

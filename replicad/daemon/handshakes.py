@@ -35,20 +35,20 @@ class Handshakes:
         """Use another context, with new certificates, for the handshakes that begin from now on."""
         self._tls = tls
 
-    def ready(self) -> bool:
-        """Whether a client that has sent its ClientHello would soon be answered."""
-        return self._hub.handshakes.ready
+    def ready(self, address: str) -> bool:
+        """Whether a client from an address that has sent its ClientHello would soon be answered."""
+        return self._hub.handshakes.ready(address)
 
     async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
         """The secured stream; None if the client cannot, is too slow, or had to give way. `stream` is closed then."""
         begun = _received(stream)
-        transport = _InTurn(stream, self._hub, begun)
-        secured = trio.SSLStream(transport, self._tls, server_side=True, https_compatible=True)
-        scope = trio.CancelScope(deadline=trio.current_time() + self._timeout)
         try:
             address = address_of(stream.socket)
         except OSError:  # reset; nothing will come
             address = ""
+        transport = _InTurn(stream, self._hub, begun, jumps=self._hub.handshakes.may_jump(address))
+        secured = trio.SSLStream(transport, self._tls, server_side=True, https_compatible=True)
+        scope = trio.CancelScope(deadline=trio.current_time() + self._timeout)
         stage = Stage.SERVER if has_client_hello(begun) else Stage.HELLO
         if not self._hub.admit_handshake(transport, scope.cancel, address, stage):
             await self._drop(secured)
@@ -99,10 +99,11 @@ class _InTurn(trio.abc.HalfCloseableStream):
     It keeps the hub informed of what the handshake waits for.
     """
 
-    def __init__(self, stream: trio.SocketStream, hub: Hub, begun: bytes) -> None:
-        """`begun`: what was received already."""
+    def __init__(self, stream: trio.SocketStream, hub: Hub, begun: bytes, *, jumps: bool) -> None:
+        """`begun`: what was received already. `jumps`: it is answered without waiting for its turn."""
         self.hub: Hub | None = hub  # None: the handshake is over
         self._begun = begun
+        self._jumps = jumps
         self._answered = False
         self._stream = stream
 
@@ -117,7 +118,8 @@ class _InTurn(trio.abc.HalfCloseableStream):
         if self._answered:  # what is left to do takes a tenth of the time
             return await self._stream.receive_some(max_bytes)
         data = await self._receive_hello(max_bytes)
-        await self.hub.turns.next()
+        if not self._jumps:
+            await self.hub.turns.next()
         return data
 
     async def _receive_hello(self, max_bytes: int | None) -> bytes | bytearray:

@@ -44,8 +44,8 @@ class Securing(Protocol):
     async def shake(self, stream: trio.SocketStream, peer: str) -> trio.abc.Stream | None:
         """The stream after the handshake; None if that failed, or there is no room for it."""
 
-    def ready(self) -> bool:
-        """Whether a client that has sent its ClientHello would soon be answered; else it waits."""
+    def ready(self, address: str) -> bool:
+        """Whether a client from an address that has sent its ClientHello would soon be answered; else it waits."""
 
     def forget(self, secured: trio.abc.Stream) -> None:
         """Free what a stream of `shake` holds, when it has been served and closed."""
@@ -265,7 +265,7 @@ class Acceptor:
             stream.socket.close()
 
 
-def _always() -> bool:
+def _always(address: str) -> bool:  # noqa: ARG001 - as `Securing.ready`
     return True
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from replicad.daemon.by_address import ByAddress
 
 WORKED_ON = 1  # handshakes that wait for the server; the next is begun when this one is answered
+ALONE = 3  # as many beside it, each the only one of its address: they need not wait behind a crowd
 
 
 class Stage(enum.Enum):
@@ -41,10 +42,13 @@ class Underway:
     def __len__(self) -> int:
         return len(self._members)
 
-    @property
-    def ready(self) -> bool:
-        """Whether another one, whose ClientHello has come, would soon be answered."""
-        return len(self._stages[Stage.SERVER]) < WORKED_ON
+    def ready(self, address: str) -> bool:
+        """Whether another one from this address, whose ClientHello has come, would soon be answered."""
+        return len(self._stages[Stage.SERVER]) < WORKED_ON or self.may_jump(address)
+
+    def may_jump(self, address: str) -> bool:
+        """Whether another one need not wait behind others: no other one of its address is under way."""
+        return not self._all.count(address) and len(self._stages[Stage.SERVER]) < WORKED_ON + ALONE
 
     def hold(self, member: object, cut: Callable[[], None], address: str = "", stage: Stage = Stage.HELLO) -> None:
         """Add a handshake with a client, for which another one gives way if there are too many.

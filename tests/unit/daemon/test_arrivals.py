@@ -22,9 +22,13 @@ class Crowd:
         self.begun: list[socket.socket] = []
         self.turns = 0
         self.ready = True
-        self.arrivals = Arrivals(door, self.begun.append, self._give_way, lambda: self.ready)
+        self.ready_from: set[str] | None = None  # None: all addresses
+        self.arrivals = Arrivals(door, self.begun.append, self._give_way, self._is_ready)
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=CROWD)
         self._open: list[socket.socket] = [self._listening]
+
+    def _is_ready(self, address: str) -> bool:
+        return self.ready and (self.ready_from is None or address in self.ready_from)
 
     async def _give_way(self) -> None:
         self.turns += 1
@@ -131,6 +135,19 @@ async def test_with_tls_a_whole_hello_comes_first_and_waits_until_the_server_is_
     at.ready = True
     await at.arrivals.run()
     assert at.begun == [whole]
+
+
+async def test_one_that_may_begin_does_not_wait_behind_addresses_that_may_not(
+    crowd: Callable[[Door], Crowd], mock_clock: MockClock
+) -> None:
+    at = crowd(Door(tls=True))
+    at.ready_from = {"127.0.0.3"}
+    for _ in range(CROWD):
+        at.arrive(HELLO, "127.0.0.2")
+    _, polite = at.arrive(HELLO, "127.0.0.3")
+    at.arrivals.begin_one()
+    at.arrivals.begin_one()
+    assert at.begun == [polite]
 
 
 async def test_those_that_have_ended_get_no_session_and_no_refusal(crowd: Callable[[Door], Crowd]) -> None:

@@ -43,6 +43,7 @@ class Subscriber:
     async def come(self, streams: Streams) -> None:
         if self.client is None:
             self.client = streams.connect()
+        await self.listen()  # a subscription may have ended: the next one begins behind what it brought
         self._take(await self.client.say(f"REPLICATE s {self.token()}{' linear' if self.linear else ''}"))
 
     async def listen(self) -> None:

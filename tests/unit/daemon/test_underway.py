@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicad.daemon.underway import WORKED_ON, Stage, Underway
+from replicad.daemon.underway import ALONE, WORKED_ON, Stage, Underway
 
 
 def test_those_without_a_hello_give_way_first_and_those_that_wait_for_the_server_last() -> None:
@@ -57,9 +57,32 @@ def test_of_many_addresses_those_without_a_hello_give_way_first() -> None:
 def test_it_is_ready_while_few_wait_for_the_server() -> None:
     underway = Underway(100)
     for number in range(WORKED_ON):
-        assert underway.ready
+        assert underway.ready("")
         underway.hold(number, lambda: None)
         underway.move(number, Stage.SERVER)
-    assert not underway.ready
+    assert not underway.ready("")
     underway.move(0, Stage.CLIENT)
-    assert underway.ready
+    assert underway.ready("")
+
+
+def test_the_only_one_of_its_address_need_not_wait_behind_a_crowd() -> None:
+    underway = Underway(100)
+    for number in range(20):
+        underway.hold(number, lambda: None, "there", Stage.SERVER)
+        underway.move(number, Stage.CLIENT)
+    underway.hold("worked on", lambda: None, "there", Stage.SERVER)
+    assert not underway.ready("there")
+    assert underway.ready("here")
+    assert underway.may_jump("here")
+    underway.hold("polite", lambda: None, "here", Stage.SERVER)
+    assert not underway.ready("here"), "the second one of an address waits as all do"
+
+
+def test_a_crowd_of_addresses_with_one_each_is_not_answered_all_at_once() -> None:
+    underway = Underway(100)
+    for number in range(WORKED_ON + ALONE):
+        assert underway.ready(f"address {number}")
+        underway.hold(number, lambda: None, f"address {number}", Stage.SERVER)
+    assert not underway.ready("another")
+    underway.move(0, Stage.CLIENT)
+    assert underway.ready("another")

@@ -8,12 +8,15 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from itertools import count as count_from
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from bench.readers import processes
 from bench.system import STREAM
 
 IDLE = 1500  # connections that relays go to
@@ -31,13 +34,24 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends a reset
 
 
 @dataclass(frozen=True, slots=True)
+class Dialect:
+    """What attackers say: a PING, what an idle client says first, what it is relayed, and a first valid command."""
+
+    ping: bytes = b"PING x\n"
+    idle: bytes = b"NAME idle\n"
+    relay: bytes = b"REMOTE_SERVER_UP example.org\n"
+    known: bytes = b"PING x\n"
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
-    """The daemon's address, and a lease under which a tube may be acked. `source`: the attacker's own address."""
+    """The server's address, and a lease under which a tube may be acked. `source`: the attacker's own address."""
 
     host: str
     port: int
     lease: str
     source: str = ""
+    dialect: Dialect = Dialect()
 
 
 Attack = Callable[[Connection, Target], None]
@@ -92,11 +106,20 @@ def attack_from_afar(pipe: Connection, attack: Attack, target: Target) -> None:
     attack(pipe, target)
 
 
+def begin_attack(stack: ExitStack, groups: Sequence[Sequence[Attack]], target: Target) -> list[Connection]:
+    """Begin all attacks of each group, which end with the stack. Each has a process and an address of its own."""
+    sources = (f"127.0.0.{number}" for number in count_from(2))
+    jobs = [
+        [(attack_from_afar, (attack, replace(target, source=next(sources)))) for attack in group] for group in groups
+    ]
+    return list(chain(*[stack.enter_context(processes(group)) for group in jobs]))
+
+
 def pings(pipe: Connection, target: Target) -> None:
     """Two clients that send PING as fast as they can."""
     links = [_connect(target) for _ in range(2)]
     pipe.send("ready")
-    _pour(pipe, links, b"PING x\n" * 10_000)
+    _pour(pipe, links, target.dialect.ping * 10_000)
 
 
 def streams(pipe: Connection, target: Target) -> None:
@@ -117,17 +140,17 @@ def acks(pipe: Connection, target: Target) -> None:
 
 def relays(pipe: Connection, target: Target) -> None:
     """A client that relays as fast as it can to many idle connections, which read what they get."""
-    idle = [_connect(target, b"NAME idle\n") for _ in range(IDLE)]
+    idle = [_connect(target, target.dialect.idle) for _ in range(IDLE)]
     watch = selectors.DefaultSelector()
     for link in idle:
         link.setblocking(False)
         watch.register(link, selectors.EVENT_READ)
-    sender = _connect(target, b"NAME relays\n")
+    sender = _connect(target, target.dialect.known)
     sender.setblocking(False)
     pipe.send("ready")
     while not pipe.poll():
         with suppress(OSError):  # full, or cut off
-            sender.send(b"REMOTE_SERVER_UP example.org\n" * 10)
+            sender.send(target.dialect.relay * 10)
         with suppress(OSError):
             sender.recv(1 << 16)
         for key, _ in watch.select(0.005):
@@ -158,7 +181,7 @@ def unfinished_known(pipe: Connection, target: Target) -> None:
     pipe.send("ready")
     block = b"x" * (1 << 16)
     while not pipe.poll():
-        links = [_connect(target, b"PING x\n") for _ in range(CROWD)]
+        links = [_connect(target, target.dialect.known) for _ in range(CROWD)]
         for link in links:
             link.setblocking(False)
         for _ in range(2 * LINE // len(block)):
@@ -292,6 +315,7 @@ PLAIN: dict[str, Attack] = {
     f"{CROWD} unfinished lines, known": unfinished_known,
     "resets": resets,
 }
+ANYWHERE = (pings, relays, unfinished, unfinished_known, resets)  # what can be done to any server of text lines
 SECURED: dict[str, Attack] = {
     f"{HALF:,} half handshakes": handshakes,
     f"{HALF:,} ClientHellos and no more": hellos,

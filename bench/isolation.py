@@ -3,8 +3,8 @@
 The attackers of `attackers` attack the daemon with its default settings, one kind after the other, and then all at once
 together with clients that take old rows slowly or not at all. Half handshakes go to a daemon with TLS and room for 20
 connections. The figures are p50 and p99 of what the polite clients wait, with the ratio of the p99 to the quiet one,
-and the daemon's memory before, during and at most ten seconds after the attack. The whole takes
-three minutes.
+and the daemon's memory before, during and at most ten seconds after the attack. What can be done to NATS as well is
+done to it at the end. The whole takes three minutes.
 
 Attackers of a real daemon have addresses and processors of their own. Here each has an address of the loopback, and the
 processors go to others first. What it takes of them all the same is seen while all attack at once: polite clients of a
@@ -19,15 +19,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
-from itertools import chain
-from itertools import count as count_from
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.attackers import PLAIN, QUICK, SECURED, SLOW, Attack, Target, attack_from_afar
+from bench.attackers import PLAIN, QUICK, SECURED, SLOW, Attack, Target, begin_attack
+from bench.isolation_nats import beside_nats
 from bench.polite import CUT, FORGOTTEN, MEMORY_GOAL, SPARE_TUBE, TUBE, Snapshots, Times, Watch, lease, measure
-from bench.readers import processes
 from bench.report import Figure, Spread, amount, latency, percentile
 from bench.system import Daemon, Options, System, allow_files, system
 
@@ -59,7 +56,7 @@ def run(options: Options) -> list[Figure]:
         secured = ("--tls-cert", str(certificate), "--tls-key", str(key), "--max-connections", "20")
         with ours.daemon(*secured) as daemon:
             figures += _beside_each(ours, daemon, count, SECURED, ssl.create_default_context(cafile=str(certificate)))
-    return figures
+    return figures + beside_nats(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ def _beside(
         watches.append(watch := Watch(before=daemon.memory()))
         with ExitStack() as stack:
             stack.enter_context(watch.looking(daemon))
-            pipes = _begin(stack, groups, target)
+            pipes = begin_attack(stack, groups, target)
             stack.enter_context(nullcontext() if snapshots is None else snapshots.looking())
             time.sleep(SETTLE)
             try:
@@ -147,15 +144,6 @@ def _beside(
         *_waits(name, beside, quiet, least),
         *(_memory(name, watch, number) for number, watch in enumerate(watches, 1)),
     ]
-
-
-def _begin(stack: ExitStack, groups: Sequence[Sequence[Attack]], target: Target) -> list[Connection]:
-    """Begin an attack, with an address for each attacker."""
-    sources = (f"127.0.0.{number}" for number in count_from(2))
-    jobs = [
-        [(attack_from_afar, (attack, replace(target, source=next(sources)))) for attack in group] for group in groups
-    ]
-    return list(chain(*[stack.enter_context(processes(group)) for group in jobs]))
 
 
 def _waits(name: str, beside: Times, quiet: Times, least: Times) -> list[Figure]:

@@ -112,7 +112,7 @@ def measure(
     times: Times = {}
     ended = threading.Event()
     workers = [
-        threading.Thread(target=_repeat, args=(times, kind, wait, ended))
+        threading.Thread(target=repeat, args=(times, kind, wait, ended))
         for kind, wait in (
             ("round trip", polite.round_trip()),
             ("PODS", polite.pods()),
@@ -134,7 +134,7 @@ def measure(
     return {kind: times[kind] for kind in KINDS if kind in times}
 
 
-def _repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.Event) -> None:
+def repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.Event) -> None:
     """Measure until the end, or until the client is cut off or waits for too long, which counts as CUT."""
     found = times[kind] = []
     while not ended.wait(PAUSE):
@@ -209,7 +209,7 @@ class Polite:
         while True:
             try:
                 link = self.link()
-                ask = _asking(link, question, answer)
+                ask = asking(link, question, answer)
                 ask()
             except (ssl.SSLEOFError, ConnectionError):
                 if time.monotonic() >= deadline:
@@ -218,7 +218,8 @@ class Polite:
                 return ask, link
 
 
-def _asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[], None]:
+def asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[], None]:
+    """A function that asks, and returns when an answer has come. Raises if none comes within CUT seconds."""
     heard = b""
 
     def ask() -> None:

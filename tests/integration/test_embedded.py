@@ -124,6 +124,32 @@ def test_server_is_stopped_by_the_last_of_those_who_share_it(folder: Path) -> No
     assert third.pid() is None
 
 
+def test_one_folder_is_one_server_however_it_is_spelled(folder: Path) -> None:
+    link = folder.parent / f"{folder.name}-link"
+    link.symlink_to(folder)
+    spellings = (link, folder / "data" / "..", Path(os.path.relpath(folder)))
+    with EmbeddedPostgres(folder, {"fsync": "off"}) as first:
+        for other in spellings:
+            with EmbeddedPostgres(other, {"fsync": "off"}) as second:
+                assert second.pid() == first.pid()
+                assert psql(second.url, "SELECT 1") == "1"
+        assert first.pid() is not None
+    with EmbeddedPostgres(link, {"fsync": "off"}) as first:
+        assert first.pid() is not None
+    assert EmbeddedPostgres(folder).pid() is None, "stopped by its last user, by another name"
+
+
+def test_a_server_whose_folder_was_renamed_is_still_known(folder: Path) -> None:
+    moved = folder.parent / f"{folder.name}-moved"
+    with EmbeddedPostgres(folder, {"fsync": "off"}) as first:
+        pid = first.pid()
+        folder.rename(moved)
+        try:
+            assert EmbeddedPostgres(moved).pid() == pid
+        finally:
+            moved.rename(folder)
+
+
 def test_server_of_a_killed_process_is_taken_over_and_stopped_in_the_end(folder: Path) -> None:
     killed = User(folder)
     killed.kill()

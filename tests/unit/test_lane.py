@@ -44,12 +44,13 @@ class FakeCopier:
         return None
 
 
-def lane_of(copier: FakeCopier, *writers: str) -> tuple[Lane, Troubles]:
+def lane_of(copier: FakeCopier, *writers: str, limits: JournalLimits | None = None) -> tuple[Lane, Troubles]:
     troubles = Troubles()
     made: Any = copier
-    limits = JournalLimits()
     positions = dict.fromkeys(writers or ("master",), 0)
-    lane = Lane("s", made, positions, limits=limits, troubles=troubles, writers=lambda _, __: b"", epoch="g")
+    lane = Lane(
+        "s", made, positions, limits=limits or JournalLimits(), troubles=troubles, writers=lambda _, __: b"", epoch="g"
+    )
     return lane, troubles
 
 
@@ -102,6 +103,49 @@ async def test_readers_that_got_half_a_batch_are_cut_and_others_get_it_whole(aut
         await trio.sleep(10)
         nursery.cancel_scope.cancel()
     assert len(b"".join(whole.take_nowait()).splitlines()) == 3
+
+
+async def test_a_client_may_come_back_within_a_copy_that_a_slow_reader_holds_up(autojump_clock: trio.abc.Clock) -> None:
+    row = len(b"RDATA s master 1 []\n")
+    lane, _ = lane_of(FakeCopier(), limits=JournalLimits(max_bytes=5 * row))
+    slow = lane.channel.subscribe(0, lambda: None, extended=False)
+    quick = lane.channel.subscribe(0, lambda: None, extended=False)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.run)
+        lane.set_target({"master": 9})
+        await trio.sleep(0.01)
+        assert quick.take_nowait(), "and now the slow one keeps the window full"
+        await trio.sleep(0.01)
+        assert lane.channel.boundary.positions == {"master": 5}, "all that could be taken"
+        quick.close()
+        back = lane.channel.subscribe(lane.channel.boundary.index, lambda: None, extended=False)
+        slow.take_nowait()
+        await trio.sleep(0.01)
+        assert [int(line.split()[3]) for line in b"".join(back.take_nowait()).splitlines()] == [6, 7, 8, 9]
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_long_copy_has_boundaries_only_at_the_ends_of_batches(autojump_clock: trio.abc.Clock) -> None:
+    class Slow(FakeCopier):
+        async def copy(self, after: Any, upto: Any, send: Any) -> int:
+            for number in range(1, 10):
+                await send(Chunk(b"RDATA s master %d []\n" % number, "master", None if number % 3 else number))
+                await trio.sleep(1)
+            return 9
+
+    lane, _ = lane_of(Slow())
+    seen: list[int] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.run)
+        lane.set_target({"master": 9})
+        for _ in range(9):
+            await trio.sleep(1)
+            boundary = lane.channel.boundary
+            assert boundary.index == boundary.positions["master"]
+            seen.append(boundary.index)
+        nursery.cancel_scope.cancel()
+    assert set(seen) >= {3, 6}
+    assert set(seen) <= {0, 3, 6, 9}
 
 
 class RowsOfOneWriter(FakeCopier):

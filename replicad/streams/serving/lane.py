@@ -295,11 +295,21 @@ class Lane:
             self.channel.release()
 
     async def _advance(self, target: Positions, *, at_once: bool = False) -> None:
-        """Copy the rows up to the target. POSITION is sent every `pace.position` seconds at most, or `at_once`."""
+        """Copy the rows up to the target. POSITION is sent every `pace.position` seconds at most, or `at_once`.
+
+        A client that comes back while a large copy runs has a token within it. So there are boundaries within a copy.
+        """
         sent = dict(self.channel.boundary.positions)
         seen = LastTokens(self._stream, sent, one=self._copier.one_writer)
+        seal_at = trio.current_time() + self._pace.seal
 
         async def append(chunk: Chunk) -> None:
+            nonlocal seal_at
+            if seen.done is not None and not seen.torn:
+                now = trio.current_time()
+                if now >= seal_at or self.channel.is_full(len(chunk.data)):  # append may wait for slow readers
+                    self.channel.seal({**sent, **seen.tokens})
+                    seal_at = now + self._pace.seal
             await self.channel.append(chunk.data)
             seen.see(chunk)
 

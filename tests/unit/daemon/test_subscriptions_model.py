@@ -109,10 +109,12 @@ steps = st.lists(
 )
 
 
-async def _live(plan: list[tuple[str, int]]) -> None:
+async def _live(plan: list[tuple[str, int]], seal: float) -> None:
     limits = JournalLimits(max_bytes=120, max_chunks=4)  # so small that who lags must catch up from Postgres
     small = CatchupLimits(sizes=Sizes(20, 40, 600))  # some pieces have one row, others have several
-    async with open_streams("s", by_writer=True, limits=limits, pace=Pace(ahead=1.0), catchups=small) as streams:
+    async with open_streams(
+        "s", by_writer=True, limits=limits, pace=Pace(ahead=1.0, seal=seal), catchups=small
+    ) as streams:
         database = Database(streams)
         poison = streams.store.tables["s"].poison
         subscribers = [Subscriber(linear=number % 3 == 2) for number in range(6)]
@@ -155,7 +157,9 @@ async def _live(plan: list[tuple[str, int]]) -> None:
         assert streams.troubles.current() == []
 
 
-@given(steps)
+@given(steps, st.sampled_from([0.0, 0.1]))
 @settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
-def test_every_subscriber_gets_every_row_once_and_in_order_whatever_happens(plan: list[tuple[str, int]]) -> None:
-    on_a_jumping_clock(_live, plan)
+def test_every_subscriber_gets_every_row_once_and_in_order_whatever_happens(
+    plan: list[tuple[str, int]], seal: float
+) -> None:
+    on_a_jumping_clock(_live, plan, seal)

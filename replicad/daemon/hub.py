@@ -162,7 +162,12 @@ class Hub:
 
     async def run(self, restarts: Restarts = Restarts()) -> None:
         """Keep the deadlines of all sessions, and give places to send and what is for all of them, until cancelled."""
-        jobs = (("deadlines", self.deadlines.run), ("announcing", self.announcing.run), ("rounds", self.rounds.run))
+        jobs = (
+            ("deadlines", self.deadlines.run),
+            ("announcing", self.announcing.run),
+            ("sends of old rows", self.rounds.old.run),
+            ("sends of new rows", self.rounds.new.run),
+        )
         async with trio.open_nursery() as nursery:
             for name, job in jobs:
                 nursery.start_soon(keep_running, job, "service", f"sessions: {name}", self.troubles, restarts)

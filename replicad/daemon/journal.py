@@ -364,6 +364,12 @@ class Channel:
         """Whether room may be needed soon. Readers are looked at before that, so that those that stopped are known."""
         return 2 * self._bytes > self.limits.max_bytes or 2 * len(self.chunks) > self.limits.max_chunks
 
+    async def wait_room(self, extra: int, seconds: float = float("inf")) -> bool:
+        """Make room for so many bytes, for which readers may have to be waited for. False if that takes longer."""
+        with trio.move_on_after(seconds):
+            await self._make_room(extra)
+        return not self.is_full(extra)
+
     async def _make_room(self, extra: int) -> None:
         while self.is_full(extra):
             late = [reader for reader in self._readers if reader.cursor == self.tail]

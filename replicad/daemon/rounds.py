@@ -80,7 +80,9 @@ class Rounds(trio.abc.Instrument):
         finally:
             self._runs = False
             trio.lowlevel.remove_instrument(self)
-            self._give(len(self._waiting))
+            waiting, self._waiting = self._waiting, {}
+            for task in waiting.values():
+                trio.lowlevel.reschedule(task)
 
     def _give(self, places: int) -> None:
         for _ in range(min(places, len(self._waiting))):
@@ -118,9 +120,3 @@ class SendRounds:
     def waits(self) -> int:
         """Times that a send had to wait, since the start."""
         return self.old.waits + self.new.waits
-
-    async def run(self) -> None:
-        """Give places until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.old.run)
-            nursery.start_soon(self.new.run)

@@ -27,6 +27,7 @@ from replicad.daemon.listener import Acceptor, Pauses
 from replicad.daemon.outbox import Outbox
 from replicad.daemon.poller import Outages
 from replicad.daemon.relay import Pace as RelayPace
+from replicad.daemon.rounds import Rounds
 from replicad.daemon.session import Session
 from replicad.daemon.supervision import Restarts
 from replicad.errors import (
@@ -264,6 +265,14 @@ async def knock(world: World) -> None:
         await (await trio.open_tcp_stream(world.daemon.addresses[0].host, world.daemon.addresses[0].port)).aclose()
 
 
+async def want_to_send_much(world: World) -> None:
+    rounds = world.daemon.hub.rounds
+    async with trio.open_nursery() as nursery:
+        for one in (rounds.old, rounds.new):
+            for _ in range(3 * one.sends):
+                nursery.start_soon(one.next)
+
+
 async def read_old_rows(world: World) -> None:
     """A client that catches up; a failure ends its connection."""
     await world.insert("victim")
@@ -367,6 +376,14 @@ FAULTS = (
     Fault("session: writer", "", Outbox, "_take_posted", talk, lambda outbox: is_victim(outbox._owner), codes=DEFECTS),
     Fault("deadlines", "sessions, sessions: deadlines", Deadlines, "_call_due", knock),
     Fault("announcing", "sessions: announcing", Announcing, "_take", say("REMOTE_SERVER_UP x{n}")),
+    Fault(
+        "places to send",
+        "sessions: sends of old rows, sessions: sends of new rows",
+        Rounds,
+        "_give",
+        want_to_send_much,
+        by_its_own_task,
+    ),
     Fault("figures", "figures", Looks, "_due", scrape, by_its_own_task),
     Fault("pages", "http", Looks, "refresh", scrape),
 )

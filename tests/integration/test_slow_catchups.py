@@ -148,3 +148,35 @@ async def test_clients_that_come_back_with_one_token_make_postgres_read_each_row
                 nursery.start_soon(catch_up, daemon, number % 3)
         read = await database.fetch_value("SELECT last_value FROM reads") - before
         assert ROWS - 3 <= read <= 1.2 * ROWS
+
+
+async def test_a_burst_that_waits_for_a_slow_reader_holds_no_snapshot_and_lets_others_come_back(
+    database: Database, start_daemon: Start
+) -> None:
+    async with start_daemon(journal_bytes=1 << 20, journal_pace=1, journal_patience=60.0) as daemon:
+        await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")
+        await registry.add(database, "events", "public.events", "id", row="body")
+        await daemon.publisher.find("events")
+        address = daemon.addresses[0]
+        held: list[float] = []
+        with trio.socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await slow.connect((address.host, address.port))
+            await slow.send(b"REPLICATE events\n")
+            async with netcat_to(daemon) as quick:
+                await quick.send("REPLICATE events")
+                await quick.until("POSITION events .*")
+                await database.execute(
+                    f"INSERT INTO events (body) SELECT to_jsonb(repeat('x', 400)) FROM generate_series(1, {ROWS})"
+                )
+                token = int((await quick.until("RDATA events master [0-9]+ .*"))[-1].split()[3])
+            for _ in range(150):
+                held.append(await database.fetch_value(SNAPSHOTS))
+                await slow.recv(1000)
+                await trio.sleep(0.02)
+            async with netcat_to(daemon) as back:
+                await back.send(f"REPLICATE events {token}")
+                assert (await back.until("RDATA .*|ERROR .*"))[-1].startswith(f"RDATA events master {token + 1} ")
+        assert max(held) < 2.0, "a copy ends before it waits for long; a busy machine adds to it"
+        assert await catch_up(daemon) == ROWS
+        assert not daemon.troubles.current()

@@ -90,7 +90,8 @@ def at_of(feed: Feed, token: Vector, instance: str) -> int:
 
 
 def is_ahead(feed: Feed, token: Vector, positions: Mapping[str, int]) -> bool:
-    """Whether the token is beyond the positions that were sent to readers."""
-    return token.minimum > feed.sent_upto or any(
+    """Whether the token is beyond the positions that were sent to readers; in linear order, to those of that order."""
+    unlisted = token.minimum if LINEAR not in positions else feed.sent_upto
+    return unlisted > feed.sent_upto or any(
         at_of(feed, token, instance) > position for instance, position in positions.items()
     )

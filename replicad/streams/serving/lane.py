@@ -16,7 +16,7 @@ from replicad.daemon.journal import Channel, JournalLimits
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TokenExpired, UnknownStream
 from replicad.retry import Backoff
-from replicad.streams.chunks import Chunk
+from replicad.streams.chunks import Chunk, Enough
 from replicad.streams.row_text import Range
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.pace import Pace
@@ -25,6 +25,7 @@ from replicad.streams.store import Rows
 from replicad.streams.writer_set import WRITERS_ON_LINE
 
 LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together
+ROOM = 256 << 10  # bytes that must be free before a copy that was ended goes on: beginning one takes milliseconds
 UNKNOWN = -(1 << 63)  # below every position
 
 log = structlog.get_logger()
@@ -265,7 +266,9 @@ class Lane:
             if at_fault is None:
                 raise
             done = {**self.channel.boundary.positions, **(self._copied or {})}
-            await self._advance(below(done, target, at_fault), at_once=True)
+            before = below(done, target, at_fault)
+            while not await self._advance(before, at_once=True):
+                pass
             self._hold(at_fault)
 
     async def _readable_by_now(self, held: RowUnreadable) -> bool:
@@ -294,32 +297,43 @@ class Lane:
             self._troubles.end("stream", self._stream, self._row_cause)
             self.channel.release()
 
-    async def _advance(self, target: Positions, *, at_once: bool = False) -> None:
+    async def _advance(self, target: Positions, *, at_once: bool = False) -> bool:
         """Copy the rows up to the target. POSITION is sent every `pace.position` seconds at most, or `at_once`.
 
         A client that comes back while a large copy runs has a token within it. So there are boundaries within a copy.
+        A copy holds a snapshot, so it does not wait for slow readers: it is ended, and False is returned when there is
+        room again.
         """
         sent = dict(self.channel.boundary.positions)
         seen = LastTokens(self._stream, sent, one=self._copier.one_writer)
-        seal_at = trio.current_time() + self._pace.seal
+        rows, began = 0, trio.current_time()
+        seal_at, ends_at = began + self._pace.seal, began + self._pace.held
 
         async def append(chunk: Chunk) -> None:
             nonlocal seal_at
-            if seen.done is not None and not seen.torn:
-                now = trio.current_time()
-                if now >= seal_at or self.channel.is_full(len(chunk.data)):  # append may wait for slow readers
-                    self.channel.seal({**sent, **seen.tokens})
-                    seal_at = now + self._pace.seal
+            now, size = trio.current_time(), len(chunk.data)
+            full = self.channel.is_full(size)
+            if seen.done is not None and not seen.torn and (full or now >= seal_at):
+                self.channel.seal({**sent, **seen.tokens})
+                seal_at = now + self._pace.seal
+            if full and not seen.torn and not await self.channel.wait_room(size, max(0.0, ends_at - now)):
+                raise Enough
             await self.channel.append(chunk.data)
             seen.see(chunk)
+            nonlocal rows
+            rows += chunk.rows
 
         copied, self._copied = self._copied, None
         try:
-            rows = await self._copier.copy(copied or sent, target, append)
-        except BaseException:
+            await self._copier.copy(copied or sent, target, append)
+        except BaseException as error:
             self._keep_what_went_out(sent, copied or sent, target, seen)
-            raise
-        self.given_rows += rows * self.channel.readers
+            if not isinstance(error, Enough):
+                raise
+            await self.channel.wait_room(min(ROOM, self.channel.limits.max_bytes // 2))
+            return False
+        finally:
+            self.given_rows += rows * self.channel.readers
         self._copied = target
         sent |= seen.tokens
         now = trio.current_time()
@@ -332,6 +346,7 @@ class Lane:
             self._changed = trio.Event()
             with trio.move_on_at(self._position_sent_at + self._pace.position):
                 await self._changed.wait()
+        return True
 
     def _keep_what_went_out(self, sent: Positions, after: Positions, target: Positions, seen: LastTokens) -> None:
         """After a copy that failed: continue after the last complete batch that was sent; else disconnect readers.

@@ -20,9 +20,8 @@ class Pace:
     copy_retry: float = 0.2  # before a copy that failed is tried again; doubles up to `longest_copy_retry`
     longest_copy_retry: float = 5.0
     position: float = 0.1  # between two POSITIONs without rows; rows are never held up
-    seal: float = (
-        0.1  # between two boundaries in one copy, where readers can join; a copy of new rows is mostly shorter
-    )
+    held: float = 0.5  # after which a copy of new rows ends that would wait for readers: it holds a snapshot
+    seal: float = 0.1  # between two boundaries in one copy, where readers can join; most copies are shorter
     gather: float = 20e-6  # between two reads of new rows, for each reader: two to four times what a send to it takes
     longest_gather: float = 0.1
     ahead: float = 5.0  # for this daemon to reach the position of the daemon that a token came from

@@ -272,6 +272,9 @@ class ServerSettings:
         import ssl  # noqa: PLC0415 - see `trust`
 
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        # A client that closes its side without a close_notify is answered first, as without TLS. It can cut nothing
+        # off: only whole lines count. Without the option OpenSSL sends nothing more after such an end.
+        context.options |= ssl.OP_IGNORE_UNEXPECTED_EOF
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key)
         except OSError as error:

@@ -19,9 +19,13 @@ def address_of(client: socket.socket | trio.socket.SocketType) -> str:
     Empty for a pair of sockets. Raises OSError if the connection has been reset.
     """
     name = client.getpeername()
-    host = name[0] if isinstance(name, tuple) else ""
+    return network_of(str(name[0]) if isinstance(name, tuple) else "")
+
+
+def network_of(host: str) -> str:
+    """An address of IPv4, or the network of 64 bits of one of IPv6. What is no address is returned as it is."""
     if ":" not in host or "." in host:  # IPv4, also within IPv6
-        return str(host)
+        return host
     return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:_PREFIX].hex()
 
 

@@ -130,7 +130,7 @@ class Hub:
         """Whether there is room for one more. If not, a handshake gives way, or a client that has sent no command."""
         if len(self._sessions) + len(self.handshakes) < self.limit:
             return True
-        if self.handshakes.cut_one() or self.newcomers.cut_oldest():
+        if self.handshakes.cut_one() or self.newcomers.cut_one():
             return True
         self.refuse()
         return False

@@ -17,6 +17,7 @@ import trio
 from replicad.daemon import cuts
 from replicad.daemon.access import ClientAccess, access_by_token
 from replicad.daemon.answering import Answering
+from replicad.daemon.by_address import network_of
 from replicad.daemon.clients import ClientView, Following
 from replicad.daemon.closing import DRAIN_BYTES, LOST, RECEIVE_BYTES, reason_of, send_last_error, text_of
 from replicad.daemon.deadlines import EARLY
@@ -120,6 +121,11 @@ class Session(Answering):
         """The bytes that the socket has taken."""
         return self.outbox.sent
 
+    @property
+    def _address(self) -> str:
+        """Without the port; of IPv6 the network, as `network_of` has it."""
+        return network_of(self.peer.rpartition(":")[0].strip("[]"))
+
     def view(self, now: float) -> ClientView:
         """What is shown of the client."""
         following = tuple(Following(one.stream, one.behind_s(now)) for one in self.outbox.readers)
@@ -143,7 +149,7 @@ class Session(Answering):
 
         A health check is logged on level debug: it asks no service for anything, and closes the connection.
         """
-        self._hub.newcomers.hold(self, self._give_way)
+        self._hub.newcomers.hold(self, self._give_way, address=self._address)
         self._hub.deadlines.set(self, self._next_deadline())
         try:
             async with trio.open_nursery() as nursery:
@@ -283,7 +289,7 @@ class Session(Answering):
             self._hub.deadlines.set(self, self._connection.next_deadline())
         if held > self._limits.first_line:
             self._held = held
-            self._hub.unfinished.hold(self, self._give_up_line, held)
+            self._hub.unfinished.hold(self, self._give_up_line, held, self._address)
         elif self._held:
             self._held = 0
             self._hub.unfinished.leave(self)

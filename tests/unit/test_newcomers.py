@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 from replicad.config.settings import ServerSettings
+from replicad.daemon.allowance import Allowance
 from replicad.daemon.hub import Hub
 from replicad.daemon.session import Session
 from replicad.protocol.command import Command
@@ -200,3 +201,26 @@ async def test_short_unfinished_lines_do_not_count(door: Open, autojump_clock: o
     guest = at.connect()
     await guest.say(b"NAME x\nNAME y")
     assert at.hub.statistics().unfinished == 0
+
+
+async def test_a_crowd_from_one_address_takes_no_place_from_another() -> None:
+    allowance = Allowance(5)
+    cut: list[str] = []
+
+    def hold(name: str, address: str) -> None:
+        allowance.hold(name, lambda: cut.append(name), address=address)
+
+    hold("polite", "here")
+    for number in range(20):
+        hold(f"crowd {number}", "there")
+    assert cut == [f"crowd {number}" for number in range(16)]
+    allowance.leave("polite")
+    assert (allowance.used, len(allowance), allowance.cut) == (4, 4, 16)
+
+
+async def test_where_each_has_its_own_address_the_oldest_is_cut() -> None:
+    allowance = Allowance(3)
+    cut: list[int] = []
+    for number in range(5):
+        allowance.hold(number, lambda number=number: cut.append(number), address=f"host {number}")  # type: ignore[misc]
+    assert cut == [0, 1]

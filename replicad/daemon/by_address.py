@@ -26,7 +26,10 @@ def network_of(host: str) -> str:
     """An address of IPv4, or the network of 64 bits of one of IPv6. What is no address is returned as it is."""
     if ":" not in host or "." in host:  # IPv4, also within IPv6
         return host
-    return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:_PREFIX].hex()
+    try:
+        return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:_PREFIX].hex()
+    except OSError:
+        return host
 
 
 class ByAddress(Generic[T]):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replicad.daemon.by_address import ByAddress, address_of
+from replicad.daemon.by_address import ByAddress, address_of, network_of
 
 ADDRESSES = st.sampled_from("abcd")
 
@@ -101,3 +101,18 @@ def test_a_pair_of_sockets_has_no_address() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert address_of(ours) == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.1"),
+        ("2001:db8:1:2::7", "20010db800010002"),
+        ("fe80::1%eth0", "fe80000000000000"),
+        ("no:address", "no:address"),
+        ("", ""),
+    ],
+)
+def test_an_address_of_ipv6_counts_by_its_network_and_what_is_none_as_it_is(host: str, network: str) -> None:
+    assert network_of(host) == network

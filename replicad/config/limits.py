@@ -36,7 +36,7 @@ class Limits:
     )
     unfinished_bytes: int = amount(  # lines above --first-line arrive within milliseconds, or are an attack
         64 * _MIB,
-        "Memory for unfinished lines of all clients together. Beyond it the client whose line is oldest is cut.",
+        "Memory for unfinished lines of all clients. Beyond it the oldest of the address that has the most is cut.",
         _MIB,
         64 * _GIB,
     )

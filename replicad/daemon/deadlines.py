@@ -1,15 +1,16 @@
 """The deadlines of all sessions, which one task works off: PINGs to be sent, clients that are too late.
 
-A timer or a task for each of ten thousand idle connections would cost more than the connections themselves. The task
-wakes at most once in EARLY seconds and handles together what is due by then. PINGs go out up to so much early. Sessions
-that were sent a PING together have one deadline from then on, so the heap has a hundredth of their number.
+A timer or a task for each of ten thousand idle connections would cost more than the connections themselves. Deadlines
+within EARLY seconds of each other share a slot of a timer wheel. The task wakes when a slot begins and handles all that
+is in it, so PINGs go out up to so much early. What ends before its deadline leaves nothing behind: small things that a
+crowd leaves for a minute keep the memory of the whole crowd from going back to the system.
 """
 
 from __future__ import annotations
 
 import time
-from heapq import heappop, heappush
-from typing import Any, Protocol
+from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 import trio
 
@@ -17,6 +18,7 @@ from replicad.protocol.commands import Ping
 
 EARLY = 0.05  # seconds; what a PING may come before it is due: a hundredth of its interval
 SLICE = 50  # sessions that are handled before other tasks run: less than a millisecond
+EMPTY = 20  # slots without members that the heap may have, beside as many as have members
 
 
 class Punctual(Protocol):
@@ -26,32 +28,54 @@ class Punctual(Protocol):
         """Do what is due at `now`, PINGs also EARLY seconds before; returns the next deadline. Never raises."""
 
 
+class _Slot:
+    """The members whose deadlines lie within EARLY seconds from its begin."""
+
+    __slots__ = ("begin", "members")
+
+    def __init__(self, begin: float) -> None:
+        self.begin = begin
+        self.members: set[Punctual] = set()
+
+
 class Deadlines:
-    """One entry for each member: the time at which it must be called next."""
+    """Each member is in one slot: that of the time at which it must be called next. An infinite one is in none."""
 
     def __init__(self) -> None:
-        self._heap: list[float] = []  # the keys of `_due`
-        self._due: dict[float, list[list[Any]]] = {}  # [deadline, member]; no member: it was replaced
-        self._entries: dict[Punctual, list[Any]] = {}
+        self._slots: dict[float, _Slot] = {}  # by their begin; those that have members
+        self._heap: list[float] = []  # begins of the slots, and of some that are gone
+        self._slot_of: dict[Punctual, _Slot] = {}
         self._sooner = trio.Event()  # set when a deadline comes before those that `run` knew
         self._sleeps_until = float("-inf")
         self._ping = b""
         self._ping_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """How many members have a deadline."""
+        return len(self._slot_of)
+
+    @property
+    def remembered(self) -> int:
+        """How many slots it knows of; of those that nobody is in any more, it forgets all but a few."""
+        return len(self._heap)
 
     def set(self, member: Punctual, deadline: float) -> None:
         """Call `member.mind` at the deadline, or before, if one that is earlier was set already."""
-        entry = self._entries.get(member)
-        if entry is None or deadline < entry[0]:
+        slot = self._slot_of.get(member)
+        if slot is None or deadline < slot.begin:
             self._put(member, deadline)
 
     def forget(self, member: Punctual) -> None:
         """Call it no more; safe to repeat."""
-        entry = self._entries.pop(member, None)
-        if entry is not None:
-            entry[1] = None
+        slot = self._slot_of.pop(member, None)
+        if slot is None:
+            return
+        slot.members.discard(member)
+        if not slot.members and self._slots.get(slot.begin) is slot:
+            del self._slots[slot.begin]
+            if len(self._heap) > 2 * len(self._slots) + EMPTY:
+                self._heap = list(self._slots)
+                heapify(self._heap)
 
     def ping(self, now: float) -> bytes:
         """The line of a PING, rendered once for all that are sent within EARLY seconds."""
@@ -76,32 +100,27 @@ class Deadlines:
 
     async def _call_due(self) -> None:
         now = trio.current_time()
-        called: list[list[Any]] = []  # entered afterwards: a deadline within EARLY must not come up again
-        while self._heap and self._heap[0] <= now + EARLY:
-            for entry in self._due.pop(heappop(self._heap)):
-                member: Punctual | None = entry[1]
-                if member is None:
-                    continue
-                entry[0] = member.mind(now)
-                called.append(entry)
-                if len(called) % SLICE == 0:
-                    await trio.lowlevel.checkpoint()
-        for entry in called:
-            if entry[1] is not None:  # else its member was forgotten meanwhile, or has another one
-                self._enter(entry)
+        due: list[Punctual] = []  # taken out first: a deadline that is set again may be in the same slot
+        while self._heap and self._heap[0] <= now:
+            slot = self._slots.pop(heappop(self._heap), None)
+            if slot is not None:
+                due += slot.members
+        for done, member in enumerate(due, start=1):
+            if member in self._slot_of:  # else it was forgotten meanwhile
+                self._put(member, member.mind(now))
+            if done % SLICE == 0:
+                await trio.lowlevel.checkpoint()
 
     def _put(self, member: Punctual, deadline: float) -> None:
         self.forget(member)
-        self._entries[member] = entry = [deadline, member]
-        self._enter(entry)
-        if deadline < self._sleeps_until:
+        if deadline == float("inf"):
+            return
+        begin = deadline // EARLY * EARLY
+        slot = self._slots.get(begin)
+        if slot is None:
+            slot = self._slots[begin] = _Slot(begin)
+            heappush(self._heap, begin)
+        slot.members.add(member)
+        self._slot_of[member] = slot
+        if begin < self._sleeps_until:
             self._sooner.set()
-
-    def _enter(self, entry: list[Any]) -> None:
-        deadline = entry[0]
-        together = self._due.get(deadline)
-        if together is None:
-            self._due[deadline] = [entry]
-            heappush(self._heap, deadline)
-        else:
-            together.append(entry)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, MutableMapping
 from itertools import count
 from typing import Any, NamedTuple
+
+from replicad.keeping import Newest
 
 KEPT = 200  # events
 MOST_FIELDS = 24  # of an event
@@ -32,7 +33,7 @@ class RecentEvents:
     """Keeps the last events. `note` is a structlog processor; it must come after the one that masks secrets."""
 
     def __init__(self, kept: int = KEPT, now: Callable[[], float] = time.time) -> None:
-        self._events: deque[Recent] = deque(maxlen=kept)
+        self._events = Newest(kept, Recent)
         self._now = now
         self._numbers = count(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from replicad.protocol.states import CloseReason
 
@@ -39,8 +40,7 @@ class ClientView:
     following: tuple[Following, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """An end of a connection that its client did not want. `at`: by the clock of trio."""
 
     at: float

@@ -115,7 +115,7 @@ class Deadlines:
         self.forget(member)
         if deadline == float("inf"):
             return
-        begin = deadline // EARLY * EARLY
+        begin = int(deadline / EARLY) * EARLY
         slot = self._slots.get(begin)
         if slot is None:
             slot = self._slots[begin] = _Slot(begin)

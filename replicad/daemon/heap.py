@@ -1,19 +1,22 @@
 """Gives free memory back to the system after a rush.
 
 The allocator of glibc keeps what lies below the last byte in use: hundreds of megabytes after thousands of clients that
-sent half a line each. Elsewhere (musl, macOS) nothing is done.
+sent half a line each. Python has lists of free objects beside it, thousands that lie all over the memory of a rush and
+keep its pages. Elsewhere (musl, macOS) nothing is done. `cli/allocator.py` has the other half of it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 from typing import Protocol
 
 import structlog
 import trio
 
 LOOK = 2.0  # seconds
-SPARE = 32 << 20  # bytes that may be free; the next rush needs them again
+SPARE = 8 << 20  # bytes that may be free; the next rush needs them again
+CALM = 500  # tasks; with so many a collection of all objects takes up to 50 ms
 
 log = structlog.get_logger()
 
@@ -28,18 +31,33 @@ class Allocator(Protocol):
         """Give back what is free. Takes up to a tenth of a second for hundreds of megabytes."""
 
 
-async def give_back_forever(allocator: Allocator) -> None:
-    """Give memory back that is free at two looks one after the other, until cancelled."""
+async def give_back_forever(allocator: Allocator, calm: int = CALM) -> None:
+    """Give memory back that is free at two looks one after the other, until cancelled.
+
+    Python's lists are emptied before. While more than `calm` tasks live that takes too long. Then memory is given back
+    once more when fewer live, or when the collector of cycles has looked at all objects, which empties the lists too.
+    """
     kept = last = 0  # bytes that were free after it was given back last, and at the last look
+    full: int | None = None  # collections of all objects when it was given back last, if the lists were full then
     while True:
         await trio.sleep(LOOK)
         free = allocator.free()
         kept = min(kept, free)
-        if min(free, last) > kept + SPARE:
+        is_calm = trio.lowlevel.current_statistics().tasks_living <= calm
+        if min(free, last) > kept + SPARE or (full is not None and (is_calm or _collections() > full)):
+            emptied = is_calm or (full is not None and _collections() > full)
+            if is_calm:
+                gc.collect()
+            full = None if emptied else _collections()
             await trio.to_thread.run_sync(allocator.give_back)
             log.debug("memory_given_back", free=free, before=kept)
             kept = allocator.free()
         last = free
+
+
+def _collections() -> int:
+    """How often all objects were looked at, and Python's lists of free ones emptied."""
+    return int(gc.get_stats()[-1]["collections"])
 
 
 def allocator_of_this_process() -> Allocator | None:

@@ -5,7 +5,7 @@ A command for all sessions is rendered once, before any session gets it. If that
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +22,7 @@ from replicad.daemon.supervision import Restarts, keep_running
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
 from replicad.daemon.underway import Stage, Underway
+from replicad.keeping import Newest
 from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.states import CloseReason
@@ -96,7 +97,7 @@ class Hub:
         self._refused = 0
         self._closed: Counter[str] = Counter()
         self._sent = 0  # bytes, to sessions that have ended
-        self.cuts: deque[Cut] = deque(maxlen=CUTS_KEPT)
+        self.cuts = Newest(CUTS_KEPT, Cut)
         self.announcing = Announcing(self._sessions, limits.relay_bytes, self.turns)
 
     def __len__(self) -> int:

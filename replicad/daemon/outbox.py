@@ -18,7 +18,6 @@ from replicad.daemon import cuts
 from replicad.daemon.journal import Channel, Reader
 from replicad.daemon.outlet import Outlet, Piece
 from replicad.daemon.rounds import Rounds, SendRounds
-from replicad.daemon.service import HangUp
 from replicad.errors import ReplicadError, RowUnreadable
 from replicad.protocol.states import CloseReason
 
@@ -34,6 +33,9 @@ class Owner(Protocol):
 
     def note_sent(self) -> None:
         """Lines were sent: the next PING is due later."""
+
+    def note_waiting(self, must_end: float) -> None:
+        """A send waits for the socket. Disconnect the peer at `must_end`, if `Outbox.must_end` is not later by then."""
 
 
 class Outbox:
@@ -54,7 +56,6 @@ class Outbox:
         "_rest",
         "_rounds",
         "_runs",
-        "_stall_timeout",
         "_turn",
         "_woken",
     )
@@ -71,7 +72,6 @@ class Outbox:
         may be queued for a peer that reads nothing; exceeded by at most one line. `rounds`: where large sends wait for
         their place. Call `open` next.
         """
-        self._stall_timeout = stall_timeout
         self._most = queued_bytes
         self._owner: Owner | None = owner
         self._outlet = Outlet(stream, stall_timeout)
@@ -161,6 +161,11 @@ class Outbox:
     def sent(self) -> int:
         """The bytes that the socket has taken so far."""
         return self._outlet.sent
+
+    @property
+    def must_end(self) -> float:
+        """When a send that waits for the socket has taken longer than the stall time. Infinite while none waits."""
+        return self._outlet.must_end
 
     @property
     def busy(self) -> bool:
@@ -278,13 +283,10 @@ class Outbox:
             await trio.sleep_forever()
 
     async def _send_all(self, pieces: Sequence[Piece], rounds: Rounds, to_go: float = 0.0) -> None:
-        """Send; the caller has the turn. A peer that does not accept them within the stall time is disconnected."""
+        """Send; the caller has the turn."""
         if self._rest:
             pieces, self._rest = [*self._rest, *pieces], ()
-        try:
-            await self._outlet.send(pieces, rounds, to_go)
-        except trio.TooSlowError:
-            raise HangUp(*cuts.stalled(self._stall_timeout)) from None
+        await self._outlet.send(pieces, rounds, to_go, self._note_waiting)
         self._note_sent()
 
     # --- the end ---
@@ -319,6 +321,10 @@ class Outbox:
     def _hang_up(self, reason: CloseReason, text: str = "") -> None:
         if self._owner is not None:
             self._owner.hang_up(reason, text)
+
+    def _note_waiting(self, must_end: float) -> None:
+        if self._owner is not None:
+            self._owner.note_waiting(must_end)
 
     def _note_sent(self) -> None:
         if self._owner is not None:

@@ -10,7 +10,8 @@ import fcntl
 import os
 import struct
 import termios
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol, runtime_checkable
 
 import trio
@@ -30,17 +31,17 @@ class TakesPieces(Protocol):
 
 
 class Outlet:
-    """Sends to one peer. The session ensures that only one task sends at a time."""
+    """Sends to one peer. The session ensures that only one task sends at a time, and ends one that takes too long."""
 
     def __init__(self, stream: trio.abc.SendStream, stall_timeout: float) -> None:
         """`stall_timeout`: the seconds that one `send` may take."""
+        self.must_end = inf  # when a send that waits for the socket has taken too long; infinite while none waits
         self.torn = False  # a send did not complete: the peer may have half a line
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._whole = stream if self._socket is None and isinstance(stream, TakesPieces) else None
         self._stall_timeout = stall_timeout
         self._sent = 0  # bytes that the socket has accepted so far
-        self._blocked = False  # a send waits for the socket
 
     @property
     def sent(self) -> int:
@@ -52,7 +53,7 @@ class Outlet:
 
         What the socket has accepted and the peer's machine has not acknowledged is not counted.
         """
-        return self._sent - _unacknowledged(self._stream) if self._blocked else None
+        return self._sent - _unacknowledged(self._stream) if self.must_end < inf else None
 
     @property
     def direct(self) -> bool:
@@ -80,11 +81,19 @@ class Outlet:
         self.torn = True
         return (memoryview(data)[sent:],)
 
-    async def send(self, pieces: Sequence[Piece], rounds: Rounds, to_go: float = 0.0) -> None:
-        """Send all of them; what is large waits for places in `rounds`, with `to_go`.
+    async def send(
+        self,
+        pieces: Sequence[Piece],
+        rounds: Rounds,
+        to_go: float = 0.0,
+        on_wait: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """Send all of them; what is large waits for places in `rounds`, with `to_go`. `torn` is set until it is done.
+
+        `on_wait` is called with `must_end` when it waits for the socket. A time-out of trio for each wait would stay
+        in its heap long after the wait (Deadlines are the better place).
 
         Raises:
-            trio.TooSlowError: the peer did not accept them within the stall time; `torn` is set.
             trio.BrokenResourceError: the connection is lost.
         """
         large = sum(map(len, pieces)) >= MUCH
@@ -92,31 +101,33 @@ class Outlet:
             await rounds.next(to_go)
         self.torn = True
         if self._socket is None:
-            self._blocked = True
-            with trio.fail_after(self._stall_timeout):
-                if self._whole is not None:
-                    await self._whole.send_pieces(pieces)
-                else:
-                    await self._stream.send_all(b"".join(pieces))
-            self._blocked = False
+            self._wait(on_wait)
+            if self._whole is not None:
+                await self._whole.send_pieces(pieces)
+            else:
+                await self._stream.send_all(b"".join(pieces))
+            self.must_end = inf
             self._sent += sum(map(len, pieces))
             self.torn = False
             return
         rest = self._send_nowait(self._socket, pieces)
         if rest:
-            self._blocked = True
-            with trio.fail_after(self._stall_timeout):
-                while rest:
-                    await trio.lowlevel.wait_writable(self._socket)
-                    if large:
-                        await rounds.next(to_go)
-                    rest = self._send_nowait(self._socket, rest)
-            self._blocked = False
+            self._wait(on_wait)
+            while rest:
+                await trio.lowlevel.wait_writable(self._socket)
+                if large:
+                    await rounds.next(to_go)
+                rest = self._send_nowait(self._socket, rest)
+            self.must_end = inf
             self.torn = False
         else:
             self.torn = False
             if not large:  # else they ran already
                 await trio.lowlevel.checkpoint()  # let other tasks run
+
+    def _wait(self, on_wait: Callable[[float], None]) -> None:
+        self.must_end = trio.current_time() + self._stall_timeout
+        on_wait(self.must_end)
 
     def _send_nowait(self, socket: trio.socket.SocketType, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Send what the socket accepts now; returns the rest."""

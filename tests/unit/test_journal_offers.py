@@ -119,6 +119,8 @@ class Owner:
     def note_sent(self) -> None:
         pass
 
+    def note_waiting(self, must_end: float) -> None: ...
+
 
 STEPS = st.one_of(
     st.integers(1, 3000).map(lambda size: ("append", size)),

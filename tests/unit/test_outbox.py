@@ -20,6 +20,7 @@ class Owner:
         self.nursery = nursery
         self.started = 0
         self.sent = 0
+        self.must_end = 0.0
         self.reasons: list[CloseReason] = []
 
     def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -31,6 +32,9 @@ class Owner:
 
     def note_sent(self) -> None:
         self.sent += 1
+
+    def note_waiting(self, must_end: float) -> None:
+        self.must_end = must_end
 
 
 class Wire:

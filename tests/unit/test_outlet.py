@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import trio
+import trio.lowlevel
 
 from replicad.daemon.outlet import MAX_PIECES, Outlet
 from replicad.daemon.rounds import Rounds
@@ -42,13 +44,23 @@ async def test_what_is_sent_in_many_pieces_arrives_whole_and_in_order(
     assert received == b"".join(PIECES)
 
 
-async def test_a_peer_that_takes_nothing_is_too_slow_and_has_half_a_line(
+async def test_who_sends_to_a_peer_that_takes_nothing_is_told_when_it_must_end(
     pair: tuple[trio.SocketStream, trio.SocketStream],
 ) -> None:
-    outlet = Outlet(pair[0], 0.05)
-    with pytest.raises(trio.TooSlowError):
-        await outlet.send(PIECES, Rounds(4))
-    assert outlet.torn
+    ours, theirs = pair
+    outlet = Outlet(ours, 1000)
+    told: list[float] = []
+    async with trio.open_nursery() as nursery:
+        began = trio.current_time()
+        nursery.start_soon(outlet.send, PIECES, Rounds(4), 0.0, told.append)
+        while not told:
+            await trio.lowlevel.checkpoint()
+        assert told == [outlet.must_end]
+        assert 1000 <= outlet.must_end - began < 1100
+        while outlet.torn:
+            await theirs.receive_some(1 << 20)
+    assert outlet.must_end == math.inf
+    assert len(told) == 1
 
 
 async def test_a_peer_that_is_gone_is_broken(pair: tuple[trio.SocketStream, trio.SocketStream]) -> None:

@@ -170,7 +170,7 @@ class Pages:
             also = map(asdict, catching_up.get(session.number, ()))
             view["following"] = [one for one in (*view["following"], *also) if caller.lists("stream", one["stream"])]
             found.append(view)
-        cuts = [{**asdict(cut), "ago_s": now - cut.at} for cut in reversed(hub.cuts)]
+        cuts = [{**cut._asdict(), "ago_s": now - cut.at} for cut in reversed(tuple(hub.cuts))]
         body = {"connected": len(hub), "clients": found, "cuts": cuts, "closed": dict(hub.statistics().closed)}
         return JSONResponse(body)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 
 import pytest
+import trio
 import trio.testing
 
 from replicad.daemon.heap import SPARE, give_back_forever
@@ -14,7 +17,7 @@ from replicad.daemon.heap import SPARE, give_back_forever
 class Heap:
     """An allocator with these figures, one for each look; what is free stays counted when it was given back."""
 
-    def __init__(self, *free: int) -> None:
+    def __init__(self, free: Iterable[int]) -> None:
         self._free = iter(free)
         self._last = 0
         self.given: list[int] = []
@@ -42,10 +45,37 @@ class Heap:
 async def test_memory_goes_back_when_it_is_free_at_two_looks(
     free: list[int], given: list[int], autojump_clock: trio.testing.MockClock
 ) -> None:
-    heap = Heap(*free)
+    heap = Heap(free)
     with pytest.raises(RuntimeError, match="StopIteration"):  # the figures are at their end
         await give_back_forever(heap)
     assert heap.given == given
+
+
+@pytest.mark.parametrize(
+    ("calm", "given"),
+    [pytest.param(1000, [1, 1, 1], id="they are emptied at once"), pytest.param(0, [1, 2, 2], id="when others do it")],
+)
+async def test_memory_that_pythons_lists_of_free_objects_keep_goes_back_too(
+    calm: int, given: list[int], autojump_clock: trio.testing.MockClock
+) -> None:
+    seen: list[int] = []
+
+    def figures() -> Iterator[int]:
+        for _ in range(3):
+            yield from [9 * SPARE] * 9
+            seen.append(len(heap.given))
+            gc.collect()  # as the collector of cycles does at times
+
+    heap = Heap(figures())
+    collections = gc.get_stats()[-1]["collections"]
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await give_back_forever(heap, calm)
+    finally:
+        gc.enable()
+    assert seen == given
+    assert gc.get_stats()[-1]["collections"] == collections + 3 + (calm > 0)
 
 
 PROCESS = """

@@ -1,0 +1,52 @@
+"""What a crowd of clients took goes back to the system when the crowd has gone, not only to the daemon's own lists."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from replicad.cli.allocator import VARIABLE, is_suitable
+from replicad.postgres.bridge import open_database
+
+from .test_process_bounds import HANG, Served, add_things, serving
+
+CROWD = 1500
+MORE = 1.2  # times what it was before
+
+
+@pytest.mark.skipif(not is_suitable(), reason="memory goes back page by page with glibc 2.33 and newer only")
+async def test_the_memory_of_a_crowd_goes_back_to_the_system(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    async with open_database(database_url, size=1, application_name="test") as database:
+        await add_things(database)
+        await database.execute(
+            "INSERT INTO events (body) SELECT to_jsonb(repeat('x', 100)) FROM generate_series(2, 5000)"
+        )
+        with serving(Served(tmp_path, database_url)) as served:
+            await served.wait_ready()
+            process = psutil.Process(served.process.pid)
+
+            async def follow(stack: AsyncExitStack) -> None:
+                nc = await stack.enter_async_context(served.connect())
+                await nc.send("REPLICATE events EARLIEST")
+                await nc.until("RDATA events master 100 .*")  # and reads no further
+
+            async with AsyncExitStack() as alone:
+                await follow(alone)
+            before = process.memory_info().rss
+            async with AsyncExitStack() as crowd:
+                for _ in range(CROWD // 50):
+                    async with trio.open_nursery() as nursery:
+                        for _ in range(50):
+                            nursery.start_soon(follow, crowd)
+                during = process.memory_info().rss
+            assert during > 1.5 * before
+            with trio.fail_after(HANG):
+                while process.memory_info().rss > MORE * before:
+                    await trio.sleep(0.1)

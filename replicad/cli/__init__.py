@@ -16,7 +16,7 @@ from replicad.cli.allocator import choose_allocator
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line on `arguments` (default: those of the process) and exit with its status."""
     if arguments is None:
-        choose_allocator(sys.argv[1:])
+        choose_allocator(sys.argv[0], sys.argv[1:])
     from replicad.cli.app import run
 
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))

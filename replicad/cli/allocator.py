@@ -14,13 +14,14 @@ VARIABLE = "PYTHONMALLOC"
 _OLDEST = (2, 33)  # of glibc: has the figures that `daemon/heap.py` needs
 
 
-def choose_allocator(arguments: Sequence[str]) -> None:
+def choose_allocator(program: str, arguments: Sequence[str]) -> None:
     """Start Python again, in this process, if it is to serve and nobody has chosen an allocator (PYTHONMALLOC).
 
-    It takes some 20 ms, as nothing else is imported yet.
+    It takes some 20 ms, as nothing else is imported yet. `program`: the script; one that was read from a pipe is gone.
     """
     chosen = VARIABLE in os.environ or sys.flags.dev_mode
-    if "serve" in arguments and not chosen and sys.executable and is_suitable():
+    again = bool(sys.executable) and program not in ("", "-")
+    if "serve" in arguments and again and not chosen and is_suitable():
         os.environ[VARIABLE] = "malloc"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the same program again
 

@@ -1,4 +1,7 @@
-"""What a crowd of clients took goes back to the system when the crowd has gone, not only to the daemon's own lists."""
+"""What a crowd of clients took goes back to the system when the crowd has gone, not only to Python's own lists.
+
+`make bench BENCH_ARGS=isolation` has the figures.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from replicad.postgres.bridge import open_database
 from .test_process_bounds import HANG, Served, add_things, serving
 
 CROWD = 1500
-MORE = 1.2  # times what it was before
+LEFT = 0.5  # of what the crowd took, at most; a third is usual here, and all of it with Python's own allocator
 
 
 @pytest.mark.skipif(not is_suitable(), reason="memory goes back page by page with glibc 2.33 and newer only")
@@ -47,6 +50,7 @@ async def test_the_memory_of_a_crowd_goes_back_to_the_system(
                             nursery.start_soon(follow, crowd)
                 during = process.memory_info().rss
             assert during > 1.5 * before
+            most = before + LEFT * (during - before)
             with trio.fail_after(HANG):
-                while process.memory_info().rss > MORE * before:
+                while process.memory_info().rss > most:
                     await trio.sleep(0.1)

@@ -17,6 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line on `arguments` (default: those of the process) and exit with its status."""
     if arguments is None:
         choose_allocator(sys.argv[0], sys.argv[1:])
-    from replicad.cli.app import run
-
+    try:
+        from replicad.cli.app import run
+    except KeyboardInterrupt:  # Ctrl-C while it starts; `run` handles those that come later
+        sys.exit(130)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))

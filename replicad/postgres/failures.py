@@ -17,6 +17,7 @@ from replicad.masking import mask_secrets
 from replicad.sqlstates import means
 
 _DEFAULT_PORT = "5432"
+_LAST_PORT = 65535
 
 # SQLSTATEs that our own SQL functions raise; MESSAGE is the sentence, HINT the remedy.
 _OURS: dict[str, type[errors.ReplicadError]] = {
@@ -27,11 +28,13 @@ _OURS: dict[str, type[errors.ReplicadError]] = {
     "RT005": errors.TubeRefused,
     "RT006": errors.CursorAhead,
     "RT007": errors.DataLoss,
+    "RT008": errors.UsageError,
     "RS001": errors.UnknownStream,
     "RS002": errors.StreamRefused,
     "RS003": errors.StreamRefused,
     "RS004": errors.TokenExpired,
     "RS005": errors.TableReplaced,
+    "RS006": errors.UsageError,
     sqlstates.NOT_OWNER[0]: errors.NotOwner,
     "RS011": errors.WriterExpelled,
     "RS012": errors.InstanceTaken,
@@ -53,7 +56,9 @@ class Target:
 
 
 def parse_target(url: str) -> Target:
-    """The parts of a Postgres URL that may be shown. Raises UsageError if it is not a `postgresql://` URL."""
+    """The parts of a Postgres URL that may be shown. Raises UsageError if it is no `postgresql://` URL, or has a port
+    that no server can have.
+    """
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -67,6 +72,13 @@ def parse_target(url: str) -> Target:
     user = unquote(credentials.partition(":")[0]) or query.get("user", "") or "(default)"
     database = unquote(parts.path.lstrip("/")) or query.get("dbname") or query.get("database") or user
     host = unquote(location) or query.get("host", "") or "localhost"
+    ports = [place.rpartition("]")[2].partition(":")[2] for place in unquote(location).split(",")]
+    for port in [*ports, *query.get("port", "").split(",")]:
+        if port and not (port.isascii() and port.isdecimal() and 1 <= int(port) <= _LAST_PORT):
+            raise errors.UsageError(  # without the port: it may be half of a password
+                f"not a Postgres URL: the port is no number from 1 to {_LAST_PORT} (in a password / : @ are written "
+                "%2F %3A %40)"
+            )
     if not host.startswith("/") and ":" not in host.rpartition("]")[2]:
         host = f"{host}:{query.get('port', _DEFAULT_PORT)}"
     return Target(host=host, database=database, user=user)

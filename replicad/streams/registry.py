@@ -145,6 +145,7 @@ async def add(
 
     Raises:
         StreamRefused: it cannot be a stream; the message has the reason and the remedy.
+        UsageError: so has this one; no database would take the name, the method or the bound.
         SchemaMissing: streams are not installed in this database.
     """
     oids = [await _resolve(db, what) for what in (table, positions_table, sequence)]
@@ -183,7 +184,7 @@ async def remove(db: Queries, name: str, *, schema: str = SCHEMA) -> None:
 
 
 async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCHEMA) -> None:
-    """Bound the lines of a stream, in bytes. Raises UnknownStream, and StreamRefused above MAX_ROW."""
+    """Bound the lines of a stream, in bytes. Raises UnknownStream, and UsageError above MAX_ROW."""
     with installed(schema):
         await call_value(db, schema, "stream_max_row", name, max_row)
 

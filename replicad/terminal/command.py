@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from replicad.config.contexts import FILE_VARIABLE, KEYS, VARIABLE
-from replicad.config.declaring import Setting, plain, seconds, settings_of
+from replicad.config.declaring import Setting, plain, seconds, settings_of, size
 from replicad.config.limits import Limits
 from replicad.config.settings import (
     ClientSettings,
@@ -219,21 +219,37 @@ database_options = settings_options(DatabaseSettings, "Database")
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object per line instead of a table.")
 
 
-class Seconds(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
-    """The type of an option that is a time: `30`, `0.5`, `500ms`, `2m`, `1h` or `7d`, as a number of seconds."""
+class _Parsed(click.ParamType):  # type: ignore[type-arg] # generic in newer versions of click only
+    """The type of an option whose value a parser of settings reads."""
 
-    name = "seconds"
-
-    def __init__(self, low: float = 0, high: float = math.inf) -> None:
-        self._low, self._high = low, high
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name = name
+        self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
         """Parse the value. Raises UsageError with the name of the option."""
         where = param.opts[0] if param is not None else self.name
         try:
-            found = seconds(str(value))
+            return self._parse(str(value))
         except ValueError as error:
             raise UsageError(f"{where}: {value!r} is not valid; {error}") from None
-        if not self._low <= found <= self._high:
-            raise UsageError(f"{where}: {value!r} is not valid; give {self._low:g} to {self._high:g} seconds")
-        return found
+
+
+class Seconds(_Parsed):
+    """The type of an option that is a time: `30`, `0.5`, `500ms`, `2m`, `1h` or `7d`, as a number of seconds."""
+
+    def __init__(self, low: float = 0, high: float = math.inf) -> None:
+        def parse(text: str) -> float:
+            found = seconds(text)
+            if not low <= found <= high:
+                raise ValueError(f"give {low:g} to {high:g} seconds")
+            return found
+
+        super().__init__("seconds", parse)
+
+
+class Bytes(_Parsed):
+    """The type of an option that is a size: `1048576`, `128KiB`, `1MiB` or `2GB`, as a number of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__("bytes", size)

@@ -63,6 +63,43 @@ def shards(database_url: str) -> None:
     psql(database_url, "CREATE TABLE cities (id bigint PRIMARY KEY)")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tubes", "create", "c", "--partitions", "0"], "a tube has 1 to 32768 partitions"),
+        (["tubes", "create", "c d"], "no white space"),
+        (["tubes", "create", "c" * 51], "1 to 50 bytes"),
+        (["streams", "add", "a b", "--table", "plain", "--id", "id"], "none of them white space"),
+        (["streams", "add", "tube:x", "--table", "plain", "--id", "id"], "not beginning with tube:"),
+        (["streams", "add", "s", "--table", "plain", "--id", "id", "--max-row", "1"], "between 1024 and 67108864"),
+        (["streams", "add", "s", "--table", "plain", "--id", "id", "--max-row", "1XiB"], "--max-row: '1XiB'"),
+        (["streams", "add", "s", "--table", "plain", "--id", "id", "--method", "positions_table"], "name it"),
+        (["streams", "add", "s", "--table", "plain", "--id", "id", "--positions-table", "plain"], "leave it out"),
+        (["streams", "alter", "plain", "--max-row", "1"], "between 1024 and 67108864"),
+        (["streams", "list", "--database", "postgresql://me@localhost:65536/x"], "no number from 1 to 65535"),
+        (["streams", "list", "--database", "postgresql://me:hun/ter2@localhost/x"], "%2F"),
+    ],
+)
+def test_what_no_database_would_take_is_wrong_usage(run: Run, database_url: str, words: list[str], said: str) -> None:
+    psql(database_url, "CREATE TABLE plain (id bigserial PRIMARY KEY)")
+    run("streams", "add", "plain", "--table", "plain", "--id", "id", "--max-row", "1MiB")
+    found = run(*words, status=2)
+    assert said in found
+    assert "hun" not in found
+    assert run("streams", "list", "--json")[0]["max_row"] == 1 << 20
+
+
+def test_what_is_no_table_is_called_what_it_is(run: Run, database_url: str) -> None:
+    psql(database_url, "CREATE TABLE plain (id bigserial PRIMARY KEY)")
+    for relation, said in {
+        "plain_id_seq": "is a sequence. register the table whose ids it gives",
+        "plain_pkey": "is not a table. register the table that is written to",
+    }.items():
+        assert said in run("streams", "add", "s", "--table", relation, "--id", "id", status=7)
+    with pytest.raises(AssertionError, match=r"SELECT \* FROM tube\.tube_list\(\) shows"):
+        psql(database_url, "SELECT tube.tube_find('none')")
+
+
 def test_a_tube_is_created_altered_listed_and_dropped(run: Run) -> None:
     run("tubes", "create", "cities", "--partitions", "2", "--predicate", "id > 0")
     run("tubes", "alter", "cities", "--partitions", "4")
@@ -345,7 +382,7 @@ def test_top_shows_who_has_what_and_marks_what_is_wrong(run: Run, shards: None, 
 
 def test_top_goes_on_with_the_islands_that_answer(run: Run, database_url: str) -> None:
     run("tubes", "create", "cities")
-    there, gone = run("top", "--json", "--database", database_url, "--database", f"{database_url}_gone")
+    there, gone = run("top", "--json", "--database", database_url, "--database", database_url.replace("?", "_gone?"))
     assert (there["tube"], there["wrong"]) == ("cities", False)
     assert gone["wrong"]
     assert "_gone" in gone["state"]

@@ -15,6 +15,7 @@ from replicad.errors import (
     SchemaMissing,
     StreamRefused,
     UnknownStream,
+    UsageError,
 )
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
@@ -99,7 +100,7 @@ REFUSALS: list[tuple[str, dict[str, str | None], str, str]] = [
     (
         "CREATE FOREIGN DATA WRAPPER w; CREATE SERVER s FOREIGN DATA WRAPPER w;"
         "CREATE FOREIGN TABLE far (id bigint) SERVER s",
-        {"table": "far"}, "not an ordinary table", "where it lives",
+        {"table": "far"}, "is a foreign table", "where it lives",
     ),
     (
         "CREATE TABLE parted (id bigserial) PARTITION BY RANGE (id);"
@@ -107,6 +108,8 @@ REFUSALS: list[tuple[str, dict[str, str | None], str, str]] = [
         {"table": "parted"}, "parted_1 has no index on id", r"run: CREATE INDEX ON \w+\.parted",
     ),
 ]  # fmt: skip
+
+NEVER = "no name for|no method|needs the table|goes with the method"  # reasons that do not depend on the database
 
 
 async def test_what_cannot_be_a_stream_is_refused_with_the_reason_and_a_remedy_that_mends_it(db: Database) -> None:
@@ -122,7 +125,7 @@ async def test_what_cannot_be_a_stream_is_refused_with_the_reason_and_a_remedy_t
         await registry.add(db, "taken", "taken", "id")
         if setup:
             await db.execute(setup)
-        with pytest.raises(StreamRefused) as refused:
+        with pytest.raises(UsageError if re.search(NEVER, reason) else StreamRefused) as refused:
             await registry.add(db, name, table, id_column, **arguments)  # type: ignore[arg-type]
         text = str(refused.value)
         assert re.search(reason, text), f"{reason} is not in: {text}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import socket
@@ -10,12 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 import pytest
 
 from replicad import errors
-from replicad.cli import app
+from replicad.cli import app, main
 from replicad.terminal import failures
 from tests.commands import replicad
 from tests.conftest import PATIENCE
@@ -228,6 +230,19 @@ def test_ctrl_c_in_a_command_ends_it_with_130_and_no_traceback(
     failing(KeyboardInterrupt())
     assert app.run(["version"]) == 130
     assert capsys.readouterr().err.strip() == ""
+
+
+def test_ctrl_c_while_a_command_starts_ends_it_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str, *rest: Any) -> Any:
+        if name == "replicad.cli.app":
+            raise KeyboardInterrupt
+        return importing(name, *rest)
+
+    importing = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["version"])
+    assert ended.value.code == 130
 
 
 def test_a_reader_of_our_output_that_goes_away_is_no_news() -> None:

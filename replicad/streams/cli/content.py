@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from replicad.errors import UsageError
-from replicad.terminal.command import ReplicadCommand, database_options, json_option, option
+from replicad.terminal.command import Bytes, ReplicadCommand, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.output import echo, print_rows
 
@@ -61,9 +61,9 @@ def skip(
         echo(f"stream {name}: id {token} is skipped. {_consequence(token, published)}")
 
 
-@click.command("alter", cls=ReplicadCommand, epilog="\b\nExample:\n  replicad streams alter events --max-row 16777216")
+@click.command("alter", cls=ReplicadCommand, epilog="\b\nExample:\n  replicad streams alter events --max-row 16MiB")
 @_name
-@option("--max-row", type=int, required=True, metavar="BYTES", help=MAX_ROW_HELP)
+@option("--max-row", type=Bytes(), required=True, metavar="BYTES", help=MAX_ROW_HELP)
 @database_options
 def alter(name: str, max_row: int, **options: Any) -> None:
     """Change the longest row that the stream NAME may have. Running daemons use the new limit within a second."""

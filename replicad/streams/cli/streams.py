@@ -11,7 +11,7 @@ import click
 from replicad.errors import StreamError, UsageError
 from replicad.streams.cli import writers as stream_writers
 from replicad.streams.cli.content import CONTENT_COMMANDS, MAX_ROW_HELP
-from replicad.terminal.command import ReplicadGroup, Seconds, database_options, json_option, option
+from replicad.terminal.command import Bytes, ReplicadGroup, Seconds, database_options, json_option, option
 from replicad.terminal.database import on_streams
 from replicad.terminal.failures import say
 from replicad.terminal.output import as_json_line, echo, print_rows
@@ -73,7 +73,7 @@ Examples:
 )
 @option("--positions-table", metavar="SCHEMA.TABLE", help="With positions_table: where the writers publish.")
 @option("--sequence", metavar="SCHEMA.NAME", help="Sequence of the ids, where it does not belong to the column.")
-@option("--max-row", type=int, default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
+@option("--max-row", type=Bytes(), default=64 << 20, metavar="BYTES", help=MAX_ROW_HELP)
 @database_options
 def add(
     *, name: str, table: str, id_column: str, instance_column: str | None, row: str | None, method: str,

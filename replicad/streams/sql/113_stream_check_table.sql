@@ -11,9 +11,13 @@ BEGIN
     LOOP
         IF part.relkind IN ('v', 'm') THEN
             PERFORM stream_refuse(format('%s is a view', part.name), 'register the table that is written to');
-        ELSIF part.relkind NOT IN ('r', 'p') THEN
-            PERFORM stream_refuse(format('%s is not an ordinary table', part.name),
+        ELSIF part.relkind = 'f' THEN
+            PERFORM stream_refuse(format('%s is a foreign table', part.name),
                 'writes on another server cannot be watched from here: register the table where it lives');
+        ELSIF part.relkind = 'S' THEN
+            PERFORM stream_refuse(format('%s is a sequence', part.name), 'register the table whose ids it gives');
+        ELSIF part.relkind NOT IN ('r', 'p') THEN
+            PERFORM stream_refuse(format('%s is not a table', part.name), 'register the table that is written to');
         ELSIF part.relpersistence = 't' THEN
             PERFORM stream_refuse(format('%s is temporary: no other session can read it', part.name),
                 'use a permanent table');
@@ -24,4 +28,4 @@ BEGIN
     END LOOP;
 END
 $$;
-COMMENT ON FUNCTION stream_check_table(regclass) IS 'Refuses views, foreign, temporary and unlogged tables';
+COMMENT ON FUNCTION stream_check_table(regclass) IS 'Refuses what is no permanent, logged table of this server';

@@ -3,7 +3,7 @@ CREATE OR REPLACE FUNCTION stream_check_positions(positions regclass) RETURNS vo
 LANGUAGE plpgsql STABLE AS $$
 BEGIN
     IF positions IS NULL THEN
-        PERFORM stream_refuse('the method positions_table needs the table in which the writers publish',
+        PERFORM stream_refuse_argument('the method positions_table needs the table in which the writers publish',
             'name it; it has the columns stream_name, instance_name and stream_id');
     END IF;
     IF stream_column_type(positions, 'stream_name') IS NULL OR stream_column_type(positions, 'instance_name') IS NULL

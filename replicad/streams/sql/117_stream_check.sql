@@ -1,4 +1,4 @@
--- stream_check(s): refuses what cannot be a stream (RS002, the reason, the remedy); returns the type of its rows.
+-- stream_check(s): refuses what cannot be a stream (RS002 or RS006, the reason, the remedy); returns the type of its rows.
 CREATE OR REPLACE FUNCTION stream_check(s stream) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -6,7 +6,7 @@ DECLARE
 BEGIN
     PERFORM stream_check_name(s.name);
     IF s.method IS NULL OR s.method NOT IN ('lock_watch', 'reservation', 'positions_table') THEN
-        PERFORM stream_refuse(format('there is no method %L', s.method),
+        PERFORM stream_refuse_argument(format('there is no method %L', s.method),
             'methods: lock_watch, reservation, positions_table');
     END IF;
     PERFORM stream_check_table(s.relation);
@@ -24,7 +24,7 @@ BEGIN
     IF s.method = 'positions_table' THEN
         PERFORM stream_check_positions(s.positions);
     ELSIF s.positions IS NOT NULL THEN
-        PERFORM stream_refuse('a table of positions goes with the method positions_table only', 'leave it out');
+        PERFORM stream_refuse_argument('a table of positions goes with the method positions_table only', 'leave it out');
     END IF;
     PERFORM stream_reader_ensure(r) FROM unnest(ARRAY[s.relation, s.sequence, s.positions]) r WHERE r IS NOT NULL;
     RETURN stream_check_row(s.relation, s.id_column, s.row_sql);

@@ -7,7 +7,7 @@ BEGIN
     SELECT * INTO found_tube FROM tube_registry r WHERE r.tube = tube_find.tube;
     IF NOT FOUND THEN
         PERFORM tube_refuse('RT001', format('there is no tube %L', tube),
-            'SELECT * FROM tube_list() shows those there are');
+            format('SELECT * FROM %I.tube_list() shows those there are', current_schema()));
     END IF;
     RETURN found_tube;
 END

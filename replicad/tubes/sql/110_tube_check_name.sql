@@ -1,4 +1,4 @@
--- tube_check_name(tube): raises RT005 if a tube cannot have this name. Writes nothing.
+-- tube_check_name(tube): raises RT008 if no tube can have this name, RT005 if it is taken. Writes nothing.
 -- The name is a word in commands, so it has no blanks. 50 bytes leave room for the suffixes of its indexes.
 CREATE OR REPLACE FUNCTION tube_check_name(tube text) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
@@ -6,7 +6,7 @@ DECLARE
     taken name;
 BEGIN
     IF tube IS NULL OR tube = '' OR octet_length(tube) > 50 OR tube ~ '[[:space:][:cntrl:]]' THEN
-        PERFORM tube_refuse('RT005',
+        PERFORM tube_refuse('RT008',
             format('a tube cannot be called %s: a name has 1 to 50 bytes, no white space and no control characters',
                 coalesce(quote_literal(left(tube, 100)), 'NULL')),
             'choose another name; letters, digits, _ and - read best');

@@ -1,4 +1,4 @@
--- stream_max_row(name, bytes): sets the bound on the length of the stream's lines. Raises RS001, and RS002 beyond what
+-- stream_max_row(name, bytes): sets the bound on the length of the stream's lines. Raises RS001, and RS006 beyond what
 -- clients take. Writes stream.
 CREATE OR REPLACE FUNCTION stream_max_row(name text, bytes bigint) RETURNS void
 LANGUAGE plpgsql AS $$
@@ -6,7 +6,7 @@ DECLARE
     s stream := stream_find(name);
 BEGIN
     IF bytes IS NULL OR bytes NOT BETWEEN 1024 AND 67108864 THEN
-        PERFORM stream_refuse(format('a row of at most %s bytes is not possible', bytes),
+        PERFORM stream_refuse_argument(format('a row of at most %s bytes is not possible', bytes),
             'the bound lies between 1024 and 67108864 (64 MiB), which is what clients take');
     END IF;
     UPDATE stream x SET max_row = bytes WHERE x.number = s.number;

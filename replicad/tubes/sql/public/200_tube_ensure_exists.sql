@@ -16,7 +16,7 @@ DECLARE
 BEGIN
     PERFORM tube_check_name(tube);
     IF partitions IS NULL OR partitions NOT BETWEEN 1 AND 32768 THEN
-        PERFORM tube_refuse('RT005',
+        PERFORM tube_refuse('RT008',
             format('tube %L cannot have %s partitions', tube, coalesce(partitions::text, 'NULL')),
             'a tube has 1 to 32768 partitions');
     END IF;

@@ -22,7 +22,7 @@ _PATTERNS = (
     ),
     # the line that carries the daemon's token; in sentences about it (`AUTH token`) the word stands for the secret
     (
-        re.compile(r"(?P<keep>\bAUTH )(?!(?:token|word|NAME\.SECRET)[`'\",.:;)]*(?:\s|$))\S+"),
+        re.compile(r"(?P<keep>\bAUTH )(?!(?:token|word|NAME\.SECRET)[`'\",.:;)]*(?:\s|$)|\(--)\S+"),
         rf"\g<keep>{MASK}",
     ),
 )

@@ -190,7 +190,7 @@ def remove(name: str, **options: Any) -> None:
     from replicad.streams import registry
 
     on_streams(options, lambda db, schema: registry.remove(db, name, schema=schema))
-    echo(f"stream {name} is removed; its table stays")
+    echo(f"stream {name} is removed; no table was changed")
 
 
 @command.command(

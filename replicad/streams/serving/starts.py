@@ -76,7 +76,7 @@ class Starts:
             )
         if min(token.minimum, *start.values()) < retained:
             raise TokenExpired(
-                f"rows of {feed.name} up to {retained} were removed, and the token is {token}; "
+                f"no rows of {feed.name} up to {retained} are left, and the token is {token}; "
                 f"`REPLICATE {feed.name} EARLIEST` begins with the oldest row that is left"
             )
         return start, min(token.minimum, *start.values())

@@ -107,7 +107,7 @@ async def test_a_linear_subscription_is_not_taken_back_by_a_reading_whose_writer
     ("token", "answer"),
     [
         ("99", "ERROR token_ahead: token 99 is ahead of stream s, whose position is 10"),
-        ("2", "ERROR token_expired: rows of s up to 5 were removed"),
+        ("2", "ERROR token_expired: no rows of s up to 5 are left"),
         ("ffffffff!7", "ERROR bad_token: the token is of generation ffffffff, stream s is in 00010000"),
         ("7~9.8", "ERROR bad_token: the token names writers [9]"),
         ("x", "ERROR bad_token: 'x' is not a token"),

@@ -23,7 +23,10 @@ def choose_allocator(program: str, arguments: Sequence[str]) -> None:
     again = bool(sys.executable) and program not in ("", "-")
     if "serve" in arguments and again and not chosen and is_suitable():
         os.environ[VARIABLE] = "malloc"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the same program again
+        try:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the same program again
+        except OSError:  # a sandbox may forbid it; the daemon serves as well without
+            del os.environ[VARIABLE]
 
 
 def is_suitable() -> bool:

@@ -38,6 +38,17 @@ def test_only_the_daemon_is_started_again(started: list[list[str]]) -> None:
     assert os.environ.pop(VARIABLE) == "malloc"
 
 
+def test_where_no_program_may_be_started_it_serves_with_what_it_has(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_program: str, _words: list[str]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "execv", refuse)
+    choose_allocator("replicad", ["serve"])
+    assert VARIABLE not in os.environ
+
+
 @pytest.mark.parametrize("chosen", ["malloc", "pymalloc", "debug"])
 def test_a_choice_of_the_user_counts(chosen: str, started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, chosen)

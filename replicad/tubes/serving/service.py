@@ -133,7 +133,7 @@ class TubeService:
 
     async def _look_at_triggers(self) -> None:
         """Report attached tables whose changes are not recorded. The pods of their tube are served all the same."""
-        found = await self._untouched()
+        found = await self._untouched() if self.tubes else {}
         for name in self.tubes:
             if name in found:
                 self._troubles.begin(TUBE, name, "triggers", found[name], code=DataLoss.code)
@@ -143,7 +143,7 @@ class TubeService:
     async def _look_at_leases(self) -> None:
         self._readiness.drop_late()
         try:
-            self.seen_leases = await self.leases.look()
+            self.seen_leases = await self.leases.look() if self.tubes else ()
         except Exception:
             self._vacancies.forget()
             raise

@@ -178,6 +178,7 @@ class MemoryBooks:
         self.backfilled.append([info.name for info in tubes])
 
     async def untouched(self) -> Mapping[str, str]:
+        await self._answer("untouched")
         return self.untouched_tables
 
 
@@ -427,6 +428,16 @@ async def test_each_look_fails_alone_and_tables_without_triggers_are_shown(autoj
         world.books.untouched_tables.clear()
         await settle(3)
         assert world.troubles.current() == []
+
+
+async def test_without_a_tube_nothing_is_asked_but_whether_there_is_one(autojump_clock: MockClock) -> None:
+    async with open_tubes(MemoryBooks(infos={})) as world:
+        await settle(20)
+        assert set(world.books.asked) - {"backfills"} == {"tubes"}
+        world.books.infos["t"] = TUBE
+        await settle(3)
+        assert world.books.asked["untouched"]
+        assert world.books.asked["look"]
 
 
 async def test_the_first_position_of_a_new_tube_is_waited_for(autojump_clock: MockClock) -> None:

@@ -20,7 +20,7 @@ def choose_allocator(program: str, arguments: Sequence[str]) -> None:
     It takes some 20 ms, as nothing else is imported yet. `program`: the script; one that was read from a pipe is gone.
     """
     chosen = VARIABLE in os.environ or sys.flags.dev_mode
-    again = bool(sys.executable) and program not in ("", "-")
+    again = bool(sys.executable) and (program == "-c" or os.path.isfile(program))
     if "serve" in arguments and again and not chosen and is_suitable():
         os.environ[VARIABLE] = "malloc"
         try:

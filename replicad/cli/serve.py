@@ -47,7 +47,9 @@ def command(config: Path | None, **options: Any) -> None:
     The secret for AUTH comes from --token-file or from REPLICAD_TOKEN.
     """
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # until the daemon handles them
-        if signal.getsignal(number) is signal.SIG_DFL and not (number is signal.SIGHUP and sys.stderr.isatty()):
+        if signal.getsignal(number) is signal.SIG_DFL and not (
+            number is signal.SIGHUP and sys.stderr is not None and sys.stderr.isatty()
+        ):
             signal.signal(number, lambda *_: None)
     settings = read_settings(ServerSettings, options, file=config)
 

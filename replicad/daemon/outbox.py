@@ -34,8 +34,8 @@ class Owner(Protocol):
     def note_sent(self) -> None:
         """Lines were sent: the next PING is due later."""
 
-    def note_waiting(self, must_end: float) -> None:
-        """A send waits for the socket. Disconnect the peer at `must_end`, if `Outbox.must_end` is not later by then."""
+    def note_waiting(self, look_at: float) -> None:
+        """A send waits for the socket. Call `Outbox.stalls` at that time."""
 
 
 class Outbox:
@@ -163,9 +163,13 @@ class Outbox:
         return self._outlet.sent
 
     @property
-    def must_end(self) -> float:
-        """When a send that waits for the socket has taken longer than the stall time. Infinite while none waits."""
-        return self._outlet.must_end
+    def look_at(self) -> float:
+        """When `stalls` is to be called, for a send that waits for the socket. Infinite while none waits."""
+        return self._outlet.look_at
+
+    def stalls(self, now: float) -> bool:
+        """Whether the peer has taken nothing of it, or next to nothing, for the stall time."""
+        return self._outlet.stalls(now)
 
     @property
     def busy(self) -> bool:
@@ -322,9 +326,9 @@ class Outbox:
         if self._owner is not None:
             self._owner.hang_up(reason, text)
 
-    def _note_waiting(self, must_end: float) -> None:
+    def _note_waiting(self, look_at: float) -> None:
         if self._owner is not None:
-            self._owner.note_waiting(must_end)
+            self._owner.note_waiting(look_at)
 
     def _note_sent(self) -> None:
         if self._owner is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import struct
 import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Protocol, runtime_checkable
 
@@ -21,6 +22,11 @@ from replicad.daemon.rounds import MUCH, Rounds
 Piece = bytes | memoryview
 
 MAX_PIECES = 512  # in one call; Linux takes 1,024
+SLICE = 64 << 10  # bytes that a stream which encrypts is given at a time: it holds them twice
+LOOKS = 4  # looks at a send that waits in each stall time: so a peer is cut up to a quarter of it late
+LEAST = 1024  # bytes per second that a peer must take while a send waits
+_TCP_INFO = getattr(socket, "TCP_INFO", None)
+_ACKED = 120  # where `struct tcp_info` of tcp(7) has tcpi_bytes_acked, eight bytes
 
 
 @runtime_checkable
@@ -34,14 +40,15 @@ class Outlet:
     """Sends to one peer. The session ensures that only one task sends at a time, and ends one that takes too long."""
 
     def __init__(self, stream: trio.abc.SendStream, stall_timeout: float) -> None:
-        """`stall_timeout`: the seconds that one `send` may take."""
-        self.must_end = inf  # when a send that waits for the socket has taken too long; infinite while none waits
+        """`stall_timeout`: the seconds in which the peer must take something of a `send` that waits for it."""
+        self.look_at = inf  # when a send that waits for the socket is to be looked at (`stalls`); infinite without one
         self.torn = False  # a send did not complete: the peer may have half a line
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._whole = stream if self._socket is None and isinstance(stream, TakesPieces) else None
         self._stall_timeout = stall_timeout
         self._sent = 0  # bytes that the socket has accepted so far
+        self._moved = (0.0, 0)  # when the peer had last taken enough, and how much in all
 
     @property
     def sent(self) -> int:
@@ -53,7 +60,7 @@ class Outlet:
 
         What the socket has accepted and the peer's machine has not acknowledged is not counted.
         """
-        return self._sent - _unacknowledged(self._stream) if self.must_end < inf else None
+        return self._sent - _unacknowledged(self._stream) if self.look_at < inf else None
 
     @property
     def direct(self) -> bool:
@@ -90,7 +97,7 @@ class Outlet:
     ) -> None:
         """Send all of them; what is large waits for places in `rounds`, with `to_go`. `torn` is set until it is done.
 
-        `on_wait` is called with `must_end` when it waits for the socket. A time-out of trio for each wait would stay
+        `on_wait` is called with `look_at` when it waits for the socket. A time-out of trio for each wait would stay
         in its heap long after the wait (Deadlines are the better place).
 
         Raises:
@@ -104,10 +111,12 @@ class Outlet:
             self._wait(on_wait)
             if self._whole is not None:
                 await self._whole.send_pieces(pieces)
+                self._sent += sum(map(len, pieces))
             else:
-                await self._stream.send_all(b"".join(pieces))
-            self.must_end = inf
-            self._sent += sum(map(len, pieces))
+                for part in sliced(pieces):
+                    await self._stream.send_all(part)
+                    self._sent += len(part)
+            self.look_at = inf
             self.torn = False
             return
         rest = self._send_nowait(self._socket, pieces)
@@ -118,21 +127,39 @@ class Outlet:
                 if large:
                     await rounds.next(to_go)
                 rest = self._send_nowait(self._socket, rest)
-            self.must_end = inf
+            self.look_at = inf
             self.torn = False
         else:
             self.torn = False
             if not large:  # else they ran already
                 await trio.lowlevel.checkpoint()  # let other tasks run
 
-    def _wait(self, on_wait: Callable[[float], None]) -> None:
-        self.must_end = trio.current_time() + self._stall_timeout
-        on_wait(self.must_end)
+    def stalls(self, now: float) -> bool:
+        """Whether the peer has taken less than LEAST bytes per second for the stall time; else `look_at` is set anew.
 
-    def _send_nowait(self, socket: trio.socket.SocketType, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        To be called at `look_at`. What its machine has acknowledged counts as taken.
+        """
+        taken = self._taken()
+        if taken - self._moved[1] >= LEAST * self._stall_timeout:
+            self._moved = (now, taken)
+        end = self._moved[0] + self._stall_timeout
+        self.look_at = min(now + self._stall_timeout / LOOKS, end)
+        return now >= end
+
+    def _wait(self, on_wait: Callable[[float], None]) -> None:
+        now = trio.current_time()
+        self._moved = (now, self._taken())
+        self.look_at = now + self._stall_timeout / LOOKS
+        on_wait(self.look_at)
+
+    def _taken(self) -> int:
+        acknowledged = _acknowledged(self._stream)
+        return self._sent - _unacknowledged(self._stream) if acknowledged is None else acknowledged
+
+    def _send_nowait(self, link: trio.socket.SocketType, pieces: Sequence[Piece]) -> Sequence[Piece]:
         """Send what the socket accepts now; returns the rest."""
         try:
-            sent = os.writev(socket.fileno(), pieces[:MAX_PIECES])
+            sent = os.writev(link.fileno(), pieces[:MAX_PIECES])
         except BlockingIOError:
             return pieces
         except OSError as error:
@@ -145,17 +172,49 @@ class Outlet:
         return ()
 
 
-def _unacknowledged(stream: trio.abc.SendStream) -> int:
-    """The bytes that the socket holds for the peer (SIOCOUTQ); 0 for a stream without a socket.
+def sliced(pieces: Sequence[Piece]) -> Iterator[bytes]:
+    """All bytes of the pieces in parts of SLICE; small pieces are joined."""
+    held: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            held.append(rest[: SLICE - size])
+            size += len(held[-1])
+            rest = rest[len(held[-1]) :]
+            if size == SLICE:
+                yield b"".join(held)
+                held, size = [], 0
+    if held:
+        yield b"".join(held)
 
-    A stream that encrypts or translates has the one below as its `transport_stream`.
-    """
+
+def _socket_below(stream: trio.abc.SendStream) -> trio.socket.SocketType | None:
+    """A stream that encrypts or translates has the one below as its `transport_stream`."""
     while isinstance(below := getattr(stream, "transport_stream", None), trio.abc.SendStream):
         stream = below
-    if not isinstance(stream, trio.SocketStream) or stream.socket.fileno() < 0:
+    return stream.socket if isinstance(stream, trio.SocketStream) and stream.socket.fileno() >= 0 else None
+
+
+def _acknowledged(stream: trio.abc.SendStream) -> int | None:
+    """The bytes that the peer's machine has acknowledged since the connection began; None if that is not known."""
+    below = _socket_below(stream)
+    if below is None or _TCP_INFO is None:
+        return None
+    try:
+        answer = below.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _ACKED + 8)
+    except OSError:  # not of TCP
+        return None
+    return int(struct.unpack_from("Q", answer, _ACKED)[0]) if len(answer) == _ACKED + 8 else None
+
+
+def _unacknowledged(stream: trio.abc.SendStream) -> int:
+    """The bytes that the socket holds for the peer (SIOCOUTQ); 0 for a stream without a socket."""
+    below = _socket_below(stream)
+    if below is None:
         return 0
     try:
-        answer = fcntl.ioctl(stream.socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+        answer = fcntl.ioctl(below.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
     except OSError:  # not of a kind that counts them
         return 0
     return int(struct.unpack("i", answer)[0])

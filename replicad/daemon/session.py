@@ -345,12 +345,12 @@ class Session(Answering):
         """Lines were sent: the next PING is due later."""
         self._connection.sent(trio.current_time())
 
-    def note_waiting(self, must_end: float) -> None:
-        """A send waits for the peer, who must have accepted what is sent by then."""
-        self._hub.deadlines.set(self, must_end)
+    def note_waiting(self, look_at: float) -> None:
+        """A send waits for the peer: `mind` looks at it then."""
+        self._hub.deadlines.set(self, look_at)
 
     def _next_deadline(self) -> float:
-        deadline = min(self._connection.next_deadline(), self.outbox.must_end)
+        deadline = min(self._connection.next_deadline(), self.outbox.look_at)
         return deadline if self._known_by is None else min(deadline, self._known_by)
 
     def mind(self, now: float) -> float:
@@ -358,7 +358,7 @@ class Session(Answering):
         due = self._connection.due(now, EARLY)
         if self._known_by is not None and now >= self._known_by:
             self.hang_up(*cuts.unknown_for_too_long(self._limits, wants_token=self._wants_auth))
-        elif now >= self.outbox.must_end:
+        elif now >= self.outbox.look_at and self.outbox.stalls(now):
             self.hang_up(*cuts.stalled(self._limits.stall_timeout))
         elif due is Due.PEER_SILENT:
             self.hang_up(*cuts.silent(self._limits))

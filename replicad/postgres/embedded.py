@@ -61,6 +61,7 @@ _STOP = 20.0  # seconds for a fast shutdown before an immediate one
 _LOCK = 120.0  # seconds to wait for another process that is starting or stopping the server
 _LOG_MAX = 8 << 20  # bytes of the server's log above which a start renames it; the one before is overwritten
 _FULL = 64 << 10  # bytes; with less room no program of the server can say why it fails
+_APPEARS = 2.0  # seconds in which the process of a server is there that was begun to be started
 _LOOK = 0.05  # seconds between two looks at something that has no event to wait for
 
 
@@ -85,6 +86,7 @@ class EmbeddedPostgres:
         self._account: pwd.struct_passwd | None = None  # the account of the server, if it is not ours
         self._users = -1
         self._log_seen = 0  # bytes of the server's log when it was last started or stopped
+        self._began = False  # whether this object began to start the server
 
     def __enter__(self) -> EmbeddedPostgres:
         """Start the server if it does not run, and become one of its users."""
@@ -100,7 +102,10 @@ class EmbeddedPostgres:
                 fcntl.flock(self._users, fcntl.LOCK_SH)
                 self._have_running()
             except BaseException:
-                os.close(self._users)
+                try:
+                    self._stop_started()
+                finally:
+                    os.close(self._users)
                 raise
         return self
 
@@ -260,10 +265,19 @@ class EmbeddedPostgres:
         options = " ".join(f"-c {shlex.quote(f'{name}={value}')}" for name, value in settings.items())
         seconds = max(1, round(deadline - time.monotonic()))
         args = ("-D", str(self.data), "-l", str(log), "-o", options, "-w", "-t", str(seconds), "-s", "start")
+        self._began = True
         if self._run("pg_ctl", *args, timeout=seconds + 5) == 0:
             return
         if not any("pre-existing shared memory block" in line for line in _last_lines(log, 5)):
             raise self._refused("pg_ctl start")
+
+    def _stop_started(self) -> None:
+        """Stop a server that this object began to start, as when Ctrl-C comes meanwhile."""
+        until = time.monotonic() + _APPEARS
+        while self._began and self.pid() is None and time.monotonic() < until:
+            time.sleep(_LOOK)
+        if self._began and self.pid() is not None:
+            self._stop()
 
     def _stop(self) -> None:
         if self.pid() is None:

@@ -31,9 +31,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def test_only_the_daemon_is_started_again(started: list[list[str]]) -> None:
-    choose_allocator("replicad", ["streams", "list"])
+    choose_allocator(__file__, ["streams", "list"])
     assert started == []
-    choose_allocator("replicad", ["--context", "c", "serve", "--listen", "127.0.0.1:0"])
+    choose_allocator(__file__, ["--context", "c", "serve", "--listen", "127.0.0.1:0"])
     assert started == [[sys.executable, *sys.orig_argv[1:]]]
     assert os.environ.pop(VARIABLE) == "malloc"
 
@@ -45,19 +45,19 @@ def test_where_no_program_may_be_started_it_serves_with_what_it_has(
         raise PermissionError
 
     monkeypatch.setattr(os, "execv", refuse)
-    choose_allocator("replicad", ["serve"])
+    choose_allocator(__file__, ["serve"])
     assert VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize("chosen", ["malloc", "pymalloc", "debug"])
 def test_a_choice_of_the_user_counts(chosen: str, started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, chosen)
-    choose_allocator("replicad", ["serve"])
+    choose_allocator(__file__, ["serve"])
     assert started == []
     assert os.environ[VARIABLE] == chosen
 
 
-@pytest.mark.parametrize("program", ["", "-"])
+@pytest.mark.parametrize("program", ["", "-", "/dev/stdin", "/dev/null"])
 def test_a_program_that_was_read_from_a_pipe_is_not_started_again(program: str, started: list[list[str]]) -> None:
     choose_allocator(program, ["serve"])
     assert started == []

@@ -119,7 +119,7 @@ class Owner:
     def note_sent(self) -> None:
         pass
 
-    def note_waiting(self, must_end: float) -> None: ...
+    def note_waiting(self, look_at: float) -> None: ...
 
 
 STEPS = st.one_of(

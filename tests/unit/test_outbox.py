@@ -20,7 +20,7 @@ class Owner:
         self.nursery = nursery
         self.started = 0
         self.sent = 0
-        self.must_end = 0.0
+        self.look_at = 0.0
         self.reasons: list[CloseReason] = []
 
     def start(self, job: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -33,8 +33,8 @@ class Owner:
     def note_sent(self) -> None:
         self.sent += 1
 
-    def note_waiting(self, must_end: float) -> None:
-        self.must_end = must_end
+    def note_waiting(self, look_at: float) -> None:
+        self.look_at = look_at
 
 
 class Wire:

@@ -13,6 +13,7 @@ import trio
 from starlette.requests import Request
 from starlette.types import Receive, Send
 
+from replicad.daemon.outlet import sliced
 from replicad.daemon.service import Host
 from replicad.errors import LocalProtocolError, UnknownStream
 from replicad.nurseries import open_plain_nursery
@@ -127,7 +128,8 @@ class EventStream(trio.abc.Stream):
                 self.transport_stream = self._take()
                 found = self._head + found
             if found and self.transport_stream is not None:
-                await self.transport_stream.send_all(found)
+                for slice_ in sliced([found]):
+                    await self.transport_stream.send_all(slice_)
             if events.over or events.problem is not None:
                 self.end_input()
 

@@ -63,7 +63,10 @@ def answers_not_read(most: int) -> Cut:
 
 def stalled(seconds: float) -> Cut:
     """A client that takes nothing of what is sent."""
-    return CloseReason.SLOW_READER, f"slow_reader: nothing was read for {plain(seconds)} s (--stall-timeout)"
+    return (
+        CloseReason.SLOW_READER,
+        f"slow_reader: next to nothing was read for {plain(seconds)} s (--stall-timeout)",
+    )
 
 
 def too_long_requests(most: int) -> Cut:

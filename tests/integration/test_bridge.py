@@ -421,7 +421,7 @@ async def test_errors_of_our_functions_keep_their_class_sentence_and_remedy(data
         "RS001": errors.UnknownStream,
         "RS002": errors.StreamRefused,
         "RS003": errors.StreamRefused,
-        "RS006": errors.UsageError,
+        "RS007": errors.UsageError,
         "53100": errors.DatabaseUnavailable,
         "42501": errors.DatabaseRefused,
         "P0001": errors.DatabaseError,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 import trio
 
-from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
+from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, UsageError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
 from replicad.streams import registry, skips
@@ -215,7 +215,7 @@ async def stopped_no_more(daemon: Daemon, name: str) -> None:
 async def test_a_bound_has_to_be_one_that_clients_take(database: Database, daemon: Daemon) -> None:
     await database.execute("CREATE TABLE big (id bigserial PRIMARY KEY, body text)")
     for bad in (0, 1023, (64 << 20) + 1, 1 << 40):
-        with pytest.raises(registry.StreamRefused, match="between 1024 and 67108864"):
+        with pytest.raises(UsageError, match="between 1024 and 67108864"):
             await registry.add(database, "big", "public.big", "id", max_row=bad)
     assert await registry.load_streams(database) == {}
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import replicad
 from replicad import errors
+from replicad.postgres import failures
 from replicad.postgres.failures import Target, parse_target, while_connecting, while_running
 from replicad.postgres.literals import fill, quote_ident, quote_literal
+
+
+def test_every_state_that_our_sql_raises_has_its_class_here() -> None:
+    """So nobody takes a state for a second meaning: RS099 alone never leaves the function that raises it."""
+    raised = {
+        state
+        for file in Path(replicad.__file__).parent.rglob("*.sql")
+        for state in re.findall(r"'(R[A-Z]\d{3})'", file.read_text(encoding="utf-8"))
+    }
+    assert len(raised) > 15
+    assert raised - {"RS099"} <= set(failures._OURS)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ END
 $$;
 COMMENT ON FUNCTION stream_refuse(text, text) IS 'Raises RS002 with a reason and a remedy';
 
--- stream_refuse_argument(problem, remedy): raises RS006: no database would take this value.
+-- stream_refuse_argument(problem, remedy): raises RS007: no database would take this value.
 CREATE OR REPLACE FUNCTION stream_refuse_argument(problem text, remedy text) RETURNS void
 LANGUAGE plpgsql STABLE AS $$
 BEGIN
-    RAISE EXCEPTION USING ERRCODE = 'RS006', MESSAGE = problem, HINT = remedy;
+    RAISE EXCEPTION USING ERRCODE = 'RS007', MESSAGE = problem, HINT = remedy;
 END
 $$;
-COMMENT ON FUNCTION stream_refuse_argument(text, text) IS 'Raises RS006 for a value that is never right';
+COMMENT ON FUNCTION stream_refuse_argument(text, text) IS 'Raises RS007 for a value that is never right';

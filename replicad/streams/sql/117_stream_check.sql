@@ -1,4 +1,4 @@
--- stream_check(s): refuses what cannot be a stream (RS002 or RS006, the reason, the remedy); returns the type of its rows.
+-- stream_check(s): refuses what cannot be a stream (RS002 or RS007, the reason, the remedy); returns the type of its rows.
 CREATE OR REPLACE FUNCTION stream_check(s stream) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE

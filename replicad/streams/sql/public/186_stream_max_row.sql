@@ -1,4 +1,4 @@
--- stream_max_row(name, bytes): sets the bound on the length of the stream's lines. Raises RS001, and RS006 beyond what
+-- stream_max_row(name, bytes): sets the bound on the length of the stream's lines. Raises RS001, and RS007 beyond what
 -- clients take. Writes stream.
 CREATE OR REPLACE FUNCTION stream_max_row(name text, bytes bigint) RETURNS void
 LANGUAGE plpgsql AS $$

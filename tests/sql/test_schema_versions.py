@@ -60,8 +60,8 @@ INSERT INTO tube.tube_parked (tube, seq, op, shard, ids, ts, tries, error)
 
 
 @pytest.fixture
-async def other(postgres_url: str, database_url: str) -> AsyncIterator[Database]:
-    """A second empty database."""
+async def other(database: Database, postgres_url: str, database_url: str) -> AsyncIterator[Database]:
+    """A second empty database. Opened after the first, as fixtures share a context, and so the driver's loop."""
     parts = urlsplit(database_url)
     name = f"{parts.path.lstrip('/')}_other"
     psql(postgres_url, f"CREATE DATABASE {name}")

@@ -13,6 +13,7 @@ from replicad.terminal.command import ReplicadCommand, database_options, json_op
 from replicad.terminal.database import database_url
 from replicad.terminal.exits import DONE, exit_of
 from replicad.terminal.output import as_json_line, echo
+from replicad.terminal.running import run_async
 
 
 @click.command("status", cls=ReplicadCommand, short_help="Show the database, daemons, streams and tubes once.")
@@ -24,11 +25,9 @@ def command(as_json: bool, **options: Any) -> int:
     It is `replicad top --once` with the server's version. `replicad doctor` checks more, and says what to do. If the
     database cannot be used, the exit status says why (docs/operating.md). --json prints one object.
     """
-    import trio
-
     settings = read_settings(DatabaseSettings, options)
     with database_url(settings) as url:
-        picture = trio.run(Island(settings, 60.0, url=url).look)
+        picture = run_async(Island(settings, 60.0, url=url).look)
     if picture.unusable is not None:
         raise picture.unusable
     if as_json:

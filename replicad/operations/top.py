@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ from replicad.operations.screen import Line, render
 from replicad.terminal.command import ReplicadCommand, Seconds, json_option, option
 from replicad.terminal.database import database_url
 from replicad.terminal.output import as_json_line, echo
+from replicad.terminal.running import run_async
 from replicad.tubes.cli.islands import island_options
 
 WIDE = 1000  # columns of an output that is no terminal: nothing is cut
@@ -54,8 +56,6 @@ def command(once: bool, interval: float, warn: float, as_json: bool, **options: 
     daemons, their own troubles, and the last counts that a reader of each tube has reported, such as the last
     micro-batch of a pipeline. Columns for which the terminal is too narrow are left out.
     """
-    import trio
-
     once = once or as_json or not sys.stdout.isatty()
     with ExitStack() as stack:
         islands = []
@@ -64,7 +64,7 @@ def command(once: bool, interval: float, warn: float, as_json: bool, **options: 
             island = Island(settings, warn, longest_gap=interval + 5)
             island.url = stack.enter_context(database_url(settings))
             islands.append(island)
-        trio.run(_watch, islands, once, interval, as_json)
+        run_async(partial(_watch, islands, once, interval, as_json))
 
 
 async def _watch(islands: Sequence[Island], once: bool, interval: float, as_json: bool) -> None:

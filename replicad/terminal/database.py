@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from replicad.config.settings import DatabaseSettings, read_settings
 from replicad.terminal.failures import say
+from replicad.terminal.running import run_async
 
 if TYPE_CHECKING:
     from replicad.postgres.bridge import Database
@@ -54,8 +56,6 @@ def on_database(
         SchemaMissing: the part is not installed, or its version is older than this program's.
         SchemaTooNew: its version is newer and does not serve this program.
     """
-    import trio
-
     from replicad.postgres import schema
     from replicad.postgres.bridge import open_database
 
@@ -73,7 +73,7 @@ def on_database(
             return await work(db, settings)
 
     with database_url(settings) as url:
-        return trio.run(run, url)
+        return run_async(partial(run, url))
 
 
 def on_streams(

@@ -411,3 +411,19 @@ def test_a_disk_so_full_that_no_program_can_say_why_is_a_sentence(
     monkeypatch.setattr(embedded, "_is_full", lambda _: True)
     with pytest.raises(EnvironmentRefused, match=r"The disk is full: free some room"), EmbeddedPostgres(folder):
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_daemon_that_is_interrupted_while_its_server_starts_leaves_none(folder: Path, number: int) -> None:
+    command = [sys.executable, "-m", "replicad", "serve", "--data-folder", str(folder), "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as daemon:
+        deadline = time.monotonic() + PATIENCE
+        while not (folder / "data" / "postmaster.pid").exists():  # pg_ctl waits from here until the server answers
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        daemon.send_signal(number)
+        assert daemon.wait(PATIENCE) == 130, daemon.stderr and daemon.stderr.read()
+    left = [
+        process for process in psutil.process_iter(["cmdline"]) if f"{folder}/data" in (process.info["cmdline"] or ())
+    ]
+    assert left == []

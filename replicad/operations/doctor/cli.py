@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from replicad.operations.asking import ask, http_options
 from replicad.terminal.command import ReplicadCommand, database_options, json_option, option
 from replicad.terminal.database import database_url
 from replicad.terminal.output import as_json_line, echo
+from replicad.terminal.running import run_async
 
 if TYPE_CHECKING:
     from replicad.operations.doctor.declared import Check, Finding
@@ -41,11 +43,9 @@ def command(as_json: bool, nagios: bool, http: str | None, **options: Any) -> in
     Changes nothing. The exit status is 0 if all is fine, 1 with warnings, 2 if something is failing. Run it as the
     daemon's user of the database, so that it sees what the daemon may do. docs/operating.md lists the checks.
     """
-    import trio
-
     if as_json and nagios:
         raise UsageError("--json and --nagios are both given; give one of them")
-    found = trio.run(_examine, options, http, None if nagios else _print_json if as_json else _print_line)
+    found = run_async(partial(_examine, options, http, None if nagios else _print_json if as_json else _print_line))
     worst = max((finding.level for _, finding in found), default=0)
     if nagios:
         _print_nagios(found)

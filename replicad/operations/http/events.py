@@ -11,6 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from replicad.client.progress import StreamProgress
 from replicad.client.refusals import is_notice, refusal
@@ -22,37 +23,48 @@ from replicad.streams.commands import Position, Writers
 
 LONGEST_ID = 2048  # characters: browsers send it back in a header. Of many writers, some rows may come again
 SHARED = 16  # translated blocks that are kept for other readers of the same rows
-SHARED_BYTES = 256 << 10  # of a block; a chunk of a journal has half of it
+SHARED_BYTES = 256 << 10  # of a block; a chunk of a journal has half of it. Those of longer rows are kept while sent
 OPENING = b"retry: 2000\n\n"  # ms until a browser connects again
 PING = b": ping\n\n"
 
 State = tuple[str | None, tuple[tuple[str, int], ...]]  # the token of a reader, and the listed writers
+_Key = tuple[bytes | int, State]
 
 
-@dataclass(frozen=True, slots=True)
-class _Translated:
-    """A block of rows as events, and what it does to a reader."""
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Translated:
+    """A block of lines as events, and what it does to a reader."""
 
+    block: bytes | bytearray
     events: bytes
-    moved: tuple[tuple[str, int], ...]
-    after: State
+    moved: tuple[tuple[str, int], ...] = ()
+    after: State | None = None
 
 
 class Translations:
     """Blocks that were translated for one reader, for others that are in the same state."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[bytes, State], _Translated] = OrderedDict()
+        self._kept: OrderedDict[_Key, Translated] = OrderedDict()
+        self._in_use: WeakValueDictionary[_Key, Translated] = WeakValueDictionary()
 
-    def find(self, block: bytes, state: State) -> _Translated | None:
-        """What was put. The hash of a block is computed once, and readers have the same object."""
-        return self._kept.get((block, state))
+    def find(self, block: bytes | bytearray, state: State) -> Translated | None:
+        """What was put. Readers have the same object."""
+        return self._in_use.get(_key(block, state))
 
-    def put(self, block: bytes, state: State, found: _Translated) -> None:
-        """Keep it for a while."""
-        self._kept[block, state] = found
-        if len(self._kept) > SHARED:
-            self._kept.popitem(last=False)
+    def put(self, state: State, found: Translated) -> None:
+        """Keep it as long as somebody sends it; a short one for a while longer."""
+        key = _key(found.block, state)
+        self._in_use[key] = found
+        if len(found.block) <= SHARED_BYTES:
+            self._kept[key] = found
+            if len(self._kept) > SHARED:
+                self._kept.popitem(last=False)
+
+
+def _key(block: bytes | bytearray, state: State) -> _Key:
+    """A long block is not looked at again; nothing else has its id while it is kept."""
+    return (bytes(block) if len(block) <= SHARED_BYTES else id(block)), state
 
 
 class Events:
@@ -74,9 +86,9 @@ class Events:
         self._writers: tuple[tuple[str, int], ...] = ()
         self._single, self._prefix = b"", b""  # the only listed writer, and what stands before its tokens in ids
 
-    def feed(self, block: bytes) -> bytes:
-        """The events of whole lines."""
-        if not (self.started and block.startswith(self._rdata) and len(block) <= SHARED_BYTES):
+    def feed(self, block: bytes | bytearray) -> Translated:
+        """Take whole lines, which stay as they are, and give their `events`. Readers of a long row share these."""
+        if not (self.started and block.startswith(self._rdata)):
             return self._translate(block)
         before = self._state = self._state or (self._progress.token(), self._writers)
         found = self._translations.find(block, before)
@@ -85,24 +97,25 @@ class Events:
         for instance, at in found.moved:
             self._progress.mark(instance).at = at
         self._state = found.after
-        return found.events
+        return found
 
-    def _translate(self, block: bytes, before: State | None = None) -> bytes:
+    def _translate(self, block: bytes | bytearray, before: State | None = None) -> Translated:
         """`before`: the state, if the result is to be kept for others: a block of rows alone."""
         events: list[bytes] = []
         moved: dict[bytes, int] = {}
         self._state = None
-        for line in block.split(b"\n")[:-1]:
+        for line in bytes(block).split(b"\n")[:-1]:
             if line.startswith(self._rdata):
                 events.append(self._row(line, moved))
             else:
                 before = None
                 events.append(self._other(line))
-        found = b"".join(events)
-        if before is not None:
-            self._state = (self._progress.token(), self._writers)
-            ended = tuple((instance.decode(), at) for instance, at in moved.items())
-            self._translations.put(block, before, _Translated(found, ended, self._state))
+        if before is None:
+            return Translated(block, b"".join(events))
+        self._state = (self._progress.token(), self._writers)
+        ended = tuple((instance.decode(), at) for instance, at in moved.items())
+        found = Translated(block, b"".join(events), ended, self._state)
+        self._translations.put(before, found)
         return found
 
     def _row(self, line: bytes, moved: dict[bytes, int]) -> bytes:

@@ -119,16 +119,16 @@ class EventStream(trio.abc.Stream):
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Translate whole lines and send the events."""
         events = self._events
-        for part in _slices(bytes(data)):
-            found = events.feed(part)
+        for part in _slices(data):
+            translated = events.feed(part)
             if events.again is not None:
                 self.subscribe(events.again)
                 events.again = None
             if self.transport_stream is None and events.started:
                 self.transport_stream = self._take()
-                found = self._head + found
-            if found and self.transport_stream is not None:
-                for slice_ in sliced([found]):
+                await self.transport_stream.send_all(self._head)
+            if translated.events and self.transport_stream is not None:
+                for slice_ in sliced([translated.events]):
                     await self.transport_stream.send_all(slice_)
             if events.over or events.problem is not None:
                 self.end_input()
@@ -147,12 +147,15 @@ class EventStream(trio.abc.Stream):
             await trio.lowlevel.checkpoint()
 
 
-def _slices(data: bytes) -> Iterator[bytes]:
+def _slices(data: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray]:
+    """A long line stays the object that it is, by which readers know that they share it."""
+    if len(data) <= SLICE or isinstance(data, memoryview):
+        data = bytes(data)
     begin = 0
     while len(data) - begin > SLICE and (end := data.rfind(b"\n", begin, begin + SLICE) + 1):
-        yield data[begin:end]
+        yield bytes(data[begin:end])
         begin = end
-    yield data[begin:] if begin else data
+    yield bytes(data[begin:]) if begin else data
 
 
 async def _watch(receive: Receive, gone: Callable[[], None]) -> None:

@@ -149,6 +149,10 @@ class DatabaseRefused(DatabaseError):
     code = "database_refused"
 
 
+class ValueRefused(DatabaseError):
+    """Postgres cannot take a value: a number out of range, text that is not JSON, bytes that are not UTF-8."""
+
+
 class StandbyRefused(DatabaseError):
     """The server is a standby: it shows no locks, so no position can be trusted (docs/positions.md)."""
 

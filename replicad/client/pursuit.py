@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import TypedDict
 
 from replicad.client.events import Connected, Disconnected, Reset, StreamsChanged, StreamStopped, TakenUpto
@@ -282,8 +283,8 @@ class Pursuit:
             return error
         return LineTooLong(
             f"stream {stream}: {error}. The last token that was received is {self.follower.token(stream)}. Bound the "
-            f"rows where the server is (`replicad streams alter {stream} --max-row BYTES`): it then names the row, "
-            "which can be shortened or skipped",
+            f"rows where the server is (`replicad streams alter {quote(stream)} --max-row BYTES`): it then names the "
+            "row, which can be shortened or skipped",
             stream=stream,
         )
 

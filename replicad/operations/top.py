@@ -15,10 +15,12 @@ from typing import Any
 import click
 
 from replicad.config.settings import DatabaseSettings, colour_allowed, read_settings
+from replicad.errors import ReplicadError
 from replicad.operations.island import Island, Picture
 from replicad.operations.screen import Line, render
 from replicad.terminal.command import ReplicadCommand, Seconds, json_option, option
 from replicad.terminal.database import database_url
+from replicad.terminal.exits import DONE, exit_of
 from replicad.terminal.output import as_json_line, echo
 from replicad.terminal.running import run_async
 from replicad.tubes.cli.islands import island_options
@@ -44,7 +46,7 @@ WIDE = 1000  # columns of an output that is no terminal: nothing is cut
 )
 @json_option
 @island_options
-def command(once: bool, interval: float, warn: float, as_json: bool, **options: Any) -> None:
+def command(once: bool, interval: float, warn: float, as_json: bool, **options: Any) -> int:
     """Watch the streams, every partition of every tube, and the daemons.
 
     lag_s is the age of the oldest regular pod, or how long rows of a stream may have been waiting. in_s and out_s are
@@ -52,9 +54,10 @@ def command(once: bool, interval: float, warn: float, as_json: bool, **options: 
     than its lease, as a daemon or this command has seen it; if pods, or pods of a backfill, wait and no worker has the
     lease; if its lag is above --warn; if a transaction that is open for longer than --warn holds its tube back; if ids
     are parked; and if its tube cannot be served or a daemon reports a trouble of it. A stream is marked if it cannot be
-    served, or waits. An island that cannot be reached is shown as such and tried again. Below the tables are the
-    daemons, their own troubles, and the last counts that a reader of each tube has reported, such as the last
-    micro-batch of a pipeline. Columns for which the terminal is too narrow are left out.
+    served, or waits. An island that cannot be reached is shown as such and tried again; with --once, and if none can,
+    the exit status says why. Below the tables are the daemons, their own troubles, and the last counts that a reader of
+    each tube has reported, such as the last micro-batch of a pipeline. Columns for which the terminal is too narrow are
+    left out.
     """
     once = once or as_json or not sys.stdout.isatty()
     with ExitStack() as stack:
@@ -64,10 +67,12 @@ def command(once: bool, interval: float, warn: float, as_json: bool, **options: 
             island = Island(settings, warn, longest_gap=interval + 5)
             island.url = stack.enter_context(database_url(settings))
             islands.append(island)
-        run_async(partial(_watch, islands, once, interval, as_json))
+        error = run_async(partial(_watch, islands, once, interval, as_json))
+    return DONE.status if error is None else exit_of(type(error)).status
 
 
-async def _watch(islands: Sequence[Island], once: bool, interval: float, as_json: bool) -> None:
+async def _watch(islands: Sequence[Island], once: bool, interval: float, as_json: bool) -> ReplicadError | None:
+    """Watch until Ctrl-C. With `once`: look once, and return why the first island cannot be shown, if none can."""
     import trio
 
     with trio.open_signal_receiver(signal.SIGWINCH) as resized:
@@ -81,7 +86,7 @@ async def _watch(islands: Sequence[Island], once: bool, interval: float, as_json
             else:
                 show(pictures, live=not once)
             if once:
-                return
+                return pictures[0].error if all(one.error for one in pictures) else None
             with trio.move_on_after(interval):
                 async for _ in resized:
                     show(pictures, live=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from replicad import errors, sqlstates
-from replicad.masking import mask_secrets
+from replicad.masking import mask_secrets, visible
 from replicad.sqlstates import means
 
 _DEFAULT_PORT = "5432"
@@ -166,7 +166,20 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
     if means(state, sqlstates.REFUSED):
         text = f"Postgres at {target} refused: {_text(error)}"
         return errors.DatabaseRefused(f"{text}{_missing_grant(error, target)}", sqlstate=state)
+    if means(state, sqlstates.BAD_DATA):
+        return errors.ValueRefused(f"Postgres at {target} refuses a value: {_value_text(error)}", sqlstate=state)
     return errors.DatabaseError(f"Postgres at {target} reports an error: {_text(error)}", sqlstate=state)
+
+
+# What the driver says of an argument: its number, the value, and what is wrong with it.
+_ARGUMENT = re.compile(r"invalid input for query argument \$\d+(?: in element #\d+ of .* sequence)?: (.*) \((.*)\)")
+_SHOWN = 100  # characters of a value
+
+
+def _value_text(error: BaseException) -> str:
+    text = _text(error)
+    found = _ARGUMENT.fullmatch(text)
+    return text if found is None else f"{visible(found[1][:_SHOWN])}: {found[2]}"
 
 
 # What is missing where Postgres denies something. It does not say which right a statement needs on a table.

@@ -8,6 +8,7 @@ Postgres sends rows as it reads them, the first try finds the row.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from shlex import quote
 
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable
 from replicad.postgres import failures
@@ -28,10 +29,10 @@ def is_of_a_row(error: Exception) -> bool:
 def unreadable(source: RowSource, row_id: int, error: Exception) -> RowUnreadable:
     """The error for one unreadable row: which, why, and the remedy."""
     name, table = source.stream, source.table
-    skip = f"`replicad streams skip {name} {row_id} --yes` leaves it out"
+    skip = f"`replicad streams skip {quote(name)} {row_id} --yes` leaves it out"
     if isinstance(error, RowTooLong) or (isinstance(error, DatabaseError) and failures.is_too_large(error)):
         size = f"{source.max_row} bytes" if isinstance(error, RowTooLong) else "Postgres can hold (1 GB)"
-        higher = f"raise the bound (`replicad streams alter {name} --max-row BYTES`), "
+        higher = f"raise the bound (`replicad streams alter {quote(name)} --max-row BYTES`), "
         return RowTooLong(
             f"stream {name} stops before id {row_id} of {table}: its line is longer than {size}; "
             f"make the row or the row expression shorter, {higher if source.max_row < MAX_ROW else ''}or {skip}",

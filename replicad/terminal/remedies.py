@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from shlex import quote
 from typing import Final
 
 _NAME = r"'((?:[^']|'')*)'"
@@ -10,15 +11,19 @@ _NAME = r"'((?:[^']|'')*)'"
 _COMMANDS: Final = tuple(
     (re.compile(found), command)
     for found, command in (
-        (rf"SELECT \S+\.stream_remove\({_NAME}\)", r"replicad streams remove \1"),
-        (rf", or: SELECT \S+\.writer_enable\({_NAME}\)", ""),
+        (rf"SELECT \S+\.stream_remove\({_NAME}\)", "replicad streams remove {}"),
+        (rf"`replicad writers enable .*?`, or: SELECT \S+\.writer_enable\({_NAME}\)", "`replicad writers enable {}`"),
         (r"give the shard as the third argument", "give it by --shard"),
     )
 )
 
 
 def as_commands(text: str) -> str:
-    """The text with calls of replicad's SQL functions replaced by the commands that do the same."""
+    """The text with calls of replicad's SQL functions replaced by the commands that do the same, names for a shell."""
     for found, command in _COMMANDS:
-        text = found.sub(command, text)
+        text = found.sub(lambda one, command=command: command.format(*map(_word, one.groups())), text)
     return text
+
+
+def _word(name: str) -> str:
+    return quote(name.replace("''", "'"))

@@ -35,7 +35,7 @@ def _sentence(row: Any) -> str:
             f"a table that was attached to it was dropped ({names + ', ' if names else ''}oid {row['table_oid']}, "
             f"shard {shard}). If there is a new table of that name, its changes are not recorded: attach it, "
             f"{attach_command(row, names)}, and backfill it, {_backfill(row)}. If there is none: "
-            f"replicad tubes detach {tube} {row['table_oid']}"
+            f"replicad tubes detach {quote(tube)} {row['table_oid']}"
         )
     return (
         f"changes of table {row['name']} are not recorded: it has no enabled trigger of the tube for "
@@ -56,7 +56,7 @@ def _unseen(row: Any) -> str:
         return (
             f"changes of {row['name']}{more} that arrive through subscription {row['who']} are not recorded: "
             "Postgres fires no trigger for them. Attach the table on the publisher, and detach it here: "
-            f"replicad tubes detach {row['tube']} {row['root']}"
+            f"replicad tubes detach {quote(row['tube'])} {quote(row['root'])}"
         )
     return (
         f"{row['who']} has session_replication_role = replica, and writes of such sessions are not recorded. Set it in "
@@ -68,8 +68,10 @@ def attach_command(row: Any, table: str) -> str:
     """The command that attaches a table again as it is; `row` has tube, shard, predicate and routing."""
     named = quote(table) if table and " or " not in table else "TABLE"
     own = "".join(f" --{what} {quote(row[what])}" for what in ("predicate", "routing") if row[what] is not None)
-    return f"replicad tubes attach {row['tube']} {named} --shard {row['shard']}{own}"
+    return f"replicad tubes attach {quote(row['tube'])} {named} --shard {row['shard']}{own}"
 
 
 def _backfill(row: Any) -> str:
-    return f"replicad tubes backfill {row['tube']} --shards {'all' if row['routing'] is not None else row['shard']}"
+    return (
+        f"replicad tubes backfill {quote(row['tube'])} --shards {'all' if row['routing'] is not None else row['shard']}"
+    )

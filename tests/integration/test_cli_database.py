@@ -468,6 +468,36 @@ def test_what_is_said_twice_is_done_and_what_does_not_exist_is_not_found(run: Ru
         psql(database_url, "DROP OWNED BY said_twice; DROP ROLE said_twice")
 
 
+def test_a_value_that_postgres_cannot_take_is_wrong_usage(run: Run, database_url: str) -> None:
+    psql(database_url, "CREATE TABLE t (id bigserial PRIMARY KEY)")
+    run("streams", "add", "s", "--table", "public.t", "--id", "id")
+    run("tubes", "create", "q")
+    run("caches", "enable")
+    huge, bytes_ = str(1 << 70), os.fsdecode(b"x\xff")
+    for words in (
+        ("streams", "skip", "s", huge, "--yes"),
+        ("streams", "skip", "s", "1", "--yes", "--reason", bytes_),
+        ("tubes", "create", "r", "--partitions", huge),
+        ("tubes", "touch", "q", "--shard", str(1 << 40), "1"),
+        ("tubes", "touch", "q", "--shard", "0", "--payload", "NaN", "1"),
+        ("caches", "invalidate", "x", "1e999"),
+        ("caches", "grant", ""),
+        ("caches", "revoke", ""),
+        ("streams", "skip", "s", "--list", "--undo"),
+        ("streams", "skip", "s", "7", "--yes", "--json"),
+    ):
+        told = run(*words, status=2)
+        assert "unexpected" not in told
+        assert "query argument" not in told
+
+
+@pytest.mark.parametrize("words", ["status", "top --once", "doctor"])
+def test_a_look_that_fails_ends_with_the_status_of_its_failure(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = app.run((*words.split(), "--database", "postgresql://replicad@127.0.0.1:1/app"))
+    assert status == (2 if words == "doctor" else 4)
+    assert "no Postgres answers at 127.0.0.1:1" in capsys.readouterr().out
+
+
 @pytest.mark.bare_database
 def test_disabling_what_was_never_installed_is_done(run: Run) -> None:
     assert "there was no stream caches" in run("caches", "disable")

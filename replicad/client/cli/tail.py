@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,14 +85,14 @@ def options_again(ctx: click.Context) -> str:
     """The options of this command line that a command which goes on from another token needs too, as in a shell."""
     session = ctx.find_object(Session)
     context = session.context if session is not None else None
-    words = ["--context", shlex.quote(context)] if context else []
+    words = ["--context", quote(context)] if context else []
     for param in ctx.command.params:
         name = param.name or ""
         given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         if not given or not isinstance(param, click.Option) or not param.expose_value or name in _NOT_AGAIN:
             continue
         value = ctx.params.get(name)
-        words += [param.opts[0]] if isinstance(value, bool) else [param.opts[0], shlex.quote(str(value))]
+        words += [param.opts[0]] if isinstance(value, bool) else [param.opts[0], quote(str(value))]
     return "".join(f" {word}" for word in words)
 
 
@@ -141,7 +141,7 @@ def _follow(
         except KeyboardInterrupt:
             for name, reached in events.tokens().items():
                 if reached not in (None, *_WORDS):
-                    say(f"replicad: to go on: replicad tail {name} --from {reached}{again}")
+                    say(f"replicad: to go on: replicad tail {quote(name)} --from {reached}{again}")
             raise
 
 

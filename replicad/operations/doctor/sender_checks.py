@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from shlex import quote
 
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
 from replicad.operations.doctor.seen import MOST_PARKED, Seen
@@ -21,7 +22,7 @@ async def _senders(seen: Seen) -> Iterable[Finding]:
         if row["absent"] and (row["outstanding"] or unread):
             text = f"stream {stream}: facts or updates wait, and its sender {', '.join(row['absent'])} does not run"
             found.append(
-                failing(text, f"start `replicad sender --facts {stream}` with its --sender-name and --senders")
+                failing(text, f"start `replicad sender --facts {quote(stream)}` with its --sender-name and --senders")
             )
         if row["parked"]:
             number = (
@@ -29,7 +30,8 @@ async def _senders(seen: Seen) -> Iterable[Finding]:
                 if row["parked"] >= MOST_PARKED
                 else counted(row["parked"], "item is", "items are")
             )
-            found.append(warning(f"stream {stream}: {number} parked", f"replicad sender parked list --stream {stream}"))
+            remedy = f"replicad sender parked list --stream {quote(stream)}"
+            found.append(warning(f"stream {stream}: {number} parked", remedy))
         if row["failing"]:
             hours, others = row["failing_s"] / 3600, row["failing"] - 1
             more = f", and {counted(others, 'other destination')} for more than an hour" if others else ""

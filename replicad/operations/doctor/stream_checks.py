@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from shlex import quote
 
 from replicad.operations.doctor.declared import Check, Finding, Level, counted, failing, fine, warning
 from replicad.operations.doctor.seen import Seen
@@ -20,7 +21,7 @@ async def _streams(seen: Seen) -> Iterable[Finding]:
             continue
         text = f"stream {one.stream.name} ({one.state}): {one.problem}"
         level = Level.WARNING if one.state in _WAITS else Level.FAILING
-        found.append(Finding(level, text, f"replicad streams show {one.stream.name}"))
+        found.append(Finding(level, text, f"replicad streams show {quote(one.stream.name)}"))
     return found or fine(f"{counted(len(streams), 'stream can', 'streams can')} be served")
 
 
@@ -48,7 +49,7 @@ async def _lag(seen: Seen) -> Iterable[Finding]:
     found = [
         warning(
             f"stream {one.stream.name}: {one.lag_rows:,} rows have waited for up to {one.lag_seconds:.0f} s",
-            f"replicad streams show {one.stream.name}",
+            f"replicad streams show {quote(one.stream.name)}",
         )
         for one in streams
         if one.lag_rows and one.lag_seconds >= limits.lag and one.held_by is None and one.state == status.OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from shlex import quote
 
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
 from replicad.operations.doctor.seen import Seen
@@ -12,7 +13,7 @@ from replicad.tubes.serving.expired import CODE
 
 async def _tubes(seen: Seen) -> Iterable[Finding]:
     found = [
-        failing(f"tube {name}: {why}", f"replicad tubes list; replicad tubes stats {name}")
+        failing(f"tube {name}: {why}", f"replicad tubes list; replicad tubes stats {quote(name)}")
         for name, why in (await seen.tube_faults()).items()
     ]
     tubes = {row["tube"] for row in await seen.partitions()}
@@ -46,7 +47,9 @@ async def _parked(seen: Seen) -> Iterable[Finding]:
     for row in await seen.partitions():
         parked[row["tube"]] += row["parked"] or 0
     found = [
-        warning(f"tube {name}: {counted(number, 'pod is', 'pods are')} parked", f"replicad tubes parked list {name}")
+        warning(
+            f"tube {name}: {counted(number, 'pod is', 'pods are')} parked", f"replicad tubes parked list {quote(name)}"
+        )
         for name, number in parked.items()
         if number
     ]

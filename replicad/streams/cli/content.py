@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,7 +45,13 @@ def skip(
 
     Use it for a row that cannot be read, or is too long, and cannot be mended. The row stays in its table.
     """
+    if as_list + undo + yes > 1:
+        raise UsageError("--yes, --undo and --list exclude each other; give one of them")
+    if as_json and not as_list:
+        raise UsageError("--json belongs to --list")
     if as_list:
+        if token is not None:
+            raise UsageError("--list shows all skipped ids; leave TOKEN out")
         _list(name, as_json, options)
     elif token is None:
         raise UsageError("give the id of the row as TOKEN; `replicad streams show` says where the stream stops")
@@ -105,7 +112,7 @@ def _undo(name: str, token: int, options: dict[str, Any]) -> None:
     if on_streams(options, lambda db, schema: skips.unskip(db, name, token, schema=schema)):
         echo(f"stream {name}: id {token} belongs to it again; readers that have passed it do not get it")
     else:
-        echo(f"stream {name}: id {token} is not skipped; `replicad streams skip {name} --list` shows what is")
+        echo(f"stream {name}: id {token} is not skipped; `replicad streams skip {quote(name)} --list` shows what is")
 
 
 def _list(name: str, as_json: bool, options: dict[str, Any]) -> None:

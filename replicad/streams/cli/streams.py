@@ -167,7 +167,7 @@ def check_polls(file: Path) -> None:
     """Check the recording FILE of `replicad serve --record-polls FILE`.
 
     Each published position is held against what was read before it: the last value of the sequence, the holders of
-    locks, and how far the WAL was on disk (docs/positions.md). Prints what breaks a rule; exits with 1 then.
+    locks, and how far the WAL was on disk (docs/positions.md). Prints what breaks a rule; exits with 7 then.
     """
     from replicad.postgres import recording
 

@@ -8,6 +8,7 @@ one name, ALL, stands for all of them. All daemons take retirement and number fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Set
+from shlex import quote
 
 import structlog
 import trio
@@ -135,8 +136,8 @@ class WriterList:
         name = self._stream.name
         reason = (
             f"stream {name} has more than {self._max_listed} writers: they are listed under one name, {ALL}, and rows "
-            f"are sent in the order of ids. Retire writers that no longer write: `replicad streams writers {name} "
-            "--retire-idle-since TOKEN`; or add the stream again without --instance-column."
+            f"are sent in the order of ids. Retire writers that no longer write: `replicad streams writers "
+            f"{quote(name)} --retire-idle-since TOKEN`; or add the stream again without --instance-column."
         )
         if self._troubles is None:
             log.warning("stream_crowded", stream=name, reason=reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any
 
 from replicad.errors import DatabaseUnavailable, ReplicadError
@@ -67,7 +68,9 @@ async def compare(
             for one in await _compare_one(place, section, name, present.get(name), values):
                 found.append(await _tried(place, one, needed, _within(report, about)))
         for name in sorted(present.keys() - wanted[section.name].keys()):
-            found.append(Difference(section, name, Action.EXTRA, (f"is not in the file; {section.removal(name)}",)))
+            found.append(
+                Difference(section, name, Action.EXTRA, (f"is not in the file; {section.removal(quote(name))}",))
+            )
     return found
 
 
@@ -140,12 +143,15 @@ def _key_differences(section: Section, name: str, key: Key, before: Any, after: 
                     ):
                         yield f"{key.name}.{one}: {line}", False
         for one in sorted(before.keys() - after.keys()):
-            yield f"{key.name}.{one} is not in the file; {section.lists.format(name=name, one=one)}", True
+            yield f"{key.name}.{one} is not in the file; {section.lists.format(name=quote(name), one=quote(one))}", True
     elif isinstance(after, tuple):
         if set(after) - set(before):
             yield f"{key.name}: also {', '.join(sorted(set(after) - set(before)))}", False
         for one in sorted(set(before) - set(after)):
-            yield f"{key.name}: {one} is not in the file; {section.lists.format(name=name, one=one)}", True
+            yield (
+                f"{key.name}: {one} is not in the file; {section.lists.format(name=quote(name), one=quote(one))}",
+                True,
+            )
     elif before != after:
         yield f"{key.name}: {_shown(before)} -> {_shown(after)}", False
 

@@ -291,6 +291,8 @@ def _check_json(payload: str | None) -> None:
 
 def _read_ids(words: Iterable[str]) -> Iterator[int]:
     for word in words:
+        if word == "-" and sys.stdin is None:
+            raise UsageError("stdin is closed; give the ids, or a file as stdin")
         for text in sys.stdin if word == "-" else [word]:
             for piece in text.replace(",", " ").split():
                 if not re.fullmatch(r"-?[0-9]{1,19}", piece) or not -MAX_INTEGER - 1 <= int(piece) <= MAX_INTEGER:

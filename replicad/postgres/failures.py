@@ -167,8 +167,10 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
         text = f"Postgres at {target} refused: {_text(error)}"
         return errors.DatabaseRefused(f"{text}{_missing_grant(error, target)}", sqlstate=state)
     if means(state, sqlstates.BAD_DATA):
-        return errors.ValueRefused(f"Postgres at {target} refuses a value: {_value_text(error)}", sqlstate=state)
-    return errors.DatabaseError(f"Postgres at {target} reports an error: {_text(error)}", sqlstate=state)
+        kind, what = errors.ValueRefused, f"refuses a value: {_value_text(error)}"
+    else:
+        kind, what = errors.DatabaseError, f"reports an error: {_text(error)}"
+    return kind(f"Postgres at {target} {what}", sqlstate=state)
 
 
 # What the driver says of an argument: its number, the value, and what is wrong with it.

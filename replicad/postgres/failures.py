@@ -166,6 +166,7 @@ def while_running(error: BaseException, target: Target, *, connection_lost: bool
     if means(state, sqlstates.REFUSED):
         text = f"Postgres at {target} refused: {_text(error)}"
         return errors.DatabaseRefused(f"{text}{_missing_grant(error, target)}", sqlstate=state)
+    kind: type[errors.DatabaseError]
     if means(state, sqlstates.BAD_DATA):
         kind, what = errors.ValueRefused, f"refuses a value: {_value_text(error)}"
     else:

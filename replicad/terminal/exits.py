@@ -30,8 +30,8 @@ FAILED: Final = Exit(
 )
 USAGE: Final = Exit(
     2,
-    "Wrong usage: an option, an argument, a variable, a file of settings, or a value that Postgres cannot take. `doctor`: something is failing. "
-    "`plan`: the database is not as the file says.",
+    "Wrong usage: an option, an argument, a variable, a file of settings, or a value that Postgres cannot take. "
+    "`doctor`: something is failing. `plan`: the database is not as the file says.",
     (errors.UsageError, errors.ValueRefused),
 )
 MACHINE: Final = Exit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from shlex import quote
 from typing import Final
 
@@ -21,9 +22,9 @@ _COMMANDS: Final = tuple(
 def as_commands(text: str) -> str:
     """The text with calls of replicad's SQL functions replaced by the commands that do the same, names for a shell."""
     for found, command in _COMMANDS:
-        text = found.sub(lambda one, command=command: command.format(*map(_word, one.groups())), text)
+        text = found.sub(partial(_filled, command), text)
     return text
 
 
-def _word(name: str) -> str:
-    return quote(name.replace("''", "'"))
+def _filled(command: str, found: re.Match[str]) -> str:
+    return command.format(*(quote(name.replace("''", "'")) for name in found.groups()))

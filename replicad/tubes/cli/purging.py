@@ -34,7 +34,8 @@ def purge(tube: str, shard: int, **options: Any) -> None:
         if there:
             raise TubeRefused(
                 f"table {there[0]} is attached to {tube} with shard {shard}, so nothing is purged; drop or detach it "
-                f"first, or remove what is too much downstream by: replicad tubes backfill {quote(tube)} --shards {shard}"
+                "first, or remove what is too much downstream by: "
+                f"replicad tubes backfill {quote(tube)} --shards {shard}"
             )
         start = await tubes.value("tube_backfill_step1")
         await tubes.value("tube_backfill_step2")  # until no pod with a lower seq can appear any more

@@ -126,7 +126,7 @@ class Limits:
     poll_max: float = _time(  # twenty cheap statements a second
         0.05, "Interval of polling Postgres while there are no changes.", 0.001, 60
     )
-    bell_interval: float = _time(  # measured: 3 ms from commit to client; with all polling, 1 % of a processor
+    bell_interval: float = _time(  # measured: 3 ms from commit to client; with all polling, 1 to 2 % of a processor
         0.004,
         "While there are no changes, Postgres itself looks this often for the next one, and polling waits for it.",
         0.0005,

@@ -267,7 +267,7 @@ async def test_clients_of_tcp_notice_nothing_of_a_redis_that_is_away_or_hangs(
                 await trio.sleep(0.01)
         await write(database, 1, 3)
         await client.until("RDATA events w1 3 .*")
-        with trio.fail_after(PATIENCE):  # first it hears that its connections are closed, then that there are no others
+        with trio.fail_after(PATIENCE):  # first its connections end, then it finds no other
             while "no connection to redis://127.0.0.1" not in str(daemon.troubles.why("service", "redis")):
                 await trio.sleep(0.01)
         figures = {one.family.name: one.value for one in RedisFigures(daemon.redis).samples()}

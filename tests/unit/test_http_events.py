@@ -69,7 +69,15 @@ def test_readers_of_a_long_row_share_its_event_as_long_as_one_of_them_sends_it()
     ] * 3
 
 
-async def test_a_long_row_is_in_memory_once_however_many_readers_it_is_sent_to() -> None:
+SHORT = b"".join(b"RDATA s a %d 0\n" % number for number in range(6, 90))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"", b""), (SHORT, b""), (b"", SHORT), (SHORT, SHORT)],
+    ids=["alone", "last", "first", "between"],
+)
+async def test_a_long_row_is_in_memory_once_however_many_readers_it_is_sent_to(before: bytes, after: bytes) -> None:
     free = trio.Event()
 
     class Below(trio.abc.SendStream):
@@ -83,7 +91,7 @@ async def test_a_long_row_is_in_memory_once_however_many_readers_it_is_sent_to()
     readers = [EventStream(Events("s", "5", shared), "s", b"", Below) for _ in range(8)]
     for reader in readers:
         await reader.send_all(HELLO + ONE)
-    chunk = bytearray(b'RDATA s a 8 "%s"\n' % (b"x" * (1 << 20)))  # as a COPY gives it
+    chunk = bytearray(b'%sRDATA s a 99 "%s"\n%s' % (before, b"x" * (1 << 20), after))  # as a COPY gives it
     tracemalloc.start()
     try:
         async with trio.open_nursery() as nursery:

@@ -148,9 +148,13 @@ class EventStream(trio.abc.Stream):
 
 
 def _slices(data: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray]:
-    """A long line stays the object that it is, by which readers know that they share it."""
+    """What holds a long line stays the object that it is, by which readers know that they share it."""
     if len(data) <= SLICE or isinstance(data, memoryview):
         data = bytes(data)
+    first = data.rfind(b"\n", 0, SLICE) + 1
+    if data.find(b"\n", first, first + SLICE) < 0:  # the line after the first slice is long
+        yield data
+        return
     begin = 0
     while len(data) - begin > SLICE and (end := data.rfind(b"\n", begin, begin + SLICE) + 1):
         yield bytes(data[begin:end])

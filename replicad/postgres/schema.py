@@ -114,9 +114,7 @@ async def read_installed(db: Database | Connection, part: Part, schema: str | No
             sqlstate=sqlstates.NO_RIGHT[0],
         )
     table = f"{quote_ident(schema)}.{part}_version"
-    row = await db.fetch_row(
-        f"SELECT version, digest, coalesce((to_jsonb(v) ->> 'serves')::int, version) AS serves FROM {table} v"
-    )
+    row = await db.fetch_row(f"SELECT version, digest, serves FROM {table}")
     if row is None:
         return None
     digest, *replaced = row["digest"].split() or [""]

@@ -128,15 +128,13 @@ def released(part: Part) -> dict[int, Names]:
 def up(declared: Declaration, schema: str | None) -> str:
     """The statements that install or upgrade, to be run in one transaction. Without `schema`: in the current one."""
     part = declared.name
-    remembers = declared.version > 1  # version 1 is the oldest anyway, and some installations of it lack the column
     values = _values(part, schema) | {
         "version": str(declared.version),
         "digest": digest(part),
         "steps": "\n".join(_step(number, text) for number, text in _steps(part)),
         "fresh": quote_literal(json.dumps(_fresh(part), sort_keys=True)),
         "option": declared.schema_option,
-        "column": f"ALTER TABLE {part}_version ADD COLUMN IF NOT EXISTS serves integer;" if remembers else "",
-        "serves": f"serves = {declared.serves}, " if remembers else "",
+        "serves": str(declared.serves),
     }
     texts = [f"-- {name}\n{text.strip()}\n" for name, text in _files(part)]
     return "\n".join([_fill("up", values), *texts, _fill("up_end", values)])

@@ -51,7 +51,7 @@ class Entry:
     parked: tuple[Aside, ...] = ()
 
     def columns(self) -> dict[str, Any]:
-        """The entry as arguments of federation_write()."""
+        """The entry as arguments of federation_source_write()."""
         columns: dict[str, Any] = {
             "name": self.name,
             "token": self.success.token,
@@ -327,8 +327,7 @@ async def open_store(
     While another one does, it waits, however long; it calls `standing_by` once, with the reason.
 
     Raises:
-        SenderRefused: running senders have another list of senders; or the operator has to say whose the state is that
-            an older version has left.
+        SenderRefused: running senders have another list of senders.
     """
     async with db.connection() as keeper:
         await keeper.execute(load_sql("federation_keepalive"))
@@ -339,8 +338,6 @@ async def open_store(
             )
             if row["refusal"] is None:
                 break
-            if row["until"] == "operator":
-                raise SenderRefused(row["refusal"])
             if row["until"] == "gone":
                 refused_since = None
                 if not said:

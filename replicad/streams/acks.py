@@ -12,17 +12,17 @@ from replicad.streams.queries import SCHEMA, installed
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """One ack: `instance` has delivered `stream` up to `token`. `resets`: of the stream when the ack was received."""
+    """One ack: `instance` has delivered `stream` up to `token`, in the generation `epoch`."""
 
     stream: str
-    resets: int
+    epoch: str
     instance: str
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class SenderAck:
-    """The last ack of a sender; `token` is None if it has sent none (since the last reset)."""
+    """The last ack of a sender; `token` is None if it has sent none in the present generation."""
 
     instance: str
     token: int | None
@@ -36,7 +36,7 @@ async def note(db: Queries, acks: Sequence[Ack], *, schema: str = SCHEMA) -> Non
         schema,
         "stream_ack_note",
         [ack.stream for ack in acks],
-        [ack.resets for ack in acks],
+        [ack.epoch for ack in acks],
         [ack.instance for ack in acks],
         [ack.token for ack in acks],
     )

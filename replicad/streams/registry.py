@@ -71,7 +71,6 @@ class Stream:
     fault: str | None
     denied: str | None
     proof_key: str | None
-    resets: int
     trimmed_upto: int | None
     max_row: int
     skipped: tuple[int, ...]
@@ -95,7 +94,7 @@ RENEWABLE = frozenset(
 )
 
 # What another generation may change: the rows that ids belong to, and where they are. A feed can take it over.
-GENERATION = frozenset({"epoch", "resets", "table_oid", "sequence_oid", "sequence_file", "positions_oid"})
+GENERATION = frozenset({"epoch", "table_oid", "sequence_oid", "sequence_file", "positions_oid"})
 
 
 def differences(served: Stream, found: Stream) -> frozenset[str]:
@@ -152,7 +151,7 @@ async def add(
     wanted = (oids[0], id_column, instance_column, row, str(method), oids[1], max_row)
     try:
         with installed(schema):
-            notes = await db.fetch_value(statement("stream_add_bounded", schema), name, *wanted[:5], *oids[1:], max_row)
+            notes = await db.fetch_value(statement("stream_add", schema), name, *wanted[:5], *oids[1:], max_row)
     except StreamRefused:
         present = await _present(db, name, schema)
         if present is None or present.fault is not None or _arguments(present) != wanted:

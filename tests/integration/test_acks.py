@@ -100,7 +100,9 @@ async def test_trimming_removes_what_all_senders_have_and_nothing_more(filled: D
         await known(filled, "events", s1=80)
         assert await removed() == 80
         await schema.install(filled, "federation", "replicad")
-        await filled.execute("INSERT INTO replicad.federation_sender VALUES ('s2', 'events', NULL, '{s1,s2}')")
+        await filled.execute(
+            "INSERT INTO replicad.federation_sender VALUES ('events', 's2', 'events', NULL, '{s1,s2}')"
+        )
         upstream.acknowledge("s1", "events", 100)
         await known(filled, "events", s1=100, s2=None)
         assert await removed() == 0, "a sender that has said nothing needs all of it"
@@ -129,10 +131,17 @@ def test_the_command_names_who_holds_rows_back_until_it_is_forgotten(
     psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY)")
     run("add", "events", "--table", "public.events", "--id", "id")
     psql(database_url, "INSERT INTO events SELECT FROM generate_series(1, 100)")
-    psql(database_url, "SELECT replicad.stream_publish(number, 0, 90, '{}', '{}') FROM replicad.stream")
+    psql(
+        database_url,
+        "SELECT replicad.stream_note(number, replicad.stream_epoch(s), 90, '{}', '{}') FROM replicad.stream s",
+    )
     assert run("trim", "events", "--acked") == "0 rows removed\nno sender has acknowledged events yet\n"
     assert run("acks", "events") == "no sender has acknowledged events\n"
-    psql(database_url, "SELECT replicad.stream_ack_note('{events,events}', '{0,0}', '{s1,s2}', '{100,60}')")
+    psql(
+        database_url,
+        "SELECT replicad.stream_ack_note('{events,events}', ARRAY[e, e], '{s1,s2}', '{100,60}')"
+        " FROM replicad.stream s, replicad.stream_epoch(s) e",
+    )
     said = run("trim", "events", "--acked").splitlines()
     assert said[0] == "60 rows removed; the stream begins after 60"
     assert re.fullmatch(r"s2 is the furthest behind: it has acknowledged 60, at 20[-0-9]+ [:0-9]+ UTC", said[1])

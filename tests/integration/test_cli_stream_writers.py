@@ -34,7 +34,11 @@ def events(run: Run, database_url: str) -> str:
     psql(database_url, "CREATE TABLE events (id bigserial PRIMARY KEY, who text)")
     psql(database_url, "INSERT INTO events (who) VALUES ('a'), ('b'), ('b')")
     run("add", "events", "--table", "public.events", "--id", "id", "--instance-column", "who")
-    psql(database_url, "SELECT replicad.stream_publish(1, 0, 3, '{}', '{}', clock_timestamp() - interval '5 minutes')")
+    psql(
+        database_url,
+        "SELECT replicad.stream_note(1, replicad.stream_epoch(s), 3, '{}', '{}',"
+        " clock_timestamp() - interval '5 minutes') FROM replicad.stream s",
+    )
     return database_url
 
 

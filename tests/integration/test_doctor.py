@@ -91,7 +91,7 @@ async def _(world: World) -> None:
     await world.sql(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
 
 
-@scenario("schema", WARNING, "another build of version 2")
+@scenario("schema", WARNING, "another build of version 1")
 async def _(world: World) -> None:
     await world.sql("UPDATE tube.tube_version SET digest = 'other'")
 
@@ -286,7 +286,7 @@ async def _(world: World) -> None:
 @scenario("senders", FAILING, "stream events: facts or updates wait, and its sender s1 does not run -> start")
 async def _(world: World) -> None:
     await world.sql(*SENDER)
-    await world.sql("INSERT INTO replicad.federation_destination_room VALUES ('a', 1, 0, NULL, 'events')")
+    await world.sql("INSERT INTO replicad.federation_destination_room VALUES ('events', 'a', 1, 0, NULL)")
 
 
 async def test_a_sender_that_died_before_it_has_read_all_rows_is_told_of(world: World) -> None:

@@ -101,7 +101,7 @@ async def test_rows_that_come_in_order_or_are_changed_are_none(database: Databas
             "UPDATE events SET body = 'changed' WHERE id % 7 = 0; DELETE FROM events WHERE id % 11 = 0"
         )
         assert await events.look(6000 * n) is None
-    events.feed.stream = replace(events.feed.stream, epoch="another", resets=1)
+    events.feed.stream = replace(events.feed.stream, epoch="another")
     await database.execute("INSERT INTO events VALUES (22) ON CONFLICT DO NOTHING; DELETE FROM events WHERE id > 22")
     assert await events.look(22) is None
 

@@ -313,7 +313,7 @@ async def test_facts_that_nobody_waits_for_are_swept_as_far_as_all_senders_have_
     assert await real.sweep("facts") == 1
     await real.write([Entry("b", Order(3, 0), 1)])
     prefix = f"{quote_ident(real._schema)}.federation_"
-    await database.execute(f"INSERT INTO {prefix}sender VALUES ('s2', 'facts', 2, '{{s1}}', NULL, 'facts')")
+    await database.execute(f"INSERT INTO {prefix}sender VALUES ('facts', 's2', 'facts', 2, '{{s1}}', NULL)")
     assert await real.sweep("facts") == 1, "a fact that a slower sender has yet to record was removed, or none"
     await database.execute(f"UPDATE {prefix}sender SET token = 3")
     assert await real.sweep("facts") == 1
@@ -548,10 +548,10 @@ async def test_what_concerns_one_destination_goes_by_the_index_whatever_the_othe
     prefix = f"{quote_ident(real._schema)}.federation_"
     rooms, edus = f"{prefix}destination_room", f"{prefix}edu"
     await database.execute(
-        f"INSERT INTO {rooms} SELECT 'd' || i % 50, i, 0, 'r', 'facts' FROM generate_series(1, 20000) i;"
+        f"INSERT INTO {rooms} SELECT 'facts', 'd' || i % 50, i, 0, 'r' FROM generate_series(1, 20000) i;"
         f" INSERT INTO {edus} (id, destination, body, source)"
         f" SELECT i, 'd' || i % 50, '{{}}', 'facts' FROM generate_series(1, 20000) i;"
-        f" INSERT INTO {prefix}fact SELECT i * 3000, 0, '{{}}', 'facts' FROM generate_series(1, 7) i;"
+        f" INSERT INTO {prefix}fact SELECT 'facts', i * 3000, 0, '{{}}' FROM generate_series(1, 7) i;"
         f" UPDATE {prefix}sender SET token = 30000"
     )
     if statistics == "of now":

@@ -1,20 +1,14 @@
-"""Senders of several streams of facts on one database, in turn and side by side, and the upgrade to that."""
+"""Senders of several streams of facts on one database, in turn and side by side."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from replicad.errors import SenderRefused
-from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.sender.items import START, Edu, Order, Pdu, make_transaction
-from replicad.sender.store import Entry, Recorded, Recording, Store, open_store
+from replicad.sender.store import Entry, Recording, Store, open_store
 from replicad.streams import registry
 from tests.daemons import Daemon
-from tests.schema import older
 
 from ..federation_receiver import Receiver, Reply
 from .test_sender import (  # noqa: F401 - its fixtures
@@ -29,8 +23,6 @@ from .test_sender import (  # noqa: F401 - its fixtures
     write,
 )
 from .test_sender_store import ALL
-
-V1 = Path(older.__file__).with_name("v1.sql")
 
 
 @pytest.fixture
@@ -132,102 +124,9 @@ async def test_a_stream_is_acknowledged_up_to_where_every_sender_of_that_name_ha
         assert await acknowledged() == 1, "the other sender has yet to read the second update"
 
 
-# --- installations of before ---
-
-
-@pytest.fixture
-async def before(database: Database, psql_v1: None) -> Database:
-    """An installation of version 1 in use: `facts` with updates of `typing`, outstanding facts, one under way."""
-    await database.execute("SELECT replicad.federation_enlist('s', '{s}', '{facts,typing}')")
-    await database.execute("SELECT replicad.federation_begin('facts', 0), replicad.federation_begin('typing', 3)")
-    await database.execute(
-        "SELECT replicad.federation_record('s', 'facts', 12, '{10,11,12}', '{0,0,0}', '{r,r,r}',"
-        """ '{1,2,3}', '{1,2,3}', '{a,a,b}', '{a,b}')"""
-    )
-    await database.execute("""SELECT replicad.federation_record_edus('s', 'typing', 7, '{a}', '{k}', '{4}')""")
-    entry = {"name": "a", "token": 9, "part": 0, "serial": 4, "failures": 0, "catching_up": False}
-    under_way = {"txn_id": "an id of before", "txn_ts": 5, "txn_token": 10, "txn_part": 0, "txn_edus": []}
-    await database.execute("SELECT replicad.federation_write($1::text::json)", json.dumps([entry | under_way]))
-    await database.execute("SELECT pg_advisory_unlock_all()")
-    return database
-
-
-@pytest.fixture
-async def psql_v1(database: Database) -> None:
-    async with database.connection() as connection:
-        await connection.execute("DROP SCHEMA IF EXISTS replicad CASCADE; DROP SCHEMA IF EXISTS tube CASCADE")
-        await connection.execute(V1.read_text(encoding="utf-8"))
-        await connection.execute("SELECT set_config('search_path', 'public', false)")
-
-
 async def left(store: Store, name: str) -> list[Order]:
     page = await store.page(name, ALL, pdus=10, pdu_bytes=1000, edus=10)
     return [pdu.order for pdu in page.pdus]
-
-
-async def test_what_senders_of_before_have_recorded_belongs_to_the_stream_of_the_first_that_names_them_all(
-    before: Database,
-) -> None:
-    await schema.install(before, "stream")
-    await schema.install(before, "federation")
-    async with open_store(before, "replicad", "s", ["s"], ["facts", "typing", "new"]) as store:
-        assert await store.recorded() == {"facts": Recorded(12), "typing": Recorded(7), "new": Recorded(None)}
-        found = {name: standing async for name, standing in store.standings(lambda _: True)}
-        assert (found["a"].success, found["a"].serial, found["b"].outstanding) == (Order(9, 0), 4, True)
-        page = await store.page("a", ALL, pdus=10, pdu_bytes=1000, edus=10)
-        assert page.transaction is not None
-        assert (page.transaction.id, page.transaction.pdus) == ("an id of before", ("1",))
-        await store.write([Entry("a", page.transaction.upto, 4)])
-        page = await store.page("a", ALL, pdus=10, pdu_bytes=1000, edus=10)
-        assert ([pdu.order for pdu in page.pdus], [edu.body for edu in page.edus]) == ([(11, 0)], ["4"])
-    async with open_store(before, "replicad", "s", ["s"], ["typing"]) as store:
-        assert await store.recorded() == {"typing": Recorded(None)}
-        assert await left(store, "b") == []
-
-
-async def test_where_it_is_not_known_whose_they_are_the_operator_says_so_and_the_other_stream_keeps_its_token(
-    before: Database,
-) -> None:
-    await schema.install(before, "stream")
-    await schema.install(before, "federation")
-    for streams in (["facts"], ["typing"], ["typing", "new"]):
-        with pytest.raises(SenderRefused, match=r"facts, typing.*federation_adopt\('STREAM'\)"):
-            async with open_store(before, "replicad", "s", ["s"], streams):
-                pass
-    async with open_store(before, "replicad", "s", ["s"], ["new"]) as store:
-        assert await left(store, "b") == [], "a stream that no sender of before had takes nothing over"
-    await before.execute("SELECT replicad.federation_adopt('facts', '{typing}')")
-    async with open_store(before, "replicad", "s", ["s"], ["facts"]) as store:
-        assert (await store.recorded())["facts"] == Recorded(12)
-        assert await left(store, "b") == [(12, 0)]
-    async with open_store(before, "replicad", "s", ["s"], ["typing"]) as store:
-        assert (await store.recorded())["typing"] == Recorded(7)
-
-
-async def test_a_sender_of_before_goes_on_over_the_upgrade_until_it_ends_and_is_refused_after_the_takeover(
-    before: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicad.sender.store.PATIENCE", 0.2)
-    async with before.connection() as old:
-        enlist = "SELECT replicad.federation_enlist('s', '{s}', '{facts,typing}')"
-        assert await old.fetch_value(enlist) is None
-        await schema.install(before, "stream")
-        await schema.install(before, "federation")
-        await old.execute(
-            "SELECT replicad.federation_record('s', 'facts', 13, '{13}', '{0}', '{r}', '{5}', '{1}', '{b}', '{}')"
-        )
-        rows = await old.fetch("SELECT token, body FROM replicad.federation_facts('b', 10, 1000)")
-        assert [tuple(row) for row in rows] == [(12, "3"), (13, "5")]
-        entry = {"name": "b", "token": 12, "part": 0, "serial": 1, "failures": 0, "catching_up": False}
-        await old.execute("SELECT replicad.federation_write($1::text::json)", json.dumps([entry]))
-        taken = await old.fetch("SELECT name, outstanding FROM replicad.federation_standing(NULL, 10)")
-        assert [tuple(row) for row in taken] == [("a", True), ("b", True)]
-        async with open_store(before, "replicad", "s", ["s"], ["other"]) as store:
-            assert await left(store, "b") == [], "a sender of another stream runs beside it"
-        await old.execute("SELECT pg_advisory_unlock_all()")
-        async with open_store(before, "replicad", "s", ["s"], ["facts", "typing"]) as store:
-            assert await left(store, "b") == [(13, 0)]
-            assert "newer replicad" in await old.fetch_value(enlist)
 
 
 async def test_two_streams_in_one_store_touch_nothing_of_each_other(database: Database) -> None:

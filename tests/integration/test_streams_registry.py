@@ -45,7 +45,7 @@ async def test_one_call_makes_a_table_a_stream_that_every_daemon_sees(db: Databa
     assert (stream.table, stream.sequence) == ("public.events", "public.events_id_seq")
     assert (stream.method, stream.row_type, stream.unique_ids) == (Method.LOCK_WATCH, "jsonb", True)
     assert stream.writers == {"a": 1, "b": 2, "master": 3}
-    assert (stream.fault, stream.trimmed_upto, stream.resets) == (None, None, 0)
+    assert (stream.fault, stream.trimmed_upto) == (None, None)
     assert added.notes == ("rows without instance_name are sent as those of master",)
     assert registry.horizon_source(stream) == LockSource(stream.table_oid, stream.sequence_oid)
     assert Vector.parse(f"{stream.epoch}!5").epoch == stream.epoch
@@ -382,8 +382,8 @@ async def test_an_application_role_reserves_and_inserts_but_administers_nothing(
             for administration in (
                 "SELECT replicad.stream_add('x', 'public.hidden', 'id')",
                 "SELECT replicad.stream_remove('facts')",
-                "SELECT replicad.stream_publish(1, 0, 9, '{}', '{}')",
-                "SELECT replicad.stream_reset(1, 0, 0)",
+                "SELECT replicad.stream_note(1, 'x', 9, '{}', '{}')",
+                "SELECT replicad.stream_fork(1, 'x', 'ids_went_back')",
                 "INSERT INTO replicad.stream_writer VALUES (1, 5, 'x')",
             ):
                 with pytest.raises(DatabaseRefused, match="permission denied"):

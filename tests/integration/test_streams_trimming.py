@@ -92,8 +92,8 @@ async def test_trimming_by_age_uses_what_daemons_noted_and_the_notes_stay_few(db
     now = datetime.now(UTC)
     # four days of a daemon that publishes every 45 seconds
     await db.execute(
-        "SELECT replicad.stream_publish($1, 0, n / 2, '{}', '{}', $2::timestamptz + n * interval '45 seconds')"
-        "FROM generate_series(1, 7680) n",
+        "SELECT replicad.stream_note($1, replicad.stream_epoch(s), n / 2, '{}', '{}',"
+        " $2::timestamptz + n * interval '45 seconds') FROM replicad.stream s, generate_series(1, 7680) n",
         stream.number,
         now - timedelta(days=4),
     )

@@ -23,7 +23,7 @@ async def test_a_renamed_table_keeps_one_set_of_triggers(
     )
     if again == "upgraded":
         psql_script(tube_url, script("tube", "tube", "up"))
-    elif again == "doubled":  # as older versions left it
+    elif again == "doubled":  # somebody has made one by hand
         await db.execute(
             "CREATE TRIGGER renamed_a_after_insert_trigger AFTER INSERT ON sh1.renamed REFERENCING NEW TABLE AS"
             " tube_new_rows FOR EACH STATEMENT EXECUTE FUNCTION tube.a_trigger('0')"

@@ -27,7 +27,7 @@ from replicad.streams.serving.ack_service import AckService
 from tests.daemons import relay_channel
 
 FEEDS: Any = {
-    "s": Mock(reading=Mock(position=100), stream=Mock(resets=0), lineage=Mock(shared_by_all=60))
+    "s": Mock(reading=Mock(position=100), stream=Mock(epoch="e"), lineage=Mock(shared_by_all=60))
 }  # one stream that stands at 100, and whose history has forked at 60
 FEEDS["s"].name = "s"
 LIMITS = Limits(poll_min=0.05, poll_max=0.05)
@@ -168,7 +168,7 @@ async def test_acks_wait_until_they_can_be_written_whatever_happened(
         if not isinstance(error, DatabaseUnavailable):  # of which the poller tells
             assert [trouble.place for trouble in troubles.current()] == [("service", "acks", "write")]
         await trio.sleep(10)
-        assert notes.written == [Ack("s", 0, "w", 7)]
+        assert notes.written == [Ack("s", "e", "w", 7)]
         assert troubles.current() == []
         nursery.cancel_scope.cancel()
 

@@ -84,14 +84,11 @@ def test_every_function_of_the_schema_is_called_or_documented() -> None:
 
 
 def called_by_older_programs() -> set[str]:
-    """The functions of released versions that the present version serves, and of files that say so by their name."""
-    released = {
+    """The functions of released versions that the present version serves."""
+    return {
         name
         for part, declared in schema.PARTS.items()
         for version, names in schema_text.released(part).items()
         if version >= declared.serves
         for name in names.routines
-    }
-    return released | {
-        name for path, text in installed().items() if path.stem.endswith("_before") for name in FUNCTION.findall(text)
     }

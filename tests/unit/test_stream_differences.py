@@ -36,7 +36,6 @@ STREAM = Stream(
     fault=None,
     denied=None,
     proof_key=None,
-    resets=0,
     trimmed_upto=None,
     max_row=1024,
     skipped=(),

@@ -4,7 +4,6 @@
 DO $rights$
 DECLARE
     f record;
-    role text;
 BEGIN
     FOR f IN SELECT p.oid::regprocedure AS name, p.proname, p.proacl
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
@@ -17,25 +16,6 @@ BEGIN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         ELSIF f.proname = 'cache_write' AND f.proacl IS NULL THEN  -- made just now: later grants are the operator's
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
-            -- Before, every role might invalidate. In an installation of then, those may go on that can have had a reason:
-            -- roles that may write some table.
-            FOR role IN
-                SELECT DISTINCT writer.rolname FROM pg_class c
-                JOIN pg_namespace n ON n.oid = c.relnamespace
-                    AND n.nspname !~ '^pg_' AND n.nspname <> 'information_schema'
-                CROSS JOIN LATERAL (
-                    SELECT c.relowner AS oid
-                    UNION SELECT a.grantee FROM aclexplode(c.relacl) a
-                        WHERE a.privilege_type IN ('INSERT', 'UPDATE', 'DELETE', 'TRUNCATE')
-                    UNION SELECT a.grantee FROM pg_attribute t, aclexplode(t.attacl) a
-                        WHERE t.attrelid = c.oid AND a.privilege_type IN ('INSERT', 'UPDATE')
-                    UNION SELECT m.roleid FROM pg_auth_members m WHERE m.roleid = 'pg_write_all_data'::regrole
-                ) AS may
-                JOIN pg_roles writer ON writer.oid = may.oid
-                WHERE c.relkind IN ('r', 'p', 'v', 'f') AND (SELECT v.version FROM cache_version v) > 0
-            LOOP
-                EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', f.name, role);
-            END LOOP;
         END IF;
     END LOOP;
 END

@@ -68,13 +68,13 @@ BEGIN
     IF present IS NULL THEN
         CREATE TABLE {part}_version (
             version integer NOT NULL,
+            serves integer NOT NULL,  -- the oldest version of programs that can use this one
             digest text NOT NULL,  -- of the files of this build, then of other builds of this version that it replaced
             installed_at timestamptz NOT NULL DEFAULT clock_timestamp()
         );
         COMMENT ON TABLE {part}_version IS 'replicad: what is installed in this schema';
-        INSERT INTO {part}_version VALUES (0, '');
+        INSERT INTO {part}_version VALUES (0, 0, '');
     END IF;
-    {column}
 {steps}
 END
 $up$;

@@ -13,7 +13,7 @@ BEGIN
     END LOOP;
 END
 $stale$;
-UPDATE {part}_version SET version = {version}, {serves}installed_at = clock_timestamp(),
+UPDATE {part}_version SET version = {version}, serves = {serves}, installed_at = clock_timestamp(),
     digest = concat_ws(' ', '{digest}', (
         SELECT string_agg(w.word, ' ' ORDER BY w.place)
         FROM string_to_table(digest, ' ') WITH ORDINALITY AS w (word, place)

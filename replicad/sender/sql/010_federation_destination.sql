@@ -1,9 +1,9 @@
 -- federation_destination: one row per source and destination that was ever written to. Written by the sender that serves
 -- it. A source is what one sender, or several that share the destinations, deliver: the stream of their facts, or without
--- one the first of their streams of updates. All that a sender keeps is of one source. '' is what senders of versions 1
--- and 2 have, which knew one stream only (federation_source_enlist).
+-- one the first of their streams of updates. All that a sender keeps is of one source.
 -- txn_... is the transaction under way: written down before it is sent, so that it is repeated as it was.
 CREATE TABLE IF NOT EXISTS federation_destination (
+    source text COLLATE "C" NOT NULL,
     name text COLLATE "C" NOT NULL,
     last_successful_stream_ordering bigint NOT NULL DEFAULT 0,  -- it has every fact up to here
     last_successful_part integer NOT NULL DEFAULT 0,            -- which of the rows that share that token
@@ -20,7 +20,6 @@ CREATE TABLE IF NOT EXISTS federation_destination (
     retry_at timestamptz,
     last_error text,
     catching_up boolean NOT NULL DEFAULT false,                 -- of a room's facts only the latest is still wanted
-    source text COLLATE "C" NOT NULL DEFAULT '',
     txn_aside json,                                             -- what is parked once it is taken; else NULL
     PRIMARY KEY (source, name)
 );

@@ -2,11 +2,11 @@
 -- each room (federation_source_collapse). A fact without a room stands for itself. Written by federation_source_record
 -- and federation_source_write.
 CREATE TABLE IF NOT EXISTS federation_destination_room (
+    source text COLLATE "C" NOT NULL,
     destination text COLLATE "C" NOT NULL,
     stream_ordering bigint NOT NULL,
     part integer NOT NULL,
     room text COLLATE "C",
-    source text COLLATE "C" NOT NULL DEFAULT '',
     PRIMARY KEY (source, destination, stream_ordering, part)
 );
 -- For federation_source_sweep alone. Others go by the destination: this index would lead them through the rows of all

@@ -1,10 +1,9 @@
 -- federation_source_key(source, sender): the second half of the advisory lock that a running sender of the source holds,
 -- for its session. The first half is 1380992595. In the form of two integers it never meets the locks of streams.
--- Senders of versions 1 and 2 (source '') hold the lock that those versions knew.
 CREATE OR REPLACE FUNCTION federation_source_key(source text, sender text) RETURNS integer
 LANGUAGE sql STABLE AS $$
     SELECT hashtext('federation_sender'::regclass::oid::text || ' '
-        || CASE WHEN source = '' THEN sender ELSE source || ', ' || sender END)  -- no name has a comma in it
+        || source || ', ' || sender)  -- no name has a comma in it
 $$;
 COMMENT ON FUNCTION federation_source_key(text, text) IS 'Advisory lock key of a running sender';
 -- federation_source_running(source): the senders of a source that are running, and how they share the destinations.

@@ -1,17 +1,15 @@
 -- federation_source_enlist(source, sender, senders, streams): this session becomes the one that runs as `sender`, one of
 -- `senders` (sorted) of the source, until it ends. Where it cannot, `refusal` says in one sentence why, and `until` what
 -- may change that: 'gone', the end of another sender, which leaves the place free; 'list', the end of senders that have
--- another list; 'operator', only a person. Where the list of senders is a new one, destinations change hands: every
+-- another list. Where the list of senders is a new one, destinations change hands: every
 -- sender then goes on behind the lowest token that any has recorded, in the first of their generations: what that one
--- shares with the present, the others share too. What senders of versions 1 and 2 have recorded is taken over by the
--- source that was theirs. Writes federation_sender, and for that all tables.
+-- shares with the present, the others share too. Writes federation_sender, and for that all tables.
 CREATE OR REPLACE FUNCTION federation_source_enlist(source text, sender text, senders text[], streams text[],
     OUT refusal text, OUT until text)
 LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
     other record;
-    unkeyed text[];
 BEGIN
     IF NOT pg_try_advisory_lock(1380992595, federation_source_key(federation_source_enlist.source, sender)) THEN
         refusal := format('a sender named %s is running on this database already', sender);
@@ -27,25 +25,6 @@ BEGIN
             array_to_string(other.senders, ', '), array_to_string(federation_source_enlist.senders, ', '));
         until := 'list';
         RETURN;
-    END IF;
-    IF federation_source_enlist.source <> '' THEN
-        SELECT array_agg(DISTINCT s.stream ORDER BY s.stream) INTO unkeyed FROM federation_sender s WHERE s.source = '';
-        IF federation_source_enlist.source = ANY (unkeyed) THEN
-            SELECT r.* INTO other FROM federation_source_running('') r LIMIT 1;
-            IF FOUND THEN
-                refusal := format('sender %s of an older replicad is running and may deliver the same stream',
-                    other.name);
-                until := 'gone';
-                RETURN;
-            ELSIF NOT unkeyed <@ streams THEN
-                refusal := format('an older replicad has recorded facts and updates of the streams %s here, and did not '
-                    'record which of them the facts are of: say it with SELECT %I.federation_adopt(''STREAM'')',
-                    array_to_string(unkeyed, ', '), current_schema());
-                until := 'operator';
-                RETURN;
-            END IF;
-            PERFORM federation_adopt(federation_source_enlist.source);
-        END IF;
     END IF;
     IF EXISTS (SELECT FROM federation_sender s
         WHERE s.source = federation_source_enlist.source AND s.senders <> federation_source_enlist.senders)

@@ -82,8 +82,8 @@ class AckService:
         known = self._waiting.get(key)
         if known is None and len(self._waiting) >= MAX_WAITING:
             raise StreamRefused(f"the acks of {MAX_WAITING} senders wait for Postgres already; send it again later")
-        if known is None or known.resets != feed.stream.resets or known.token < command.token:
-            self._waiting[key] = Ack(feed.name, feed.stream.resets, command.instance, command.token)
+        if known is None or known.epoch != feed.stream.epoch or known.token < command.token:
+            self._waiting[key] = Ack(feed.name, feed.stream.epoch, command.instance, command.token)
             self._came.set()
         return True
 

@@ -1,4 +1,4 @@
--- stream: the registry, one row per stream. Written by stream_add, stream_remove, stream_reset and stream_trim.
+-- stream: the registry, one row per stream. Written by stream_add, stream_remove, stream_max_row and stream_trim.
 CREATE TABLE IF NOT EXISTS stream (
     number smallint PRIMARY KEY CHECK (number BETWEEN 1 AND 8191),  -- stands in the keys of advisory locks
     name text NOT NULL UNIQUE,
@@ -11,7 +11,6 @@ CREATE TABLE IF NOT EXISTS stream (
     sequence regclass NOT NULL,
     positions regclass,                       -- where the writers publish, for positions_table
     setting text NOT NULL,                    -- transaction-local memory of a reservation, of a name nobody else uses
-    resets integer NOT NULL DEFAULT 0,        -- counts announced resets; part of the epoch
     trimmed_upto bigint,                      -- ids up to here are gone on purpose; a token below has missed rows
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- bytes of the longest line that the stream may send; 64 MiB is what clients take at most

@@ -1,5 +1,5 @@
 -- stream_mark: where a stream stood at a time, at most once a minute for a day and once an hour before that. Turns an
--- age into an id for tables that have no column of time. Written by stream_publish, cut by stream_trim.
+-- age into an id for tables that have no column of time. Written by stream_note, cut by stream_trim.
 CREATE TABLE IF NOT EXISTS stream_mark (
     stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
     at timestamptz NOT NULL,

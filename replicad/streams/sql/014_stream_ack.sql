@@ -3,7 +3,7 @@ CREATE TABLE IF NOT EXISTS stream_ack (
     stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
     instance text COLLATE "C" NOT NULL,
     token bigint NOT NULL,
-    resets integer NOT NULL,                  -- the stream's, when it was said: a reset voids it
+    generation text NOT NULL,                 -- in which the token holds
     acked_at timestamptz NOT NULL,
     PRIMARY KEY (stream, instance)
 );

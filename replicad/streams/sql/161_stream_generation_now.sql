@@ -1,11 +1,11 @@
--- stream_generation_now(s): the present generation of a stream. On a stream that an older program has added, there is
--- none before the next look at it: then NULL.
+-- stream_generation_now(s): the present generation of a stream; NULL while a dump is being restored that has not come
+-- to the generations.
 CREATE OR REPLACE FUNCTION stream_generation_now(s stream) RETURNS stream_generation
 LANGUAGE sql STABLE AS $$
     SELECT g FROM stream_generation g WHERE g.stream = s.number ORDER BY g.number DESC LIMIT 1
 $$;
 COMMENT ON FUNCTION stream_generation_now(stream) IS 'The present generation of a stream';
--- stream_epoch(s): the id of the present generation, which is the epoch of tokens. Called by programs of version 1 too.
+-- stream_epoch(s): the id of the present generation, which is the epoch of tokens.
 CREATE OR REPLACE FUNCTION stream_epoch(s stream) RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT (stream_generation_now(s)).id

@@ -51,7 +51,7 @@ BEGIN
         RAISE EXCEPTION USING ERRCODE = 'RS001', MESSAGE = 'the stream was removed', HINT = 'load the streams again';
     END IF;
     g := stream_generation_now(s);
-    IF g.id <> seen THEN
+    IF g.id IS DISTINCT FROM seen THEN
         RETURN g.id;
     END IF;
     shared := stream_floor(s.sequence);
@@ -65,21 +65,19 @@ BEGIN
         FROM stream_position p WHERE p.stream = s.number AND p.writer <> 0 AND p.position > shared;
     END IF;
     new_id := stream_generation_add(s, shared, ahead, upto, reason);
-    UPDATE stream x SET resets = x.resets + 1,
-        trimmed_upto = CASE WHEN x.trimmed_upto > shared THEN shared ELSE x.trimmed_upto END  -- NULL: nothing was trimmed
-    WHERE x.number = s.number;
+    UPDATE stream x SET trimmed_upto = shared WHERE x.number = s.number AND x.trimmed_upto > shared;
     DELETE FROM stream_mark m WHERE m.stream = s.number AND m.position > shared;
     DELETE FROM stream_skip k WHERE k.stream = s.number AND k.id > shared;  -- these ids are other rows now
     UPDATE stream_position p SET published_at = clock_timestamp(),
         position = coalesce((SELECT u FROM unnest(ahead, upto) a (w, u) WHERE a.w = p.writer), least(p.position, shared))
     WHERE p.stream = s.number;
-    UPDATE stream_ack a SET resets = s.resets + 1, token = least(a.token, shared)
-    WHERE a.stream = s.number AND a.resets = s.resets;
+    UPDATE stream_ack a SET generation = new_id, token = least(a.token, shared)
+    WHERE a.stream = s.number AND a.generation = g.id;
     RETURN new_id;
 END
 $$;
 COMMENT ON FUNCTION stream_fork(integer, text, text) IS 'Begins a generation: history has forked';
--- stream_continue(): begins a generation of each stream whose present one is not valid any more, or that has none.
+-- stream_continue(): begins a generation of each stream whose present one is not valid any more.
 -- Returns how many. To be called before anything is read for readers. Writes what stream_fork writes.
 CREATE OR REPLACE FUNCTION stream_continue() RETURNS integer
 LANGUAGE plpgsql AS $$
@@ -92,35 +90,17 @@ DECLARE
 BEGIN
     FOR s IN SELECT * FROM stream x ORDER BY x.number LOOP
         g := stream_generation_now(s);
-        IF g.id IS NULL THEN
-            PERFORM FROM stream x WHERE x.number = s.number FOR UPDATE;
-            CONTINUE WHEN (stream_generation_now(s)).id IS NOT NULL;
-            PERFORM stream_generation_add(s, stream_floor(s.sequence), '{}', '{}', 'added');
-        ELSIF stream_continues(s, g) THEN
-            CONTINUE;
-        ELSE
-            old := string_to_array(g.incarnation, '/');
-            PERFORM stream_fork(s.number, g.id, CASE
-                WHEN old[1] <> present[1] THEN 'other_server'
-                WHEN old[2] <> present[2] THEN 'promoted'
-                WHEN old[3] <> present[3] OR g.relation <> s.relation::oid OR g.sequence <> s.sequence::oid THEN 'restored'
-                WHEN old[4] <> present[4] THEN 'restarted'
-                ELSE 'sequence_restarted' END);
-        END IF;
+        CONTINUE WHEN stream_continues(s, g);
+        old := string_to_array(g.incarnation, '/');
+        PERFORM stream_fork(s.number, g.id, CASE
+            WHEN old[1] <> present[1] THEN 'other_server'
+            WHEN old[2] <> present[2] THEN 'promoted'
+            WHEN old[3] <> present[3] OR g.relation <> s.relation::oid OR g.sequence <> s.sequence::oid THEN 'restored'
+            WHEN old[4] <> present[4] THEN 'restarted'
+            ELSE 'sequence_restarted' END);
         forked := forked + 1;
     END LOOP;
     RETURN forked;
 END
 $$;
 COMMENT ON FUNCTION stream_continue() IS 'Begins a generation where history may have forked';
--- stream_reset(number, seen_resets, position): as programs of version 1 announce that ids have gone back. The position
--- is not used: see stream_fork.
-CREATE OR REPLACE FUNCTION stream_reset(stream_number integer, seen_resets integer, new_position bigint) RETURNS integer
-LANGUAGE plpgsql AS $$
-BEGIN
-    PERFORM stream_fork(s.number, stream_epoch(s), 'ids_went_back')
-    FROM stream s WHERE s.number = stream_number AND s.resets = seen_resets;
-    RETURN (SELECT s.resets FROM stream s WHERE s.number = stream_number);
-END
-$$;
-COMMENT ON FUNCTION stream_reset(integer, integer, bigint) IS 'Announces that the ids of a stream have gone back';

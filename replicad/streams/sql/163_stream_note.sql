@@ -28,14 +28,3 @@ END
 $$;
 COMMENT ON FUNCTION stream_note(integer, text, bigint, integer[], bigint[], timestamptz)
     IS 'Keeps the positions that a daemon has published';
--- stream_publish(number, seen_resets, position, writers, positions, at): the same, as programs of version 1 call it.
-CREATE OR REPLACE FUNCTION stream_publish(
-    stream_number integer, seen_resets integer, linear_position bigint, writers integer[], positions bigint[],
-    at timestamptz = clock_timestamp()
-) RETURNS boolean
-LANGUAGE sql AS $$
-    SELECT coalesce((SELECT stream_note($1, stream_epoch(s), $3, $4, $5, $6)
-        FROM stream s WHERE s.number = $1 AND s.resets = $2), false)
-$$;
-COMMENT ON FUNCTION stream_publish(integer, integer, bigint, integer[], bigint[], timestamptz)
-    IS 'Keeps the positions that a daemon has published (programs of version 1)';

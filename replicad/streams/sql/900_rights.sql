@@ -8,8 +8,6 @@ DECLARE
 BEGIN
     EXECUTE format('GRANT USAGE ON SCHEMA %I TO PUBLIC', current_schema());
     GRANT SELECT ON stream, stream_writer, stream_position, stream_generation TO PUBLIC;
-    REVOKE EXECUTE ON FUNCTION stream_trim(text, bigint, integer) FROM PUBLIC;  -- as version 1 did, so that both are alike
-    GRANT EXECUTE ON FUNCTION stream_trim(text, bigint, integer) TO PUBLIC;
     GRANT SELECT (stream, id) ON stream_skip TO PUBLIC;  -- not the reasons, which may quote rows
     FOR f IN SELECT p.oid::regprocedure AS name, p.proname
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
@@ -18,20 +16,16 @@ BEGIN
         IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key') THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
-        IF f.proname IN ('stream_add', 'stream_remove', 'stream_reset', 'stream_publish',
+        IF f.proname IN ('stream_add', 'stream_remove',
                 'stream_note', 'stream_fork', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
                 'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
                 'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
                 'stream_daemon_beat', 'stream_daemon_leave', 'stream_daemons',
-                'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_add_bounded', 'stream_relay_channel',
+                'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_relay_channel',
                 'stream_proof_key', 'stream_reader_ensure', 'stream_readers_ensure', 'stream_as_owner') THEN
             EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', f.name);
         END IF;
     END LOOP;
     PERFORM stream_guard_build(s) FROM stream s WHERE s.method = 'reservation';  -- by the template of this version
-    -- Where reservations had no proof until now: to create the trigger anew waits for the transactions that have inserted
-    -- under locks without one. Daemons do not count these locks any more; ids that were not inserted yet are refused.
-    PERFORM stream_guard_attach(s) FROM stream s, stream_reservation_key k
-        WHERE s.method = 'reservation' AND k.xmin = pg_current_xact_id()::xid;
 END
 $rights$;

@@ -57,7 +57,6 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         fault=None,
         denied=None,
         proof_key=None,
-        resets=0,
         trimmed_upto=None,
         max_row=MAX_ROW,
         skipped=(),
@@ -313,7 +312,7 @@ class MemoryStore:
         number = self._lineage(stream.name).present.number + 1
         begun = Generation(number, epoch, shared, reason, BEGAN)
         self.generations.setdefault(stream.name, []).append(begun)
-        self.change(stream.name, resets=stream.resets + 1, epoch=epoch, continues=True)
+        self.change(stream.name, epoch=epoch, continues=True)
 
     # --- `Notes` ---
 

@@ -1,5 +1,6 @@
--- stream_add(name, tbl, id_column, instance_column, row_sql, method, positions, sequence): makes a table a stream.
--- Returns what is worth knowing about it, nothing where all is plain. Raises RS002 with the reason and the remedy.
+-- stream_add(name, tbl, id_column, instance_column, row_sql, method, positions, sequence, max_row): makes a table a stream.
+-- `max_row` bounds its lines, in bytes (stream_max_row). Returns what is worth knowing about it, nothing where all is plain.
+-- Raises RS002 with the reason and the remedy, and RS007 for a bound beyond what clients take.
 -- Writes stream, stream_generation, stream_writer, and for the method reservation the guard's triggers on the table.
 CREATE OR REPLACE FUNCTION stream_add(
     name text,
@@ -9,7 +10,8 @@ CREATE OR REPLACE FUNCTION stream_add(
     row_sql text = NULL,
     method text = 'lock_watch',
     positions regclass = NULL,
-    sequence regclass = NULL
+    sequence regclass = NULL,
+    max_row bigint = 67108864
 ) RETURNS text[]
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -25,8 +27,7 @@ BEGIN
     s.sequence := coalesce(sequence, stream_sequence(tbl, id_column));
     s.positions := positions;
     s.setting := 'replicad.held_' || left(md5(gen_random_uuid()::text), 12);
-    s.resets := 0;
-    s.max_row := 67108864;
+    s.max_row := stream_check_max_row(max_row);
     s.fed := s.sequence IS NOT DISTINCT FROM stream_sequence(tbl, id_column);
     s.created_at := clock_timestamp();
     s.row_type := stream_check(s);
@@ -45,5 +46,5 @@ BEGIN
     RETURN stream_notes(s);
 END
 $$;
-COMMENT ON FUNCTION stream_add(text, regclass, name, name, text, text, regclass, regclass)
+COMMENT ON FUNCTION stream_add(text, regclass, name, name, text, text, regclass, regclass, bigint)
     IS 'Makes a table a stream; returns notes worth reading';

@@ -5,11 +5,7 @@ LANGUAGE plpgsql AS $$
 DECLARE
     s stream := stream_find(name);
 BEGIN
-    IF bytes IS NULL OR bytes NOT BETWEEN 1024 AND 67108864 THEN
-        PERFORM stream_refuse_argument(format('a row of at most %s bytes is not possible', bytes),
-            'the bound lies between 1024 and 67108864 (64 MiB), which is what clients take');
-    END IF;
-    UPDATE stream x SET max_row = bytes WHERE x.number = s.number;
+    UPDATE stream x SET max_row = stream_check_max_row(bytes) WHERE x.number = s.number;
 END
 $$;
 COMMENT ON FUNCTION stream_max_row(text, bigint) IS 'Sets the bound on the length of the lines of a stream';

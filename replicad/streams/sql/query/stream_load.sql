@@ -50,7 +50,6 @@ SELECT s.number::integer AS number,
     (SELECT format('%I.%I', kn.nspname, kc.relname)
         FROM home JOIN pg_namespace kn ON kn.oid = home.schema JOIN pg_class kc ON kc.relnamespace = kn.oid
         WHERE kc.relname = 'stream_reservation_key' AND has_table_privilege(kc.oid, 'SELECT')) AS proof_key,
-    s.resets,
     s.trimmed_upto,
     s.max_row,
     ARRAY(SELECT k.id FROM {schema}.stream_skip k WHERE k.stream = s.number ORDER BY k.id)::bigint[] AS skipped,

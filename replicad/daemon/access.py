@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ SHOWN = 80  # characters of a name in a message
 MAX_NOTED = 100  # refusals of one connection that are logged, each (verb, object) once
 NO_VERBS = Verbs(frozenset(), frozenset())
 WRONG = "the token is wrong; ask the operator of this server for it"  # whatever the reason is
+WITHDRAWN = "not_authorised: the operator has withdrawn the access of this client"
 log = structlog.get_logger()
 
 
@@ -68,18 +70,20 @@ class AccessControl:
         *,
         token: str | None = None,
         file: Path | None = None,
+        certified: bool = False,
         verbs: Verbs = NO_VERBS,
         troubles: Troubles | None = None,
         guesses: Guesses | None = None,
     ) -> None:
         """`token`: the secret of a client with all rights. `file`: the access file. Without both every client has all
-        rights.
+        rights. `certified`: TLS has an authority for certificates of clients.
 
         Raises:
             UsageError: the file cannot be used.
         """
         self._token = token
         self._file = file
+        self._certified = certified
         self._verbs = verbs
         self._troubles = troubles or Troubles()
         self.guesses = guesses or Guesses()
@@ -94,8 +98,13 @@ class AccessControl:
 
     @property
     def open_to_all(self) -> bool:
-        """Whether no client has to prove who it is."""
+        """Whether every client has all rights. It may need a certificate to connect."""
         return self._token is None and self._file is None
+
+    @property
+    def public(self) -> bool:
+        """Whether everybody may read: no client has to prove who it is, neither by a secret nor by a certificate."""
+        return self.open_to_all and not self._certified
 
     @property
     def limits_rights(self) -> bool:
@@ -189,10 +198,15 @@ class Connected(Protocol):
 
 
 class ClientAccess:
-    """The client at the other end of one connection, and what it may do."""
+    """The client at the other end of one connection, and what it may do.
+
+    From the moment when the client is known, its access can be withdrawn, whether or not there is a session yet: what
+    begins afterwards is refused.
+    """
 
     __slots__ = (
-        "_address", "_certificate", "_control", "_digest", "_how", "_noted", "_on_change", "_session", "client",
+        "_address", "_certificate", "_control", "_digest", "_how", "_noted", "_on_change", "_session", "_withdrawn",
+        "client",
     )  # fmt: skip
 
     def __init__(self, control: AccessControl, peer: str, certificate: frozenset[str]) -> None:
@@ -205,6 +219,7 @@ class ClientAccess:
         self._session: Connected | None = None
         self._on_change: list[Callable[[], None]] | None = None
         self._noted: set[tuple[str, str | None]] | None = None
+        self._withdrawn = False
 
     # --- for the session ---
 
@@ -214,10 +229,16 @@ class ClientAccess:
         return self.client is None and self._by_certificate() is None
 
     def begin(self, session: Connected) -> None:
-        """The session begins. Raises HangUp: a client that is known by its certificate has too many connections."""
+        """From now on `session` is what is closed when the access is withdrawn. Called again for what takes its place.
+
+        Raises:
+            HangUp: the access was withdrawn already, or a client known by its certificate has too many connections.
+        """
         if self._control.open_to_all:
             return
-        self._session = session
+        if self._withdrawn:
+            raise HangUp(CloseReason.NOT_AUTHORISED, WITHDRAWN)
+        self._session, self._on_change = session, None
         client = self._by_certificate()
         if self.client is None and client is not None:
             self._enter(client, "certificate")
@@ -357,10 +378,13 @@ class ClientAccess:
 
     def renew(self, client: Client | None) -> None:
         """Take over the client's entry of a file that was read again. None: it is no longer in it."""
+        if self._withdrawn:
+            return
         if client is None or not client.is_from(self._address) or not self._proves(client):
+            self._withdrawn = True
+            self.client = self.client and replace(self.client, allow=())
             if self._session is not None:
-                text = "not_authorised: the operator has withdrawn the access of this client"
-                self._session.hang_up(CloseReason.NOT_AUTHORISED, text)
+                self._session.hang_up(CloseReason.NOT_AUTHORISED, WITHDRAWN)
             return
         before, self.client = self.client, client
         if before != client:

@@ -253,6 +253,7 @@ def _host(
     access = AccessControl(
         token=settings.token,
         file=settings.access_file,
+        certified=settings.tls_client_ca is not None,
         verbs=verbs_of(vocabulary, features),
         troubles=troubles,
     )

@@ -88,7 +88,11 @@ class Outbox:
     # --- what is to be sent ---
 
     def post_line(self, line: bytes) -> None:
-        """Queue a rendered line with its newline. Never raises. A peer whose queue is full is disconnected."""
+        """Queue a rendered line with its newline. Never raises. A peer whose queue is full is disconnected. No effect
+        after `stop`.
+        """
+        if self._closing:
+            return
         if self._posted_bytes >= self._most:
             self._hang_up(*cuts.answers_not_read(self._most))
             return
@@ -300,9 +304,13 @@ class Outbox:
         """Whether the peer may have half a line: nothing that is sent now could be parsed."""
         return self._outlet.torn
 
+    def stop(self) -> None:
+        """Begin no other send: nothing that comes from now on reaches the peer. `finish` sends what is queued."""
+        self._closing = True
+
     async def finish(self, grace: float) -> None:
         """Let the present `send` end and send the queued lines, so that ERROR begins on a new line. Bounded."""
-        self._closing = True
+        self.stop()
         with trio.move_on_after(grace):
             async with self._turn:
                 if self._posted or self._rest:

@@ -15,7 +15,7 @@ import structlog
 import trio
 
 from replicad.daemon import cuts
-from replicad.daemon.access import ClientAccess, access_by_token
+from replicad.daemon.access import WITHDRAWN, ClientAccess, access_by_token
 from replicad.daemon.answering import Answering
 from replicad.daemon.by_address import network_of
 from replicad.daemon.clients import ClientView, Following
@@ -114,6 +114,7 @@ class Session(Answering):
         """End the session soon; the first reason counts."""
         if self._end is None:
             self._end = (reason, text)
+            self.outbox.stop()  # what is being handled may end later, and rows may come meanwhile
             self._reading.cancel()
 
     @property
@@ -233,6 +234,8 @@ class Session(Answering):
         inlet = Inlet(self._stream)
         pours = False  # whether the peer sends more than is handled in one turn, without a pause
         self.access.begin(self)
+        if self.access.wants_auth and not self._wants_auth:  # it was known by its certificate when the session was made
+            raise HangUp(CloseReason.NOT_AUTHORISED, WITHDRAWN)
         try:
             while True:
                 asked = trio.current_time()

@@ -182,6 +182,10 @@ async def test_two_tenants_read_their_own_streams_and_a_right_that_is_withdrawn_
             ]:
                 async with event_source(daemon.http, path, **headers) as refused:
                     assert (refused.status, (await refused.body())["code"]) == (status, code), (path, headers)
+        for path in ("/streams/{}/rows", "/streams/{}/live"):
+            denied, missing = [await ask(daemon.http, path.format(name), **theirs) for name in ("secret", "absent")]
+            assert denied.text == missing.text.replace("absent", "secret")
+            assert "the streams are: events" in denied
         page = await ask(daemon.http, "/streams/secret/rows", **ours)
         assert (page.status, page.headers["cache-control"], page.headers["vary"]) == (
             200, "private, no-cache", "Authorization",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +23,7 @@ from replicad.streams.trimming import trim
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon
 
+from .test_access_reload import Authority
 from .test_http import ANY_PORT, Answer, ask
 
 Start = Callable[..., AbstractAsyncContextManager[Daemon]]
@@ -154,6 +157,26 @@ async def test_writers_batches_and_large_rows_are_whole(database: Database, star
             ("w_0", 4), ("w_0", 6), ("w_0", 8),
         ]  # fmt: skip
         assert mixed.headers["replicad-next"] == f"{feed.stream.epoch}!8~{numbers['w_1']}.9"
+
+
+async def test_rows_for_which_a_certificate_is_needed_are_kept_by_no_shared_cache(
+    events: Database, start_daemon: Start, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    certificate, key = authority.certify("server", "IP:127.0.0.1")
+    trusting = ssl.create_default_context(cafile=authority.certificate)
+    trusting.load_cert_chain(*authority.certify("ops", "URI:spiffe://corp/ops"))
+    await insert(events, 20)
+    for needed in (authority.certificate, None):
+        async with start_daemon(tls_cert=certificate, tls_key=key, tls_client_ca=needed) as daemon:
+            feed = await daemon.publisher.find("events")
+            while feed.sent_upto < 20:
+                await feed.channel.wait_sealed()
+            for after in ("EARLIEST", f"{feed.stream.epoch}!5"):
+                found = await page(daemon, after, 5, tls=trusting)
+                whose, _, how = found.headers["cache-control"].partition(", ")
+                assert whose == ("private" if needed else "public")
+                assert how.startswith("max-age" if after != "EARLIEST" else "no-cache")
 
 
 async def test_what_tcp_refuses_is_refused_with_a_status_and_its_code(events: Database, daemon: Daemon) -> None:

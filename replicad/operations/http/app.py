@@ -83,7 +83,10 @@ class Pages:
         routes = [Route(path, self._answer(page)) for path, page in pages.items()]
         routes.append(Route("/streams/{name:path}/rows", Rows(self._host)))
         routes.append(Route("/streams/{name:path}/live", Live(self._host)))
-        return Starlette(routes=[*routes, Route("/replay", self._answer(console.replay), methods=["POST"])])
+        routes.append(Route("/replay", self._answer(console.replay), methods=["POST"]))
+        app = Starlette(routes=routes)
+        app.router.redirect_slashes = False  # the address would be of the request's Host
+        return app
 
     def _answer(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

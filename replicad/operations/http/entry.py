@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
+import trio
 from starlette.requests import Request
 
 from replicad.daemon.access import AccessControl, ClientAccess
@@ -20,6 +21,7 @@ from replicad.protocol.states import CloseReason
 NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"
 NO_NAME = "without a secret (--token-file, --access-file) use an address or localhost in place of a host's name"
 NAMES = ("stream", "tube")  # labels and kinds with a name that a client may not know
+CHANGED = "the operator has changed the rights of this client while it was answered; ask again"
 
 log = structlog.get_logger()
 
@@ -84,14 +86,19 @@ class Caller:
 
     def require_on(self, verb: str, kind: str, name: str) -> None:
         """Raise Refused if the caller may not do this to the stream or tube; 404 if it may not know the name."""
+        if not self.may_ask(verb, kind, name):
+            raise no_such(kind, name)
+
+    def may_ask(self, verb: str, kind: str, name: str) -> bool:
+        """Whether the caller may do this to the stream or tube. False if it may not know the name: the answer is then
+        that of a name which does not exist. Raises Refused.
+        """
         if self._unknown is not None:
             raise self._unknown
         try:
-            if self._access.require(verb, kind, name):
-                return
+            return self._access.require(verb, kind, name)
         except Forbidden as error:
             raise Refused(403, str(error)) from error
-        raise no_such(kind, name)
 
     @property
     def limited(self) -> bool:
@@ -121,30 +128,50 @@ def _unknown(control: AccessControl, access: ClientAccess, request: Request) -> 
 
 
 class _Asking:
-    """What `ClientAccess` needs of a session: here it lasts for one request."""
+    """What `ClientAccess` needs of a session: here it lasts for one request. `scope` is cancelled, and `why` says why,
+    when the client loses its access or gets other rights. So nothing is answered by rights that the client had before.
+    """
 
     def __init__(self, peer: str) -> None:
         self.log: Any = log.bind(peer=peer, over="http")
+        self.scope = trio.CancelScope()
+        self.why: Refused | None = None
 
-    def hang_up(self, reason: CloseReason, text: str = "") -> None:
-        """Rights that are withdrawn now count from the next request on."""
+    def hang_up(self, reason: CloseReason, text: str = "") -> None:  # noqa: ARG002 - there is one reason
+        """The access is withdrawn."""
+        self._end(Refused(401, text))
+
+    def change(self) -> None:
+        """The client has other rights from now on."""
+        self._end(Refused(503, CHANGED))
+
+    def _end(self, why: Refused) -> None:
+        self.why = self.why or why
+        self.scope.cancel()
 
 
 @asynccontextmanager
 async def calling(control: AccessControl, request: Request) -> AsyncIterator[Caller]:
     """The caller of a request, for the block. A word that is sent is checked, also where none is needed.
 
+    The answer may be sent after the block. It is wrong to send it in the block, which ends when rights are withdrawn.
+
     Raises:
-        Refused: the word is wrong, or the client has too many connections.
+        Refused: the word is wrong, the client has too many connections, or its rights were changed in the block.
     """
     state = request.scope["state"]
     access = control.enter(state["peer"], state["certificate"])
     kind, _, word = request.headers.get("authorization", "").partition(" ")
+    asking = _Asking(state["peer"])
     try:
-        access.begin(_Asking(state["peer"]))
-        if kind.lower() == "bearer" and word.strip():
-            await access.authenticate(word.strip())
-        yield Caller(access, _unknown(control, access, request))
+        with asking.scope:
+            access.begin(asking)
+            access.on_change(asking.change)
+            if kind.lower() == "bearer" and word.strip():
+                await access.authenticate(word.strip())
+            yield Caller(access, _unknown(control, access, request))
+        if asking.why is not None:
+            raise asking.why
     except NotAuthorised as error:
         raise Refused(401, str(error)) from error
     except HangUp as error:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import trio
 from starlette.requests import Request
-from starlette.types import Receive, Send
+from starlette.types import Receive
 
 from replicad.daemon.outlet import sliced
 from replicad.daemon.service import Host
@@ -37,8 +37,8 @@ class Live(Page):
         super().__init__(host)
         self._translations = Translations()
 
-    async def answer(self, request: Request, send: Send, caller: Caller, name: str) -> None:  # noqa: ARG002
-        """`Page.answer`. The header Last-Event-ID, which browsers send, wins over `after`."""
+    async def answer(self, request: Request, caller: Caller, name: str) -> None:
+        """`Page.answer`: sends it. The header Last-Event-ID, which browsers send, wins over `after`."""
         if request.scope["http_version"] not in ("1.0", "1.1"):
             raise Problem("wrong_version", "ask for /live with HTTP/1.1")
         token = request.headers.get("last-event-id") or request.query_params.get("after") or NOW
@@ -77,6 +77,7 @@ class EventStream(trio.abc.Stream):
 
     def __init__(self, events: Events, stream: str, head: bytes, take: Callable[[], trio.abc.Stream]) -> None:
         self.transport_stream: trio.abc.Stream | None = None
+        self._closed = False
         self._events = events
         self._stream = stream
         self._head = head
@@ -107,7 +108,7 @@ class EventStream(trio.abc.Stream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes:  # noqa: ARG002 - lines are short
         """The next command; nothing at the end."""
         try:
-            return await self._said.receive()
+            return b"" if self._closed else await self._said.receive()
         except trio.EndOfChannel:
             return b""
 
@@ -117,7 +118,9 @@ class EventStream(trio.abc.Stream):
             await self.send_all(piece)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Translate whole lines and send the events."""
+        """Translate whole lines and send the events. Raises ClosedResourceError: somebody else may answer already."""
+        if self._closed:
+            raise trio.ClosedResourceError
         events = self._events
         for part in _slices(data):
             translated = events.feed(part)
@@ -140,6 +143,7 @@ class EventStream(trio.abc.Stream):
 
     async def aclose(self) -> None:
         """Close the connection, if the answer has begun. Otherwise somebody else answers."""
+        self._closed = True
         self.end_input()
         if self.transport_stream is not None:
             await self.transport_stream.aclose()

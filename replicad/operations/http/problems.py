@@ -26,7 +26,13 @@ STATUS = {
 FORKED = 409  # a bad_token with the token to go on with
 RETRY = "5"  # seconds: what is refused now may be served then
 
-_CODES = {401: "not_authorised", 403: "forbidden", 404: "unknown_stream", 429: "too_many_requests"}
+_CODES = {
+    401: "not_authorised",
+    403: "forbidden",
+    404: "unknown_stream",
+    429: "too_many_requests",
+    503: "rights_changed",
+}
 
 
 class BadRequest(ReplicadError):

@@ -33,6 +33,8 @@ SLICE = 1000  # rows, before other tasks run
 IMMUTABLE = "max-age=31536000, immutable"
 EARLIEST = "EARLIEST"
 
+Found = tuple[int, Mapping[str, str], bytes]  # the status, the headers, and the body
+
 log = structlog.get_logger()
 
 
@@ -51,20 +53,22 @@ class Page:
             if request.method == "OPTIONS":
                 await Response(None, 204, self.origins.headers(origin, preflight=True))(scope, receive, send)
             else:
-                await self._answer(request, send)
+                found = await self._answer(request)
+                if found is not None:
+                    await _send(request, send, *found)
         except Problem as problem:
             self._log(request, problem)
             headers = {**problem.headers, **self.origins.headers(origin)}
             await Response(problem.body, problem.status, headers)(scope, receive, send)
 
-    async def _answer(self, request: Request, send: Send) -> None:
+    async def _answer(self, request: Request) -> Found | None:
         if request.method != "GET":
             raise Problem("method_not_allowed", "send GET")
         name = request.path_params["name"]
         try:
             async with calling(self.host.access, request) as caller:
-                caller.require_on(Replicate.VERB or "", "stream", name)
-                await self.answer(request, send, caller, name)
+                caller.may_ask(Replicate.VERB or "", "stream", name)  # an unknown name is found to be unknown as usual
+                return await self.answer(request, caller, name)
         except Refused as refusal:
             raise problem_of_refusal(refusal) from refusal
         except ReplicadError as error:
@@ -75,8 +79,8 @@ class Page:
             self.host.troubles.record("service", "http", request.url.path[:20], error)
             raise Problem("internal_error", "internal error; the server's log has it", 500) from error
 
-    async def answer(self, request: Request, send: Send, caller: Caller, name: str) -> None:
-        """Answer a request of who may read the stream."""
+    async def answer(self, request: Request, caller: Caller, name: str) -> Found | None:
+        """What a caller is answered that may read the stream, or may not know it. None: it was sent."""
         raise NotImplementedError
 
     def _log(self, request: Request, problem: Problem) -> None:
@@ -89,7 +93,7 @@ class Page:
 class Rows(Page):
     """`GET /streams/NAME/rows?after=TOKEN&limit=N`: a page, a row on each line."""
 
-    async def answer(self, request: Request, send: Send, caller: Caller, name: str) -> None:
+    async def answer(self, request: Request, caller: Caller, name: str) -> Found:
         """`Page.answer`."""
         token = request.query_params.get("after") or EARLIEST
         limit = _limit(request.query_params.get("limit"))
@@ -113,28 +117,30 @@ class Rows(Page):
         vary = [allowed.pop("vary", ""), "" if self.host.access.open_to_all else "Authorization"]
         headers |= allowed | ({"vary": ", ".join(filter(None, vary))} if any(vary) else {})
         if _is_known(request.headers, tag):
-            await Response(None, 304, headers)(request.scope, request.receive, send)
-            return
-        body = await _rendered(page)
-        await self._send(request, send, headers, body)
+            return 304, headers, b""
+        return 200, headers | {"content-type": "application/jsonl"}, await _rendered(page)
 
     def _caching(self, page: RowPage) -> str:
         """A closed page may be kept for ever where the address names the generation; by shared caches too, if everybody
         may read it.
         """
-        whose = "public" if self.host.access.open_to_all else "private"
+        whose = "public" if self.host.access.public else "private"
         return f"{whose}, {IMMUTABLE}" if page.closed and page.named else f"{whose}, no-cache"
 
-    async def _send(self, request: Request, send: Send, headers: Mapping[str, str], body: bytes) -> None:
-        connection: Any = request.scope["state"].get("connection")
-        fields = {"content-type": "application/jsonl", "content-length": str(len(body)), **headers}
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        for begin in range(0, len(body), PIECE):
-            if connection is not None:
-                connection.prolong()
-            await send({"type": "http.response.body", "body": body[begin : begin + PIECE], "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+async def _send(request: Request, send: Send, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    if status == 304:
+        await Response(None, status, headers)(request.scope, request.receive, send)
+        return
+    connection: Any = request.scope["state"].get("connection")
+    fields = {"content-length": str(len(body)), **headers}
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    for begin in range(0, len(body), PIECE):
+        if connection is not None:
+            connection.prolong()
+        await send({"type": "http.response.body", "body": body[begin : begin + PIECE], "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _limit(text: str | None) -> int:

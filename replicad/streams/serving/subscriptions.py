@@ -80,6 +80,7 @@ class Subscriptions:
         upto = await feed.taken()
         if self._publisher.is_forked(command.stream):
             raise StreamRefused(f"stream {command.stream} is about to begin a generation; try again")
+        await self._require_still(command.stream)
         self._session.post(Taken(command.stream, upto))
 
     async def replicate(self, command: Replicate) -> None:
@@ -156,6 +157,12 @@ class Subscriptions:
         access = self._session.access
         return await (self._publisher.find(name, access.lists) if access.limited else self._publisher.find(name))
 
+    async def _require_still(self, name: str) -> None:
+        """Refuse what the client may no longer read: there was a wait since its right was checked."""
+        access = self._session.access
+        if access.limited and not access.require("read", "stream", name):
+            await self._find(name)  # which may not be known
+
     def _may_read(self, name: str) -> bool:
         return self._session.access.may("read", name)
 
@@ -177,6 +184,7 @@ class Subscriptions:
         start = await self._starts.in_present(feed, command, channel, self._session.number)
         if channel.held is not None and start[0] == channel.boundary.positions:
             raise channel.held.copy()
+        await self._require_still(name)
         self._streams.add(name)
         try:
             self._join(feed, channel, *start, linear=command.linear, extended=True)
@@ -209,6 +217,7 @@ class Subscriptions:
                 self._read(feed, channel, boundary.index, linear=linear, extended=extended, preamble=preamble)
                 return
         begin = Begin(start, others_after, epoch, preamble)
+        self._catching_up.add(feed.name)  # from now on `_review` finds it
         self._session.start(self._catch_up_with_right, feed, channel, begin, linear, extended)
 
     async def _catch_up_with_right(
@@ -216,7 +225,6 @@ class Subscriptions:
     ) -> None:
         """`_catch_up`, in turn with the other catch-ups of the client, if their number is bounded."""
         copying = Copying(self._catchups, self._taking, feed, begin.positions, begin.others_after, linear=linear)
-        self._catching_up.add(feed.name)
         self._catchups.clients[self._session.number, feed.name] = copying
         try:
             async with self._session.access.catching_up():

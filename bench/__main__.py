@@ -19,6 +19,7 @@ BENCHMARKS = {
     "pipeline": "Pipeline: enrichment against its floor, backfills into each downstream, and the time of one change",
     "commits": "Small commits: single rows to many clients, p50 / p99 and processor time, against NATS",
     "latency": "Latency: from commit to client, p50 / p99, against NOTIFY in the writer's transaction",
+    "streams": "Many streams: from commit to client and idle processor time with a thousand streams, beside ten",
     "idle": "Idle connections: memory of the server for each, against NATS and Redis",
     "sse": "Server-sent events: memory and processor time for each reader, beside readers over TCP",
     "slow": "Slow readers: what those who read get beside them, and how the slow ones end",

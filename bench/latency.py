@@ -50,7 +50,7 @@ def run(options: Options) -> list[Figure]:
 def _idle(ours: System, daemon: Daemon, count: int) -> list[Figure]:
     notified = _notified(ours, count)
     followed = _followed(ours, daemon, count)
-    polling = _polling(ours, daemon)
+    used = polling(ours, daemon)
     return [
         _figure("idle", followed, notified),
         *(
@@ -58,15 +58,15 @@ def _idle(ours: System, daemon: Daemon, count: int) -> list[Figure]:
             for what, found, goal, unit in (
                 ("p50", percentile(followed, 0.5), P50_GOAL, "s"),
                 ("p99", percentile(followed, 0.99), P99_GOAL, "s"),
-                ("processors used for polling, Postgres' included", polling, CPU_GOAL, "processors"),
+                ("processors used for polling, Postgres' included", used, CPU_GOAL, "processors"),
             )
         ),
         _figure("idle, with a DOORBELL after the commit", _followed(ours, daemon, count, doorbell=True), notified),
     ]
 
 
-def _polling(ours: System, daemon: Daemon) -> float:
-    """The share of a processor that the daemon and Postgres' processes that serve it take while nothing happens."""
+def polling(ours: System, daemon: Daemon) -> float:
+    """The share of a processor that the daemon, and the processes of Postgres that serve it, use at rest."""
     time.sleep(1.0)  # let what was measured before settle
     serving = ours.serving()
 

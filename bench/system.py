@@ -225,9 +225,11 @@ def connect(host: str, port: int, hello: bytes = b"") -> socket.socket:
     return link
 
 
-def wait_until(condition: object, what: str, started: subprocess.Popen[bytes] | None = None) -> None:
-    """Look again and again until `condition()` holds, for at most START seconds."""
-    deadline = time.monotonic() + START
+def wait_until(
+    condition: object, what: str, started: subprocess.Popen[bytes] | None = None, seconds: float = START
+) -> None:
+    """Look again and again until `condition()` holds, for at most so many seconds."""
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline or (started is not None and started.poll() is not None):
             raise RuntimeError(f"waited in vain for {what}")

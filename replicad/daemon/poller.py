@@ -73,6 +73,8 @@ class Watcher(Protocol):
 
     def at_rest(self) -> LastValues | None: ...
 
+    def expect(self, sequence: int) -> None: ...
+
 
 class Ringer(Protocol):
     """What the poller needs of `Bell`, whose method has the docstring."""
@@ -236,7 +238,9 @@ class Poller:
                         await self._rests.wait()
                         self._rests = trio.Event()
                         if self._at_rest is not None:
-                            await wait(self._at_rest)
+                            moved = await wait(self._at_rest)
+                            if moved is not None:
+                                self._horizon.expect(moved)
                             self._troubles.end("service", "bell", "wait")
                             self._rests = trio.Event()  # set again by the next poll
                             self.ring()
@@ -271,6 +275,8 @@ class Poller:
         pauses: list[float] = []  # of what has moved
         for name, reading in list(readings.items()):  # a listener may call `unwatch` and `watch`
             old = before.get(name)
+            if old is reading and reading.held_by is None:
+                continue
             moved = old is None or old.last_value != reading.last_value or reading.held_by is not None
             self._log_alarms(name, reading.alarms)
             listener, pause = self._listeners.get(name), None

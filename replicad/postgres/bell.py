@@ -12,15 +12,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
+import trio
+
 from replicad.postgres.bridge import Database, load_sql
 
 SECONDS: Final = 0.5  # that one wait lasts: so long its snapshot may hold back VACUUM, and its locks ALTER SEQUENCE
-_EACH: Final = 100e-6  # seconds between two looks for each sequence: where others write, each look reads them all
-_MOST: Final = 0.05
+_EACH: Final = 100e-6  # seconds between two looks for each sequence where others write: a look then reads all of them
+_MOST: Final = 0.05  # seconds between two looks
 _SESSION = "SET lock_timeout = '15ms'"
 
 LastValues = Mapping[int, int | None]  # by the sequence's oid; None: no id was taken yet
-Wait = Callable[[LastValues], Awaitable[None]]
+Wait = Callable[[LastValues], Awaitable[int | None]]
 
 
 class Bell:
@@ -32,16 +34,27 @@ class Bell:
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[Wait]:
-        """Gives a function that returns when one of these sequences has another last value, or after SECONDS.
+        """Gives a function that returns when one of these sequences has another last value, and which one it is; None
+        after SECONDS without. A look finds the first of several soonest.
 
         The block keeps one connection to itself. Both raise DatabaseErrors; then poll as if there were no bell.
         """
         async with self._db.connection() as connection:
             await connection.execute(_SESSION)
+            crowded = False  # others write, and reading all the sequences at each look would cost much
 
-            async def wait(values: LastValues) -> None:
-                pause = max(self._interval, min(_MOST, len(values) * _EACH))
-                looks = max(1, round(SECONDS / pause))
-                await connection.fetch(load_sql("bell"), list(values), list(values.values()), looks, pause)
+            async def wait(values: LastValues) -> int | None:
+                nonlocal crowded
+                slow = max(self._interval, min(_MOST, len(values) * _EACH))
+                until = trio.current_time() + SECONDS
+                while (left := until - trio.current_time()) > 0:
+                    pause = slow if crowded else self._interval
+                    looks = max(1, round(left / pause))
+                    args = (list(values), list(values.values()), looks, pause, slow > self._interval)
+                    sequence: int | None = await connection.fetch_value(load_sql("bell"), *args)
+                    crowded = sequence == 0
+                    if sequence != 0:
+                        return sequence
+                return None
 
             yield wait

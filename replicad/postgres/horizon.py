@@ -1,9 +1,9 @@
 """Asks Postgres how far each watched stream may be read. docs/positions.md explains why the answer is safe.
 
 One poll has these statements, in READ COMMITTED. Each begins when the one before has been answered:
- 1. the last values of all sequences, and how far the WAL is written and flushed;
- 2. the holders of all locks; left out if no sequence has moved and there was no holder at the last poll; sent once more
-    if one that was not listed before holds a position back;
+ 1. the last values of the sequences, and how far the WAL is written and flushed;
+ 2. the holders of the locks of all streams whose sequence has moved, or which had a holder at the last poll; left
+    out if there is no such stream; sent once more if a transaction that was not listed before holds a position back;
  3. a flush of the WAL, if a position could be published but is not on disk yet.
 After `poll` has returned, any connection may read the rows up to the new positions.
 
@@ -26,7 +26,7 @@ from replicad.postgres.holders import by_source, fetch_holders, holders_key
 from replicad.postgres.last_values import LastValues, Value
 from replicad.postgres.lockwatch import LockWatch
 from replicad.postgres.owners import as_owner
-from replicad.postgres.recording import ALL, Recorder, Seen
+from replicad.postgres.recording import ALL, Recorder
 from replicad.postgres.watched import (
     RESERVATION_BAND,
     Fork,
@@ -56,8 +56,11 @@ __all__ = [
     "reservation_key",
 ]
 
+FEW = 64  # sequences: so many are read by each poll; of more, most polls read those that are likely to have moved
 STUCK_AFTER = 60.0  # seconds after which a holder that keeps a position back is an alarm
 _INSPECT_EVERY = 5.0  # seconds between two checks of tables and sequences
+_LIKELY = 2.0  # seconds for which each poll reads a sequence that has moved
+_PAUSE_OF_ALL = 4  # after all of many sequences were read, most polls leave most of them out for so many times as long
 _BARRIER_EVERY = 0.02  # seconds between forced flushes: up to PostgreSQL 16 each costs a transaction id
 
 # The barrier must not wait for a standby that is down: only the local disk matters after a crash. If a standby that
@@ -100,7 +103,8 @@ class Horizon:
         self._names: dict[int, str] = {}
         self._blockers = Blockers(self._sources, now)
         self._values = LastValues(self._blockers, inspect=self._inspect, inspect_soon=self._inspect_soon)
-        self._refusals_changed = False  # a check has refused or accepted a stream, and no reading shows it yet
+        self._likely: dict[int, float] = {}  # until when each poll reads these sequences
+        self._all_at = 0.0  # from when on the next poll reads all sequences
         self._inspect_at = 0.0
         self._barrier_at = 0.0
         self._before_polling: list[Callable[[], Awaitable[None]]] = []
@@ -138,7 +142,7 @@ class Horizon:
         """
         self._watched[name] = Watched(name, source, published, per_writer, writers, file=file)
         self._readings.pop(name, None)
-        self._inspect_at = 0.0
+        self._inspect_at = self._all_at = 0.0
         self._record_begin("watch", self._watched[name])
 
     def set_writers(self, name: str, writers: Iterable[str]) -> None:
@@ -151,7 +155,11 @@ class Horizon:
         self._readings.pop(name, None)
 
     async def poll(self) -> Mapping[str, Reading]:
-        """One round for all watched streams. The mapping is the same object until something changes.
+        """One round for all watched streams. The mapping is the same object until something changes, and so is each
+        Reading.
+
+        Of more than FEW sequences, a round reads those that have moved lately or are `expected` to have. It reads all
+        of them as often as that takes a fifth of the time.
 
         Raises DatabaseUnavailable and other DatabaseErrors (poll again later: no position was lost or is too high) and
         StandbyRefused.
@@ -168,39 +176,50 @@ class Horizon:
             await self._inspect(connection)
         # Only checked streams; watches may begin and end while we wait for Postgres.
         watched = [w for w in self._watched.values() if w.inspected]
-        changed = bool(self._blockers.holders)
         await self._blockers.look_again(connection)
         try:
-            changed |= await self._poll_sequences(connection, watched, now)
-            changed |= await self._poll_tables(connection, watched)
-            changed |= await self._flush(connection, watched, now)
+            await self._poll_sequences(connection, self._due(watched, now), now)
+            await self._poll_tables(connection, watched)
+            await self._flush(connection, watched, now)
         finally:
-            if self._recorder is not None:
-                self._record(watched)  # also what was read before a step failed: the next poll may build on it
-        changed |= self._refusals_changed
-        self._refusals_changed = False
-        if changed or len(self._readings) != len(watched):
-            current = [w for w in watched if self._watched.get(w.name) is w]
-            self._readings = {w.name: w.reading(now, self._stuck_after) for w in current}
+            self._record(watched)  # also what was read before a step failed: the next poll may build on it
+        self._update_readings(watched, now)
         return self._readings
 
+    def _due(self, watched: list[Watched], now: float) -> list[Watched]:
+        """The streams whose sequences this poll reads."""
+        if len(watched) <= FEW or now >= self._all_at:
+            return watched
+        return [w for w in watched if w.unsettled or self._likely.get(w.relation, 0.0) > now]
+
+    def expect(self, sequence: int) -> None:
+        """Have the next poll read this sequence, whatever else it leaves out."""
+        self._likely[sequence] = self._now() + _LIKELY
+
+    def _update_readings(self, watched: list[Watched], now: float) -> None:
+        """Make a reading of each stream that has changed; the others keep theirs."""
+        stale = [w for w in watched if w.stale or w.name not in self._readings]
+        if not stale and len(self._readings) == len(watched):
+            return
+        readings = {w.name: self._readings.get(w.name) for w in watched if self._watched.get(w.name) is w}
+        for one in stale:
+            one.stale = False
+            if one.name in readings:
+                readings[one.name] = one.reading(now, self._stuck_after)
+        self._readings = {name: reading for name, reading in readings.items() if reading is not None}
+
     def at_rest(self) -> Mapping[int, int | None] | None:
-        """The last value of each sequence (None: unused), if only another one can move a position. None if more can:
-        a holder, a flush, the end of a lock, a writer that publishes its position.
+        """The last value of each sequence (None: unused), if only another value can move a position.
+
+        Sequences that have moved lately come first. None if something else can move a position: a holder, a flush, the
+        end of a lock, a writer that publishes its position.
         """
         watched = self._watched.values()
         read = self._values.read
-        busy = self._blockers.holders or any(
-            w.locks is None
-            or not w.inspected
-            or w.refused is not None
-            or w.unreadable is not None
-            or w.watch.lowest is not None
-            or w.watch.waits_for_flush
-            or w.sequence not in read
-            for w in watched
-        )
-        return None if busy or not watched else {w.sequence: read[w.sequence] for w in watched}
+        if not watched or self._blockers.holders or any(w.restless or w.sequence not in read for w in watched):
+            return None
+        likely = sorted((w.sequence for w in watched), key=lambda sequence: -self._likely.get(sequence, 0.0))
+        return {sequence: read[sequence] for sequence in likely}
 
     async def _pinned(self) -> Connection:
         """Our connection. After a new one is made, readings that were not published are dropped: Postgres may have
@@ -259,7 +278,6 @@ class Horizon:
             watched.inspected = True
             reason = watched.unfit(found)
             known = None if watched.refused is None else str(watched.refused)
-            self._refusals_changed |= reason != known
             if reason is None:
                 watched.accept()
             elif reason != known:
@@ -281,36 +299,33 @@ class Horizon:
             else:
                 watched.unreadable = None
 
-    async def _poll_sequences(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
-        """Steps 1 and 2; True if a reading may have changed."""
-        active = [w for w in all_watched if w.locks is not None and w.refused is None]
+    async def _poll_sequences(self, connection: Connection, due: list[Watched], now: float) -> None:
+        """Steps 1 and 2 for the streams of which that is `due`."""
+        active = [w for w in due if w.locks is not None and w.refused is None]
+        began = self._now()
         read = await self._values.fetch(connection, active)
+        if len(active) > FEW:
+            self._all_at = self._now() + _PAUSE_OF_ALL * (self._now() - began)
         values = read or {}
-        refused = [w for w in active if w.refused is not None]
         active = [w for w in active if w.refused is None]
         for watched in active:
-            watched.blocked_by = self._blockers.holders.get(watched.sequence)
+            watched.block(self._blockers.holders.get(watched.sequence))
         fed = [(w, w.locks, values[w.sequence]) for w in active if w.locks is not None and w.sequence in values]
         if read is not None and any(w.sequence not in values and w.blocked_by is None for w in active):
             self._inspect_at = now  # it was removed: the next poll finds out
-        replaced = [w for w, _, value in fed if w.check_file(value.file)]
-        fed = [one for one in fed if one[0] not in replaced]
-        changed = any(locks.someone_holds or locks.last_value != value.last_value for _, locks, value in fed)
-        rests = not changed
+        fed = [(w, locks, value) for w, locks, value in fed if not w.check_file(value.file)]
         flushed = max((value.flushed for _, _, value in fed), default=0)
-        if changed:
-            flushed = await self._feed(connection, fed, now)
-            if any(locks.held_newly for _, locks, _ in fed):  # mostly by a short transaction, which ends meanwhile
-                self._record([w for w, _, _ in fed])
-                flushed = await self._feed(connection, fed, now)
-        for _, locks, _ in fed:
-            changed |= locks.waits_for_flush
+        moved = [one for one in fed if one[1].someone_holds or one[1].last_value != one[2].last_value]
+        if moved:
+            self._likely |= dict.fromkeys((w.sequence for w, _, _ in moved), now + _LIKELY)
+            flushed = await self._feed(connection, moved, now)
+            if any(locks.held_newly for _, locks, _ in moved):  # mostly by a short transaction, which ends meanwhile
+                self._record([w for w, _, _ in moved])
+                flushed = await self._feed(connection, moved, now)
+        for watched, locks, _ in fed:
+            watched.stale |= locks.waits_for_flush
             locks.flushed_upto(flushed)
-        for watched, _, value in fed:
             watched.flushed = flushed
-            if rests:
-                watched.seen = Seen(value.last_value, value.inserted, ())
-        return changed or bool(self._blockers.holders or refused or replaced)
 
     async def _feed(self, connection: Connection, fed: list[_Fed], now: float) -> int:
         """Step 2; returns how far the WAL is flushed. Our own sessions are listed before it is sent; one that begins
@@ -329,9 +344,8 @@ class Horizon:
                 one.flushed = rows[0]["flushed"]
         return int(rows[0]["flushed"])
 
-    async def _poll_tables(self, connection: Connection, all_watched: list[Watched]) -> bool:
-        """Poll the streams whose writers publish their positions; True if one of them has changed."""
-        changed = False
+    async def _poll_tables(self, connection: Connection, all_watched: list[Watched]) -> None:
+        """Poll the streams whose writers publish their positions."""
         for watched in all_watched:
             source = watched.source
             if not isinstance(source, TableSource) or watched.table is None or watched.refused is not None:
@@ -339,7 +353,7 @@ class Horizon:
             name = self._names.get(source.table)
             if name is None:  # unwatched while we waited
                 continue
-            watched.blocked_by = self._blockers.holders.get(source.table)
+            watched.block(self._blockers.holders.get(source.table))
             if watched.blocked_by is not None or not self._blockers.may_wait:
                 continue
             query = load_sql("horizon_positions_table").replace("{table}", name)
@@ -350,36 +364,36 @@ class Horizon:
             except errors.DatabaseError as error:
                 if means(error.sqlstate, sqlstates.LOCKED):
                     await self._blockers.may_try_again(connection, error)
-                    watched.blocked_by = self._blockers.holders.get(source.table)
+                    watched.block(self._blockers.holders.get(source.table))
                 else:
                     watched.cannot_read(error)
-                changed = True
                 continue
             watched.table.feed({row["writer"]: row["position"] for row in rows}, _highest(rows, "inserted"))
-            changed |= watched.table.waits_for_flush
+            watched.stale |= watched.table.waits_for_flush
             watched.table.flushed_upto(_highest(rows, "flushed"))
-        return changed
 
-    async def _flush(self, connection: Connection, all_watched: list[Watched], now: float) -> bool:
+    async def _flush(self, connection: Connection, all_watched: list[Watched], now: float) -> None:
         """Step 3, at most every _BARRIER_EVERY seconds; in between, commits of writers usually flush the WAL."""
         waiting = [w for w in all_watched if w.watch.waits_for_flush]
         if not waiting or now < self._barrier_at:
-            return False
+            return
         await connection.fetch_value(self._barrier)
         self._barrier_at = now + _BARRIER_EVERY
         for watched in waiting:
             watched.watch.all_flushed()
             watched.flushed = ALL
-        return True
+            watched.stale = True
 
     def _record_begin(self, what: str, watched: Watched) -> None:
         if self._recorder is not None and watched.locks is not None:
             self._recorder.begin(watched.name, what, watched.locks.position, watched.locks.per_writer)
 
     def _record(self, all_watched: list[Watched]) -> None:
+        if self._recorder is None:
+            return
         for watched in all_watched:
             seen, watched.seen = watched.seen, None
-            if self._recorder is not None and seen is not None and watched.locks is not None and watched.fork is None:
+            if seen is not None and watched.locks is not None and watched.fork is None:
                 locks = watched.locks
                 self._recorder.poll(
                     watched.name,

@@ -155,6 +155,7 @@ class Watched:
         self.unreadable: str | None = None  # the error of Postgres when it is read, until it can be read again
         self.blocked_by: Holder | None = None
         self.seen: Seen | None = None  # at the last poll that read something; for a recording
+        self.stale = True  # its last `Reading` may not be true any more
         self.flushed = 0  # how far the WAL was on disk then, or recording.ALL
         self._holders: dict[str, Holder] = {}
         self._since: dict[str, float] = {}
@@ -173,6 +174,26 @@ class Watched:
         return self.source.sequence_reader
 
     @property
+    def relation(self) -> int:
+        """The oid of the sequence or positions table from which its positions are read."""
+        return self.source.table if isinstance(self.source, TableSource) else self.source.sequence
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether its position may move though its sequence does not: a holder, a flush, nothing read yet, a fork."""
+        locks = self.locks
+        return locks is not None and (
+            locks.last_value is None or locks.someone_holds or locks.waits_for_flush or self.fork is not None
+        )
+
+    @property
+    def restless(self) -> bool:
+        """Whether more than another value of its sequence can move its position or change its state."""
+        if self.locks is None or not self.inspected or self.refused is not None or self.unreadable is not None:
+            return True
+        return self.locks.lowest is not None or self.locks.waits_for_flush
+
+    @property
     def watch(self) -> LockWatch | TableWatch:
         """The lock-watch or the table reader, depending on the stream's method."""
         watch = self.locks or self.table
@@ -182,6 +203,7 @@ class Watched:
     def refuse(self, reason: str) -> None:
         """Do not serve the stream until `accept`. What was known of its holders is dropped."""
         self.refused = StreamRefused(reason)
+        self.stale = True
         self.watch.restart()
         self._holders = {}
         self._since = {}
@@ -199,8 +221,14 @@ class Watched:
         self.refuse(reason)
 
     def accept(self) -> None:
-        """The reason for the refusal no longer exists."""
+        """The reason for the refusal, if there was one, no longer exists."""
+        self.stale |= self.refused is not None
         self.refused = None
+
+    def block(self, holder: Holder | None) -> None:
+        """Its sequence or positions table is locked by `holder`, or by nobody."""
+        self.stale |= holder is not None or self.blocked_by is not None
+        self.blocked_by = holder
 
     def unfit(self, found: Mapping[int, Mapping[str, Any]]) -> str | None:
         """Why this stream cannot be served, with the remedy, or None; `found` are horizon_inspect.sql's rows by oid."""
@@ -229,7 +257,7 @@ class Watched:
     def check_file(self, file: int | None) -> bool:
         """Compare the sequence's file with the one in which the published positions hold; True where it is another."""
         if self.file is not None and file != self.file:
-            self.file_replaced = True
+            self.file_replaced = self.stale = True
         return self.file_replaced
 
     def feed(self, last_value: int, inserted: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
@@ -245,6 +273,7 @@ class Watched:
             self._holders[key] = holder_of(row, _kind(prepared=prepared, reserved=bound is not None), bound)
         self._since = {key: self._since.get(key, now) for key in self._holders}
         self.seen = Seen(last_value, inserted, tuple(holds))
+        self.stale = True
         self.locks.feed(last_value, inserted, holds, self.writers)
 
     def reading(self, now: float, stuck_after: float) -> Reading:

@@ -71,6 +71,9 @@ class MemoryHorizon:
     def at_rest(self) -> Mapping[int, int | None] | None:
         return self.rest
 
+    def expect(self, sequence: int) -> None:
+        self.calls.append(("expect", sequence))
+
     def move(self, **values: int) -> None:
         self.readings = {name: Reading(position=at, last_value=at) for name, at in values.items()}
 

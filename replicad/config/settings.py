@@ -200,6 +200,13 @@ class ServerSettings:
         "HOST:PORT",
         parse_address,
     )
+    late_rows: str = choice(
+        "deliver",
+        "What to do with rows that are found at or below a published position. deliver: readers are sent back to "
+        "the position before the first of them; report: they are only reported.",
+        "deliver",
+        "report",
+    )
     wait_for_database: float = duration(
         0, "How long to wait at the start for a Postgres that does not answer yet. 0: end at once.", 0, 86_400
     )

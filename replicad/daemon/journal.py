@@ -196,6 +196,7 @@ class Channel:
         self.chunks: dict[int, _Chunk] = {}
         self.head = 0
         self.tail = 0
+        self.lines = 0  # that were appended
         self.boundary = Boundary(0, dict(positions))
         self.held: RowUnreadable | None = None  # why the stream stops after the last chunk
         self.released = trio.Event()  # set when that is over; then replaced
@@ -258,6 +259,7 @@ class Channel:
             now = trio.current_time()
         chunk = self.chunks[self.head] = _Chunk(data, now, extended)
         self.head += 1
+        self.lines += data.count(b"\n")
         self._bytes += len(data)
         self._appended_bytes += len(data)
         if len(data) > OFFER_BYTES:
@@ -336,6 +338,11 @@ class Channel:
         self.held = None
         self.released.set()
         self.released = trio.Event()
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the writer has waited for room."""
+        return self._waited
 
     @property
     def readers(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
 from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.relations import HOW, find_relation
-from replicad.postgres.statements import Queries, call_rows, call_value, statement
+from replicad.postgres.statements import Queries, call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
 from replicad.streams.chunks import MAX_ROW
 from replicad.streams.lineage import Generation, Lineage, lineage_of
@@ -279,6 +279,25 @@ async def fork(db: Queries, stream: Stream, reason: str, *, schema: str = SCHEMA
     with installed(schema):
         await call_value(db, schema, "stream_fork", stream.number, stream.epoch, reason)
     return await load_stream(db, stream.name, schema=schema)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """What became of a `rewind`. `generation`: the one that has begun; None if nothing was done. `wait`: then the
+    seconds after which it may be tried again; None if history has forked, so that rows are read anew.
+    """
+
+    generation: str | None
+    wait: float | None
+
+
+async def rewind(db: Queries, stream: Stream, upto: int, *, schema: str = SCHEMA) -> Rewound:
+    """Rows above `upto` were not sent to readers: begin a generation that shares what there is up to `upto`, so that
+    they get all rows above it again. Every daemon takes it over. Raises UnknownStream where the stream was removed.
+    """
+    with installed(schema):
+        row = await call_row(db, schema, "stream_rewind", stream.number, stream.epoch, upto)
+    return Rewound(row["generation"], row["wait"])
 
 
 async def load_lineages(db: Queries, name: str | None = None, *, schema: str = SCHEMA) -> dict[str, Lineage]:

@@ -52,6 +52,13 @@ def segments(ranges: Mapping[str, Range], others: Range | None) -> list[Segment]
     return found
 
 
+def clipped(segment: Segment, after: int, upto: int) -> Segment:
+    """The part of a segment in (after, upto]."""
+    if segment.ranges is None:
+        return Segment(after, upto)
+    return _clipped(dict(segment.ranges), segment.others, after, upto)
+
+
 def _clipped(ranges: Mapping[str, Range], others: Range | None, after: int, upto: int) -> Segment:
     def clip(span: Range) -> Range:
         low, high = (min(max(at, after), upto) for at in span)
@@ -225,7 +232,7 @@ async def _try_to_read(rows: Rows, segment: Segment, after: int, upto: int, boun
         if segment.ranges is None:
             count = await rows.copy_range(after, upto, take, limit=bounds.rows)
         else:
-            part = _clipped(dict(segment.ranges), segment.others, after, upto)
+            part = clipped(segment, after, upto)
             named = dict(part.ranges or ())
             count = await rows.copy_vector(named, take, others=part.others, limit=bounds.rows)
     except Enough:

@@ -16,7 +16,7 @@ from replicad.streams import acks, registry, rows_probe, stream_writers, trouble
 from replicad.streams.acks import Ack
 from replicad.streams.lineage import Lineage
 from replicad.streams.queries import Impatient
-from replicad.streams.registry import Published, Stream
+from replicad.streams.registry import Published, Rewound, Stream
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink, Reads, RowSource
 from replicad.streams.stream_writers import StreamWriter
@@ -83,6 +83,8 @@ class Store(Protocol):
     async def publish(self, stream: Stream, position: int, per_writer: Mapping[str, int]) -> bool: ...
 
     async def fork(self, stream: Stream, reason: str) -> Stream: ...
+
+    async def rewind(self, stream: Stream, upto: int) -> Rewound: ...
 
     async def taken(self, stream: Stream) -> int: ...
 
@@ -200,6 +202,10 @@ class PostgresStore:
     async def fork(self, stream: Stream, reason: str) -> Stream:
         """`registry.fork`."""
         return await registry.fork(self._db, stream, reason, schema=self._schema)
+
+    async def rewind(self, stream: Stream, upto: int) -> Rewound:
+        """`registry.rewind`."""
+        return await registry.rewind(self._db, stream, upto, schema=self._schema)
 
     async def taken(self, stream: Stream) -> int:
         """`registry.taken`."""

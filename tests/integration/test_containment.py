@@ -49,8 +49,8 @@ from replicad.presence.pace import Pace as PresencePace
 from replicad.retry import Backoff
 from replicad.streams import acks, daemons, registry, troubles
 from replicad.streams.rows import RowSource
-from replicad.streams.serving import catchups, late_rows
-from replicad.streams.serving.late_rows import LateRows
+from replicad.streams.serving import audit, catchups
+from replicad.streams.serving.audit import Audit
 from replicad.streams.serving.pace import Pace as StreamPace
 from replicad.tubes.backfill import Backfiller
 from replicad.tubes.backfill import Pace as BackfillPace
@@ -117,7 +117,7 @@ def other_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(poller, "BELL_RETRY", 0.02)
     monkeypatch.setattr(catchups, "SWEEP", 0.02)
     monkeypatch.setattr(beats, "INTERVAL", 0.02)
-    monkeypatch.setattr(late_rows, "SHARE", 0.0)
+    monkeypatch.setattr(audit, "IDLE_SHARE", 10.0)
     restarts = Restarts(first=0.01, longest=0.02, steady=0.2)
     run_once = supervision._run_once
 
@@ -337,8 +337,8 @@ FAULTS = (
     Fault("publisher's notes", "publisher", registry, "publish", write_to_victim),
     Fault("feed", "victim", RowSource, "last_tokens", write_to_victim, of_victim),
     Fault("lane", "victim", RowSource, "copy_vector", write_to_victim, of_victim),
-    Fault("late rows", "late_rows", LateRows, "_forget"),
-    Fault("late rows of a stream", "late_rows", LateRows, "look", nothing, of_victim),
+    Fault("late rows", "late_rows", Audit, "_forget"),
+    Fault("late rows of a stream", "late_rows", Audit, "look", nothing, of_victim),
     Fault("catch-ups", "catch-ups", catchups.Catchups, "_sweep", read_old_rows),
     Fault("catch-up", "catch-ups", RowSource, "copy_range", read_old_rows, of_victim, codes=DEFECTS),
     Fault("tubes' loop", "tubes", PodBook, "tubes"),

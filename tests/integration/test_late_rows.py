@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import trio
@@ -12,9 +12,12 @@ from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
+from replicad.streams.lineage import Lineage
 from replicad.streams.registry import Stream
-from replicad.streams.serving.late_rows import LateRows
+from replicad.streams.serving.audit import Audit
+from replicad.streams.serving.lane import Lane
 from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.windows import PostgresWindows
 
 PLAIN = "CREATE TABLE events (id bigserial PRIMARY KEY, body text)"
@@ -29,8 +32,11 @@ class Feed:
     """Stands in for a feed that has told everything up to `sent_upto`."""
 
     stream: Stream
+    lineage: Lineage
     sent_upto: int = 0
     late_rows: int = 0
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
 
 
 class Watch:
@@ -38,7 +44,7 @@ class Watch:
 
     def __init__(self, db: Database, feed: Feed, pace: Pace) -> None:
         self.db, self.feed, self.troubles = db, feed, Troubles()
-        self.late = LateRows(PostgresWindows(db, pace.late_rows), {"events": feed}, self.troubles, pace)
+        self.late = Audit(PostgresWindows(db, pace.late_rows, "replicad"), {"events": feed}, self.troubles, pace)
 
     async def look(self, told: int) -> str | None:
         """A look after everything up to `told` was sent; what is shown of the stream."""
@@ -50,7 +56,8 @@ class Watch:
 async def watch(db: Database, sql: str, method: str = "lock_watch", pace: Pace = Pace()) -> Watch:
     await schema.install(db, "stream")
     await db.execute(sql)
-    return Watch(db, Feed((await registry.add(db, "events", "events", "id", method=method)).stream), pace)
+    stream = (await registry.add(db, "events", "events", "id", method=method)).stream
+    return Watch(db, Feed(stream, (await registry.load_lineages(db))["events"]), pace)
 
 
 async def test_deletions_hide_no_late_row(database: Database) -> None:
@@ -166,7 +173,7 @@ async def test_a_locked_table_delays_a_look_by_little_and_hides_nothing(database
 
 async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(database: Database) -> None:
     events = await watch(database, PLAIN, pace=Pace(late_look=0.05, late_lasts=1.0))
-    broken = Feed(replace(events.feed.stream, name="broken", table="public.gone"))
+    broken = replace(events.feed, stream=replace(events.feed.stream, name="broken", table="public.gone"))
     events.late._feeds = {"broken": broken, "events": events.feed}
     events.feed.sent_upto = 5
     async with trio.open_nursery() as nursery:

@@ -300,7 +300,7 @@ async def test_a_row_that_turns_up_below_the_position_is_an_alarm(events: Databa
     await insert(events, "2")
     feed = daemon.publisher.feeds["events"]
     with trio.fail_after(PATIENCE):
-        seen = daemon.publisher._late_rows._seen
+        seen = daemon.publisher.audit._seen
         while "events" not in seen or seen["events"].window.upto < 2:
             await trio.sleep(0.05)
         await events.execute("INSERT INTO events (id, body) VALUES ($1, '1')", early)

@@ -239,6 +239,7 @@ class Catchups:
                     now = trio.current_time()
                     self._reads += 1
                     self._rows += piece.rows
+                    feed.tally.reading += now - began
                     shelf.learn(reading.segment, piece, now - began)
                     shelf.put(reading.segment, piece, now)
                     self._kept.set()

@@ -11,7 +11,7 @@ from replicad.daemon.service import HangUp, Peer
 from replicad.errors import DatabaseError, RowTooLong, RowUnreadable, TableReplaced
 from replicad.protocol.states import CloseReason
 from replicad.streams.chunks import Chunk
-from replicad.streams.row_pieces import Piece, Segment, segments
+from replicad.streams.row_pieces import Piece, Segment, clipped, segments
 from replicad.streams.serving.catchups import Catchups, Reading
 from replicad.streams.serving.feed import Feed
 from replicad.streams.serving.lane import LINEAR, Copier, below
@@ -181,12 +181,14 @@ class Copying:
 
     async def _send_piece(self, piece: Piece, segment: Segment, after: int, seen: LastTokens) -> int:
         """Send the rows of a piece that are wanted; returns up to where. Less than all if it is dropped meanwhile."""
-        began = trio.current_time()
-        sent, most = 0, min(TOGETHER, self._size)
+        began, begin = trio.current_time(), after
+        epoch, counted = self.feed.stream.epoch, self.feed.tally.affords(piece.size)
+        sent, rows, most = 0, 0, min(TOGETHER, self._size)
         chunks, size = list[Chunk](), 0
         for chunk in piece.lines(after, segment.upto):
             chunks.append(chunk)
             size += len(chunk.data)
+            rows += chunk.rows if counted else 0
             if size >= most:
                 after = await self._send_chunks(piece, chunks, seen)
                 sent += size
@@ -196,6 +198,9 @@ class Copying:
             sent += size
         if sent:  # a piece of which all was sent has exactly so many
             self._catchups.sent_rows[self.feed.name] += round(piece.rows * min(1.0, sent / max(1, piece.size)))
+        if counted and not piece.dropped and self.feed.stream.epoch == epoch:
+            part = clipped(segment, begin, min(piece.upto, segment.upto))
+            self.feed.tally.add_piece(self, part, rows, trio.current_time())
         if piece.dropped:  # memory is short: the rest is read again
             self._size = max(self._catchups.limits.sizes.smallest, min(sent, self._size // 2))
         elif sent:

@@ -20,9 +20,10 @@ from replicad.streams.lineage import Lineage
 from replicad.streams.queries import is_locked
 from replicad.streams.registry import Stream
 from replicad.streams.rows_probe import is_of_a_row
-from replicad.streams.serving.lane import LINEAR, Copier, Lane
+from replicad.streams.serving.lane import LINEAR, LINEAR_ORDER, PER_WRITER, Copier, Lane
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.sent_positions import Positions, position_lines
+from replicad.streams.serving.stretches import Tally
 from replicad.streams.serving.writer_list import ALL, WriterList
 from replicad.streams.store import Rows, Store
 from replicad.streams.writer_set import writers_lines
@@ -54,6 +55,7 @@ class Feed:
         self.reading = self._target_reading = reading
         self.late_rows = 0  # rows found at or below a position that was sent: readers have missed each of them
         self.rewinds = 0  # how often positions went back
+        self.tally = Tally()  # what was sent, until the audit has compared it with the table
         self._store = store
         self._pace = pace
         self._limits = limits
@@ -99,7 +101,7 @@ class Feed:
     @property
     def lanes(self) -> Mapping[str, Lane]:
         """The lanes by order: `per_writer`, and `linear` once it had a subscriber."""
-        return {"per_writer": self._main} | ({} if self._linear is None else {"linear": self._linear})
+        return {PER_WRITER: self._main} | ({} if self._linear is None else {LINEAR_ORDER: self._linear})
 
     @property
     def sent_upto(self) -> int:
@@ -281,6 +283,7 @@ class Feed:
             self.rewinds += 1
             self.late_rows = 0
         self.lineage = lineage
+        self.tally.fork(shared.minimum)
         self._writers.forked()
         self.renew(stream)
         reading = self.reading
@@ -356,6 +359,7 @@ class Feed:
             writers=self.writers_of,
             epoch=self.stream.epoch,
             pace=self._pace,
+            tally=self.tally,
         )
 
 

@@ -50,6 +50,26 @@ LATE_ROWS = Family(
     "Rows found at or below a published position: readers missed them.",
     _OF,
 )
+SKIPPED = Family(
+    "replicad_stream_skipped_rows_total",
+    COUNTER,
+    "Rows that the audit found at or below a published position and that had not been sent.",
+    _OF,
+)
+PASSED = Family(
+    "replicad_stream_passed_rows_total",
+    COUNTER,
+    "Rows that went into a journal, in each order once, and old rows that were counted on their way to clients.",
+    _OF,
+)
+AUDITED = Family(
+    "replicad_stream_audited_rows_total",
+    COUNTER,
+    "Those of them that the audit has compared with the table.",
+    _OF,
+)
+READING_S = Family("replicad_stream_reading_seconds_total", COUNTER, "Time that reading rows took.", _OF)
+AUDIT_S = Family("replicad_stream_audit_seconds_total", COUNTER, "Time that the audit took.", _OF)
 REWINDS = Family("replicad_stream_rewinds_total", COUNTER, "How often readers were sent back to a lower position.", _OF)
 WRITERS = Family("replicad_stream_writers", GAUGE, "Writers that are told apart.", _OF)
 READERS = Family("replicad_stream_readers", GAUGE, "Clients that follow the journal.", _ORDER)
@@ -81,7 +101,8 @@ CATCHUP_ROWS = Family("replicad_catchup_read_rows_total", COUNTER, "Old rows tha
 CATCHUP_CACHE = Family("replicad_catchup_cache_bytes", GAUGE, "Memory for old rows that clients share.")
 CATCHUP_CACHE_LIMIT = Family("replicad_catchup_cache_limit_bytes", GAUGE, "The most of it (--catchup-bytes).")
 FAMILIES = (
-    STATE, POSITION, LAST_VALUE, LAG_SECONDS, LAG_ROWS, HELD, LATE_ROWS, REWINDS, WRITERS, READERS, ROWS_SENT,
+    STATE, POSITION, LAST_VALUE, LAG_SECONDS, LAG_ROWS, HELD, LATE_ROWS, SKIPPED, PASSED, AUDITED,
+    READING_S, AUDIT_S, REWINDS, WRITERS, READERS, ROWS_SENT,
     JOURNAL_BYTES, JOURNAL_CHUNKS, JOURNAL_FILL, JOURNAL_WRITTEN, JOURNAL_DROPPED, JOURNAL_WAITED, CATCHUPS,
     CATCHUPS_WAITING, CATCHUP_READS, CATCHUP_ROWS, CATCHUP_CACHE, CATCHUP_CACHE_LIMIT,
 )  # fmt: skip
@@ -134,6 +155,12 @@ class StreamFigures:
         if feed is None:
             return
         yield LATE_ROWS(feed.late_rows, name)
+        tally = feed.tally
+        yield SKIPPED(tally.skipped, name)
+        yield PASSED(tally.rows, name)
+        yield AUDITED(tally.audited_rows, name)
+        yield READING_S(tally.reading, name)
+        yield AUDIT_S(tally.auditing, name)
         yield REWINDS(feed.rewinds, name)
         yield WRITERS(len(feed.numbers), name)
         given = sum(lane.given_rows for lane in feed.lanes.values())

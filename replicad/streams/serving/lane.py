@@ -21,10 +21,12 @@ from replicad.streams.row_text import Range
 from replicad.streams.rows_probe import is_of_a_row
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.sent_positions import LastTokens, Positions, position_lines, set_lines
+from replicad.streams.serving.stretches import Tally, spans_of
 from replicad.streams.store import Rows
 from replicad.streams.writer_set import WRITERS_ON_LINE
 
 LINEAR = "*"  # the instance that POSITION names in a linear subscription: all writers together
+PER_WRITER, LINEAR_ORDER = "per_writer", "linear"  # the orders of a stream
 ROOM = 256 << 10  # bytes that must be free before a copy that was ended goes on: beginning one takes milliseconds
 UNKNOWN = -(1 << 63)  # below every position
 
@@ -82,12 +84,7 @@ class Copier:
         self, after: Positions, upto: Positions, others_after: int | None
     ) -> tuple[dict[str, Range], Range | None]:
         """A range for each listed writer, and the range of all others."""
-        ranges = {name: (after[name], at) for name, at in upto.items()}
-        if self.one_writer:
-            return {name: span for name, span in ranges.items() if span[0] < span[1]}, None
-        lowest = min(after.values(), default=None) if others_after is None else others_after
-        others = None if lowest is None else (lowest, max(lowest, min(upto.values(), default=lowest)))
-        return ranges, others
+        return spans_of(after, upto, one=self.one_writer, others_after=others_after)
 
 
 class Lane:
@@ -108,8 +105,11 @@ class Lane:
         writers: Callable[[str, Iterable[str]], bytes],
         epoch: str,
         pace: Pace = Pace(),
+        tally: Tally | None = None,
     ) -> None:
-        """`writers(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`."""
+        """`writers(epoch, names)` makes lines of WRITERS that name a set. `epoch` is the generation of `positions`.
+        `tally`: where the rows that were sent are counted.
+        """
         self.channel = Channel(stream, positions, limits)
         self.epoch = epoch  # the generation that was sent to readers last
         self._stream = stream
@@ -117,8 +117,10 @@ class Lane:
         self._pace = pace
         self._writers = writers
         self._troubles = troubles
+        self._order = LINEAR_ORDER if copier.linear else PER_WRITER
         order = " (linear)" if copier.linear else ""  # both lanes of a stream can fail, independently
         self._copy_cause, self._row_cause = f"copy{order}", f"row{order}"
+        self._tally = Tally() if tally is None else tally
         self._target = dict(positions)
         self._changed = trio.Event()
         self._forked: tuple[str, Callable[[str], int]] | None = None  # the next epoch, and what is shared with it
@@ -306,7 +308,8 @@ class Lane:
         """
         sent = dict(self.channel.boundary.positions)
         seen = LastTokens(self._stream, sent, one=self._copier.one_writer)
-        rows, began = 0, trio.current_time()
+        lines, first, began = self.channel.lines, self.channel.head, trio.current_time()
+        waited = self.channel.waited
         seal_at, ends_at = began + self._pace.seal, began + self._pace.held
 
         async def append(chunk: Chunk) -> None:
@@ -320,22 +323,29 @@ class Lane:
                 raise Enough
             await self.channel.append(chunk.data)
             seen.see(chunk)
-            nonlocal rows
-            rows += chunk.rows
 
-        copied, self._copied = self._copied, None
+        def count(upto: Positions) -> None:
+            now, seconds = trio.current_time(), trio.current_time() - began - (self.channel.waited - waited)
+            rows, chunks = self.channel.lines - lines, range(first, self.channel.head)
+            one = self._copier.one_writer
+            self._tally.add(self._order, after, upto, rows, now, one=one, seconds=seconds, chunks=chunks)
+
+        after, self._copied = self._copied or sent, None
         try:
-            await self._copier.copy(copied or sent, target, append)
+            await self._copier.copy(after, target, append)
         except BaseException as error:
-            self._keep_what_went_out(sent, copied or sent, target, seen)
+            self._keep_what_went_out(sent, after, target, seen)
+            if self._copied is not after and self._copied is not None:
+                count(self._copied)
             if not isinstance(error, Enough):
                 raise
             await self.channel.wait_room(min(ROOM, self.channel.limits.max_bytes // 2))
             return False
         finally:
-            self.given_rows += rows * self.channel.readers
+            self.given_rows += (self.channel.lines - lines) * self.channel.readers
         self._copied = target
-        sent |= seen.tokens
+        count(target)
+        sent = {**sent, **seen.tokens}  # a new one: the tally has the other
         now = trio.current_time()
         if sent != target and (at_once or now >= self._position_sent_at + self._pace.position):
             await self.channel.append(position_lines(self._stream, sent, target))
@@ -405,6 +415,7 @@ class Lane:
         left = {name: at for name, at in self._left.items() if at > shared(name)}  # not listed, but known to readers
         self._forked = None
         self._copied = None
+        self._tally.fork(min(kept.values(), default=UNKNOWN), self._order)
         self._target |= {name: max(at, self._target.get(name, at)) for name, at in kept.items()}
         self._left = {name: min(at, shared(name)) for name, at in self._left.items()}
         if lines := position_lines(self._stream, {**sent, **left}, {**kept, **{name: shared(name) for name in left}}):

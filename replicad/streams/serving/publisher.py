@@ -26,8 +26,8 @@ from replicad.errors import (
 )
 from replicad.postgres.horizon import Fork
 from replicad.streams.registry import GENERATION, RENEWABLE, Stream, differences
+from replicad.streams.serving.audit import Audit
 from replicad.streams.serving.feed import Feed
-from replicad.streams.serving.late_rows import LateRows
 from replicad.streams.serving.pace import Pace
 from replicad.streams.serving.served_stream import KIND, Context, Note, OnFeed, Serving
 from replicad.streams.serving.windows import Windows
@@ -51,8 +51,11 @@ class Publisher:
         troubles: Troubles,
         *,
         pace: Pace = Pace(),
+        deliver: bool = True,
     ) -> None:
-        """`windows`: where late rows are looked for. `limits`: of the journal of each stream."""
+        """`windows`: what the audit compares with. `limits`: of the journal of each stream. `deliver`: readers are sent
+        back to rows that were skipped.
+        """
         self._store = store
         self._pace = pace
         self._context = Context(store, poller, troubles, limits, pace)
@@ -62,7 +65,7 @@ class Publisher:
         self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
         self._registry_fault: str | None = None  # why the registry cannot be read
         self._noted: dict[str, Note] = {}
-        self._late_rows = LateRows(windows, self.feeds, troubles, pace)
+        self.audit = Audit(windows, self.feeds, troubles, pace, store.rewind if deliver else None)
         self._look = Joined(self._look_once)
         self._nursery: trio.Nursery | None = None
         self._readers_at = 0.0  # when readers that streams lack are made again at the earliest
@@ -193,8 +196,8 @@ class Publisher:
                         await serving.wait_settled()
                 task_status.started()
                 nursery.start_soon(self._look_when_trouble_begins)
-                late = self._late_rows.run
-                nursery.start_soon(keep_running, late, "service", "late_rows", self._troubles, self._pace.restarts)
+                audit = self.audit.run
+                nursery.start_soon(keep_running, audit, "service", "late_rows", self._troubles, self._pace.restarts)
                 while True:
                     await trio.sleep(self._pace.look)
                     await self._look_contained()

@@ -107,8 +107,9 @@ def feature(pace: Pace = Pace()) -> Feature:
             limits.journal_patience,
             limits.journal_pace,
         )
-        windows = PostgresWindows(pools.housekeeping, pace.late_rows)
-        publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace)
+        windows = PostgresWindows(pools.housekeeping, pace.late_rows, schema)
+        deliver = host.settings.late_rows == "deliver"
+        publisher = Publisher(store, windows, journal, host.poller, troubles, pace=pace, deliver=deliver)
         acks = AckService(notes, publisher.feeds, troubles, pace)
         book = TroubleBook(notes, troubles, host.settings.server_name, pace)
         service = StreamService(publisher, acks, book, host.poller, pace, catchups=CatchupLimits.of(limits))

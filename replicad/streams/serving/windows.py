@@ -1,22 +1,30 @@
-"""Windows of ids below a position: the ids that a table had at one moment, for `late_rows` to compare."""
+"""What a table has at one moment, for the audit to compare: the ids of a window below a position, and counts of rows.
+
+The statements are plain SELECTs of their own, and not those by which rows are read for clients. They share one snapshot
+and see the table as its owner does, without row security.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Collection, Mapping
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol
 
 from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Connection, Database, load_sql, quote_ident
 from replicad.postgres.owners import as_owner
 from replicad.sqlstates import LOCKED, means
 from replicad.streams.registry import Stream
+from replicad.streams.row_pieces import Segment
 
 MAX_COUNTED = 1_000_000  # rows of an attached table that are counted
 
-_SESSION = "SET lock_timeout = '50ms'; SET statement_timeout = '5s'"
+# A table with row security that counts for its owner too is an error, and not a table with fewer rows.
+_SESSION = "SET lock_timeout = '50ms'; SET statement_timeout = '5s'; SET row_security = off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +36,22 @@ class Window:
     ids: array[int]
     counts: array[int] | None
 
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """Each id, and its number of rows."""
+        return zip(self.ids, self.counts or repeat(1), strict=False)
+
+    def upto_id(self, upto: int) -> Window:
+        """The part up to an id."""
+        end = bisect_right(self.ids, upto)
+        return Window(self.after, upto, self.ids[:end], None if self.counts is None else self.counts[:end])
+
     def late(self, now: Window) -> dict[int, int]:
         """The ids that have more rows in `now` than in this window, and how many more."""
         after = max(self.after, now.after)
-        before = dict(zip(self.ids, self.counts or (), strict=False)) if self.counts else dict.fromkeys(self.ids, 1)
-        counts = now.counts or array("q", [1]) * len(now.ids)
+        before = dict(self.rows())
         return {
             one: count - before.get(one, 0)
-            for one, count in zip(now.ids, counts, strict=True)
+            for one, count in now.rows()
             if after < one <= self.upto and count > before.get(one, 0)
         }
 
@@ -49,15 +65,27 @@ class Attached(NamedTuple):
 
 
 class Look(Protocol):
-    """One look at the table of a stream."""
+    """One look at the table of a stream. What it has found counts only if it is `whole` in the end."""
 
-    async def tree(self, stream: Stream) -> Mapping[int, str]:
+    @property
+    def whole(self) -> bool:
+        """Whether it has ended well."""
+
+    @property
+    def tree(self) -> Mapping[int, str]:
         """The names of the stream's table, its partitions and its children, by oid."""
 
-    async def window(self, stream: Stream, after: int, upto: int, apart: Collection[int] = ()) -> Window:
+    async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
         """The ids in (after, upto] in all tables of the tree except those in `apart` (oids)."""
 
-    async def attached(self, stream: Stream, table: str, before: int, position: int) -> Attached | None:
+    async def counts(
+        self, segment: Segment, bounds: Sequence[int], limit: int, apart: Collection[int], skipped: Collection[int]
+    ) -> list[int]:
+        """How many rows the segment has, without skipped ids: in each of the parts into which the ascending ids
+        `bounds` divide it; with ranges for each writer it is not divided. At most `limit`, from the lower end.
+        """
+
+    async def attached(self, table: str, before: int, position: int) -> Attached | None:
         """The rows of an attached table that were not sent to readers; None if there are none.
 
         `before`: the earlier position of readers, `position`: the present one.
@@ -65,49 +93,61 @@ class Look(Protocol):
 
 
 class Windows(Protocol):
-    """Makes looks. A look that ends because a table is locked raises nothing: it has found nothing."""
+    """Makes looks. A look is not whole, and raises nothing, where a table is locked, was rewritten, or got or lost a
+    partition meanwhile, or where ids belong to other rows by now.
+    """
 
-    def looking(self) -> AbstractAsyncContextManager[Look]: ...
+    def looking(self, stream: Stream) -> AbstractAsyncContextManager[Look]: ...
 
 
 class PostgresWindows:
     """`Windows` in Postgres. `max_rows`: rows of a window that are read."""
 
-    def __init__(self, db: Database, max_rows: int) -> None:
+    def __init__(self, db: Database, max_rows: int, schema: str) -> None:
         self._db = db
         self._max_rows = max_rows
+        self._schema = schema
 
     @asynccontextmanager
-    async def looking(self) -> AsyncIterator[Look]:
-        """`Windows.looking`."""
+    async def looking(self, stream: Stream) -> AsyncIterator[Look]:
+        """`Windows.looking`.
+
+        The files are compared before the snapshot is taken and when all is read. A statement that waits for a command
+        which rewrites the table reads the new file with a snapshot in which it is empty.
+        """
+        look = _PostgresLook(None, stream, self._max_rows, self._schema)
         try:
             async with self._db.connection() as connection:
                 await connection.execute(_SESSION)
-                yield _PostgresLook(connection, self._max_rows)
+                tree = await _tree(connection, stream)
+                async with connection.transaction(isolation="repeatable_read", readonly=True):
+                    look.connection, look.tree = connection, {oid: name for oid, (name, _) in tree.items() if name}
+                    yield look
+                    files = {oid: file for oid, (_, file) in tree.items()}
+                    after = {oid: file for oid, (_, file) in (await _tree(connection, stream)).items()}
+                    same = stream.sequence_file in (None, files.get(stream.sequence_oid))
+                    look.whole = same and files == after
         except DatabaseError as error:
-            if not means(error.sqlstate, LOCKED):  # another session alters the table; the earlier window stays valid
+            if not means(error.sqlstate, LOCKED):  # another session alters the table
                 raise
 
 
-@dataclass(frozen=True, slots=True)
+async def _tree(connection: Connection, stream: Stream) -> dict[int, tuple[str | None, int | None]]:
+    rows = await connection.fetch(load_sql("late_tree"), stream.table_oid, stream.sequence_oid)
+    return {row["oid"]: (row["name"], row["file"]) for row in rows}
+
+
+@dataclass(slots=True)
 class _PostgresLook:
-    connection: Connection
+    connection: Connection | None
+    stream: Stream
     max_rows: int
+    schema: str
+    tree: Mapping[int, str] = field(default_factory=dict)
+    whole: bool = False
 
-    async def tree(self, stream: Stream) -> Mapping[int, str]:
-        rows = await self.connection.fetch(load_sql("late_tree"), stream.table_oid)
-        return {row["oid"]: row["name"] for row in rows}
-
-    async def window(self, stream: Stream, after: int, upto: int, apart: Collection[int] = ()) -> Window:
-        some = ", ".join(str(int(one)) for one in sorted(apart))
-        query = load_sql("late_ids").format(
-            table=stream.table,
-            id=quote_ident(stream.id_column),
-            apart=f" AND t.tableoid NOT IN ({some})" if some else "",
-        )
-        reading = as_owner(self.connection, stream.reader, stream.table_oid)
-        row = await reading.fetch_row(query, after, upto, self.max_rows)
-        assert row is not None
+    async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
+        [row] = await self._fetch("late_ids", after, upto, self.max_rows, apart=self._apart(apart))
         ids = array("q", row["ids"])
         counts = None if row["counts"] is None else array("q", row["counts"])
         if row["rows"] == self.max_rows:  # the lowest id may have been cut
@@ -115,8 +155,42 @@ class _PostgresLook:
             ids, counts = ids[1:], None if counts is None else counts[1:]
         return Window(after, upto, ids, counts)
 
-    async def attached(self, stream: Stream, table: str, before: int, position: int) -> Attached | None:
-        query = load_sql("late_attached").format(table=table, id=quote_ident(stream.id_column))
-        reading = as_owner(self.connection, stream.reader, stream.table_oid)
-        row = await reading.fetch_row(query, before, position, MAX_COUNTED)
-        return None if row is None or not row["rows"] else Attached(row["rows"], row["first"], row["last"])
+    async def counts(
+        self, segment: Segment, bounds: Sequence[int], limit: int, apart: Collection[int], skipped: Collection[int]
+    ) -> list[int]:
+        left_out = self._apart(apart, [id for id in skipped if segment.after < id <= segment.upto])
+        if segment.ranges is None:
+            above = [bound + 1 for bound in bounds]
+            rows = await self._fetch("audit_counts", segment.after, segment.upto, above, limit, apart=left_out)
+            found = {row["part"]: row["rows"] for row in rows}
+            return [found.get(part, 0) for part in range(len(bounds) + 1)]
+        names = [name for name, _ in segment.ranges]
+        low, high = ([span[at] for _, span in segment.ranges] for at in (0, 1))
+        others = segment.others or (segment.upto, segment.upto)
+        [row] = await self._fetch(
+            "audit_writers", segment.after, segment.upto, names, low, high, *others, limit, apart=left_out
+        )
+        return [row["rows"]]
+
+    async def attached(self, table: str, before: int, position: int) -> Attached | None:
+        [row] = await self._fetch("late_attached", before, position, MAX_COUNTED, table=table)
+        return Attached(row["rows"], row["first"], row["last"]) if row["rows"] else None
+
+    async def _fetch(self, query: str, *args: object, table: str | None = None, apart: str = "") -> list[Any]:
+        assert self.connection is not None
+        stream = self.stream
+        sql = load_sql(query).format(
+            table=table or stream.table,
+            id=quote_ident(stream.id_column),
+            instance=quote_ident(stream.instance_column or stream.id_column),
+            schema=quote_ident(self.schema),
+            apart=apart,
+        )
+        return list(await as_owner(self.connection, stream.reader, stream.table_oid).fetch(sql, *args))
+
+    def _apart(self, tables: Collection[int], ids: Collection[int] = ()) -> str:
+        found = f" AND t.tableoid NOT IN ({', '.join(str(int(one)) for one in sorted(tables))})" if tables else ""
+        if ids:
+            some = ",".join(str(int(one)) for one in sorted(ids))
+            found += f" AND t.{quote_ident(self.stream.id_column)} <> ALL ('{{{some}}}'::bigint[])"
+        return found

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,8 @@ from replicad.protocol.tokens import Vector
 from replicad.streams.acks import Ack
 from replicad.streams.chunks import MAX_ROW, Chunk, chunk_of, no_longer
 from replicad.streams.lineage import Generation, Lineage
-from replicad.streams.registry import Method, Published, Stream
+from replicad.streams.registry import Method, Published, Rewound, Stream
+from replicad.streams.row_pieces import Segment
 from replicad.streams.row_text import MASTER, Range, wire_instance
 from replicad.streams.rows import ChunkSink
 from replicad.streams.serving.windows import Attached, Look, Window
@@ -269,6 +271,13 @@ class MemoryStore:
             self._begin(stream, reason)
         return self.streams[stream.name]
 
+    async def rewind(self, stream: Stream, upto: int) -> Rewound:
+        await self.answer("registry")
+        if self.streams[stream.name].epoch != stream.epoch:
+            return Rewound(None, None)
+        self._begin(stream, "rows_skipped", Vector(upto))
+        return Rewound(self.streams[stream.name].epoch, None)
+
     async def taken(self, stream: Stream) -> int:
         await self.answer("registry")
         return max((row[0] for row in self.tables[stream.name].rows), default=0)
@@ -296,13 +305,14 @@ class MemoryStore:
         first = Generation(1, f"{stream.number:04x}{0:04x}", Vector(0), "added", BEGAN)
         return Lineage((first, *self.generations.get(name, ())))
 
-    def _begin(self, stream: Stream, reason: str) -> None:
-        """The next generation, as `stream_fork` begins it."""
+    def _begin(self, stream: Stream, reason: str, upto: Vector | None = None) -> None:
+        """The next generation, as `stream_fork` begins it, or `stream_rewind`."""
         stream, note = self.streams[stream.name], self.notes.get(stream.name)
         if note is None or reason in {"sequence_restarted", "ids_went_back"}:
             shared = Vector(0)
         else:
             shared = Vector(note.position, {stream.writers[name]: at for name, at in note.per_writer.items()})
+            shared = shared if upto is None else Vector(min(shared.minimum, upto.minimum))
         if note is not None:
             kept = {name: min(at, shared.at(stream.writers[name])) for name, at in note.per_writer.items()}
             self.notes[stream.name] = Published(min(note.position, shared.minimum), kept, BEGAN)
@@ -327,28 +337,45 @@ class MemoryStore:
     # --- `Windows` ---
 
     @asynccontextmanager
-    async def looking(self) -> AsyncIterator[Look]:
+    async def looking(self, stream: Stream) -> AsyncIterator[Look]:
         await self.answer("windows")
-        yield MemoryLook(self)
+        look = MemoryLook(self.tables[stream.name], stream)
+        yield look
+        look.whole = True
 
 
 class MemoryLook:
-    """`Look` at tables in memory."""
+    """`Look` at a table in memory."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
+    def __init__(self, table: Table, stream: Stream) -> None:
+        self.whole = False
+        self._table = table
+        self._stream = stream
 
-    async def tree(self, stream: Stream) -> Mapping[int, str]:
-        attached = {oid: table for oid, (table, _) in self._store.tables[stream.name].attached.items()}
-        return {stream.table_oid: stream.table or "", **attached}
+    @property
+    def tree(self) -> Mapping[int, str]:
+        attached = {oid: table for oid, (table, _) in self._table.attached.items()}
+        return {self._stream.table_oid: self._stream.table or "", **attached}
 
-    async def window(self, stream: Stream, after: int, upto: int, apart: Collection[int] = ()) -> Window:
-        ids = sorted(row[0] for row in self._store.tables[stream.name].rows if after < row[0] <= upto)
+    async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
+        ids = sorted(row[0] for row in self._table.rows if after < row[0] <= upto)
         distinct = sorted(set(ids))
         return Window(after, upto, array("q", distinct), array("q", [ids.count(id) for id in distinct]))
 
-    async def attached(self, stream: Stream, table: str, before: int, position: int) -> Attached | None:
-        return next((rows for name, rows in self._store.tables[stream.name].attached.values() if name == table), None)
+    async def counts(
+        self, segment: Segment, bounds: Sequence[int], limit: int, apart: Collection[int], skipped: Collection[int]
+    ) -> list[int]:
+        found = [0] * (len(bounds) + 1)
+        for id, writer, _ in self._table.rows:
+            low, high = segment.after, segment.upto
+            if segment.ranges is not None:
+                low, high = dict(segment.ranges).get(wire_instance(writer), segment.others or (high, high))
+            if low < id <= high and id not in skipped:
+                found[bisect_left(bounds, id)] += 1
+        return found
+
+    async def attached(self, table: str, before: int, position: int) -> Attached | None:
+        return next((rows for name, rows in self._table.attached.values() if name == table), None)
 
 
 class MemoryPositions:

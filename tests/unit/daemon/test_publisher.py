@@ -225,7 +225,7 @@ async def test_rows_that_turn_up_below_the_position_are_an_alarm_for_a_while(aut
         why = streams.why("s")
         assert "1 row turned up at or below position 3 of stream s, with the ids 2" in why
         assert "public.old was attached to the table of stream s with 2 rows" in why
-        assert streams.publisher.feeds["s"].late_rows == 3
+        assert streams.publisher.feeds["s"].tally.skipped == 3
         await settle(120)
         assert streams.why("s") == ""
         streams.store.fails["windows"] = DatabaseError("no")
@@ -233,7 +233,7 @@ async def test_rows_that_turn_up_below_the_position_are_an_alarm_for_a_while(aut
         assert streams.why("s") == "no"
         del streams.store.streams["s"]
         await settle(10)
-        assert streams.publisher._late_rows._seen == {}
+        assert streams.publisher.audit._seen == {}
 
 
 async def test_troubles_are_written_while_they_last_and_removed_at_the_end(autojump_clock: MockClock) -> None:

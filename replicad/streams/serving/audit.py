@@ -1,0 +1,239 @@
+"""Compares what was sent of each stream with what its table has later, and so finds rows that readers were not sent.
+
+The arguments of docs/positions.md say why no row can be missing at or below a position. Each of them has premises. The
+audit shares none: it counts what went out, and counts a second or more later what is there, by a statement, a snapshot
+and a connection of its own. More rows than were sent: rows were skipped, or came late. In addition the ids of the last
+rows below the position are compared with those of the look before, so that rows that come much later are found, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import trio
+
+from replicad.daemon.troubles import Troubles
+from replicad.streams.registry import Method, Rewound, Stream
+from replicad.streams.serving.comparison import SHOWN, Comparison, Followed, Found, Seen, found_of
+from replicad.streams.serving.pace import Pace
+from replicad.streams.serving.stretches import Run
+from replicad.streams.serving.windows import MAX_COUNTED, Attached, Windows
+
+SHARE = 0.02  # of the time that reading takes, for the audit
+IDLE_SHARE = 0.01  # of all time, for the looks at all streams, whatever is read
+LONGEST = 30.0  # seconds between two looks at a stream; with more than 100 streams in proportion to their number
+CREDIT = 0.2  # seconds that a stream's looks may take at once, saved up from SHARE and IDLE_SHARE
+FEWEST = 1000  # rows that a look counts in any case
+REMEMBERED = 100  # deliveries of one stream, so that none is repeated
+MAX_REASONS = 5  # alarms of one stream that its trouble shows
+
+_REMEDY = {
+    Method.LOCK_WATCH: (
+        "Their ids were taken before the statement that inserted them, or were chosen by the writer: let the column's "
+        "default take the id, or add the stream with --method reservation"
+    ),
+    Method.RESERVATION: "A writer used ids that it had not reserved: take them by stream_next() or replicad.streams",
+    Method.POSITIONS_TABLE: "A writer published a position before all its rows up to there were committed",
+}
+
+log = structlog.get_logger()
+
+
+Rewind = Callable[[Stream, int], Awaitable[Rewound]]
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """Rows to be delivered: readers are to be sent back to `upto`. `waits`: that was delayed, and reported."""
+
+    stream: Stream
+    upto: int
+    found: list[Found] = field(default_factory=list)
+    waits: bool = False
+
+
+class Audit:
+    """Looks at all feeds in turn. `feeds` is the publisher's mapping, by stream name."""
+
+    def __init__(
+        self,
+        windows: Windows,
+        feeds: Mapping[str, Followed],
+        troubles: Troubles,
+        pace: Pace = Pace(),
+        rewind: Rewind | None = None,
+    ) -> None:
+        """`rewind`: begins the generation in which readers get rows again; None: rows are only reported."""
+        self._rewind = rewind
+        self._wanted: dict[str, _Wanted] = {}  # what waits for its delivery
+        self._delivered: dict[str, deque[Found]] = {}
+        self._windows = windows
+        self._pace = pace
+        self._feeds = feeds
+        self._troubles = troubles
+        self._seen: dict[str, Seen] = {}
+        self._skipped: dict[str, frozenset[int]] = {}  # ids that an operator has taken out of a stream, now or before
+        self._credit: dict[str, float] = {}  # seconds that the next looks at a stream may take
+        self._earned: dict[str, tuple[float, float]] = {}  # when that was added up last, and `Tally.reading` then
+        self._cost: dict[str, float] = {}  # seconds for each row that was counted
+        self._reasons: dict[str, deque[str]] = {}
+        self._ends: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await trio.sleep(self._pace.late_look)
+            for name, feed in list(self._feeds.items()):
+                if self._may_look(name, feed):
+                    with self._troubles.contain("stream", name, "late_rows_look"):
+                        await self.look(name, feed)
+                    await trio.lowlevel.checkpoint()
+            self._forget()
+
+    def _may_look(self, name: str, feed: Followed) -> bool:
+        """Whether the stream's share of time allows a look now."""
+        now, reading = trio.current_time(), feed.tally.reading
+        before, read = self._earned.get(name, (now - self._pace.late_look, reading))
+        self._earned[name] = now, reading
+        earned = max(0.0, reading - read) * SHARE + (now - before) * IDLE_SHARE / len(self._feeds)
+        self._credit[name] = min(CREDIT, self._credit.get(name, CREDIT) + earned)
+        return self._credit[name] > 0
+
+    async def look(self, name: str, feed: Followed) -> None:
+        """Look at one stream; rows that were not sent are logged, counted and shown as a trouble of the stream."""
+        stream = feed.stream
+        if any(lane.epoch != stream.epoch for lane in feed.lanes.values()):
+            return  # what was sent is of the generation before, and the lanes go over to the next one
+        began = trio.current_time()
+        taken = feed.tally.take(began - self._pace.audit_after)  # first: all of these rows were committed and sent
+        upto, runs = feed.sent_upto, self._affordable(name, taken)
+        skipped = self._skipped[name] = self._skipped.get(name, frozenset()).union(stream.skipped)
+        found: Comparison | None = None
+        try:
+            async with self._windows.looking(stream) as look:
+                found = Comparison(look, feed, stream, upto, self._seen.get(name), skipped)
+                await found.compare(runs)
+        finally:
+            took = trio.current_time() - began
+            feed.tally.auditing += took
+            least = -IDLE_SHARE * max(LONGEST / len(self._feeds), LONGEST / 100)
+            self._credit[name] = max(least, self._credit.get(name, CREDIT) - took)
+            whole = found is not None and found.look.whole
+            if not whole and stream.epoch == feed.stream.epoch:
+                feed.tally.give_back(taken)
+        if found is None or not whole or stream.epoch != feed.stream.epoch:
+            return  # nothing is known, or history has forked since
+        assert found.seen is not None
+        self._seen[name] = found.seen
+        feed.tally.audited_rows += sum(run.rows for run in runs)
+        if found.rows > FEWEST:
+            self._cost[name] = took / found.rows
+        await self._report_all(name, feed, found)
+
+    def _affordable(self, name: str, runs: list[Run]) -> list[Run]:
+        """The last rows of these runs, as many as the stream's share of time allows to be counted."""
+        rows = max(FEWEST, int(max(0.0, self._credit.get(name, CREDIT)) / self._cost.get(name, 1e-6)))
+        found: list[Run] = []
+        for run in reversed(runs):
+            if found and rows <= 0:
+                break
+            found.append(run.last(rows))
+            rows -= found[-1].rows
+        return found
+
+    # --- what was found ---
+
+    async def _report_all(self, name: str, feed: Followed, found: Comparison) -> None:
+        """Report what was found, and deliver it."""
+        position = found.position
+        if found.late:
+            below = position if found.before is None else found.before.window.upto
+            what = f"turned up at or below position {below} of stream {name}"
+            self._report_late(name, feed, found_of(found.late), what)
+        for table, rows in found.attached:
+            self._report_attached(name, feed, table, rows, position)
+        for skips in found.skips:
+            what = f"of stream {name} at or below its position {position} were not sent"
+            self._report_late(name, feed, skips, what)
+        await self._deliver(name, feed)
+
+    async def _deliver(self, name: str, feed: Followed) -> None:
+        """Send readers back to the position before the first row that they were not sent, if that is due."""
+        wanted = self._wanted.get(name)
+        if wanted is None or self._rewind is None:
+            return
+        if wanted.stream.epoch != feed.stream.epoch:
+            shared = feed.lineage.shared(wanted.stream.epoch) or feed.lineage.floor
+            if shared.minimum <= wanted.upto:  # history has forked since, and readers have got all rows above that
+                del self._wanted[name]
+                return
+        done = await self._rewind(feed.stream, wanted.upto)
+        if done.generation is not None:
+            del self._wanted[name]
+            self._delivered.setdefault(name, deque(maxlen=REMEMBERED)).extend(wanted.found)
+            log.warning("skipped_rows_delivered", stream=name, position=wanted.upto, generation=done.generation)
+        elif done.wait is not None and not wanted.waits:
+            wanted.waits = True
+            log.warning("skipped_rows_wait", stream=name, position=wanted.upto, seconds=round(done.wait, 1))
+
+    def _want(self, name: str, feed: Followed, found: Found) -> str:
+        """Have rows delivered, unless they were delivered before; what is said of that."""
+        again = f"Readers that need these rows begin again at token {found.after}"
+        if self._rewind is None:
+            return again
+        if any(found.is_in(before) for before in self._delivered.get(name, ())):
+            return (
+                "Readers were sent back to before these rows already, and did not get them: what reads rows for them "
+                f"does not see these. {again}"
+            )
+        wanted = self._wanted.setdefault(name, _Wanted(feed.stream, found.after))
+        wanted.upto = min(wanted.upto, found.after)
+        wanted.found.append(found)
+        return f"Readers are sent back to token {found.after}, and get all rows above it again"
+
+    def _report_attached(self, name: str, feed: Followed, table: str, found: Attached, position: int) -> None:
+        rows, first, last = found
+        many = f"{rows:,}{' or more' if rows == MAX_COUNTED else ''} rows"
+        self._report(
+            name,
+            feed,
+            rows,
+            f"{table} was attached to the table of stream {name} with {many} at or below its position {position} (ids "
+            f"{first} to {last}): readers that are past these ids were not sent the rows, unless they were in another "
+            f"part of the table before. Readers that need them begin again at token {first - 1}; or detach {table} and "
+            "insert its rows with new ids",
+            [first, last],
+        )
+
+    def _report_late(self, name: str, feed: Followed, found: Found, what: str) -> None:
+        self._report(
+            name,
+            feed,
+            found.rows,
+            f"{found.rows:,} row{'s' if found.rows > 1 else ''} {what}, {found.names}: readers that are past these ids "
+            f"were not sent them. {_REMEDY[feed.stream.method]}. {self._want(name, feed, found)}",
+            list(found.ids[:SHOWN]) or [found.after + 1, found.upto],
+        )
+
+    def _report(self, name: str, feed: Followed, rows: int, reason: str, ids: list[int]) -> None:
+        feed.late_rows += rows
+        feed.tally.skipped += rows
+        log.error("rows_below_position", stream=name, rows=rows, ids=ids, reason=reason)
+        reasons = self._reasons.setdefault(name, deque(maxlen=MAX_REASONS))
+        reasons.appendleft(reason)
+        self._ends[name] = trio.current_time() + self._pace.late_lasts
+        self._troubles.begin("stream", name, "late_rows", " Also: ".join(reasons), code="late_rows")
+
+    def _forget(self) -> None:
+        """Forget streams that are no longer served, and end troubles that have been shown for `late_lasts`."""
+        books: tuple[dict[str, Any], ...] = (self._seen, self._skipped, self._credit, self._earned, self._cost)
+        for book in (*books, self._wanted, self._delivered):
+            for name in book.keys() - self._feeds.keys():
+                del book[name]
+        for name in [name for name, end in self._ends.items() if end <= trio.current_time()]:
+            del self._ends[name], self._reasons[name]
+            self._troubles.end("stream", name, "late_rows")

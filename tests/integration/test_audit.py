@@ -1,0 +1,294 @@
+"""The audit alone finds rows that were not sent, whatever lost them, and readers end complete."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+
+from replicad.daemon.journal import Channel
+from replicad.postgres.bridge import Database
+from replicad.streams import registry
+from replicad.streams.row_pieces import Piece
+from replicad.streams.row_text import RowText
+from replicad.streams.rows import RowSource
+from replicad.streams.serving import audit
+from replicad.streams.serving.feed import Feed
+from replicad.streams.serving.pace import Pace as StreamPace
+from tests.conftest import PATIENCE
+from tests.daemons import Daemon, Paces
+from tests.integration.conftest import Connect, Netcat
+
+QUICK = Paces(streams=StreamPace(late_look=0.1, audit_after=0.2, look=0.1))
+_ROW = re.compile(r"RDATA events \S+ (\S+) (.*)")
+
+Start = Callable[..., AbstractAsyncContextManager[Daemon]]
+
+
+@pytest.fixture
+def paces() -> Paces:
+    return QUICK
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a look takes on a busy machine."""
+    monkeypatch.setattr(audit, "IDLE_SHARE", 10.0)
+
+
+class Reader:
+    """Keeps the rows that it is sent, as a client does: after a POSITION that goes back, those above it come again."""
+
+    def __init__(self, nc: Netcat) -> None:
+        self.nc = nc
+        self.bodies: Counter[str] = Counter()
+        self.rows = 0
+        self._batch: list[str] = []
+        self._ids: dict[int, list[str]] = {}
+
+    async def read_until(self, done: Callable[[set[int]], bool]) -> None:
+        """Read until the ids that it has are those that it should have."""
+        while not done(set(self._ids)):
+            self.take(await self.nc.line())
+
+    def take(self, line: str) -> None:
+        if row := _ROW.fullmatch(line):
+            self.rows += 1
+            self._batch.append(row.group(2))
+            if row.group(1) != "batch":
+                self._ids[int(row.group(1))] = self._batch
+                self._batch = []
+        elif line.startswith("POSITION events"):
+            _, _, _, before, now = line.split()
+            self._ids = {id: rows for id, rows in self._ids.items() if int(now) >= int(before) or id <= int(now)}
+
+
+async def write(events: Database, rows: int) -> None:
+    await events.execute("INSERT INTO events (body) SELECT to_jsonb(g) FROM generate_series(1, $1) AS g", rows)
+
+
+async def settled(daemon: Daemon, rows: int) -> None:
+    """Wait until so many rows were compared."""
+    with trio.fail_after(PATIENCE):
+        while daemon.publisher.feeds["events"].tally.audited_rows < rows:
+            await trio.sleep(0.05)
+
+
+def reads_empty(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+    """A read whose snapshot is older than its lock, on a table that was rewritten meanwhile: it has no rows."""
+    copied = RowSource.copy_vector
+
+    async def copy(self: RowSource, db: Any, ranges: Any, sink: Any, *args: Any, **others: Any) -> int:
+        if min(low for low, _ in ranges.values()) >= 5:
+            monkeypatch.setattr(RowSource, "copy_vector", copied)
+            return 0
+        return await copied(self, db, ranges, sink, *args, **others)
+
+    monkeypatch.setattr(RowSource, "copy_vector", copy)
+
+
+def position_runs_ahead(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+    """A value of the sequence that was never given out here is published as a position."""
+    taken, epoch = Feed.on_reading, feed.stream.epoch
+
+    def take(self: Feed, reading: Any) -> None:
+        if reading.position is not None and self.stream.epoch == epoch:
+            reading = replace(reading, position=max(8, reading.position))
+        taken(self, reading)
+
+    monkeypatch.setattr(Feed, "on_reading", take)
+    feed.on_reading(feed.reading)
+
+
+def rows_are_filtered(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+    """Row security hides rows from what reads them, until it is mended."""
+    text = RowText.vector_sql
+    copies = Counter[str]()
+
+    def filtered(self: RowText, ranges: Any, *others: Any) -> str:
+        copies["of rows"] += any(high > 5 for _, high in ranges.values())
+        found = text(self, ranges, *others)
+        return found.replace("WHERE", "WHERE t.body <> '2'::jsonb AND") if copies["of rows"] <= 1 else found
+
+    async def never(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(RowText, "vector_sql", filtered)
+    monkeypatch.setattr(RowSource, "_copy_few", never)
+
+
+def lane_drops_a_chunk(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
+    """A chunk does not get into the journal."""
+    appended = Channel.append
+
+    async def append(self: Channel, data: bytes, **how: Any) -> None:
+        if data.startswith(b"RDATA events master 6 "):
+            monkeypatch.setattr(Channel, "append", appended)
+            return
+        await appended(self, data, **how)
+
+    monkeypatch.setattr(Channel, "append", append)
+
+
+LOSSES = [reads_empty, position_runs_ahead, rows_are_filtered, lane_drops_a_chunk]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_the_audit_alone_finds_a_loss_and_readers_end_complete(
+    loss: Callable[[pytest.MonkeyPatch, Feed], None],
+    events: Database,
+    daemon: Daemon,
+    netcat: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await write(events, 5)
+    async with netcat() as nc, netcat() as plain:
+        reader = Reader(nc)
+        await nc.send("REPLICATE events EARLIEST")
+        await plain.send("REPLICATE")
+        await reader.read_until(lambda ids: len(ids) == 5)
+        loss(monkeypatch, daemon.publisher.feeds["events"])
+        await trio.sleep(0.3)
+        await write(events, 3)
+        await reader.read_until(lambda ids: ids == set(range(1, 9)))
+        await plain.until("RDATA events master 8 .*")
+        await write(events, 1)  # the stream goes on
+        await reader.read_until(lambda ids: ids == set(range(1, 10)))
+    why = daemon.troubles.why("stream", "events") or ""
+    assert "readers that are past these ids were not sent them" in why
+    assert "Readers are sent back to token" in why
+    lineage = (await registry.load_lineages(events))["events"]
+    assert [one.reason for one in lineage.generations] == ["added", "rows_skipped"]
+    assert daemon.publisher.feeds["events"].tally.skipped in {1, 2, 3}
+
+
+@pytest.mark.parametrize("paces", [QUICK])
+async def test_a_piece_of_a_catch_up_that_is_cut_is_found(
+    events: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = Piece.lines
+
+    def cut(self: Piece, after: int, upto: int) -> Any:
+        monkeypatch.setattr(Piece, "lines", lines)
+        return list(lines(self, after, upto))[:-1]
+
+    await write(events, 3000)
+    await settled(daemon, 3000)
+    monkeypatch.setattr(Piece, "lines", cut)
+    async with netcat() as nc:
+        reader = Reader(nc)
+        await nc.send("REPLICATE events EARLIEST")
+        await reader.read_until(lambda ids: ids == set(range(1, 3001)))
+    assert "were not sent" in (daemon.troubles.why("stream", "events") or "")
+
+
+async def test_what_is_skipped_trimmed_removed_changed_or_shares_an_id_is_no_loss(
+    database: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    await database.execute(
+        "CREATE TABLE events (id bigserial, instance_name text, body jsonb); CREATE INDEX ON events (id)"
+    )
+    await registry.add(database, "events", "public.events", "id", instance_column="instance_name", row="body")
+    await daemon.publisher.find("events")
+    async with netcat() as nc:
+        await nc.send("REPLICATE events NOW")
+        for name in ("a", "", None, "b c"):
+            await database.execute("INSERT INTO events (instance_name, body) VALUES ($1, '1'), ($1, '2')", name)
+        await database.execute(
+            "INSERT INTO events (id, body) SELECT currval('events_id_seq'), '3' FROM generate_series(1, 5)"
+        )
+        await database.execute("INSERT INTO events (body) VALUES ('4'), ('5'), ('6'), ('7')")
+        await database.execute("SELECT replicad.stream_skip_id('events', 2, 'in the way')")
+        await database.execute("DELETE FROM events WHERE id IN (3, 9); UPDATE events SET body = '0' WHERE id = 4")
+        await nc.until("RDATA events master 12 .*")
+        await settled(daemon, 15)
+        await database.execute("SELECT replicad.stream_trim('events', 4)")
+        await database.execute("INSERT INTO events (body) SELECT '8' FROM generate_series(1, 300)")
+        await settled(daemon, 315)
+    assert daemon.troubles.of("stream", "events") == []
+    assert daemon.publisher.feeds["events"].tally.skipped == 0
+
+
+async def test_a_fork_makes_what_was_sent_above_the_shared_position_void(
+    events: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    async with netcat() as nc:
+        await nc.send("REPLICATE events NOW")
+        await nc.until("POSITION .*")
+        await write(events, 5)
+        await nc.until("RDATA events master 5 .*")
+        await events.execute("TRUNCATE events RESTART IDENTITY")
+        await write(events, 20)
+        await nc.until("RDATA events master 20 .*")
+        await settled(daemon, 20)
+    assert daemon.publisher.feeds["events"].tally.skipped == 0
+
+
+async def test_rows_are_only_reported_where_the_setting_says_so(start_daemon: Start, database: Database) -> None:
+    async with start_daemon(late_rows="report") as daemon:
+        await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")
+        await registry.add(database, "events", "public.events", "id", row="body")
+        feed = await daemon.publisher.find("events")
+        early = await database.fetch_value("SELECT nextval('events_id_seq')")
+        await write(database, 3)
+        await settled(daemon, 3)
+        await database.execute("INSERT INTO events VALUES ($1, '0')", early)
+        with trio.fail_after(PATIENCE):
+            while not feed.late_rows:
+                await trio.sleep(0.05)
+        assert "begin again at token 0" in (daemon.troubles.why("stream", "events") or "")
+        assert len((await registry.load_lineages(database))["events"].generations) == 1
+
+
+async def test_rows_that_are_never_read_are_delivered_once_and_reported(
+    events: Database, daemon: Daemon, netcat: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RowText.vector_sql
+
+    def filtered(self: RowText, *args: Any) -> str:
+        return text(self, *args).replace("WHERE", "WHERE t.body <> '2'::jsonb AND")
+
+    async def never(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(RowText, "vector_sql", filtered)
+    monkeypatch.setattr(RowSource, "_copy_few", never)
+    async with netcat() as nc:
+        await nc.send("REPLICATE events NOW")
+        await write(events, 3)
+        with trio.fail_after(PATIENCE):
+            while "did not get them" not in (daemon.troubles.why("stream", "events") or ""):
+                await trio.sleep(0.05)
+        await trio.sleep(1)
+        await write(events, 1)
+        await nc.until("RDATA events master 4 .*")
+    reasons = [one.reason for one in (await registry.load_lineages(events))["events"].generations]
+    assert reasons == ["added", "rows_skipped"]
+
+
+async def test_a_writer_that_breaks_its_rule_again_and_again_takes_readers_back_less_and_less_often(
+    events: Database, daemon: Daemon
+) -> None:
+    await write(events, 100)
+    await settled(daemon, 100)
+    stream = await registry.load_stream(events, "events")
+    first = await registry.rewind(events, stream, 50)
+    assert first.generation is not None
+    assert await registry.rewind(events, stream, 40) == registry.Rewound(None, None), "another daemon did it"
+    stream = await registry.load_stream(events, "events")
+    second = await registry.rewind(events, stream, 40)
+    assert second.generation is None
+    assert second.wait is not None
+    assert 5 < second.wait <= 10
+    await events.execute("UPDATE replicad.stream_generation SET created_at = created_at - interval '11 s'")
+    assert (await registry.rewind(events, stream, 40)).generation is not None
+    stream = await registry.load_stream(events, "events")
+    third = await registry.rewind(events, stream, 30)
+    assert third.wait is not None
+    assert 15 < third.wait <= 20

@@ -105,6 +105,24 @@ async def test_a_long_row_is_in_memory_once_however_many_readers_it_is_sent_to(b
     assert len(chunk) < held < 3 * len(chunk), "one event, and a small part of it for each reader"
 
 
+def test_positions_behind_a_reset_of_all_writers_move_no_reader() -> None:
+    """Writer b is ahead of what all share, and its rows above that are void for who is told to discard all."""
+    events = Events("s", f"{EPOCH}!5", Translations())
+    events.feed(HELLO + TWO + b"RDATA s b 9 1\nPOSITION s a 5 8\n")
+    fork = f"POSITION s a 8 5\nWRITERS s {NEXT} a=1 b=2\nPOSITION s a 5 5\nPOSITION s b 9 9\n"
+    found = events.feed(fork.encode()).events
+    assert ids(found)[-1] == f"{NEXT}!5"
+    assert events.over, "the reader asks again"
+    assert events.feed(b"RDATA s b 10 1\n").events == b""
+
+
+def test_a_position_behind_a_gap_ends_the_answer_and_moves_nothing() -> None:
+    events = Events("s", f"{EPOCH}!5", Translations())
+    events.feed(HELLO + TWO)
+    assert ids(events.feed(b"POSITION s a 6 8\n").events) == []
+    assert events.over
+
+
 def test_a_fork_an_error_and_a_notice_have_events_of_their_own() -> None:
     events = Events("s", f"{EPOCH}!5", Translations())
     assert events.feed(HELLO + TWO).events.count(b"event: position") == 2

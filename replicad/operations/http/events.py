@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from replicad.client.progress import StreamProgress
+from replicad.client.progress import UNKNOWN, StreamProgress
 from replicad.client.refusals import is_notice, refusal
 from replicad.errors import TokenForked
 from replicad.operations.http.problems import Problem, problem_of_text
@@ -88,6 +88,8 @@ class Events:
 
     def feed(self, block: bytes | bytearray) -> Translated:
         """Take whole lines, which stay as they are, and give their `events`. Readers of a long row share these."""
+        if self.over:
+            return Translated(block, b"")
         if not (self.started and block.startswith(self._rdata)):
             return self._translate(block)
         before = self._state = self._state or (self._progress.token(), self._writers)
@@ -107,9 +109,11 @@ class Events:
         for line in bytes(block).split(b"\n")[:-1]:
             if line.startswith(self._rdata):
                 events.append(self._row(line, moved))
-            else:
-                before = None
-                events.append(self._other(line))
+                continue
+            before = None
+            events.append(self._other(line))
+            if self.over:  # positions behind this line count for who got the rows, which this reader asks for again
+                break
         if before is None:
             return Translated(block, b"".join(events))
         self._state = (self._progress.token(), self._writers)
@@ -152,6 +156,9 @@ class Events:
             instance = progress.move_back(received.instance, received.new)
             self._note_single()
             return self._resets([(instance, received.new)])
+        if mark.at != UNKNOWN and received.prev > mark.at:  # rows between the two did not come: they come again
+            self.over = True
+            return b""
         mark.at = received.new
         self._note_single()
         return self._event("position", instance=received.instance, prev=received.prev, new=received.new)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from replicad.client.refusals import refusal
 from replicad.errors import BadToken, RemoteError, ReplicadError, TokenExpired, TokenForked
 from replicad.operations.http.entry import Refused
+from replicad.protocol.tokens import Vector
 
 UNAVAILABLE = 503  # of every code that is not in the table: it may be over later
 STATUS = {
@@ -70,12 +71,14 @@ class Problem(Exception):
 def problem_of(error: ReplicadError) -> Problem:
     """The answer for an error of the protocol.
 
-    The history has forked: `discard_after` is the vector token above which rows are void, and `token` the one to go on
-    with. Rows were trimmed: `token` is EARLIEST.
+    The history has forked: rows of all writers above `discard_after` are void, and `token` is the one to go on with.
+    Both are the minimum of what is shared: who reads pages does not know the numbers of writers in a vector token, and
+    could not tell whose rows to discard. Rows were trimmed: `token` is EARLIEST.
     """
     if isinstance(error, TokenForked):
-        shared = str(error).partition(" forked after ")[2].partition(":")[0]
-        return Problem(BadToken.code, str(error), FORKED, discard_after=shared, token=error.rewind)
+        rewind = Vector.parse(error.rewind)
+        begin = Vector(rewind.minimum, epoch=rewind.epoch)
+        return Problem(BadToken.code, str(error), FORKED, discard_after=str(begin.minimum), token=str(begin))
     if isinstance(error, TokenExpired):
         return Problem(error.code, str(error), token="EARLIEST")  # noqa: S106 - a word of the protocol
     return Problem(error.code, str(error))

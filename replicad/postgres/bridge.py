@@ -53,6 +53,7 @@ _STATEMENTS = 256  # prepared statements kept per connection: more than replicad
 _SERVER = (  # as `stream_incarnation` names it, but for the database and the timeline, which a promotion changes
     "SELECT concat_ws('/', system_identifier, extract(epoch FROM pg_postmaster_start_time())) FROM pg_control_system()"
 )
+_VERIFY = "SELECT pg_backend_pid() AS pid, current_setting('transaction_timeout', true) AS transaction_timeout"
 _IDENTITY = "SELECT pg_backend_pid(), backend_start FROM pg_stat_get_activity(pg_backend_pid())"
 _DRIVER_ERRORS = (
     asyncpg.PostgresError,
@@ -68,8 +69,17 @@ _SESSION = {
     "DateStyle": "ISO",
     "default_transaction_isolation": "read committed",  # each statement must see the latest commits (docs/positions.md)
     "jit": "off",  # compiling costs more time than most of our statements take
+    # What a role or a database may have set, and what would end our sessions or change what our statements mean:
+    "default_transaction_deferrable": "off",
+    "idle_session_timeout": "0",  # a session that listens, holds locks or waits for work is idle most of the time
+    "idle_in_transaction_session_timeout": "0",  # where we wait within a transaction, we bound it ourselves
+    "lock_timeout": "0",
+    "exit_on_error": "off",
+    "array_nulls": "on",
+    "standard_conforming_strings": "on",
+    "transform_null_equals": "off",
 }
-
+_NEWER = {"transaction_timeout": "0"}  # of PostgreSQL 17; a server that does not know a name refuses the connection
 
 # Prepared statements are not planned again as their tables grow: a plan that was made for an empty table must be good.
 _BY_INDEX = {
@@ -145,6 +155,7 @@ class Database:
         self._identify = identify
         self.fence = fence
         self._identified: WeakSet[Connection] = WeakSet()
+        self._session = settings.session
         self._closed = False
 
     @property
@@ -294,24 +305,14 @@ class Database:
         return None
 
     async def _connect(self) -> Connection:
-        settings = self._settings
+        connection = await self._open()
         try:
-            driver = await self._loop.run_aio_coroutine(
-                asyncpg.connect(
-                    settings.url,
-                    loop=self._loop,
-                    connection_class=_DRIVER,
-                    timeout=settings.connect_timeout,
-                    server_settings=settings.session,
-                    statement_cache_size=_STATEMENTS,
-                    max_cached_statement_lifetime=0,
-                )
-            )
-        except Exception as error:
-            raise failures.while_connecting(error, settings.target, settings.connect_timeout) from error
-        self._counters.connected += 1
-        connection = Connection(driver, self._loop, settings, self._counters)
-        try:
+            row = await self._verify(connection)
+            if any(row[name] not in (None, value) for name, value in _NEWER.items()):
+                connection.terminate()
+                self._session = self._session | _NEWER
+                connection = await self._open()
+                await self._verify(connection)
             if self._identify:
                 await self._note_backend(connection)
             if self.fence is not None:
@@ -320,6 +321,37 @@ class Database:
             connection.terminate()
             raise
         return connection
+
+    async def _open(self) -> Connection:
+        settings = self._settings
+        try:
+            driver = await self._loop.run_aio_coroutine(
+                asyncpg.connect(
+                    settings.url,
+                    loop=self._loop,
+                    connection_class=_DRIVER,
+                    timeout=settings.connect_timeout,
+                    server_settings=self._session,
+                    statement_cache_size=_STATEMENTS,
+                    max_cached_statement_lifetime=0,
+                )
+            )
+        except Exception as error:
+            raise failures.while_connecting(error, settings.target, settings.connect_timeout) from error
+        self._counters.connected += 1
+        return Connection(driver, self._loop, settings, self._counters)
+
+    async def _verify(self, connection: Connection) -> Row:
+        """Refuse a connection that is not one session of Postgres; returns settings of the session.
+
+        Two transactions are made: a pooler may give each of them to another session. The first one is no prepared
+        statement, which a pooler may not know in its next session.
+        """
+        pid = connection.key_pid or await connection.fetch_value("SELECT pg_backend_pid()")  # 0: no key was sent
+        if await connection.execute(f"SELECT 1 WHERE pg_catalog.pg_backend_pid() = {pid}") != "SELECT 1":
+            raise failures.pooled(self.target.host)
+        connection.pid = pid
+        return await connection.confirm(_VERIFY)
 
     async def _note_backend(self, connection: Connection) -> None:
         row = await connection.fetch_row(_IDENTITY)
@@ -357,6 +389,7 @@ async def open_database(
     identify: bool = False,
     by_index: bool = False,
     fence: Fence | None = None,
+    local_commits: bool = False,
 ) -> AsyncIterator[Database]:
     """Open a pool of at most `size` connections. One is made at once, to check that the server is there and new enough.
 
@@ -364,7 +397,8 @@ async def open_database(
     to wait for a free connection. Every connection uses UTC, ISO dates and READ COMMITTED. Starts an asyncio loop
     for the driver, if none is running. With `identify`, `Database.backends` lists our processes. `by_index`: statements
     read large tables in the order of an index, and keep one plan. Pools with one `fence` use connections to one run of
-    one server only.
+    one server only. `local_commits`: a commit waits for the local disk, and for no standby, whatever Postgres is set to
+    (docs/operating.md has a table of what is written so).
 
     Raises UsageError (not a Postgres URL), DatabaseUnavailable and DatabaseRefused (also for a server older than
     `min_version`), each with a sentence for the operator.
@@ -376,6 +410,8 @@ async def open_database(
         session["lock_timeout"] = str(round(lock_timeout * 1000))
     if by_index:
         session.update(_BY_INDEX)
+    if local_commits:
+        session["synchronous_commit"] = "local"
     settings = Settings(
         url, target, session, connect_timeout, statement_timeout, _DRIVER_ERRORS, asyncpg.InternalClientError
     )

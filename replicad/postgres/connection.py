@@ -88,6 +88,7 @@ class Connection:
         self._settings = settings
         self._counters = counters
         self.backend: Backend | None = None  # known in pools that were opened with `identify`
+        self.pid: int | None = None  # of the server's process, once it is known that the session is ours alone
         self.server: str | None = None  # which run of which server it leads to; known in pools with a `Fence`
         self._savepoints = 0
         self._together = False  # statements run in the driver's loop already
@@ -98,6 +99,11 @@ class Connection:
     def is_closed(self) -> bool:
         """True when the connection is lost or closed; all other methods then raise DatabaseUnavailable."""
         return bool(self._driver.is_closed())
+
+    @property
+    def key_pid(self) -> int:
+        """The process that the server named as ours when the connection was made; 0 if it named none."""
+        return int(self._driver.get_server_pid())
 
     @property
     def target(self) -> failures.Target:
@@ -128,6 +134,17 @@ class Connection:
     async def fetch_value(self, sql: str, *args: object) -> Any:
         """The first column of the first row, or None."""
         return await self._run(self._driver.fetchval, sql, *args)
+
+    async def confirm(self, sql: str = "SELECT pg_backend_pid() AS pid") -> Row:
+        """Raise DatabaseRefused, and close the connection, if the session behind it is another one by now.
+
+        Returns the row of `sql`, whose column `pid` is the process of the session.
+        """
+        row = await self.fetch_row(sql)
+        if row is None or row["pid"] != self.pid:
+            self.terminate()
+            raise failures.pooled(self.target.host)
+        return row
 
     async def execute(self, sql: str, *args: object) -> str:
         """Run a statement (without arguments also several, separated by semicolons); returns the last one's tag."""

@@ -47,6 +47,12 @@ def commits_by_itself(connection: object) -> bool:
     return getattr(connection, "autocommit", False) is True
 
 
+def told_pid(connection: object) -> int | None:
+    """The process that the server named as this connection's when it was made; None if the driver does not show it."""
+    pid = getattr(getattr(connection, "info", None), "backend_pid", None)  # of psycopg, 2 and 3
+    return pid if isinstance(pid, int) and pid > 0 else None
+
+
 def close_quietly(connection: DbApi) -> None:
     """Close a connection that may be broken: drivers raise different errors for that."""
     with suppress(Exception):

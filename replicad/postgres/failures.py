@@ -85,6 +85,15 @@ def parse_target(url: str) -> Target:
     return Target(host=host, database=database, user=user)
 
 
+def pooled(where: str) -> errors.DatabaseRefused:
+    """The exception to raise where the connection leads to a pooler: its statements run in sessions of others too."""
+    return errors.DatabaseRefused(
+        f"a pooler or another proxy answers for Postgres at {where}: the session behind this connection is not ours "
+        "alone. Locks, settings and LISTEN of a session would be mixed up, and rows missed. Connect to Postgres itself "
+        "(with PgBouncer: to the host and port in its [databases] section)."
+    )
+
+
 def sqlstate_of(error: BaseException) -> str | None:
     """The five characters of Postgres, or None for an error that did not come from the server."""
     state = getattr(error, "sqlstate", None)
@@ -95,7 +104,8 @@ def while_connecting(error: BaseException, target: Target, timeout: float) -> er
     """The exception to raise (from `error`) when no connection could be made within `timeout` seconds."""
     state = sqlstate_of(error)
     if state is not None:
-        return _server_said_no(error, state, target)
+        of_pooler = "startup parameter" in _text(error)  # "unsupported startup parameter: jit" of PgBouncer
+        return pooled(target.host) if of_pooler else _server_said_no(error, state, target)
     text = _text(error)
     if isinstance(error, TimeoutError):
         return errors.DatabaseUnavailable(

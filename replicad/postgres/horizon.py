@@ -172,6 +172,7 @@ class Horizon:
         self._blockers.begin_poll()
         if now >= self._inspect_at:
             self._inspect_at = now + _INSPECT_EVERY  # before looking: a watch that begins meanwhile sets it back
+            await connection.confirm()
             await self._read_again(connection)
             await self._inspect(connection)
         # Only checked streams; watches may begin and end while we wait for Postgres.

@@ -12,22 +12,25 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from replicad.errors import StreamRefused
-from replicad.postgres.dbapi import DbApi, close_quietly, commits_by_itself, run
+from replicad.postgres.dbapi import DbApi, close_quietly, commits_by_itself, run, told_pid
 from replicad.postgres.statements import rows_call, value_call
 from replicad.streams.queries import SCHEMA
 from replicad.streams.row_text import MASTER, wire_instance
 from replicad.streams.writing.inflight import InFlight, Reservation
 from replicad.streams.writing.writer import MAX_IN_FLIGHT, RESERVED, Positions, parse_ids, session_name
 
+_PID: Final = "pg_catalog.pg_backend_pid()"
+# The session's own: it may be idle for long while it holds its locks, and it must hold them.
+_SESSION: Final = f"SELECT pg_catalog.set_config('idle_session_timeout', '0', false), {_PID}"
 _TURN: Final = 60.0  # seconds to wait for the connection while other threads use it
 
 
 class BlockingWriter:
     """One writer of one stream, for any number of threads. It owns the connection and closes it.
 
-    The connection must be a session of its own: no pool that hands it round between transactions. When it breaks, the
-    ids in flight are no longer protected (the table refuses them) and every call raises the driver's error: make
-    a new writer.
+    The connection must be a session of its own: no pooler that hands it round between transactions. A session that
+    changes is refused, with StreamRefused. When the connection breaks, the ids in flight are no longer protected (the
+    table refuses them) and every call raises the driver's error: make a new writer.
     """
 
     def __init__(self, connection: DbApi, stream: str, instance: str = MASTER, *, schema: str = SCHEMA) -> None:
@@ -39,6 +42,8 @@ class BlockingWriter:
         self._places = threading.BoundedSemaphore(MAX_IN_FLIGHT)
         self._number = 0
         self._ask(value_call("pg_catalog", "set_config", 3), *session_name(self.instance))
+        self._pid = told_pid(connection) or self._ask(_SESSION)[0][1]
+        self._check_session(self._ask(_SESSION)[0][1])
         found = self.positions()
         self._in_flight = InFlight(found.per_writer.get(self.instance, found.minimum))
 
@@ -90,9 +95,10 @@ class BlockingWriter:
         with self._taken():
             held = self._in_flight.held
             try:
-                ((number, bound, ids),) = self._ask(
-                    rows_call(self._schema, "stream_reserve", 3, RESERVED), self.stream, n, held
+                ((number, bound, ids, pid),) = self._ask(
+                    rows_call(self._schema, "stream_reserve", 3, f"{RESERVED}, {_PID}"), self.stream, n, held
                 )
+                self._check_session(pid)
                 self._number = number
                 return self._in_flight.reserve(parse_ids(ids), bound)
             except BaseException:
@@ -120,6 +126,15 @@ class BlockingWriter:
         rows = run(self._connection, sql, args)
         self._connection.commit()
         return rows
+
+    def _check_session(self, pid: int) -> None:
+        if pid != self._pid:
+            self.close()
+            raise StreamRefused(
+                f"writer {self.instance} of stream {self.stream}: the session behind its connection has changed, so "
+                "a pooler (such as PgBouncer) stands between it and Postgres, and the session's locks are not the "
+                "writer's alone: connect it to Postgres itself, or take ids by next_id in the transaction of the rows."
+            )
 
     @contextmanager
     def _taken(self) -> Iterator[None]:

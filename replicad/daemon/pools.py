@@ -17,6 +17,7 @@ POSITION_CONNECTIONS = 2  # held by the poller and the bell
 STREAM_CONNECTIONS = 4  # of all streams: to read the registry, to copy new rows, to note positions
 STREAM_LOCK_TIMEOUT = 0.7  # seconds; below `deadlock_timeout` (1 s), so that who restores a dump is not the victim
 HOUSEKEEPING_CONNECTIONS = 6  # two for each of two backfills, looks at triggers and for late rows, notes
+OWN_CONNECTIONS = 3  # presence, renewals of leases, the role of the publisher to Redis: short statements
 RELAY_CONNECTIONS = 2  # one listens, the other sends
 ACK_CONNECTIONS = 4  # they only delete from tubes; their locks on tubes do not hold the positions of tubes back
 
@@ -26,7 +27,10 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class Pools:
     """`short`: short requests of clients. `streams`: new rows and the registry. `catchups`: old rows of streams.
-    `tubes`: pods for clients. `housekeeping`: what can wait.
+    `tubes`: pods for clients. `housekeeping`: what can wait. `own`: what must not wait, not even for a standby.
+
+    In `short`, `tubes` and `acks` a commit waits for what Postgres is set to wait for: a client acts on the answer. In
+    all others it waits for the local disk, and for no standby.
     """
 
     positions: Database
@@ -36,6 +40,7 @@ class Pools:
     tubes: Database
     acks: Database
     housekeeping: Database
+    own: Database
     relays: Database
 
 
@@ -49,13 +54,14 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
         connect_timeout=limits.connect_timeout,
         fence=Fence(),
     )
+    local = partial(usual, local_commits=True)
     async with (
-        usual(size=POSITION_CONNECTIONS, application_name="replicad positions") as positions,
+        local(size=POSITION_CONNECTIONS, application_name="replicad positions") as positions,
         usual(size=limits.database_connections, application_name="replicad") as short,
-        usual(
+        local(
             size=STREAM_CONNECTIONS, application_name="replicad streams", lock_timeout=STREAM_LOCK_TIMEOUT
         ) as streams,
-        usual(size=limits.catchup_connections, application_name="replicad catch-up") as catchups,
+        local(size=limits.catchup_connections, application_name="replicad catch-up") as catchups,
         usual(
             size=limits.tube_connections,
             application_name="replicad tubes",
@@ -63,15 +69,17 @@ async def open_pools(url: str, limits: Limits) -> AsyncIterator[Pools]:
             by_index=True,
         ) as tubes,
         usual(size=ACK_CONNECTIONS, application_name="replicad ack", identify=True) as acks,
-        usual(size=HOUSEKEEPING_CONNECTIONS, application_name="replicad housekeeping") as housekeeping,
-        usual(size=RELAY_CONNECTIONS, application_name="replicad relay") as relays,
+        local(size=HOUSEKEEPING_CONNECTIONS, application_name="replicad housekeeping") as housekeeping,
+        local(size=OWN_CONNECTIONS, application_name="replicad own") as own,
+        local(size=RELAY_CONNECTIONS, application_name="replicad relay") as relays,
     ):
-        yield Pools(positions, short, streams, catchups, tubes, acks, housekeeping, relays)
+        yield Pools(positions, short, streams, catchups, tubes, acks, housekeeping, own, relays)
 
 
 def most_connections(limits: Limits) -> int:
     """How many connections to Postgres all pools may have together."""
-    own = POSITION_CONNECTIONS + STREAM_CONNECTIONS + HOUSEKEEPING_CONNECTIONS + ACK_CONNECTIONS + RELAY_CONNECTIONS
+    own = POSITION_CONNECTIONS + STREAM_CONNECTIONS + HOUSEKEEPING_CONNECTIONS + ACK_CONNECTIONS
+    own += OWN_CONNECTIONS + RELAY_CONNECTIONS
     return own + limits.database_connections + limits.catchup_connections + limits.tube_connections
 
 

@@ -99,7 +99,7 @@ def load(root: Path) -> Mapping[str, str]:
 
 def digest(part: Part) -> str:
     """The digest of the texts that are run at every installation. It distinguishes builds of one version."""
-    return _hash(text for _, text in _files(part))
+    return _hash([*(text for _, text in _files(part)), load(PACKAGE)["schema/up_end.sql"]])
 
 
 def upgrade_digests(part: Part) -> dict[int, str]:
@@ -109,7 +109,9 @@ def upgrade_digests(part: Part) -> dict[int, str]:
 
 def created(part: Part) -> Names:
     """The names of all objects that the files create at the start of a line."""
-    names: dict[str, set[str]] = {"routines": set(), "relations": {f"{part}_version"}, "types": set(), "indexes": set()}
+    names: dict[str, set[str]] = {kind: set() for kind in ("routines", "relations", "types", "indexes")}
+    names["routines"].add(f"{part}_on_disk")  # this and the table: from the script's own text
+    names["relations"].add(f"{part}_version")
     for _, text in _files(part):
         for kind, name in _CREATED.findall(text):
             names[_KINDS.get(kind, "relations")].add(name)

@@ -382,7 +382,7 @@ def feature(pace: Pace = Pace()) -> Feature:
     """The feature `presence`."""
 
     def open_service(host: Host) -> PresenceService:
-        book = PresenceBook(host.pools.short, host.settings.database.stream_schema)
+        book = PresenceBook(host.pools.own, host.settings.database.stream_schema)
         return PresenceService(book, host.settings, host.troubles, host.relay, pace)
 
     return Feature("presence", COMMANDS, open_service)

@@ -36,10 +36,22 @@ class Turn:
 
 
 class PublisherBook:
-    """The role of one server's publisher. `now` is a monotonic clock, trio's by default."""
+    """The role of one server's publisher. `now` is a monotonic clock, trio's by default.
 
-    def __init__(self, db: Database, schema: str, server: str, now: Callable[[], float] = trio.current_time) -> None:
+    `claims` is the pool for new terms: Redis refuses what an older term sends, so a failover must not take a term back.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        schema: str,
+        server: str,
+        now: Callable[[], float] = trio.current_time,
+        *,
+        claims: Database,
+    ) -> None:
         self._db = db
+        self._claims = claims
         self._name = schema
         self._table = f"{quote_ident(schema)}.redis_publisher"
         self._server = server
@@ -58,7 +70,7 @@ class PublisherBook:
 
     async def claim(self, holder: str, seen: int | None) -> Turn | None:
         """Take the role, if it is free or its beat is still `seen`; None if another has it."""
-        row = await call_row(self._db, self._name, "redis_claim", self._server, holder, seen)
+        row = await call_row(self._claims, self._name, "redis_claim", self._server, holder, seen)
         return None if row is None else Turn(row["term"], json.loads(row["tokens"]))
 
     async def renew(self, term: int, tokens: Tokens) -> bool:

@@ -34,7 +34,7 @@ class RedisWork:
         self._host = host
         self._pace = pace
         self._server = settings.server_name
-        book = PublisherBook(host.pools.housekeeping, settings.database.stream_schema, self._server)
+        book = PublisherBook(host.pools.own, settings.database.stream_schema, self._server, claims=host.pools.short)
         holder = f"{self._server} pid {os.getpid()} {secrets.token_hex(4)}"
         self.turns = Turns(
             book,

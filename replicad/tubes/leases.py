@@ -45,10 +45,21 @@ class LeaseView:
 
 
 class LeaseBook:
-    """Claims, renews and releases leases in one database. `now` is a monotonic clock, trio's by default."""
+    """Claims, renews and releases leases in one database. `now` is a monotonic clock, trio's by default.
 
-    def __init__(self, db: Database, schema: str, now: Callable[[], float] = trio.current_time) -> None:
+    `own` is the pool for renewals, which make no promise and wait for no standby; without it, `db` is.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        schema: str,
+        now: Callable[[], float] = trio.current_time,
+        *,
+        own: Database | None = None,
+    ) -> None:
         self._db = db
+        self._own = own or db
         self._schema = schema
         self._table = f"{quote_ident(schema)}.tube_lease"
         self._next_term = f"{quote_ident(schema)}.tube_term_next"
@@ -58,7 +69,7 @@ class LeaseBook:
 
     async def look(self) -> list[LeaseView]:
         """Read all leases. Call it regularly: `silent` counts from the first look that saw a beat."""
-        rows = await self._db.fetch(
+        rows = await self._own.fetch(
             "SELECT tube, term, beat, extract(epoch FROM ttl)::float8 AS ttl, holder, partition, partitions "
             f"FROM {self._table}"
         )
@@ -89,7 +100,7 @@ class LeaseBook:
 
     async def let_go(self, holders: Sequence[Holder]) -> None:
         """The connections that these holders are bound to have ended: another one under the name may have the lease."""
-        await self._db.execute(
+        await self._own.execute(
             f"UPDATE {self._table} SET holder = split_part(holder, ' ', 1) WHERE holder = ANY ($1::text[])",
             [holder.stored for holder in holders],
         )
@@ -107,7 +118,7 @@ class LeaseBook:
         Raises:
             LeaseLost: no lease has this term, or it does not cover `part`.
         """
-        row = await self._db.fetch_row(
+        row = await self._own.fetch_row(
             f"SELECT partitions, partition, extract(epoch FROM ttl)::float8 AS ttl FROM {self._table} "
             "WHERE tube = $1 AND term = $2",
             tube,
@@ -117,7 +128,7 @@ class LeaseBook:
         if row is not None and not claimed.covers(part):
             raise LeaseLost(f"term {term} holds {claimed} of tube {tube}, which does not cover {part}")
         where = (tube, claimed.partitions, claimed.partition, term)
-        await call_value(self._db, self._schema, "tube_lease_renew", *where)
+        await call_value(self._own, self._schema, "tube_lease_renew", *where)
         assert row is not None  # else tube_lease_renew has raised
         return Lease(tube, claimed, term, row["ttl"])
 
@@ -127,7 +138,7 @@ class LeaseBook:
         `client`: only leases of this client of the access file. The rows are locked in one order, because two of these
         statements may concern the same leases.
         """
-        rows = await self._db.fetch(
+        rows = await self._own.fetch(
             f"UPDATE {self._table} AS l SET beat = nextval('{self._sequence}') FROM ("
             f"SELECT k.partitions, k.partition FROM {self._table} AS k WHERE k.tube = $1 "
             "AND k.term = ANY ($2::bigint[]) AND ($3 = '' OR starts_with(k.holder, $3 || '/')) "
@@ -144,6 +155,6 @@ class LeaseBook:
     async def release(self, tube: str, part: Part, term: int) -> bool:
         """Release the lease. False if it was no longer held under that term."""
         released: bool = await call_value(
-            self._db, self._schema, "tube_lease_release", tube, part.partitions, part.partition, term
+            self._own, self._schema, "tube_lease_release", tube, part.partitions, part.partition, term
         )
         return released

@@ -139,7 +139,9 @@ async def test_an_older_version_is_brought_up_step_by_step_to_what_a_fresh_insta
     assert await database.fetch_value("SELECT value FROM one.thing") == "7"
     lines = await catalogs(database)
     one, two = (
-        sorted(line.replace(f"{name}.", "") for line in lines if re.search(rf"\b{name}\.", line))
+        sorted(
+            line.replace(f"{name}.", "").replace(f"'{name}'", "") for line in lines if re.search(rf"\b{name}\.", line)
+        )
         for name in ("one", "two")
     )
     assert one == two
@@ -224,4 +226,7 @@ async def test_tables_in_the_schema_of_the_tubes_can_be_attached_and_stay_when_t
     psql_script(database_url, script("tube", None, "down"))
     psql_script(database_url, "INSERT INTO cities VALUES (5, 1)")
     assert await database.fetch_value("SELECT count(*) FROM pg_proc WHERE oid >= 16384") == 0
-    assert await database.fetch_value("SELECT count(*) FROM pg_trigger WHERE NOT tgisinternal") == 0
+    assert (
+        await database.fetch_value("SELECT count(*) FROM pg_trigger WHERE NOT tgisinternal AND tgname <> 'on_disk'")
+        == 0
+    )

@@ -13,6 +13,12 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtext('replicad schema'), hashtext(folder));
     PERFORM set_config('search_path', quote_ident(folder) || ', pg_temp', true);
 {prelude}
+    FOR statement IN
+        SELECT format('DROP TRIGGER on_disk ON %s', t.tgrelid::regclass) FROM pg_trigger t
+        WHERE t.tgfoid = to_regproc('{part}_on_disk') AND t.tgname = 'on_disk'
+    LOOP
+        EXECUTE statement;
+    END LOOP;
     -- Each kind in one statement: what depends on each other goes together.
     SELECT 'DROP ROUTINE ' || string_agg(p.oid::regprocedure::text, ', ') INTO statement
         FROM pg_proc p

@@ -1,4 +1,31 @@
--- Closes the script that installs part {part}: functions go that another build of this version declared under the same
+-- Closes the script that installs part {part}. First: a crash must not take back what is written to these tables. Others
+-- act on it as soon as it is committed: a sender sends a fact under the transaction id that it has noted, and a system of
+-- the user's fences by a term. In a transaction with synchronous_commit = off Postgres answers the commit before the
+-- commit is on disk. So each statement that writes such a table raises the setting for the rest of its transaction,
+-- whoever runs it. A trigger of the table does that, so no function can forget it. Where the setting is higher, the
+-- trigger costs a comparison. (Unlogged tables are empty after a crash in any case.)
+CREATE OR REPLACE FUNCTION {part}_on_disk() RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS $on_disk$
+BEGIN
+    PERFORM pg_catalog.set_config('synchronous_commit', 'local', true);
+    RETURN NULL;
+END
+$on_disk$;
+COMMENT ON FUNCTION {part}_on_disk() IS 'Makes this transaction wait at its commit until it is on disk';
+DO $on_disk$
+DECLARE
+    one regclass;
+BEGIN
+    FOR one IN SELECT c.oid FROM pg_class c
+        WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relname = ANY ({relations})
+            AND c.relkind = 'r' AND c.relpersistence = 'p'
+            AND NOT EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = 'on_disk')
+    LOOP
+        EXECUTE format('CREATE TRIGGER on_disk BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s FOR EACH STATEMENT '
+            'WHEN (pg_catalog.current_setting(''synchronous_commit'') = ''off'') EXECUTE FUNCTION {part}_on_disk()', one);
+    END LOOP;
+END
+$on_disk$;
+-- Then functions go that another build of this version declared under the same
 -- name with other arguments, or calls that leave arguments out would fit both. (A released function keeps its arguments
 -- while programs that call it may run; a changed one gets a new name.)
 DO $stale$

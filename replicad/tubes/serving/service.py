@@ -163,7 +163,7 @@ def feature(pace: Pace = Pace()) -> Feature:
     def open_service(host: Host) -> TubeService:
         pools, schema = host.pools, host.settings.database.tube_schema
         books = Books(
-            LeaseBook(pools.short, schema),
+            LeaseBook(pools.short, schema, own=pools.own),
             PodBook(pools.short, pools.acks, pools.tubes, schema),
             BulkBook(pools.tubes, schema, pace.blocks),
             Backfiller(pools.housekeeping, schema, host.troubles, pace.backfills),

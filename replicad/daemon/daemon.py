@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,8 @@ from replicad.daemon.supervision import Restarts, keep_running, keep_service
 from replicad.daemon.supervisor import Supervisor, take_supervisor
 from replicad.daemon.troubles import Troubles
 from replicad.daemon.turns import Turns
-from replicad.daemon.waiting import wait_for_database
-from replicad.errors import EnvironmentRefused, ReplicadError, UsageError
+from replicad.daemon.waiting import Patience
+from replicad.errors import DatabaseUnavailable, EnvironmentRefused, ReplicadError, UsageError
 from replicad.groups import leaves
 from replicad.postgres import schema_text
 from replicad.postgres.bell import Bell
@@ -115,32 +115,39 @@ async def _serve_until_signal(
 
     async with trio.open_nursery() as nursery:
         await nursery.start(stop_on_signal, stop.set, reload)
-        if await _answers(url, settings.wait_for_database, stop):
-            async with open_daemon(settings, url, features, recover) as daemon:
-                running.append(daemon)
-                nursery.start_soon(parent.run)
-                if allocator := allocator_of_this_process():
-                    give_back = partial(give_back_forever, allocator)
-                    nursery.start_soon(keep_running, give_back, "service", "free memory", daemon.troubles)
-                parent.tell("READY=1", f"STATUS=serves at {' '.join(map(str, daemon.addresses))}")
-                await stop.wait()
-                parent.tell("STOPPING=1")
+        patience = Patience(settings.wait_for_database)
+        while not running and await _unless(stop, partial(patience.wait_for_database, url)):
+            try:
+                async with open_daemon(settings, url, features, recover) as daemon:
+                    running.append(daemon)
+                    nursery.start_soon(parent.run)
+                    if allocator := allocator_of_this_process():
+                        give_back = partial(give_back_forever, allocator)
+                        nursery.start_soon(keep_running, give_back, "service", "free memory", daemon.troubles)
+                    parent.tell("READY=1", f"STATUS=serves at {' '.join(map(str, daemon.addresses))}")
+                    await stop.wait()
+                    parent.tell("STOPPING=1")
+            except (DatabaseUnavailable, BaseExceptionGroup) as error:
+                lost = leaves(error)[0]
+                if running or not all(isinstance(leaf, DatabaseUnavailable) for leaf in leaves(error)):
+                    raise
+                assert isinstance(lost, DatabaseUnavailable)
+                await _unless(stop, partial(patience.pause, lost))  # Postgres has gone away again during the start
         nursery.cancel_scope.cancel()
     log.info("stopped")
 
 
-async def _answers(url: str, patience: float, stop: trio.Event) -> bool:
-    """Wait for the database as long as is allowed. False: the daemon is to stop."""
-    if patience > 0:
-        async with trio.open_nursery() as nursery:
+async def _unless(stop: trio.Event, wait: Callable[[], Awaitable[None]]) -> bool:
+    """Wait so. False: the daemon is to stop."""
+    async with trio.open_nursery() as nursery:
 
-            async def give_up() -> None:
-                await stop.wait()
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(give_up)
-            await wait_for_database(url, patience)
+        async def give_up() -> None:
+            await stop.wait()
             nursery.cancel_scope.cancel()
+
+        nursery.start_soon(give_up)
+        await wait()
+        nursery.cancel_scope.cancel()
     return not stop.is_set()
 
 
@@ -199,10 +206,13 @@ async def open_daemon(
         open_pools(url, settings.limits) as pools,
         _recorder(settings) as recorder,
         Horizon(pools.positions, own_backends=pools.acks.backends, recorder=recorder) as horizon,
+        AsyncExitStack() as stack,
     ):
         listeners = await open_listeners(settings.listen)
+        for listener in listeners:
+            stack.push_async_callback(listener.aclose)  # so that another try can listen again
         await refuse_superuser(pools.short, settings)
-        await install_all(pools.short, settings.database)
+        await install_all(pools.housekeeping, settings.database)
         addresses = tuple(map(_address, listeners))
         host = _host(
             settings,

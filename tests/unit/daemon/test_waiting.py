@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ async def test_it_waits_until_postgres_answers_and_says_so_now_and_then(
 ) -> None:
     tries = starts(after=25)
     with structlog.testing.capture_logs() as events:
-        await waiting.wait_for_database("postgresql://x", 60)
+        await waiting.Patience(60).wait_for_database("postgresql://x")
     assert 25 <= trio.current_time() - tries[0] <= 27
     assert max(b - a for a, b in itertools.pairwise(tries)) <= 2, "it is noticed soon"
     assert [one["event"] for one in events] == ["waiting_for_database"] * 3
@@ -55,14 +56,14 @@ async def test_it_waits_until_postgres_answers_and_says_so_now_and_then(
 async def test_it_ends_in_time_with_the_reason(starts: Starts, autojump_clock: trio.testing.MockClock) -> None:
     tries = starts(after=1000)
     with pytest.raises(DatabaseUnavailable, match=r"no Postgres answers \(waited 60 s: --wait-for-database\)"):
-        await waiting.wait_for_database("postgresql://x", 60)
+        await waiting.Patience(60).wait_for_database("postgresql://x")
     assert trio.current_time() - tries[0] <= 60
 
 
 async def test_a_refusal_ends_it_at_once(starts: Starts, autojump_clock: trio.testing.MockClock) -> None:
     tries = starts(after=3, then=DatabaseRefused("wrong password"))
     with pytest.raises(DatabaseRefused, match="wrong password"):
-        await waiting.wait_for_database("postgresql://x", 60)
+        await waiting.Patience(60).wait_for_database("postgresql://x")
     assert trio.current_time() - tries[0] < 6
 
 
@@ -77,7 +78,7 @@ async def test_a_signal_ends_the_wait(starts: Starts, autojump_clock: trio.testi
             await trio.sleep(7)
             stop.set()
 
-        assert not await daemon._answers("postgresql://x", 3600, stop)
+        assert not await daemon._unless(stop, partial(waiting.Patience(3600).wait_for_database, "postgresql://x"))
     assert trio.current_time() - began == pytest.approx(7)
 
 

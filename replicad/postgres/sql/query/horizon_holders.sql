@@ -106,8 +106,11 @@ LEFT JOIN (
         e.bound,
         e.pid,
         a.application_name,
-        left(a.query, 200) AS query,
-        p.gid,
+        CASE
+            WHEN getdatabaseencoding() <> 'SQL_ASCII' THEN left(a.query, 200)
+            ELSE regexp_replace(left(a.query, 200), '[^\x01-\x7f]', '?', 'g')  -- where every byte may stand in a text
+        END AS query,
+        CASE WHEN getdatabaseencoding() <> 'SQL_ASCII' THEN p.gid ELSE regexp_replace(p.gid, '[^\x01-\x7f]', '?', 'g') END AS gid,
         extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.state_change, p.prepared))::float8 AS age
     FROM held AS e
     LEFT JOIN pg_stat_get_activity(NULL) AS a ON a.pid = e.pid

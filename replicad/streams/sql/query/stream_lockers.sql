@@ -9,8 +9,11 @@ SELECT
     t.root::bigint AS watched,
     l.pid,
     a.application_name,
-    left(a.query, 200) AS query,
-    p.gid,
+    CASE
+        WHEN getdatabaseencoding() <> 'SQL_ASCII' THEN left(a.query, 200)
+        ELSE regexp_replace(left(a.query, 200), '[^\x01-\x7f]', '?', 'g')  -- where every byte may stand in a text
+    END AS query,
+    CASE WHEN getdatabaseencoding() <> 'SQL_ASCII' THEN p.gid ELSE regexp_replace(p.gid, '[^\x01-\x7f]', '?', 'g') END AS gid,
     extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8 AS age
 FROM pg_locks AS l
 JOIN tree AS t ON t.member = l.relation

@@ -41,12 +41,13 @@ from replicad.sender.settings import Routing, SenderSettings
 from replicad.sender.sharding import ownership
 from replicad.sender.store import Recorded, Restart, Store, open_store
 from replicad.sender.transport import HttpTransport, open_transport
-from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream
+from replicad.sender.upstream import EARLIEST, NOW, OpenUpstream, Upstream
 
 CONNECTIONS = 6  # one holds the name and writes; the others read for destinations in catch-up
 NAMES_CACHED = 100_000  # destinations whose owner is remembered; hashing costs some microseconds
 FIRST_WORD = 5.0  # seconds in which a session waits for the daemon before it delivers what is stored
 START_GRACE = 15.0  # seconds in which a stream may be refused to a sender that starts: one just reset is, for a moment
+REFUSED = 15.0  # seconds, at most, before a stream that the daemon refuses is asked for again
 STABLE = 60.0  # seconds after which a session counts as a success and the next pause is a short one
 Objection = Callable[[str], str | None]  # why nothing is sent to a destination of that name, or None
 _FATAL = (UsageError, NotAuthorised, WrongServer, SchemaTooNew, StreamError, FederationError)
@@ -227,21 +228,54 @@ class Sender:
             await store.shorten(late, longest)
 
     async def _work(self, store: Store, engine: Engine, intake: Intake, objection: Objection) -> None:
-        recorded = await store.recorded()
-        tokens = {
+        delivered = trio.Event()
+        pauses = Backoff(first=1.0, cap=REFUSED)
+
+        async def deliver() -> None:
+            await _deliver(engine, intake)
+            delivered.set()
+
+        async with trio.open_nursery() as services:
+            services.start_soon(self._keep_house, store, engine, objection)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(deliver)
+                while not self.stopping:
+                    recorded = await store.recorded()
+                    async with self._open_upstream(self._tokens(recorded)) as upstream:
+                        with self._until_stop():
+                            await self._take(intake, upstream, recorded, pauses)
+                        if self.stopping:
+                            engine.close()
+                            intake.began.set()
+                            nursery.cancel_scope.deadline = trio.current_time() + self._settings.sender_grace
+                            await delivered.wait()
+            services.cancel_scope.cancel()
+
+    def _tokens(self, recorded: Mapping[str, Recorded]) -> dict[str, str]:
+        """Where each stream goes on."""
+        return {
             stream: self._moves.get(stream) or _token(recorded[stream], self._settings.start)
             for stream in self._settings.streams
         }
-        async with self._open_upstream(tokens) as upstream, trio.open_nursery() as services:
-            services.start_soon(self._keep_house, store, engine, objection)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_deliver, engine, intake)
-                with self._until_stop():
-                    await intake.run(upstream, recorded, self._moves)
-                engine.close()
-                intake.began.set()
-                nursery.cancel_scope.deadline = trio.current_time() + self._settings.sender_grace
-            services.cancel_scope.cancel()
+
+    async def _take(
+        self, intake: Intake, upstream: Upstream, recorded: Mapping[str, Recorded], pauses: Backoff
+    ) -> None:
+        """Take rows until cancelled. Returns after a pause if the daemon refuses a stream, of which something was
+        recorded once: as long as it does, what is stored is delivered all the same.
+        """
+        try:
+            await intake.run(upstream, recorded, self._moves)
+        except (StreamRefused, BaseExceptionGroup) as error:
+            causes = leaves(error)
+            known = any(one.token is not None for one in recorded.values())
+            if not known or not all(isinstance(cause, StreamRefused) for cause in causes):
+                raise
+            pause = pauses.next_delay()
+            log.warning("stream_refused", error=str(causes[0]), retry_in=round(pause, 3), delivers="what is stored")
+            self._connected()
+            intake.began.set()
+            await trio.sleep(pause)
 
     async def _keep_house(self, store: Store, engine: Engine, objection: Objection) -> None:
         while True:

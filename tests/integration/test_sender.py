@@ -296,6 +296,24 @@ async def test_a_stream_that_is_refused_for_a_moment_ends_no_sender_and_one_that
             await receiver.expect(lambda: numbers(receiver, "a") == [1])
 
 
+async def test_what_is_stored_is_delivered_while_the_daemon_refuses_the_stream_and_what_follows_when_it_serves_it_again(
+    facts: Database, receiver: Receiver, start_sender: StartSender
+) -> None:
+    receiver.behave = lambda _: Reply(503)
+    async with start_sender(start="earliest"):
+        await write(facts, "facts", fact(1, "a"))
+        await expect_soon(lambda: counts(facts, "fact"))
+    await facts.execute("ALTER TABLE facts RENAME COLUMN id TO other")
+    receiver.behave = lambda _: Reply()
+    with capture_logs() as events:
+        async with start_sender():
+            await receiver.expect(lambda: numbers(receiver, "a") == [1])
+            await receiver.expect(lambda: any(event["event"] == "stream_refused" for event in events))
+            await facts.execute("ALTER TABLE facts RENAME COLUMN other TO id")
+            await write(facts, "facts", fact(2, "a"))
+            await receiver.expect(lambda: numbers(receiver, "a") == [1, 2])
+
+
 async def test_a_sender_whose_session_another_one_ends_while_it_starts_begins_again(
     facts: Database, receiver: Receiver, start_sender: StartSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,8 +49,3 @@ class PodBatch(list[T]):
     def __init__(self, pods: Iterable[T], end: CursorAt) -> None:
         super().__init__(pods)
         self.end = end
-
-    @property
-    def pods(self) -> list[T]:
-        """The list itself, under an older name."""
-        return self

@@ -120,11 +120,11 @@ class Partition:
         self._failed_reads = 0
         self._one_by_one = max(0, self._one_by_one - 1)
         self._cursor = found.end.cursor
-        if not found.pods and not self._ready:
+        if not found and not self._ready:
             self._read_at = trio.current_time() + settings.poll
-        for pod in found.pods:
+        for pod in found:
             await self._take(pod, nursery)
-        return len(found.pods)
+        return len(found)
 
     def _read_soon(self) -> None:
         """READY came, or the connection has ended."""

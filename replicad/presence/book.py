@@ -91,7 +91,7 @@ class PresenceBook:
         return None if row is None else Look(*row)
 
     async def upgrade(self) -> None:
-        """Upgrade what an older replicad installed. Raises SchemaMissing and SchemaTooNew."""
+        """Upgrade an older version of the part. Raises SchemaMissing and SchemaTooNew."""
         await schemas.upgrade(self._db, "presence", self._name)
 
     # --- daemons ---

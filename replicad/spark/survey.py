@@ -47,7 +47,7 @@ WHERE attrelid = {table}::pg_catalog.regclass AND attnum > 0 AND NOT attisdroppe
 class Known:
     """What a checkpoint knows: all columns that were carried, in their order, and those that every table had once.
 
-    `types` are the types that the columns had in Postgres, as format_type() writes them. An earlier version kept none.
+    `types` are the types that the columns had in Postgres, as format_type() writes them.
     """
 
     columns: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Known:
         if not text:
             return cls()
         found = json.loads(text)
-        return cls(tuple(found["columns"]), frozenset(found["whole"]), found.get("types", {}))
+        return cls(tuple(found["columns"]), frozenset(found["whole"]), found["types"])
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Keep it."""

@@ -51,5 +51,5 @@ def grows(before: pa.Schema, after: pa.Schema, added: Collection[str], widened: 
 def remedy(before: pa.DataType, after: pa.DataType) -> str:
     """What a user may set so that a column keeps its type, as the beginning of a sentence; empty for nothing."""
     if pa.types.is_string(before) and pa.types.is_decimal(after):
-        return 'set [enrich] numeric = "text", as it was with an earlier version, or '
+        return 'set [enrich] numeric = "text", or '
     return ""

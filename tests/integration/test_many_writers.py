@@ -125,7 +125,7 @@ async def test_a_thousand_positions_and_more_are_told_to_who_asks_for_everything
 async def test_a_stream_without_a_writer_answers_with_the_position_of_master(
     facts: Database, start_daemon: Callable[..., Any]
 ) -> None:
-    await facts.execute("DELETE FROM replicad.stream_writer")  # as an earlier version registered it
+    await facts.execute("DELETE FROM replicad.stream_writer")
     async with start_daemon() as daemon, AsyncExitStack() as stack:
         await daemon.publisher.find("facts")
         while not daemon.publisher.feeds["facts"].channel.boundary.positions:

@@ -153,7 +153,7 @@ async def test_a_pod_that_cannot_be_read_is_parked_and_the_others_go_on(
 
             async def read(*args: Any, **options: Any) -> Any:
                 found = await pods(*args, **options)
-                if {pod.seq for pod in found.pods} & {bad, worst}:
+                if {pod.seq for pod in found} & {bad, worst}:
                     client._link.close()  # type: ignore[union-attr]
                     raise error
                 return found

@@ -86,25 +86,6 @@ def test_a_crash_before_the_link_is_made_good_by_the_next_start_and_by_the_batch
     assert held(pd.read_parquet(tmp_path / "current").to_dict("records")) == {(1, 1): "a"}
 
 
-@pytest.mark.parametrize("crashed", [False, True])
-def test_a_folder_of_the_old_layout_is_converted(tmp_path: Path, *, crashed: bool) -> None:
-    sink = made(tmp_path)
-    put(sink, 0, changes({(1, 1): "old", (2, 1): "stays"}))
-    identity = sink.identity()
-    (tmp_path / "current").unlink()
-    (tmp_path / manifest.MANIFESTS).rename(tmp_path / "manifest")
-    if not crashed:
-        (tmp_path / manifest.DATA).rename(tmp_path / "data")
-    with pytest.raises(UsageError, match="of an earlier version, start its pipeline once"):
-        parquet.current(tmp_path)
-    converted = made(tmp_path)
-    put(converted, 1, changes({(1, 1): "new"}))
-    assert converted.identity() == identity
-    assert parquet_rows(tmp_path) == {(1, 1): "new", (2, 1): "stays"}
-    assert held(pd.read_parquet(tmp_path / "current").to_dict("records")) == parquet_rows(tmp_path)
-    assert not (tmp_path / "data").exists()
-
-
 def test_a_folder_with_a_current_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "current").mkdir()
     with pytest.raises(UsageError, match="current is not a link of a pipeline"):

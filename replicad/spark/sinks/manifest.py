@@ -226,22 +226,3 @@ def orphans(folder: Path, older_than: float) -> Iterator[Path]:
     for path in [*(folder / SNAPSHOTS).glob(".*"), *folder.glob(f".{CURRENT}.*")]:
         if path.lstat().st_mtime < older_than:
             yield path
-
-
-def is_old_layout(folder: Path) -> bool:
-    """Whether the folder was made before there was `current`: with `data` and `manifest`, which readers took for the
-    table.
-    """
-    try:
-        return any(map(_NAME.fullmatch, os.listdir(folder / "manifest"))) and not versions(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def convert(folder: Path) -> None:
-    """Give a folder of the old layout the present one. After a crash in the middle it is still of the old one."""
-    if (folder / "data").exists():
-        os.rename(folder / "data", folder / DATA)
-    with contextlib.suppress(FileNotFoundError):
-        (folder / MANIFESTS).rmdir()  # empty
-    os.rename(folder / "manifest", folder / MANIFESTS)

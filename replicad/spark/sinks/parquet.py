@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from replicad.errors import DownstreamError, EnvironmentRefused, UsageError
-from replicad.eventlog import get_logger
 from replicad.spark.enrich import Changes, conform
 from replicad.spark.places import local_path
 from replicad.spark.sinks import manifest
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 ROWS_PER_FILE = 50_000  # a changed row rewrites one file, which takes some tens of milliseconds at this size
 KEEP = 600.0  # seconds; a replaced file of 50,000 rows takes about 1 MB meanwhile
 _ORPHAN_AGE = 3600.0  # seconds after which a file without manifest must be from a crash, not from a slow task
-
-log = get_logger("replicad.spark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +65,6 @@ class ParquetSink(Sink):
     def prepare(self, shape: Shape) -> None:
         """Create the folder, refuse one with another table, and remove old files that a crash left."""
         try:
-            if manifest.is_old_layout(self.folder):
-                manifest.convert(self.folder)
-                log.warning("parquet_converted", folder=str(self.folder), read=str(self.folder / manifest.CURRENT))
             for name in (manifest.DATA, manifest.MANIFESTS, manifest.SNAPSHOTS):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -240,6 +234,5 @@ def read(spark: SparkSession, folder: Path | str) -> DataFrame:
 def _current(folder: Path | str) -> Manifest:
     found = manifest.latest(Path(folder))
     if found is None:
-        old = "; it is of an earlier version, start its pipeline once" if manifest.is_old_layout(Path(folder)) else ""
-        raise UsageError(f"{folder} has no table of a replicad pipeline{old}")
+        raise UsageError(f"{folder} has no table of a replicad pipeline")
     return found

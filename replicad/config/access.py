@@ -11,7 +11,6 @@ import fnmatch
 import hmac
 import ipaddress
 import re
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from replicad.config.declaring import parse_toml, read_toml
 from replicad.config.permissions import refuse_writable_by_others
 from replicad.errors import UsageError
 
@@ -107,6 +107,10 @@ class Client:
             found = self._decided[key] = self._decide(verb, name)
         return found
 
+    def may_somewhere(self, verb: str) -> bool:
+        """Whether a line of `allow` is about this verb."""
+        return any(rule.verb in (ANY, verb) for rule in self.allow)
+
     def _decide(self, verb: str, name: str | None) -> bool:
         if self.denied_by(verb, name) is not None:
             return False
@@ -187,21 +191,15 @@ def read_access(path: Path, verbs: Verbs, where: str = "--access-file") -> Acces
         UsageError: with the line or key, what is wrong, and what to do. All faults of the file are in the message.
     """
     refuse_writable_by_others(path, where)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{where}: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where}: {path} is not UTF-8 (byte {error.start + 1})") from error
-    return parse_access(text, verbs, f"{where}: {path}")
+    return _checked(read_toml(path, f"{where}: "), verbs, f"{where}: {path}")
 
 
 def parse_access(text: str, verbs: Verbs, where: str) -> AccessFile:
     """`read_access` for the text of a file."""
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{where} is not TOML: {error}") from error
+    return _checked(parse_toml(text.encode(), where), verbs, where)
+
+
+def _checked(found: Mapping[str, Any], verbs: Verbs, where: str) -> AccessFile:
     reader = _Reader(verbs)
     clients = reader.read(found)
     if reader.faults:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 from replicad.errors import UsageError
 from replicad.masking import mask_secrets
+from replicad.reading import MAX_FILE, Unreadable, read_toml_text
 
 T = TypeVar("T")
 
@@ -156,13 +156,25 @@ def load(
 
 
 def read_toml(path: Path, where: str = "") -> dict[str, Any]:
-    """The content of a TOML file. Raises UsageError, whose message begins with `where`, if it cannot be read."""
+    """The content of a TOML file, for every kind of file that replicad reads.
+
+    Raises:
+        UsageError: it cannot be read, or something in it is refused by `replicad.reading`; begins with `where`.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
     except OSError as error:
         raise UsageError(f"{where}{path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{where}{path} is not TOML: {error}") from error
+    return parse_toml(data, f"{where}{path}")
+
+
+def parse_toml(data: bytes, where: str) -> dict[str, Any]:
+    """`read_toml` for the content of a file."""
+    try:
+        return read_toml_text(data)
+    except Unreadable as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def load_object(path: str, where: str) -> Any:
@@ -246,7 +258,10 @@ def path(text: str) -> Path:
     """A path; `~` is the user's home folder."""
     if not text or "\0" in text:
         raise ValueError("give a path")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("no account of this machine has that home folder; give a path without ~") from None
 
 
 def choice_of(*names: str) -> Callable[[str], str]:

@@ -22,7 +22,7 @@ from replicad.config.access import ALL_RIGHTS, LIST, AccessFile, Client, Verbs, 
 from replicad.daemon.guesses import Guesses
 from replicad.daemon.service import Feature, HangUp
 from replicad.daemon.troubles import Troubles
-from replicad.errors import Forbidden, NotAuthorised, UsageError
+from replicad.errors import Forbidden, NotAuthorised, ReplicadError
 from replicad.protocol.command import Command
 from replicad.protocol.states import CloseReason
 
@@ -119,10 +119,14 @@ class AccessControl:
         """Read the access file again, for `replace`. None: there is none. Raises UsageError."""
         return None if self._file is None else read_access(self._file, self._verbs)
 
-    def keep(self, error: UsageError) -> None:
+    def keep(self, error: Exception) -> None:
         """Report that a file could not be read again, so that everything stays as it is."""
-        log.error("access_unchanged", error=str(error), remedy="mend the file and send SIGHUP again")
-        self._troubles.begin(*PLACE, f"reading it again failed, so nothing was changed: {error}", code=error.code)
+        known = isinstance(error, ReplicadError)
+        why = str(error) if known else f"unexpected {type(error).__name__}: {error}"
+        code = error.code if isinstance(error, ReplicadError) else type(error).__name__
+        fields = {"error": why, "remedy": "mend the file and send SIGHUP again"}
+        log.error("access_unchanged", **fields, **({} if known else {"exc_info": error}))
+        self._troubles.begin(*PLACE, f"reading it again failed, so nothing was changed: {why}", code=code)
 
     def replace(self, found: AccessFile | None) -> None:
         """Use what was read from now on, also for the open connections."""
@@ -305,6 +309,10 @@ class ClientAccess:
     def may(self, verb: str, name: str | None = None) -> bool:
         """Whether the client may do this to the stream or tube (None: the verb takes no name)."""
         return self.client is not None and self.client.may(verb, name)
+
+    def may_somewhere(self, verb: str) -> bool:
+        """Whether there may be a stream or tube to which the client may do this."""
+        return self.client is not None and self.client.may_somewhere(verb)
 
     def lists(self, name: str) -> bool:
         """Whether the client may know that there is a stream or tube of that name."""

@@ -309,15 +309,24 @@ def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
     if not access.limits_rights and handshakes is None:
         return False
     try:
+        _refuse_pipes(settings)
         tls, found = settings.ssl_context(), access.read_file()
-    except UsageError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the daemon goes on with what it has
         access.keep(error)
         return True
-    if handshakes is not None and tls is not None:
-        handshakes.use(tls)
-    access.replace(found)
+    with entrance.hub.troubles.contain_and_record("service", "access", "reload"):
+        if handshakes is not None and tls is not None:
+            handshakes.use(tls)
+        access.replace(found)
     log.info("reloaded", clients=None if found is None else len(found.clients), certificates=tls is not None)
     return True
+
+
+def _refuse_pipes(settings: ServerSettings) -> None:
+    """Raise UsageError for a file that is none: to read a pipe here would stop the daemon until somebody writes."""
+    for file in (settings.access_file, settings.tls_cert, settings.tls_key, settings.tls_client_ca):
+        if file is not None and file.exists() and not file.is_file():
+            raise UsageError(f"{file} is a pipe, a folder or a device; write a file there, to be read again by SIGHUP")
 
 
 @asynccontextmanager

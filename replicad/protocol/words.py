@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import enum
-import json
-import math
 import re
 from typing import Any
 
 from replicad.errors import RemoteProtocolError
+from replicad.reading import Unreadable, read_json
 
 MAX_WORD = 1024  # characters in any name: longer than real names, much shorter than a line
 MAX_INTEGER = (1 << 63) - 1  # bigint in Postgres
 MAX_SMALL = 2**31 - 1  # integer in Postgres
-MAX_NUMBER = 100  # characters of a number in JSON; Python refuses more than 4,300 digits, Postgres more than 131,072
 MAX_ERROR = 4096  # characters of an ERROR that we send; it may contain a driver's message, which may contain a row
 
 _INTEGER = re.compile(r"-?[0-9]{1,19}").fullmatch
@@ -22,7 +20,6 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # C0, DEL and C1
 BREAKS = re.compile(r"[\x00\n\r]")  # not allowed in any line
 _UNSENDABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 SURROGATES = re.compile(r"[\ud800-\udfff]")  # halves of characters, which UTF-8 cannot encode
-_UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")  # possible as escapes in JSON, but not in UTF-8 and Postgres
 
 
 class Side(enum.Flag):
@@ -101,48 +98,9 @@ def json_value(command: str, text: str) -> Any:
             key) with an escaped NUL or with half a character (a surrogate without its other half).
     """
     try:
-        value = _JSON.decode(text)
-    except RecursionError:
-        raise bad(command, "not valid JSON: it is nested too deeply") from None
-    except ValueError as error:
+        return read_json(text)
+    except Unreadable as error:
         raise bad(command, f"not valid JSON: {error}") from None
-    if "\\" in text and (string := _unstorable_string(value)) is not None:
-        raise bad(command, f"the string {string[:40]!a} in the JSON has a NUL or half a character; leave it out")
-    return value
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > MAX_NUMBER:
-        raise ValueError(f"a number has {len(digits)} characters, and up to {MAX_NUMBER} are allowed")
-    return int(digits)
-
-
-def _fraction(digits: str) -> float:
-    if len(digits) > MAX_NUMBER or not math.isfinite(float(digits)):
-        raise ValueError(f"the number {digits[:40]} is too long or too large")
-    return float(digits)
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is not a number of JSON")
-
-
-_JSON = json.JSONDecoder(parse_int=_whole, parse_float=_fraction, parse_constant=_no_number)
-
-
-def _unstorable_string(value: Any) -> str | None:
-    """A string or key in a JSON value that Postgres cannot store, or None."""
-    left = [value]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            if _UNSTORABLE.search(value):
-                return value
-        elif isinstance(value, dict):
-            left += [*value, *value.values()]
-        elif isinstance(value, list):
-            left += value
-    return None
 
 
 def decimal(value: float) -> str:

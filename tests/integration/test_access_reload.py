@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import ssl
 import subprocess
@@ -18,6 +19,12 @@ from .conftest import Netcat
 from .test_process_bounds import HANG, Served, serving
 
 SECRET = "a-secret-of-enough-characters"
+UNUSABLE = (
+    "a = " + "[" * 500 + "]" * 500,
+    "a = " + "9" * 5000,
+    "[client.x]\nconnections = 0x" + "f" * 5000,
+    "a." * 9999,
+)
 
 
 class Authority:
@@ -117,6 +124,17 @@ async def test_secrets_certificates_and_rights_are_changed_without_a_restart(dat
                 served.process.send_signal(signal.SIGHUP)
                 (kept,) = await served.wait_event("access_unchanged")
                 assert "is not TOML" in str(kept["error"])
+                for number, broken in enumerate(UNUSABLE, 2):
+                    file.write_text(broken)
+                    served.process.send_signal(signal.SIGHUP)
+                    found = await served.wait_event("access_unchanged", number)
+                    assert str(file) in str(found[-1]["error"])
+                file.unlink()
+                os.mkfifo(file, 0o600)
+                served.process.send_signal(signal.SIGHUP)
+                found = await served.wait_event("access_unchanged", len(UNUSABLE) + 2)
+                assert "is a pipe, a folder or a device" in str(found[-1]["error"])
+                file.unlink()
                 await client.send("REMOTE_SERVER_UP b")
                 await operator.until("REMOTE_SERVER_UP b")
 

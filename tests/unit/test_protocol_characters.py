@@ -11,7 +11,8 @@ from replicad.presence.commands import UserIp
 from replicad.protocol.command import Command
 from replicad.protocol.commands import Error, LockReleased, Name
 from replicad.protocol.connection import Connection
-from replicad.protocol.words import MAX_ERROR, MAX_NUMBER, Side, sendable
+from replicad.protocol.words import MAX_ERROR, Side, sendable
+from replicad.reading import MAX_NUMBER
 from replicad.streams.commands import Rdata
 from replicad.tubes.commands import Report
 from tests.strategies import any_of

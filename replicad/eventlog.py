@@ -11,12 +11,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from replicad.masking import mask_field
+
 
 class EventLogger:
     """Logs events to one logger of the standard library.
 
-    Each record's message is `event name=value ...`. It has the attributes `event` (a str) and `fields` (a dict) too,
-    for handlers that render them in another form.
+    Each record's message is `event name=value ...`. Values are masked and made visible as in the daemon's log
+    (`masking.mask_value`), so every handler can write them. It has the attributes `event` (a str) and `fields` (a dict)
+    too, for handlers that render them in another form.
     """
 
     def __init__(self, logger: logging.Logger, bound: Mapping[str, Any] | None = None) -> None:
@@ -50,7 +53,7 @@ class EventLogger:
     def _log(self, level: int, event: str, fields: dict[str, Any], *, exc_info: bool = False) -> None:
         if not self._logger.isEnabledFor(level):
             return
-        fields = {**self._bound, **fields}
+        fields = {name: mask_field(name, value) for name, value in {**self._bound, **fields}.items()}
         form = " ".join([event, *(f"{name}=%s" for name in fields)])
         extra = {"event": event, "fields": fields}
         self._logger.log(level, form, *fields.values(), exc_info=exc_info, extra=extra, stacklevel=3)

@@ -5,9 +5,15 @@ Knows how secrets are written, not where they come from.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 MASK = "***"
+_SECRET_FIELDS = frozenset({"password", "secret", "authorization", "auth_token"})
+_DEPTH = 4  # fields are flat or nearly so; deeper values are rendered by repr() and masked as text
+_NUMBER_BITS = 256  # of a whole number that is shown; one of thousands of digits cannot be rendered at all
 
 _PATTERNS = (
     # postgresql://user:password@host: greedy up to the last @ before the path, since passwords may hold one unescaped
@@ -35,13 +41,46 @@ def mask_secrets(text: str) -> str:
     return text
 
 
-# C0 (but tab and line feed), DEL, C1, line and paragraph separators, and what changes the direction of text.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+# C0 (but tab and line feed), DEL, C1, line and paragraph separators, what changes the direction of text, and halves of
+# characters, which cannot be encoded.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters written as `\u001b`: it cannot move a cursor, nor hide a part of itself.
+    r"""The text with control characters written as `\u001b`: it cannot move a cursor, nor hide a part of itself, and
+    every encoding of Unicode has it.
 
     JSON text keeps its meaning. Tabs and line feeds stay.
     """
     return _OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def mask_value(value: Any, depth: int = _DEPTH) -> Any:
+    """A copy of the value that JSON, a log and a terminal can have: secrets in its texts are masked, control characters
+    and halves of characters are made visible, and a number that JSON does not have becomes a text. Never raises.
+    """
+    if value is None or isinstance(value, (int, float)):
+        return _number(value)
+    if depth and isinstance(value, Mapping):
+        return {_text(key): mask_field(_text(key), item, depth - 1) for key, item in value.items()}
+    if depth and isinstance(value, (list, tuple, set, frozenset)):
+        return [mask_value(item, depth - 1) for item in value]
+    return _text(value)
+
+
+def mask_field(name: str, value: Any, depth: int = _DEPTH) -> Any:
+    """As `mask_value`. A field with the name of a secret is masked as a whole."""
+    return MASK if name in _SECRET_FIELDS else mask_value(value, depth)
+
+
+def _number(value: float | None) -> object:
+    if isinstance(value, int) and value.bit_length() > _NUMBER_BITS:
+        return f"a number of {value.bit_length()} bits"
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _text(value: object) -> str:
+    try:
+        return visible(mask_secrets(str(value)))
+    except Exception as error:  # noqa: BLE001 - an event is not lost because one of its values has no text
+        return f"a {type(value).__name__} that has no text ({type(error).__name__})"

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 import structlog
 
 from replicad.config.recent import RECENT
 from replicad.config.settings import LogSettings
-from replicad.masking import MASK, mask_secrets, visible
+from replicad.masking import mask_field, visible
 
-_SECRET_FIELDS = frozenset({"password", "secret", "authorization", "auth_token"})
 _FIRST = ("timestamp", "level", "event")
-_DEPTH = 4  # fields are flat or nearly so; deeper values are rendered by repr() and masked as text
 
 
 class QuietStream:
@@ -42,28 +40,12 @@ class QuietStream:
     debug = info = warning = error = critical = exception = msg = write
 
 
-def mask_value(value: Any, depth: int = _DEPTH) -> Any:
-    """A copy of the value with the secrets in its texts masked, and control characters made visible."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return visible(mask_secrets(value))
-    if depth and isinstance(value, Mapping):
-        return {str(key): mask_field(str(key), item, depth - 1) for key, item in value.items()}
-    if depth and isinstance(value, (list, tuple, set, frozenset)):
-        return [mask_value(item, depth - 1) for item in value]
-    return visible(mask_secrets(str(value)))
-
-
-def mask_field(name: str, value: Any, depth: int = _DEPTH) -> Any:
-    """As `mask_value`. A field with the name of a secret is masked as a whole."""
-    return MASK if name in _SECRET_FIELDS else mask_value(value, depth)
-
-
 def mask_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The structlog processor that masks secrets, and puts time, level and event first."""
+    """The structlog processor that makes everything in an event fit to be shown (`masking.mask_value`), for the log and
+    for the console; and puts time, level and event first.
+    """
     names = [*(name for name in _FIRST if name in event), *(name for name in event if name not in _FIRST)]
-    return {name: mask_field(name, event[name]) for name in names}
+    return {visible(name): mask_field(name, event[name]) for name in names}
 
 
 class FromLibraries(logging.Handler):

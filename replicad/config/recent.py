@@ -30,7 +30,9 @@ class Recent(NamedTuple):
 
 
 class RecentEvents:
-    """Keeps the last events. `note` is a structlog processor; it must come after the one that masks secrets."""
+    """Keeps the last events. `note` is a structlog processor; it must come after `logs.mask_event`, whose values JSON
+    can have.
+    """
 
     def __init__(self, kept: int = KEPT, now: Callable[[], float] = time.time) -> None:
         self._events = Newest(kept, Recent)

@@ -82,6 +82,9 @@ async def test_parked_entries_are_shown_and_put_back_by_who_may_do_it(
     word = bearer(f"ops.{SECRET}")
     pods = "SELECT count(*) FROM tube.few"
     async with start_daemon(access_file=tokens(tmp_path, '["status", "list few"]')) as daemon:
+        refused = await post(daemon.http, "no JSON at all", **word)
+        assert (refused.status, "may not replay anything" in refused) == (403, True), "before the body is read"
+    async with start_daemon(access_file=tokens(tmp_path, '["status", "list few", "replay other"]')) as daemon:
         shown = json.loads((await ask(daemon.http, "/parked?tube=few", **word)).text)
         assert [one["number"] for one in shown["parked"]] == few
         assert shown["parked"][0]["error"] == "refused: <b>1</b>"
@@ -128,8 +131,21 @@ async def test_pages_of_other_sites_and_odd_requests_change_nothing(database: Da
         ("{", 400), ([], 400), ({"tube": "orders"}, 400), ({"tube": "orders", "numbers": []}, 400),
         ({"tube": "orders", "numbers": numbers}, 400), ({"tube": "orders", "numbers": [True]}, 400),
         ({"tube": "orders", "numbers": [1 << 64]}, 400), (" " * (BODY + 1), 413),
+        ("[" * 8000, 400), ('{"a":' * 3000, 400), ("[" * 8000 + "]" * 8000, 400), ("9" * 5000, 400), ("1e999", 400),
+        ('{"tube": "\\ud800", "numbers": [1]}', 400), ('{"tube": "a\\u0000", "numbers": [1]}', 400),
+        ('{"\\udc00": 1, "tube": "orders", "numbers": [1]}', 400), ('{"tube": "a", "tube": "b", "numbers": [1]}', 400),
+        ("\xff", 400), ("NaN", 400), ({"tube": "o" * 9000, "numbers": [1]}, 404),
     ):  # fmt: skip
         assert (await post(daemon.http, body)).status == status, str(body)[:80]
+    for path in ("/parked?tube=a%00b", "/parked?tube=%ff", "/parked?tube=%ed%a0%80", "/events?after=0&after=1",
+                 "/a%00", "/events?after=%00", "/streams/a%00/rows", "/streams/events/live?after=%0a",
+                 "/livez?%00"):  # fmt: skip
+        refused = await ask(daemon.http, path)
+        assert refused.status in (400, 404), (path, refused.text)
+        assert not any(word in refused for word in ("Postgres", "replicad_", "/tmp", ".s.PGSQL")), path
+    shown = await ask(daemon.http, "/events")
+    assert shown.status == 200, "and whatever was sent, the console has its events"
+    assert not any(one["event"] == "unexpected_failure" for one in json.loads(shown.text)["events"])
     assert (await ask(daemon.http, "/replay")).status == 405
     shown = json.loads((await ask(daemon.http, "/parked?tube=orders")).text)
     assert [one["number"] for one in shown["parked"]] == numbers[:MOST_PARKED]

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicad.config.logs import mask_value
 from replicad.errors import UsageError
-from replicad.masking import visible
+from replicad.masking import mask_value, visible
 from replicad.terminal.failures import say
 from replicad.terminal.output import as_json_line, echo, print_rows, table
 from replicad.tubes.cli.content import _ranges, _read_ids

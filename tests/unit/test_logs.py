@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import replicad
-from replicad.config.logs import configure_logs, mask_value
+from replicad.config.logs import configure_logs
 from replicad.config.recent import RECENT
 from replicad.config.settings import LogSettings
 from replicad.eventlog import get_logger
-from replicad.masking import mask_secrets
+from replicad.masking import mask_secrets, mask_value
 
 words = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12)
 

@@ -6,7 +6,6 @@ the other pages.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from replicad.errors import ReplicadError, UnknownTube
 from replicad.operations.http.entry import NAMES, NO_NAME, Caller, Refused, is_address, no_such
 from replicad.operations.serving import REPLAY, STATUS
 from replicad.postgres.statements import call_value, statement
+from replicad.reading import Unreadable, read_json
 
 FILES = {
     "/console": ("console.html", "text/html"),
@@ -97,6 +97,7 @@ class Console:
         Needs the right `replay` on the tube. Refuses what a page of another site may have sent.
         """
         require_own_page(request.headers, open_to_all=self._host.access.open_to_all)
+        caller.require_somewhere(REPLAY)  # before the body is read
         tube, numbers = _wanted(await _body(request))
         caller.require_on(REPLAY, "tube", tube)
         with _asking_postgres(tube):
@@ -153,15 +154,18 @@ def require_own_page(headers: Headers, *, open_to_all: bool) -> None:
 
 async def _body(request: Request) -> Any:
     """The JSON of a request. Raises Refused."""
+    declared = request.headers.get("content-length", "")
+    if len(declared) > len(str(BODY)) or (declared.isdecimal() and int(declared) > BODY):
+        raise Refused(413, f"a request has at most {BODY} bytes")
     found = bytearray()
     async for piece in request.stream():
         found += piece
         if len(found) > BODY:
             raise Refused(413, f"a request has at most {BODY} bytes")
     try:
-        return json.loads(found)
-    except ValueError as error:
-        raise Refused(400, f"this is no JSON: {error}") from error
+        return read_json(found)
+    except Unreadable as error:
+        raise Refused(400, f"the body is no JSON that can be used: {error}") from error
 
 
 def _wanted(body: Any) -> tuple[str, list[int]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +22,7 @@ from replicad.protocol.states import CloseReason
 
 NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"
 NO_NAME = "without a secret (--token-file, --access-file) use an address or localhost in place of a host's name"
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\ufffd\ud800-\udfff]")  # in place of what is no UTF-8 comes U+FFFD
 NAMES = ("stream", "tube")  # labels and kinds with a name that a client may not know
 CHANGED = "the operator has changed the rights of this client while it was answered; ask again"
 
@@ -84,6 +87,14 @@ class Caller:
         except Forbidden as error:
             raise Refused(403, str(error)) from error
 
+    def require_somewhere(self, verb: str) -> None:
+        """Raise Refused if there is no stream or tube on which the caller may use this verb."""
+        if self._unknown is not None:
+            raise self._unknown
+        if not self._access.may_somewhere(verb):
+            add = f'the operator can add "{verb} NAME" to [client.{self.name}]'
+            raise Refused(403, f"client {self.name} may not {verb} anything; {add}")
+
     def require_on(self, verb: str, kind: str, name: str) -> None:
         """Raise Refused if the caller may not do this to the stream or tube; 404 if it may not know the name."""
         if not self.may_ask(verb, kind, name):
@@ -127,6 +138,18 @@ def _unknown(control: AccessControl, access: ClientAccess, request: Request) -> 
     return Refused(403, NO_NAME) if server.is_loopback and host and not is_address(host) else None
 
 
+def _refuse_controls(request: Request) -> None:
+    """Refuse an address with a character that no name, token or number has, so that no page has to think of it. Some of
+    them Postgres refuses as well, with a text that is not for callers.
+    """
+    parameters = request.query_params.multi_items()
+    for text in (request.scope["path"], *chain.from_iterable(parameters)):
+        if (found := _UNFIT.search(text)) is not None:
+            raise Refused(400, f"bad_request: the address has the character U+{ord(found.group()):04X}; leave it out")
+    if len(dict(parameters)) < len(parameters):
+        raise Refused(400, "bad_request: the address has a parameter twice; give it once")
+
+
 class _Asking:
     """What `ClientAccess` needs of a session: here it lasts for one request. `scope` is cancelled, and `why` says why,
     when the client loses its access or gets other rights. So nothing is answered by rights that the client had before.
@@ -159,6 +182,7 @@ async def calling(control: AccessControl, request: Request) -> AsyncIterator[Cal
     Raises:
         Refused: the word is wrong, the client has too many connections, or its rights were changed in the block.
     """
+    _refuse_controls(request)
     state = request.scope["state"]
     access = control.enter(state["peer"], state["certificate"])
     kind, _, word = request.headers.get("authorization", "").partition(" ")

@@ -169,6 +169,9 @@ class ModelRedis:
                 return b"-ERR AUTH <password> called without any password configured for the default user.\r\n"
             case "PUBLISH", [channel, message]:
                 return b":%d\r\n" % self.publish(channel, message)
+            case "HSET", [key, part, value]:
+                self.hashes[key][part] = value
+                return b":1\r\n"
             case "HGET", [key, part]:
                 value = self.hashes[key].get(part)
                 return b"$-1\r\n" if value is None else _bulk(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from replicad.client.sockets import Target
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     import trio
 
 
-def open_target(url: str, target: Target, nursery: trio.Nursery, daemon: str | None) -> Target:
+def open_target(url: str, target: Target, nursery: trio.Nursery, daemon: str | Sequence[str] | None) -> Target:
     """The target for a URL, from `target`, which has everything but an address. `daemon`: where to ask by TCP.
 
     Raises:

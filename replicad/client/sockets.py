@@ -92,7 +92,7 @@ def _connect(target: Target, deadline: float, clock: Callable[[], float]) -> soc
     except BaseException as error:
         if sock is not None:
             sock.close()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | UnicodeError):  # UnicodeError: the name cannot be looked up
             raise ConnectionLost(f"no connection to {target}: {reason(error)}") from error
         raise
     return sock

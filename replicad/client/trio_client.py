@@ -8,7 +8,7 @@ request.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar, Unpack, overload
 
@@ -50,14 +50,15 @@ async def open_client(
     answer_timeout: float = 60.0,
     keepalive: bool = True,
     timing: Timing | None = None,
-    daemon: str | None = None,
+    daemon: str | Sequence[str] | None = None,
 ) -> AsyncIterator[TrioClient]:
     """A client of one daemon, for the length of the block; the arguments are those of `BlockingClient`.
 
     `host` may be a URL instead, without a port: `redis://[[user]:password@]host[:port][/database]`, or `rediss://` with
     TLS. Then `server_name` is needed. Streams are followed over Redis, with the same events and tokens; all requests,
-    and rows that were missed, go by TCP (`tls`, `token`) to `daemon` (HOST:PORT), or to the one that is announced in
-    Redis. See docs/transports.md.
+    and rows that were missed, go by TCP (`tls`, `token`) to `daemon`: HOST:PORT, or several of them, of which the one
+    that is announced in Redis is taken. Without `daemon`, and so without `token`, it is whichever is announced. See
+    docs/transports.md.
 
     Nothing is connected before the first request; at the end of the block everything is closed.
 

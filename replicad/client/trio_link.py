@@ -68,7 +68,7 @@ async def connect(target: Target) -> trio.abc.Stream:
         if target.tls is not None:
             stream = trio.SSLStream(stream, target.tls, server_hostname=target.host, https_compatible=True)
             await stream.do_handshake()
-    except (OSError, trio.BrokenResourceError) as error:
+    except (OSError, UnicodeError, trio.BrokenResourceError) as error:  # UnicodeError: the name cannot be looked up
         if stream is not None:
             await trio.aclose_forcefully(stream)
         raise ConnectionLost(f"no connection to {target}: {_why(error)}") from error

@@ -70,6 +70,8 @@ def parse_address(text: str) -> Address:
             raise ValueError(f"{host} is not an IPv6 address") from None
     elif not re.fullmatch(r"[0-9]{1,5}", port) or not _HOST.fullmatch(host):
         raise ValueError("give HOST:PORT such as 127.0.0.1:9009, localhost:9009 or [::1]:9009")
+    elif any(not 0 < len(label) < 64 for label in host.removesuffix(".").split(".")):
+        raise ValueError(f"{host[:80]} is no name of a host: between its dots are 1 to 63 characters")
     if int(port) > 65535:
         raise ValueError(f"a port is at most 65535, not {port}")
     return Address(host, int(port))

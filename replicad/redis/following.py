@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+import structlog
 import trio
 
 from replicad.client.sockets import Target
 from replicad.client.trio_link import connect
-from replicad.config.settings import parse_server
+from replicad.config.settings import Address, parse_server
 from replicad.errors import ConnectionLost, RedisUnavailable, UsageError
 from replicad.redis.address import parse_redis
 from replicad.redis.link import RedisLink, open_redis
@@ -19,12 +21,16 @@ from replicad.redis.switch import SILENCE, Switch
 
 PATIENCE = 2.0  # seconds for Redis to say where a daemon is, if we know of one
 
+log = structlog.get_logger()
 
-def open_target(url: str, target: Target, nursery: trio.Nursery, daemon: str | None) -> Target:
-    """The target of a client over Redis. `daemon`: HOST:PORT of a daemon; without it, what a daemon announces in Redis.
+
+def open_target(url: str, target: Target, nursery: trio.Nursery, daemon: str | Sequence[str] | None) -> Target:
+    """The target of a client over Redis. `daemon`: HOST:PORT of a daemon, or of several, of which the one that is
+    announced in Redis is taken; without it, whatever is announced there, to which no secret is sent.
 
     Raises:
-        UsageError: the URL, the address or the name of the server is missing or cannot be used.
+        UsageError: the URL, an address or the name of the server is missing or cannot be used; or there is a secret
+            and no daemon to which it may be sent.
     """
     return RedisTransport(url, target, nursery, daemon, SILENCE).target
 
@@ -32,17 +38,22 @@ def open_target(url: str, target: Target, nursery: trio.Nursery, daemon: str | N
 class RedisTransport:
     """Makes the connections of one client."""
 
-    def __init__(self, url: str, target: Target, nursery: trio.Nursery, daemon: str | None, silence: float) -> None:
+    def __init__(
+        self, url: str, target: Target, nursery: trio.Nursery, daemon: str | Sequence[str] | None, silence: float
+    ) -> None:
         if target.us.server_name is None:
             raise UsageError("a client over Redis needs server_name, which is the name of the channel")
+        if target.us.token is not None and not daemon:
+            raise UsageError(
+                "whoever may write to Redis could have the token sent to an address of his own: name the daemons that "
+                "may have it, by daemon='db1:9009' or daemon=['db1:9009', 'db2:9009']"
+            )
         self._redis = parse_redis(url)
         self._server = target.us.server_name
         self._tcp = target
         self._nursery = nursery
-        self._given = daemon is not None
-        self._address: str | None = daemon  # where a daemon is; the last one that was announced
-        if daemon is not None:
-            self._parsed(daemon)
+        self._given = tuple(_given(one) for one in ([daemon] if isinstance(daemon, str) else daemon or ()))
+        self._address = self._given[0] if self._given else None  # where a daemon is; the last one that was announced
         self._silence = silence
         self.target = replace(target, host=f"{self._server} over {self._redis}", port=0, dial=self._dial)
 
@@ -56,6 +67,7 @@ class RedisTransport:
             connect=self._connect,
             connect_redis=self._connect_redis,
             silence=self._silence,
+            named=not self._given,
         )
         self._nursery.start_soon(switch.run)
         return ours
@@ -64,37 +76,53 @@ class RedisTransport:
         return await open_redis(self._redis, name=self._tcp.us.name)
 
     async def _connect(self) -> trio.abc.Stream:
-        host, port = self._parsed(await self._find())
-        return await connect(replace(self._tcp, host=host, port=port, dial=None))
+        found = await self._find()
+        try:
+            return await connect(replace(self._tcp, host=found.host, port=found.port, dial=None))
+        except ConnectionLost:
+            if found in self._given:  # the next of them, if Redis names none
+                self._address = self._given[(self._given.index(found) + 1) % len(self._given)]
+            raise
 
-    async def _find(self) -> str:
+    async def _find(self) -> Address:
         """The address of a daemon. Raises ConnectionLost and RedisRefused."""
-        if not self._given:
+        if len(self._given) != 1:
             try:
                 with trio.move_on_after(inf if self._address is None else PATIENCE):
                     self._address = await self._announced() or self._address
             except RedisUnavailable:
                 if self._address is None:
                     raise
-        if not self._address:
+        if self._address is None:
             raise ConnectionLost(
                 f"no daemon announces its address for {self._server} in {self._redis}: start `replicad serve --redis` "
                 "with --redis-announce HOST:PORT, or give daemon=HOST:PORT"
             )
         return self._address
 
-    async def _announced(self) -> str | None:
+    async def _announced(self) -> Address | None:
+        """What Redis names, if the program allows it. Raises RedisUnavailable and RedisRefused."""
         link = await self._connect_redis()
         try:
-            found = await link.call("HGET", key_of(self._server), "address")
+            text = await link.call_text("HGET", key_of(self._server), "address")
         finally:
             await link.aclose()
-        return found.decode() if found else None
-
-    @staticmethod
-    def _parsed(address: str) -> tuple[str, int]:
+        if not text:
+            return None
         try:
-            found = parse_server(address)
+            found = parse_server(text)
         except ValueError as error:
-            raise UsageError(f"{address[:100]!r} is not the address of a daemon: {error}") from None
-        return found.host, found.port
+            raise RedisUnavailable(
+                f"{self._redis} names {text[:100]!a} as the address of a daemon, which is none: {error}"
+            ) from None
+        if self._given and found not in self._given:
+            log.warning("redis_names_other_daemon", server=self._server, address=str(found))
+            return None
+        return found
+
+
+def _given(text: str) -> Address:
+    try:
+        return parse_server(text)
+    except ValueError as error:
+        raise UsageError(f"{text[:100]!r} is not the address of a daemon: {error}") from None

@@ -17,7 +17,7 @@ import trio
 from replicad.client.refusals import refusal
 from replicad.daemon.inside import Inside
 from replicad.daemon.troubles import Troubles
-from replicad.errors import ConnectionLost, ReplicadError, ServerStopping
+from replicad.errors import ConnectionLost, RemoteProtocolError, ReplicadError, ServerStopping
 from replicad.nurseries import open_plain_nursery
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import LockReleased, Name, RemoteServerUp
@@ -116,8 +116,8 @@ class Hearing:
         try:
             if len(line) > self._max_line:
                 raise LineTooLong(f"a line may have at most {self._max_line} bytes")
-            command = self._vocabulary.parse(line.decode(), Side.CLIENT)
-        except (ReplicadError, UnicodeDecodeError) as error:
+            command = self._vocabulary.parse(_text(line), Side.CLIENT)
+        except ReplicadError as error:
             self.refused += 1
             self._troubles.record("service", "redis", "line", error)
             return
@@ -167,3 +167,10 @@ class Hearing:
                     if not isinstance(error, ServerStopping):
                         self.refused += 1
                         self._troubles.record("service", "redis", "command", error)
+
+
+def _text(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise RemoteProtocolError(f"a line that is not UTF-8 (byte {error.start + 1}): {line[:60]!a}") from None

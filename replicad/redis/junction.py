@@ -33,6 +33,8 @@ class _Stream:
     linear: bool = False
     epoch: bytes = b""  # as WRITERS had it on TCP
     numbers: frozenset[bytes] = frozenset()  # `writer=number`, likewise
+    encoded: bytes = field(init=False)  # the name as lines have it
+    rows: bytes = field(init=False)  # the begin of every row
     have: dict[bytes, int] = field(default_factory=dict)  # the position of each writer that the follower has
     torn: dict[bytes, int] = field(default_factory=dict)  # the rows of batches that are not complete, by writer
     joined: bool = False
@@ -42,6 +44,10 @@ class _Stream:
     sync: dict[bytes, int] | None = None  # the last complete sync, while not joined
     kept: list[bytes] = field(default_factory=list)  # lines after it
     kept_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.encoded = self.name.encode()
+        self.rows = b"RDATA %s " % self.encoded
 
     def names(self) -> set[bytes]:
         """The listed writers."""
@@ -84,7 +90,7 @@ class Junction:
         if line == b"STREAMS":
             self._unanswered += 1
         elif words[0] == b"REPLICATE" and len(words) > 1:
-            name = words[1].decode()
+            name = words[1].decode(errors="replace")
             self._streams[name] = _Stream(name, linear=words[-1] == b"linear")
         elif not line.startswith(_OWN):
             self._plain = False
@@ -94,7 +100,7 @@ class Junction:
         found: list[bytes] = []
         for line in lines:
             words = line.split(b" ", 4)
-            stream = self._streams.get(words[1].decode()) if len(words) > 2 else None
+            stream = self._streams.get(words[1].decode(errors="replace")) if len(words) > 2 else None
             if words[0] == b"STREAMS":
                 self._unanswered -= 1
             if stream is None or words[0] not in (b"RDATA", b"POSITION", b"WRITERS"):
@@ -121,6 +127,8 @@ class Junction:
         if stream is None or stream.linear:
             return []
         try:
+            if stream.joined and line.startswith(stream.rows):
+                return _row(stream, line)
             return self._redis_line(stream, line, now)
         except ValueError as error:
             raise Missed(f"Redis says of stream {name} what is no line: {line[:100]!a}") from error
@@ -153,24 +161,19 @@ class Junction:
             stream.coming = None
 
     def _joined_line(self, stream: _Stream, line: bytes) -> list[bytes]:
+        if line.startswith(stream.rows):
+            return _row(stream, line)
         words = line.split(b" ", 4)
+        if len(words) > 1 and words[1] != stream.encoded:
+            raise Missed(f"on the channel of stream {stream.name} is a line of another: {line[:100]!a}")
         match words:
-            case [b"RDATA", _, writer, token, _]:
-                if writer not in stream.have:
-                    raise Missed(f"stream {stream.name} has a new writer")
-                if token == _BATCH:
-                    stream.torn[writer] = stream.torn.get(writer, 0) + 1
-                else:
-                    stream.torn.pop(writer, None)
-                    stream.have[writer] = max(int(token), stream.have[writer])
-                return [line]
             case [b"BATCH", _, writer, rows]:
                 if stream.torn.get(writer, 0) != int(rows):
                     raise Missed(f"rows of a batch of stream {stream.name} are missing")
                 return []
             case [b"POSITION", _, writer, prev, new]:
                 stream.coming = None
-                return [line] if _moves(stream, writer, int(prev), int(new)) else []
+                return [line] if _moves(stream, writer, _number(prev), _number(new)) else []
             case [b"WRITERS", _, epoch, *_]:
                 if (epoch, _numbers(line)) != (stream.epoch, stream.numbers):
                     raise Missed(f"the writers or the generation of stream {stream.name} have changed")
@@ -193,6 +196,31 @@ def _note(stream: _Stream, words: list[bytes]) -> None:
         case [b"WRITERS", _, epoch, *_]:
             stream.epoch, stream.numbers = epoch, _numbers(b" ".join(words))
             stream.have.clear()  # the POSITION of each writer follows
+
+
+def _row(stream: _Stream, line: bytes) -> list[bytes]:
+    """A row of a stream that comes by Redis. Raises Missed, and ValueError for what is no row."""
+    _, _, writer, token, _ = line.split(b" ", 4)
+    have = stream.have.get(writer)
+    if have is None:
+        raise Missed(f"stream {stream.name} has a new writer")
+    if token == _BATCH:
+        stream.torn[writer] = stream.torn.get(writer, 0) + 1
+        return [line]
+    if stream.torn:
+        stream.torn.pop(writer, None)
+    number = int(token) if token.isdigit() and len(token) < 19 else _number(token)
+    if number > have:
+        stream.have[writer] = number
+    return [line]
+
+
+def _number(text: bytes) -> int:
+    """A position. Raises ValueError for what a daemon would not write: blanks, underscores, more than 64 bits."""
+    found = int(text)
+    if b"%d" % found != text or abs(found) >= 1 << 63:
+        raise ValueError
+    return found
 
 
 def _numbers(line: bytes) -> frozenset[bytes]:

@@ -1,4 +1,7 @@
-"""One connection to Redis on trio. `hiredis` packs and parses; this file opens, waits and gives up in time.
+"""One connection to Redis on trio. `hiredis` packs, `resp` reads; this file opens, waits and gives up in time.
+
+Whatever Redis sends that is no answer to us ends the connection by RedisUnavailable, which says what it was (`_odd`).
+The owner connects again after a pause.
 
 A connection either asks (`call`, `call_all`) or, after `subscribe`, receives. Nothing is queued here: what the owner
 does not take stays in the socket, and Redis ends the connection of a subscriber for which it has to keep too much.
@@ -14,14 +17,21 @@ import hiredis
 import trio
 
 from replicad.errors import RedisRefused, RedisUnavailable, ReplicadError
+from replicad.masking import visible
+from replicad.reading import Unreadable
 from replicad.redis.address import RedisAddress
-from replicad.streams.chunks import MAX_ROW
+from replicad.redis.resp import NOTHING, RespReader
 
 CONNECT_TIMEOUT = 5.0  # seconds, with TLS and the password
 ANSWER_TIMEOUT = 5.0  # seconds for all answers to what was sent together
 READ_BYTES = 1 << 16
-MOST_BYTES = MAX_ROW + (1 << 20)  # of one message or answer: the longest row with what is around it
-_BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, ssl.SSLError, OSError)
+_BROKEN = (
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    ssl.SSLError,
+    OSError,
+    UnicodeError,
+)  # the last: of a name
 _PASSING = ("LOADING", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "BUSY", "READONLY")  # the next try may be answered
 
 Word = str | bytes | int
@@ -29,7 +39,7 @@ Word = str | bytes | int
 
 def refused(address: RedisAddress, error: Exception) -> ReplicadError:
     """Our exception for an error reply."""
-    text = str(error)
+    text = " ".join(visible(str(error)[:1000]).split())
     code = text.partition(" ")[0]
     if code in ("NOAUTH", "WRONGPASS") or "invalid password" in text or "without any password" in text:
         remedy = "give the password in the URL or by REPLICAD_REDIS_PASSWORD, and the user in the URL"
@@ -48,8 +58,7 @@ class RedisLink:
         self.address = address
         self._stream = stream
         self._timeout = timeout
-        self._reader = hiredis.Reader()
-        self._unparsed = 0  # bytes that the reader has kept since it gave something, about
+        self._reader = RespReader()
 
     async def call(self, *words: Word) -> Any:
         """The answer to one command. Raises RedisUnavailable and RedisRefused."""
@@ -57,6 +66,19 @@ class RedisLink:
         if isinstance(answer, hiredis.ReplyError):
             raise refused(self.address, answer)
         return answer
+
+    async def call_text(self, *words: Word) -> str | None:
+        """`call` for a command that is answered by a text or by nothing."""
+        answer = await self.call(*words)
+        if answer is None:
+            return None
+        try:
+            if isinstance(answer, bytes):
+                return answer.decode()
+        except UnicodeDecodeError:
+            pass
+        await self.aclose()
+        raise self._odd(f"answered {words[0]!s} by {_shown(answer)}, which is no text")
 
     async def call_all(self, commands: Sequence[tuple[Word, ...]]) -> list[Any]:
         """The answers to several commands, which are sent together; error replies are among them as exceptions.
@@ -88,8 +110,13 @@ class RedisLink:
                 answer = await self._next()
                 if isinstance(answer, hiredis.ReplyError):
                     raise refused(self.address, answer)
-                if answer[0] == b"subscribe":
-                    wanted.discard(answer[1])
+                match answer:
+                    case [b"subscribe", bytes(channel), int()]:
+                        wanted.discard(channel)
+                    case [b"message", bytes(), bytes()]:
+                        pass  # of a channel that is confirmed already; what is not confirmed is not relied on
+                    case _:
+                        raise self._odd(f"answered SUBSCRIBE by {_shown(answer)}")
         if scope.cancelled_caught:
             raise RedisUnavailable(f"{self.address} did not confirm a subscription within {self._timeout:g} s")
 
@@ -103,12 +130,25 @@ class RedisLink:
         A cancelled call loses nothing. Raises RedisUnavailable.
         """
         found: list[tuple[bytes, bytes]] = []
-        answer = await self._next()  # some may have come together with what was read before
-        while answer is not False:
-            if type(answer) is list and answer[0] == b"message":
-                found.append((answer[1], answer[2]))
-            answer = self._parse()
+        while not (answers := self._replies()):
+            self._feed(await self._receive())
+        for answer in answers:
+            if type(answer) is list and len(answer) == 3:
+                kind, channel, line = answer
+                if kind == b"message" and type(line) is bytes and type(channel) is bytes:
+                    found.append((channel, line))
+                    continue
+            self._pass_over(answer)
         return found
+
+    def _pass_over(self, answer: Any) -> None:
+        """What comes to a subscriber beside messages. Raises for what cannot."""
+        match answer:
+            case [b"subscribe" | b"unsubscribe", bytes() | None, int()] | [b"pong", bytes()]:
+                return
+        if isinstance(answer, hiredis.ReplyError):
+            raise refused(self.address, answer)
+        raise self._odd(f"sent a subscriber {_shown(answer)}")
 
     async def aclose(self) -> None:
         """Close it at once; safe to repeat."""
@@ -135,26 +175,33 @@ class RedisLink:
     def _lost(self, error: BaseException) -> RedisUnavailable:
         return RedisUnavailable(f"the connection to {self.address} broke: {error.__cause__ or error}")
 
+    def _odd(self, what: str) -> RedisUnavailable:
+        return RedisUnavailable(f"{self.address} does not answer as a Redis does: it {what}")
+
     async def _next(self) -> Any:
-        while (answer := self._parse()) is False:
+        while (answer := self._reply()) is NOTHING:
             self._feed(await self._receive())
         return answer
 
     def _feed(self, data: bytes) -> None:
-        self._unparsed += len(data)
-        if self._unparsed > MOST_BYTES:  # any process may publish up to 512 MB, and the reader would keep all of it
-            raise RedisUnavailable(f"{self.address} sent a message of over {MOST_BYTES} bytes, which is not read")
-        self._reader.feed(data)
-
-    def _parse(self) -> Any:
-        """The next answer; False if it is not complete."""
         try:
-            answer = self._reader.gets()
-        except hiredis.ProtocolError as error:
-            raise RedisUnavailable(f"{self.address} does not speak the protocol of Redis: {error}") from error
-        if answer is not False:
-            self._unparsed = 0
-        return answer
+            self._reader.feed(data)
+        except Unreadable as error:
+            raise self._odd(f"sent {error}") from error
+
+    def _reply(self) -> Any:
+        """The next answer; NOTHING if it is not complete."""
+        try:
+            return self._reader.reply()
+        except Unreadable as error:
+            raise self._odd(f"sent {error}") from error
+
+    def _replies(self) -> list[Any]:
+        """All answers that are complete."""
+        try:
+            return self._reader.replies()
+        except Unreadable as error:
+            raise self._odd(f"sent {error}") from error
 
 
 async def open_redis(address: RedisAddress, *, name: str, timeout: float = ANSWER_TIMEOUT) -> RedisLink:
@@ -187,6 +234,13 @@ async def open_redis(address: RedisAddress, *, name: str, timeout: float = ANSWE
         await _close(stream)
         raise
     return link
+
+
+def _shown(answer: Any) -> str:
+    """An answer in a message: bounded, and without recursion."""
+    if isinstance(answer, list):
+        return f"a list of {len(answer)} values"
+    return repr(answer)[:100] if isinstance(answer, (bytes, int, type(None))) else f"a {type(answer).__name__}"
 
 
 def _pack(words: tuple[Word, ...]) -> bytes:

@@ -20,6 +20,7 @@ from replicad.redis.junction import Junction, Missed
 from replicad.redis.link import RedisLink
 from replicad.redis.messages import stream_channel
 from replicad.retry import Backoff
+from replicad.streams.chunks import MAX_ROW
 
 SILENCE = 10.0  # seconds without a sync, after which rows are asked for by TCP again: several of them
 READ_BYTES = 1 << 16
@@ -41,14 +42,18 @@ class Switch:
         connect: Callable[[], Awaitable[trio.abc.Stream]],
         connect_redis: Callable[[], Awaitable[RedisLink]],
         silence: float = SILENCE,
+        named: bool = False,
     ) -> None:
-        """`follower`: the far end of its connection. `daemon`: connected; `connect` makes another one."""
+        """`follower`: the far end of its connection. `daemon`: connected; `connect` makes another one. `named`: Redis
+        has named it, and may be wrong.
+        """
         self._follower = follower
         self._daemon: trio.abc.Stream | None = daemon
         self._server = server
         self._connect = connect
         self._connect_redis = connect_redis
         self._silence = silence
+        self._named = named
         self._junction = Junction()
         self._introduction: list[bytes] = []
         self._subscribed = trio.Event()  # there is a stream whose channel is of use
@@ -71,6 +76,8 @@ class Switch:
             log.info("redis_left", server=self._server, reason=str(leaves(missed)[0]))
         except* (ReplicadError, *_BROKEN) as errors:
             log.debug("redis_connection_ends", server=self._server, reason=str(leaves(errors)[0]))
+        except* Exception as errors:  # the follower connects again; its program does not end
+            log.exception("redis_connection_failed", server=self._server, exc_info=leaves(errors)[0])
         finally:
             for stream in (self._follower, self._daemon):
                 if stream is not None:
@@ -108,11 +115,16 @@ class Switch:
 
     async def _from_daemon(self, daemon: trio.abc.Stream, again: bool) -> None:
         """Pass lines on until the streams come by Redis. `again`: not the first connection, so SERVER is not news."""
-        rest = b""
+        rest, begun = b"", not self._named
         try:
             with self._leaving:
                 while data := await daemon.receive_some(READ_BYTES):
                     *lines, rest = (rest + bytes(data)).split(b"\n")
+                    if len(rest) > MAX_ROW:
+                        raise ConnectionLost(f"the daemon sent a line of over {MAX_ROW} bytes")
+                    if not begun and (lines or rest):
+                        begun = bool(lines)
+                        self._check_first(lines[0] if lines else rest, whole=begun)
                     async with self._sending:
                         found = self._junction.from_daemon(lines)
                         if again:
@@ -125,6 +137,13 @@ class Switch:
                 await trio.aclose_forcefully(daemon)
         if self._junction.needs_tcp:
             raise ConnectionLost("the daemon closed the connection")
+
+    def _check_first(self, line: bytes, *, whole: bool) -> None:
+        """Raise ConnectionLost if no daemon of this server begins so. The follower would take it for final."""
+        wanted = f"SERVER {self._server}".encode()
+        if line.startswith(b"ERROR ") or (line.removesuffix(b"\r") == wanted if whole else wanted.startswith(line)):
+            return
+        raise ConnectionLost(f"what Redis names is no daemon of {self._server}: it says {line[:60]!a}")
 
     async def _try_join(self) -> None:
         """Join what can be joined. With that the first connection to the daemon ends; a later one is kept."""
@@ -166,10 +185,31 @@ class Switch:
                     now = trio.current_time()
                     found: list[bytes] = []
                     for channel, line in messages:
-                        found += self._junction.from_redis(channels[channel], line, now)
-                    await self._give(found)
+                        if (name := channels.get(channel)) is not None:
+                            found += self._junction.from_redis(name, line, now)
+                    if found:
+                        await self._follower.send_all(_joined(found) + b"\n")
                     if self._junction.silent(now, self._silence):
                         raise Missed(f"no daemon has published to {link.address} for {self._silence:g} s")
                     await self._try_join()
         finally:
             await link.aclose()
+
+
+def _joined(lines: list[bytes]) -> bytes:
+    """Lines of Redis in one piece.
+
+    Raises:
+        Missed: one of them is none: the follower would take it for a fault of the daemon, or for several lines.
+    """
+    whole = b"\n".join(lines)
+    if len(whole) > MAX_ROW and max(map(len, lines)) > MAX_ROW:
+        raise Missed(f"Redis has a line of over {MAX_ROW} bytes")
+    if whole.count(b"\n") != len(lines) - 1 or b"\r" in whole or b"\0" in whole:
+        raise Missed("Redis has a line with a line end or a NUL in it")
+    if not whole.isascii():
+        try:
+            whole.decode()
+        except UnicodeDecodeError as error:
+            raise Missed(f"Redis says what is not UTF-8: {whole[error.start : error.start + 20]!a}") from None
+    return whole

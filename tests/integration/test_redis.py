@@ -10,7 +10,7 @@ import re
 import signal
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,21 @@ import trio
 from replicad.client.events import Disconnected, RowBatch
 from replicad.client.trio_client import open_client
 from replicad.config.settings import Address
-from replicad.errors import ConnectionLost, DatabaseUnavailable, RedisRefused, RedisUnavailable, RowUnreadable
+from replicad.errors import (
+    ConnectionLost,
+    DatabaseUnavailable,
+    RedisRefused,
+    RedisUnavailable,
+    RowUnreadable,
+    UsageError,
+)
 from replicad.postgres.bridge import Database
 from replicad.presence.book import PresenceBook
 from replicad.redis import following
 from replicad.redis.address import parse_redis
 from replicad.redis.figures import RedisFigures
 from replicad.redis.link import RedisLink, open_redis
-from replicad.redis.messages import BOTH, Step
+from replicad.redis.messages import BOTH, Step, key_of
 from replicad.redis.outlet import RedisOutlet
 from replicad.redis.pace import Pace
 from replicad.streams import registry
@@ -40,9 +47,23 @@ from tests.redis_servers import PROGRAM, WHY_NOT, ModelRedis, RealRedis, free_po
 from .conftest import netcat_to
 
 SERVER = "example.org"
+SECRET = "a-secret-of-enough-characters"
 QUICK = Pace(
     ttl=1.2, look=0.05, renew=0.1, sync=0.2, snapshot=0.05, give_up=0.5, retry=0.02, longest_retry=0.1, answer=0.5,
     silence=1.0,
+)  # fmt: skip
+
+# What somebody says on the channel of a stream, each of which must only send the follower back to the daemon.
+NONSENSE: tuple[str | bytes, ...] = (
+    "RDATA events w1 x {}", "POSITION events w1 9 9", "what\nis this", "", "RDATA events w1 9_9 {}",
+    "RDATA other w1 99 {}", "RDATA events w1 99 {}\nERROR not_authorised: go", b"RDATA events w1 99 \xff",
+    "RDATA events w1 99 \0",
+    f"RDATA events w1 {'9' * 30} {{}}", f"POSITION events w1 {'9' * 5000} 1",
+)  # fmt: skip
+# What somebody writes into the hash in Redis as the address of a daemon.
+ADDRESSES: tuple[str | bytes, ...] = (
+    b"\xff\xfe", "db1:99999", "a..b:9009", f"{'x' * 70}.example:9009", "[::1", "[::1%\0]:9009", ":9009", "a b:1",
+    "\0:1", "x" * 5000, "http://db1:9009/", "127.0.0.1:1", "-x:1", "db1:\u0663", "127.0.0.1:0",
 )  # fmt: skip
 
 Start = Callable[..., AbstractAsyncContextManager[Daemon]]
@@ -74,7 +95,7 @@ class Listener:
         self._out = out
         self._waiting: dict[str, deque[str]] = defaultdict(deque)
 
-    async def say(self, line: str, channel: str = SERVER) -> None:
+    async def say(self, line: str | bytes, channel: str = SERVER) -> None:
         await self._out.call("PUBLISH", channel, line)
 
     async def line(self, channel: str = SERVER) -> str:
@@ -114,6 +135,11 @@ async def write(database: Database, first: int, last: int, writer: str = "w1", t
     await database.execute(
         f"INSERT INTO {table} (writer, body) SELECT '{writer}', 'row ' || n FROM generate_series({first}, {last}) n"
     )
+
+
+async def announce(link: RedisLink, address: str | bytes) -> None:
+    """Write the address of a daemon into Redis, as somebody else may do."""
+    await link.call("HSET", key_of(SERVER), "address", address)
 
 
 def ids(lines: list[str]) -> list[int]:
@@ -437,23 +463,63 @@ async def test_a_client_finds_the_daemon_and_goes_back_to_it_whenever_redis_says
         found = await stack.enter_async_context(collecting(follower, lost))
         await write(database, 1, 2)
         await wait_until(lambda: found == [1, 2])
-        for number, nonsense in enumerate(("RDATA events w1 x {}", "POSITION events w1 9 9", "what\nis this", "")):
+        for number, nonsense in enumerate(NONSENSE):
             await wait_until(lambda: not follows_by_tcp(daemon, "f"))
             await one.say(nonsense, f"{SERVER}/events")
             await wait_until(lambda number=number: len(lost) > number)
             await write(database, number + 3, number + 3)
             await wait_until(lambda number=number: found[-1] == number + 3)
         await wait_until(lambda: not follows_by_tcp(daemon, "f"))
+        last = len(NONSENSE) + 3
 
         async def publish_nothing(*_: object) -> None:
             await trio.lowlevel.checkpoint()
 
         with monkeypatch.context() as patch:
             patch.setattr(RedisOutlet, "_publish", publish_nothing)
-            await write(database, 7, 8)
-            await wait_until(lambda: found[-1] == 8)
+            await write(database, last, last)
+            await wait_until(lambda: found[-1] == last)
         await wait_until(lambda: not follows_by_tcp(daemon, "f"))
-        assert found == list(range(1, 9))
+        assert found == list(range(1, last + 1))
+
+
+async def test_an_address_that_redis_names_ends_no_program_and_gets_no_secret(
+    redis: RealRedis | ModelRedis, start_daemon: Start
+) -> None:
+    with pytest.raises(UsageError, match="name the daemons that may have it"):
+        async with open_client(redis.url, name="f", server_name=SERVER, token=SECRET):
+            pass
+    reached: list[bytes] = []
+
+    async def listen(stream: trio.SocketStream) -> None:
+        with suppress(trio.BrokenResourceError):
+            await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            reached.append(bytes(await stream.receive_some()))
+
+    async with AsyncExitStack() as stack:
+        writer = await open_redis(parse_redis(redis.url), name="w")
+        stack.push_async_callback(writer.aclose)
+        daemon = await stack.enter_async_context(start_daemon(token=SECRET, server_name=SERVER))
+        right = str(daemon.addresses[0])
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery.start_soon(trio.serve_listeners, listen, listeners)
+        wrong = f"127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+        plain = await stack.enter_async_context(open_client(redis.url, name="f", server_name=SERVER))
+        for address in (*ADDRESSES, wrong):
+            await announce(writer, address)
+            with pytest.raises((ConnectionLost, RedisUnavailable)):
+                await plain.streams()
+        reached.clear()
+        known = [right, "127.0.0.1:1"]
+        client = await stack.enter_async_context(
+            open_client(redis.url, name="f", server_name=SERVER, token=SECRET, daemon=known)
+        )
+        for address in (wrong, *ADDRESSES[:3], right):
+            await announce(writer, address)
+            assert await client.streams() == ()
+        assert reached == []
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.usefixtures("quick_followers")

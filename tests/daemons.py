@@ -7,12 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
+import trio
+
 from replicad import features
 from replicad.config.settings import Address, ServerSettings
 from replicad.daemon import daemon
 from replicad.daemon.daemon import Pace as DaemonPace
 from replicad.daemon.hub import Hub
-from replicad.daemon.relay import Relay
+from replicad.daemon.relay import Relay, RelayKey
 from replicad.daemon.troubles import Troubles
 from replicad.operations.serving import Http
 from replicad.presence import service as presence
@@ -94,6 +96,16 @@ async def open_daemon(
         )
 
 
-async def relay_channel() -> str:
-    """The channel of relays that are tested without a schema."""
-    return "relay"
+RELAY_CHANNEL = "relay"
+_RELAY_SECRET = b"of tests"
+
+
+async def relay_key() -> RelayKey:
+    """The key of relays that are tested without a schema."""
+    await trio.lowlevel.checkpoint()
+    return RelayKey(RELAY_CHANNEL, _RELAY_SECRET, 1e9 + trio.current_time())
+
+
+def relayed(sender: str, number: int, *lines: str, age: float = 0.0) -> str:
+    """A message as another daemon with that key would send it now."""
+    return RelayKey(RELAY_CHANNEL, _RELAY_SECRET).sign(sender, number, int(1e9 + trio.current_time() - age), lines)

@@ -30,7 +30,7 @@ from replicad.daemon.own_figures import OwnFigures
 from replicad.daemon.poller import Outages, Poller
 from replicad.daemon.pools import Pools, open_pools, plan_connections
 from replicad.daemon.relay import Pace as RelayPace
-from replicad.daemon.relay import Relay
+from replicad.daemon.relay import Relay, RelayKey
 from replicad.daemon.service import Feature, Host, Job, Service
 from replicad.daemon.session import Session
 from replicad.daemon.signals import interruptible, stop_on_signal, uninterruptible
@@ -47,7 +47,7 @@ from replicad.postgres.bell import Bell
 from replicad.postgres.embedded import DEFAULT_FOLDER, EmbeddedPostgres
 from replicad.postgres.horizon import Horizon
 from replicad.postgres.recording import Recorder
-from replicad.postgres.statements import call_value
+from replicad.postgres.statements import statement
 from replicad.protocol.command import Vocabulary
 from replicad.protocol.commands import CORE, Error, Server
 from replicad.protocol.states import CloseReason
@@ -268,16 +268,27 @@ def _host(
         troubles=troubles,
     )
     hub = Hub(most_connections, troubles, settings.limits)
-    channel = partial(call_value, pools.relays, settings.database.stream_schema, "stream_relay_channel")
-    relay = Relay(pools.relays, channel, vocabulary, troubles, pace.relay)
+    relay = Relay(
+        pools.relays, partial(_relay_key, pools, settings.database.stream_schema), vocabulary, troubles, pace.relay
+    )
     poller = Poller(horizon, settings.limits, troubles, recover, pace.outages)
     tls = settings.ssl_context()
     handshakes = None if tls is None else Handshakes(tls, hub, settings.limits.tls_timeout)
     figures = Figures()
     folder = settings.database.data_folder if settings.database.database is None else None
-    figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, folder))
+    figures.add(OwnFigures(hub, poller, pools, troubles, settings.limits, relay, folder))
     return Host(
         settings, pools, poller, hub, relay, troubles, access, figures, handshakes, Inside(), vocabulary, addresses
+    )
+
+
+async def _relay_key(pools: Pools, schema: str) -> RelayKey | None:
+    """`FindKey` of the relay."""
+    row = await pools.relays.fetch_row(statement("relay_key", schema))
+    return (
+        None
+        if row is None or row["secret"] is None
+        else RelayKey(row["channel"], bytes.fromhex(row["secret"]), row["clock"])
     )
 
 

@@ -12,6 +12,7 @@ from replicad.daemon.figures import COUNTER, GAUGE, Detail, Family, Look, Obstac
 from replicad.daemon.hub import Hub
 from replicad.daemon.poller import Poller
 from replicad.daemon.pools import Pools
+from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import DATABASE, Troubles
 from replicad.errors import DatabaseUnavailable
 from replicad.postgres.bridge import Database
@@ -45,6 +46,11 @@ FAILURES = Family(
     "replicad_failures_total", COUNTER, "Failures, by the kind of what failed, the work and the error.",
     ("kind", "cause", "code"),
 )  # fmt: skip
+RELAY_REFUSED = Family(
+    "replicad_relay_refused_total", COUNTER,
+    "Refused on the daemons' channel: messages that are unsigned, forged (not by our key), repeated or old, and lines.",
+    ("reason",),
+)  # fmt: skip
 SERVICE_FAILURES = Family("replicad_service_failures_total", COUNTER, "Failures of each service.", ("service",))
 FOLDER_SIZE = Family("replicad_data_folder_size_bytes", GAUGE, "Size of the disk below the embedded Postgres.")
 FOLDER_FREE = Family("replicad_data_folder_free_bytes", GAUGE, "Bytes of it that are free.")
@@ -53,7 +59,7 @@ KINDS = ("stream", "tube", "service", "session", DATABASE)  # of troubles that a
 FAMILIES = (
     DATABASE_UP, OUTAGE, POLLS, POLL_FAILURES, POOL_SIZE, POOL, POOL_WAITING, POOL_LOST, POOL_STATEMENTS,
     CONNECTIONS, CONNECTIONS_LIMIT, ACCEPTED, REFUSED, CLOSED, SENT, UNFINISHED, TROUBLES, FAILURES,
-    SERVICE_FAILURES, FOLDER_SIZE, FOLDER_FREE,
+    RELAY_REFUSED, SERVICE_FAILURES, FOLDER_SIZE, FOLDER_FREE,
 )  # fmt: skip
 
 
@@ -66,6 +72,7 @@ class OwnFigures:
     pools: Pools
     troubles: Troubles
     limits: Limits
+    relay: Relay
     folder: Path | None = None
 
     @property
@@ -91,6 +98,8 @@ class OwnFigures:
             yield TROUBLES(number, kind)
         for labels, number in list(self.troubles.counts.items()):
             yield FAILURES(number, *labels)
+        for reason, number in self.relay.statistics().reasons.items():
+            yield RELAY_REFUSED(number, reason)
         for service, number in list(self.troubles.by_service.items()):
             yield SERVICE_FAILURES(number, service)
         if self.folder is not None and self.folder.exists():

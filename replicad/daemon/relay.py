@@ -5,19 +5,22 @@ the lines on. Delivery is at most once, which is all that the protocol requires:
 does not listen are lost to it, and the gap is logged. A message that is sent again, because the first result is
 unknown, keeps its number, so that it is delivered once. This file does not interpret the lines.
 
-Every role that may connect to the database can listen to any channel and send on it. So the name of the channel is a
-secret of the daemons (`find_channel`). A message that cannot be parsed is dropped and counted all the same; such
-messages are logged at a limited rate.
+Every role that may connect to the database can send on any channel, and a role with pg_read_all_stats sees the name of
+this one. So each message is signed (HMAC-SHA256) with a key that only the daemons' roles can read. The signature covers
+the sender, its number, the time and the lines. A message is refused if its number is not above the last one of its
+sender, or if it is older than MAX_AGE; so nobody can repeat one. Times are those of Postgres's clock, which all daemons
+ask. What is refused is dropped and counted by its reason, and logged at a limited rate.
 """
 
 from __future__ import annotations
 
+import hmac
 import re
 import uuid
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
@@ -32,13 +35,15 @@ from replicad.protocol.words import Side
 from replicad.retry import Backoff
 
 MAX_MESSAGE = 7_900  # bytes; NOTIFY takes less than 8,000
-MAX_LINE = MAX_MESSAGE - 64  # what is left beside the sender's name and the number
+HEAD = 128  # bytes for the sender's name, the number, the time and the signature
+MAX_LINE = MAX_MESSAGE - HEAD
+MAX_AGE = 60  # seconds; a daemon that has just begun to listen knows no numbers, and takes nothing that is older
 MESSAGES = 100  # in one statement
-REPEATS = 1000  # numbers that count as received; a message is repeated at once, after at most MESSAGES others
 MAX_SENDERS = 1000  # daemons whose last number is kept; a daemon that restarts counts as a new one
 SERVICE = "relay"
 
-_HEAD = re.compile(r"([!-~]{1,64}) ([0-9]{1,18})")  # of a message: its sender and its number
+_HEAD = re.compile(r"([!-~]{1,64}) ([0-9]{1,18}) ([0-9]{1,18}) ([0-9a-f]{64})", re.ASCII)
+REASONS = ("unsigned", "forged", "repeated", "old", "line")  # for which something is refused
 log = structlog.get_logger()
 
 
@@ -56,8 +61,29 @@ class Pace:
     restarts: Restarts = Restarts()
 
 
-FindChannel = Callable[[], Awaitable[str | None]]
-"""The present name of the channel; None if it has no key. Raises DatabaseError."""
+@dataclass(frozen=True, slots=True)
+class RelayKey:
+    """The channel of the daemons, the key of their signatures, and Postgres's clock in seconds since 1970."""
+
+    channel: str
+    secret: bytes = field(repr=False)
+    clock: float = 0.0
+
+    def sign(self, sender: str, number: int, at: int, lines: Iterable[str]) -> str:
+        """A message."""
+        head, body = f"{sender} {number} {at}", "\n".join(["", *lines])
+        return f"{head} {self._signature(head, body)}{body}"
+
+    def is_signed(self, head: str, body: str, signature: str) -> bool:
+        """Whether a daemon has signed it. Takes the same time for every signature."""
+        return hmac.compare_digest(self._signature(head, body), signature)
+
+    def _signature(self, head: str, body: str) -> str:
+        return hmac.digest(self.secret, (head + body).encode(), "sha256").hex()
+
+
+FindKey = Callable[[], Awaitable[RelayKey | None]]
+"""The present key; None if there is none. Raises DatabaseError."""
 
 
 class Notifies(Protocol):
@@ -76,15 +102,20 @@ class Notices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RelayStatistics:
-    """Lines since the start. `missed` counts messages of other daemons that did not arrive, `refused` the messages and
-    lines that could not be parsed or handled.
+    """Lines since the start. `missed` counts messages of other daemons that did not arrive; `refused`, by reason, the
+    messages that no daemon has sent so, and the lines that could not be parsed or handled.
     """
 
     sent: int
     received: int
     dropped: int
     missed: int
-    refused: int
+    reasons: Mapping[str, int]
+
+    @property
+    def refused(self) -> int:
+        """All that was refused."""
+        return sum(self.reasons.values())
 
 
 class Relay:
@@ -93,15 +124,16 @@ class Relay:
     def __init__(
         self,
         db: Notifies,
-        find_channel: FindChannel,
+        find_key: FindKey,
         vocabulary: Vocabulary,
         troubles: Troubles,
         pace: Pace = Pace(),
     ) -> None:
         self._db = db
         self._pace = pace
-        self._find_channel = find_channel
-        self._channel: str | None = None  # as it was found last
+        self._find_key = find_key
+        self._key: RelayKey | None = None  # as it was found last
+        self._clock = 0.0  # what Postgres's clock is ahead of ours
         self._vocabulary = vocabulary
         self._handlers: dict[type[Command], Callable[[Any], None]] = {}
         self._troubles = troubles
@@ -111,7 +143,8 @@ class Relay:
         self._waiting_bytes = 0
         self._has_lines = trio.Event()
         self._numbers: OrderedDict[str, int] = OrderedDict()  # of the last message received, by daemon
-        self._sent = self._received = self._dropped = self._missed = self._refused = 0
+        self._sent = self._received = self._dropped = self._missed = 0
+        self._refused: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
 
     def on(self, kind: type[Command], handler: Callable[[Any], None]) -> None:
         """Call `handler` with every command of that kind that another daemon sends."""
@@ -136,7 +169,7 @@ class Relay:
 
     def statistics(self) -> RelayStatistics:
         """Counts, as one frozen value."""
-        return RelayStatistics(self._sent, self._received, self._dropped, self._missed, self._refused)
+        return RelayStatistics(self._sent, self._received, self._dropped, self._missed, dict(self._refused))
 
     async def run(self) -> None:
         """Send and listen until cancelled. A failure of one does not stop the other."""
@@ -153,9 +186,10 @@ class Relay:
             while not self._waiting:
                 self._has_lines = trio.Event()
                 await self._has_lines.wait()
-            messages: list[str] = []
+            messages: list[tuple[int, list[str]]] = []
             while self._waiting and len(messages) < MESSAGES:
-                messages.append(self._message())
+                self._number += 1
+                messages.append((self._number, self._lines()))
             try:
                 await self._send(messages)
             except Exception:
@@ -163,24 +197,32 @@ class Relay:
                 raise
             await trio.sleep(self._pace.interval)
 
-    def _message(self) -> str:
-        """A message with the next number and as many of the waiting lines as it can hold."""
-        self._number += 1
-        lines = [f"{self._me} {self._number}"]
-        room = MAX_MESSAGE - len(lines[0])
-        while self._waiting and (size := len(self._waiting[0].encode())) < room:
+    def _lines(self) -> list[str]:
+        """As many of the waiting lines as a message can hold."""
+        lines: list[str] = []
+        room = MAX_MESSAGE - HEAD
+        while self._waiting and (size := len(self._waiting[0].encode())) < room + 1:
             lines.append(self._waiting.popleft())
             self._waiting_bytes -= size
             room -= size + 1
-        return "\n".join(lines)
+        return lines
 
-    async def _send(self, messages: list[str]) -> None:
+    def _signed(self, key: RelayKey, messages: list[tuple[int, list[str]]]) -> list[str]:
+        at = max(0, int(self._now()))
+        return [key.sign(self._me, number, at, lines) for number, lines in messages]
+
+    def _now(self) -> float:
+        """Postgres's clock."""
+        return trio.current_time() + self._clock
+
+    async def _send(self, messages: list[tuple[int, list[str]]]) -> None:
         """Repeat until Postgres has accepted them. Daemons that received them already know the numbers."""
         backoff = Backoff(self._pace.retry, self._pace.longest_retry, jitter=0.0)
         while messages:
             try:
-                channel = self._channel or await self._present_channel()
-                await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", channel, messages)
+                key = self._key or await self._present_key()
+                signed = self._signed(key, messages)
+                await self._db.fetch("SELECT pg_notify($1, m) FROM unnest($2::text[]) m", key.channel, signed)
             except DatabaseUnavailable as error:
                 self._troubles.fail("service", SERVICE, "send", error)
                 await trio.sleep(backoff.next_delay())
@@ -200,9 +242,9 @@ class Relay:
         lost_at: float | None = None
         while True:
             try:
-                channel = self._channel = await self._present_channel()
-                async with self._db.listen(channel) as notices, open_plain_nursery() as nursery:
-                    nursery.start_soon(self._watch_channel, channel, nursery.cancel_scope)
+                key = await self._present_key()
+                async with self._db.listen(key.channel) as notices, open_plain_nursery() as nursery:
+                    nursery.start_soon(self._watch_key, key, nursery.cancel_scope)
                     if lost_at is not None:
                         away = round(trio.current_time() - lost_at, 1)
                         log.warning(
@@ -212,7 +254,7 @@ class Relay:
                     self._troubles.end("service", SERVICE, "listen")
                     backoff.reset()
                     while True:
-                        await self._receive(await notices.next(self._pace.patience))
+                        await self._receive(key, await notices.next(self._pace.patience))
             except DatabaseError as error:
                 if lost_at is None:
                     lost_at = trio.current_time()
@@ -220,55 +262,67 @@ class Relay:
                 self._troubles.fail("service", SERVICE, "listen", error)
                 await trio.sleep(backoff.next_delay())
 
-    async def _present_channel(self) -> str:
-        channel = await self._find_channel()
-        if channel is None:
+    async def _present_key(self) -> RelayKey:
+        """Ask Postgres for the key, and for its clock."""
+        asked = trio.current_time()
+        key = await self._find_key()
+        if key is None:
             raise DatabaseError(
                 "the daemons' channel has no key: INSERT INTO stream_relay_key DEFAULT VALUES in replicad's schema"
             )
-        return channel
+        self._key, self._clock = key, key.clock - asked
+        return key
 
-    async def _watch_channel(self, channel: str, scope: trio.CancelScope) -> None:
-        """End the listening when the channel has another name."""
-        while await self._present_channel() == channel:
+    async def _watch_key(self, key: RelayKey, scope: trio.CancelScope) -> None:
+        """End the listening when there is another key."""
+        while (found := await self._present_key()).channel == key.channel and found.secret == key.secret:
             await trio.sleep(self._pace.channel)
         log.info("relay_channel_changed")
         scope.cancel()
 
-    async def _receive(self, message: str) -> None:
+    async def _receive(self, key: RelayKey, message: str) -> None:
         """Call the handlers of a message's lines. Errors are recorded and never raised."""
-        head, *lines = message.split("\n")
+        head, _, _ = message.partition("\n")
         found = _HEAD.fullmatch(head)
         if found is None:
-            self._refuse(RemoteProtocolError(f"no daemon's message begins with {head[:60]!a}"))
+            self._refuse("unsigned", RemoteProtocolError(f"no daemon's message begins with {head[:60]!a}"))
             return
-        sender, number = found.groups()
-        if sender == self._me or not self._is_new(sender, int(number)):
+        sender, number, at, signature = found.groups()
+        if sender == self._me:
             return
-        for line in lines:
+        body = message[len(head) :]
+        if not key.is_signed(f"{sender} {number} {at}", body, signature):
+            self._refuse("forged", RemoteProtocolError(f"a message of daemon {sender} is not signed by our key"))
+            return
+        if not self._is_new(sender, int(number), int(at)):
+            return
+        for line in body.split("\n")[1:]:
             try:
                 command = self._vocabulary.parse(line, Side.CLIENT)
                 if handler := self._handlers.get(type(command)):
                     handler(command)
             except Exception as error:  # noqa: BLE001 - reported; the next line may be a good one
-                self._refuse(error)
+                self._refuse("line", error)
             else:
                 self._received += 1
         await trio.sleep(self._pace.message)
 
-    def _refuse(self, error: Exception) -> None:
-        self._refused += 1
+    def _refuse(self, reason: str, error: Exception) -> None:
+        self._refused[reason] += 1
         self._troubles.record("service", SERVICE, "message", error)
 
-    def _is_new(self, sender: str, number: int) -> bool:
-        """Whether this message was not received before. Keeps its number, and records a gap before it.
-
-        Only the last REPEATS numbers count as received. So a message that another role forged with a huge number does
-        not block the daemon of that name: the next real number is far below, and is accepted as a new beginning.
-        """
-        last = self._numbers.pop(sender, None)
-        repeated = last is not None and last - REPEATS < number <= last
-        self._numbers[sender] = last if repeated and last is not None else number
+    def _is_new(self, sender: str, number: int, at: int) -> bool:
+        """Whether a daemon has sent this message now, for the first time. Keeps its number; records a gap before it."""
+        last = self._numbers.get(sender)
+        if last is not None and number <= last:  # also where a daemon has sent it twice, see `_send`
+            self._refuse("repeated", RemoteProtocolError(f"message {number} of daemon {sender} came before"))
+            return False
+        if at < self._now() - MAX_AGE:
+            age = round(self._now() - at)
+            self._refuse("old", RemoteProtocolError(f"message {number} of daemon {sender} is {age} s old"))
+            return False
+        self._numbers[sender] = number
+        self._numbers.move_to_end(sender)
         if len(self._numbers) > MAX_SENDERS:
             self._numbers.popitem(last=False)
         if last is not None and number > last + 1:
@@ -276,8 +330,8 @@ class Relay:
             self._missed += missed
             gap = RelayGap(f"{missed} messages of daemon {sender} were not received: their commands are lost")
             self._troubles.record("service", SERVICE, "gap", gap)
-        return not repeated
+        return True
 
 
-def _lines_in(messages: list[str]) -> int:
-    return sum(message.count("\n") for message in messages)
+def _lines_in(messages: list[tuple[int, list[str]]]) -> int:
+    return sum(len(lines) for _, lines in messages)

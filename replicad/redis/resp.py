@@ -40,7 +40,7 @@ class RespReader:
             raise Unreadable(f"a message of over {MOST_BYTES} bytes, which is not read")
         seen = self._last + data
         if _LONG.search(seen) is not None or (b">" in data and _PUSH in seen):
-            # It may be in a text: rows have no such line ends, and whoever publishes other texts is not followed.
+            # Or a text that begins so: no line of replicad or Synapse does. To tell them apart would take a parser.
             raise Unreadable("a list of ten elements or more, which no answer to us has")
         self._last = seen[-_OVERLAP:]
         self._fed += len(data)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.relay import Relay
+from replicad.daemon.relay import Relay, RelayKey
 from replicad.daemon.troubles import Troubles
 from replicad.postgres.bridge import Database
+from replicad.postgres.statements import statement
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
-from tests.daemons import Daemon, relay_channel
+from tests.daemons import RELAY_CHANNEL, Daemon, relay_key, relayed
 from tests.vocabulary import EVERY
 
 from .conftest import Connect
@@ -36,6 +37,12 @@ NONSENSE = [
     "E'zz 10\\t\\nREMOTE_SERVER_UP a'",
 ]
 
+LINES = [
+    "REMOTE_SERVER_UP a\rb", "RELEASE a\rb 0/1 1", "REMOTE_SERVER_UP \x9b", 'LOCK_RELEASED [1, 2, "\\ud800"]',
+    f"LOCK_RELEASED [1, 2, {'9' * 5000}]", f"LOCK_RELEASED {'[' * 7000}", f"CLEAR_USER_SYNC {'x' * 5000}",
+    "RDATA s master 1 1\nPOSITION a b 1 2\nAUTH x\nERROR x\nSERVER x", "\n" * 5000, "REMOTE_SERVER_UP here",
+]  # fmt: skip
+
 
 async def test_nonsense_on_the_channel_harms_nobody_and_does_not_fill_the_log(
     database: Database, daemon: Daemon, netcat: Connect
@@ -46,9 +53,13 @@ async def test_nonsense_on_the_channel_harms_nobody_and_does_not_fill_the_log(
             for _ in range(20):
                 for message in NONSENSE:
                     await database.execute(f"SELECT pg_notify(replicad.stream_relay_channel(), {message})")
-            await database.execute(
-                "SELECT pg_notify(replicad.stream_relay_channel(), E'good 1\\nREMOTE_SERVER_UP here')"
-            )
+            row = await database.fetch_row(statement("relay_key", "replicad"))
+            key = RelayKey(row["channel"], bytes.fromhex(row["secret"]))
+            for number, line in enumerate(
+                LINES, 1
+            ):  # as a daemon of another version may send them, or one with a defect
+                message = key.sign("zz", number, int(row["clock"]), [line])
+                await database.execute("SELECT pg_notify(replicad.stream_relay_channel(), $1)", message)
             await nc.expect("REMOTE_SERVER_UP here")
             await nc.send("STREAMS")
             await nc.expect("STREAMS")
@@ -70,7 +81,7 @@ async def test_a_line_that_raises_where_it_is_used_ends_with_itself(database: Da
         if len(heard) < 3:
             raise MemoryError
 
-    relay = Relay(database, relay_channel, EVERY, troubles)
+    relay = Relay(database, relay_key, EVERY, troubles)
     relay.on(RemoteServerUp, use)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(relay.run)
@@ -79,7 +90,7 @@ async def test_a_line_that_raises_where_it_is_used_ends_with_itself(database: Da
             while len(heard) < 3:
                 number += 1
                 await database.execute(
-                    "SELECT pg_notify($1, $2)", await relay_channel(), f"a {number}\nREMOTE_SERVER_UP a\nDOORBELL"
+                    "SELECT pg_notify($1, $2)", RELAY_CHANNEL, relayed("a", number, "REMOTE_SERVER_UP a", "DOORBELL")
                 )
                 await trio.sleep(0.01)
         assert troubles.counts["service", "message", "MemoryError"] == 2

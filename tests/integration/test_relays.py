@@ -14,15 +14,16 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
-from replicad.daemon.relay import MAX_LINE, Pace, Relay
+from replicad.daemon.relay import MAX_LINE, Pace, Relay, RelayKey
 from replicad.daemon.troubles import Troubles
 from replicad.errors import DatabaseError
 from replicad.postgres import schema
 from replicad.postgres.bridge import Database, open_database
+from replicad.postgres.statements import statement
 from replicad.protocol.command import Command
 from replicad.protocol.commands import RemoteServerUp
 from tests.conftest import psql
-from tests.daemons import Daemon, relay_channel
+from tests.daemons import RELAY_CHANNEL, Daemon, relay_key, relayed
 from tests.vocabulary import EVERY
 
 from .conftest import PATIENCE, Connect, Netcat, netcat_to
@@ -33,7 +34,7 @@ HELLO = ("SERVER .*",)
 
 def listening(database: Database, use: Callable[[Command], None]) -> Relay:
     """The relay of another daemon, which uses what it receives so."""
-    relay = Relay(database, relay_channel, EVERY, Troubles())
+    relay = Relay(database, relay_key, EVERY, Troubles())
     relay.on(RemoteServerUp, use)
     return relay
 
@@ -116,7 +117,7 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
 
     async def say(*messages: str) -> None:
         for message in messages:
-            await database.execute("SELECT pg_notify($1, $2)", await relay_channel(), message)
+            await database.execute("SELECT pg_notify($1, $2)", RELAY_CHANNEL, message)
 
     async def expect(*names: str) -> None:
         with trio.fail_after(PATIENCE):
@@ -127,23 +128,24 @@ async def test_a_message_that_comes_twice_counts_once_and_a_missing_one_is_told(
         nursery.start_soon(relay.run)
         with trio.fail_after(PATIENCE):
             while not heard:
-                await say("first 1\nREMOTE_SERVER_UP a")
+                await say(relayed("first", 1, "REMOTE_SERVER_UP a"))
         with capture_logs() as logs:
-            await say("first 1\nREMOTE_SERVER_UP a", "other 9\nREMOTE_SERVER_UP b\nRDATA x\nREMOTE_SERVER_UP c", "no")
-            await say("first 4\nREMOTE_SERVER_UP d")
+            await say(relayed("first", 1, "REMOTE_SERVER_UP a"), "no")
+            await say(relayed("other", 9, "REMOTE_SERVER_UP b", "RDATA x", "REMOTE_SERVER_UP c"))
+            await say(relayed("first", 4, "REMOTE_SERVER_UP d"))
             await expect("a", "b", "c", "d")
         assert [log["reason"].split(" were")[0] for log in logs if log.get("code") == "relay_gap"] == [
             "2 messages of daemon first"
         ]
         assert relay.statistics().missed == 2
         await say(f"first {10**17}\nREMOTE_SERVER_UP forged")
-        await say("first 5\nREMOTE_SERVER_UP e")
-        await expect("a", "b", "c", "d", "forged", "e")
+        await say(relayed("first", 5, "REMOTE_SERVER_UP e"))
+        await expect("a", "b", "c", "d", "e")
         nursery.cancel_scope.cancel()
 
 
 async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: Database) -> None:
-    relay = Relay(database, relay_channel, EVERY, Troubles(), Pace(max_waiting=10_000))
+    relay = Relay(database, relay_key, EVERY, Troubles(), Pace(max_waiting=10_000))
     for number in range(1000):
         relay.broadcast(RemoteServerUp(f"server{number:06}"))
     size = len("REMOTE_SERVER_UP server000000")
@@ -155,7 +157,9 @@ async def test_what_waits_for_postgres_is_bounded_and_the_oldest_goes(database: 
         # That a LISTEN was sent is no proof that it is in force: what is told before it commits is heard by nobody.
         with trio.fail_after(PATIENCE):
             while not heard:
-                await database.execute("SELECT pg_notify($1, $2)", await relay_channel(), "test 1\nREMOTE_SERVER_UP on")
+                await database.execute(
+                    "SELECT pg_notify($1, $2)", RELAY_CHANNEL, relayed("test", 1, "REMOTE_SERVER_UP on")
+                )
                 await trio.sleep(0.01)
         nursery.start_soon(relay.run)
         with trio.fail_after(PATIENCE):
@@ -174,13 +178,14 @@ async def test_a_role_that_may_only_connect_hears_no_relay_and_sends_none(
         netcat() as nc,
     ):
         await nc.expect(*HELLO)
-        for query in ("SELECT key FROM replicad.stream_relay_key", "SELECT replicad.stream_relay_channel()"):
+        for query in (
+            "SELECT key FROM replicad.stream_relay_key", "SELECT replicad.stream_relay_channel()",
+            "SELECT replicad.stream_relay_secret()",
+        ):  # fmt: skip
             with pytest.raises(DatabaseError, match="permission denied"):
                 await stranger.fetch_value(query)
-        seen = await stranger.fetch_value(
-            "SELECT count(*) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND query LIKE '%LISTEN%'"
-        )
-        assert seen == 0, "what other roles listen to is not shown"
+        listens = "SELECT query FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND query ~ 'LISTEN'"
+        assert await stranger.fetch(listens) == [], "what other roles listen to is not shown"
         await database.execute("SELECT pg_notify('replicad.relay', E'zz 1\nREMOTE_SERVER_UP forged')")
         await nc.send("PING", "REMOTE_SERVER_UP mine")
         await nc.send("STREAMS")
@@ -188,19 +193,71 @@ async def test_a_role_that_may_only_connect_hears_no_relay_and_sends_none(
     await database.execute("DROP ROLE stranger")
 
 
+async def test_a_role_that_reads_the_statistics_finds_the_channel_and_can_say_nothing_on_it(
+    database: Database, daemon: Daemon, start_daemon: Callable[..., Any], netcat: Connect, database_url: str
+) -> None:
+    await database.execute("DROP ROLE IF EXISTS looker; CREATE ROLE looker LOGIN; GRANT pg_read_all_stats TO looker")
+    channel = await database.fetch_value("SELECT replicad.stream_relay_channel()")
+    async with AsyncExitStack() as stack:
+        other = await stack.enter_async_context(start_daemon())
+        looker = await stack.enter_async_context(
+            open_database(database_url.replace("postgres@", "looker@", 1), size=2, application_name="x")
+        )
+        one, two = [await stack.enter_async_context(netcat_to(server)) for server in (daemon, other)]
+        for nc in (one, two):
+            await nc.expect(*HELLO)
+        await heard_by(one, [two], "a")
+        shown = await looker.fetch("SELECT query FROM pg_stat_activity WHERE application_name = 'replicad relay'")
+        assert any(channel in row["query"] for row in shown), "the name is no secret"
+        assert not any("secret" in row["query"] and "$" in row["query"] for row in shown)
+        with pytest.raises(DatabaseError, match="permission denied"):
+            await looker.fetch_value("SELECT replicad.stream_relay_secret()")
+        overheard: list[str] = []
+        async with looker.listen(channel) as notices:
+            await one.send("REMOTE_SERVER_UP real")
+            await two.until("REMOTE_SERVER_UP real")
+            with trio.fail_after(PATIENCE):
+                while not any("real" in message for message in overheard):
+                    overheard.append(await notices.next(10.0))
+        before = other.relay.statistics()
+        message = overheard[-1]
+        sender, number, *rest = message.split("\n")[0].split(" ")
+        later = f"{sender} {int(number) + 1} {rest[0]} {rest[1]}"
+        for forged in (
+            message, message.replace("real", "fake"), f"{later}\nREMOTE_SERVER_UP real",
+            f"{message}\nREMOTE_SERVER_UP x", "zz 1\nREMOTE_SERVER_UP fake", 'zz 1\nLOCK_RELEASED ["a","b","c"]',
+        ):  # fmt: skip
+            await looker.fetch_value("SELECT pg_notify($1, $2)", channel, forged)
+        with trio.fail_after(PATIENCE):
+            while other.relay.statistics().refused < before.refused + 6:
+                await trio.sleep(0.01)
+        found = other.relay.statistics()
+        assert found.reasons["forged"] - before.reasons["forged"] == 3
+        assert found.reasons["repeated"] - before.reasons["repeated"] == 1
+        assert found.reasons["unsigned"] - before.reasons["unsigned"] == 2
+        await two.send("STREAMS")
+        await two.expect("STREAMS")
+        await heard_by(one, [two], "b")
+    await database.execute("DROP ROLE looker")
+
+
 async def test_daemons_hear_each_other_again_after_the_key_was_changed(database: Database, database_url: str) -> None:
     await schema.install(database, "stream", "replicad")
     heard: list[Command] = []
 
+    async def key() -> RelayKey | None:
+        row = await database.fetch_row(statement("relay_key", "replicad"))
+        return None if row["secret"] is None else RelayKey(row["channel"], bytes.fromhex(row["secret"]), row["clock"])
+
     async def channel() -> str | None:
-        found: str | None = await database.fetch_value("SELECT replicad.stream_relay_channel()")
-        return found
+        found = await key()
+        return None if found is None else found.channel
 
     troubles = Troubles()
 
     before = await channel()
-    one = Relay(database, channel, EVERY, Troubles(), Pace(channel=0.05))
-    two = Relay(database, channel, EVERY, troubles, Pace(channel=0.05))
+    one = Relay(database, key, EVERY, Troubles(), Pace(channel=0.05))
+    two = Relay(database, key, EVERY, troubles, Pace(channel=0.05))
     two.on(RemoteServerUp, heard.append)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(one.run)

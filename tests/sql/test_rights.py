@@ -46,7 +46,7 @@ OWNERS = {
         "stream_writers_retire stream_writers_last stream_writers_idle stream_guard_attach stream_guard_build "
         "stream_check stream_check_row stream_trouble_write stream_troubles stream_skip_id stream_skip_undo "
         "stream_daemon_beat stream_daemon_leave stream_daemons "
-        "stream_max_row stream_relay_channel stream_proof_key "
+        "stream_max_row stream_relay_channel stream_relay_secret stream_proof_key "
         "stream_reader_ensure stream_readers_ensure stream_as_owner "
         "writer_enable writer_disable writer_changed writer_lock writer_lock_slots"
     ),

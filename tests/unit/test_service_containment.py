@@ -24,7 +24,7 @@ from replicad.protocol.commands import CORE, RemoteServerUp
 from replicad.streams.acks import Ack
 from replicad.streams.commands import FederationAck
 from replicad.streams.serving.ack_service import AckService
-from tests.daemons import relay_channel
+from tests.daemons import relay_key
 
 FEEDS: Any = {
     "s": Mock(reading=Mock(position=100), stream=Mock(epoch="e"), lineage=Mock(shared_by_all=60))
@@ -243,7 +243,7 @@ async def test_a_relay_that_cannot_listen_still_sends_and_one_that_failed_to_sen
     error: Exception, autojump_clock: MockClock
 ) -> None:
     postgres, troubles = FakePostgres(error), Troubles()
-    relay = Relay(postgres, relay_channel, CORE, troubles)  # type: ignore[arg-type]
+    relay = Relay(postgres, relay_key, CORE, troubles)  # type: ignore[arg-type]
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep_running, relay.run, "service", "relay", troubles)
         relay.broadcast(RemoteServerUp("lost"))

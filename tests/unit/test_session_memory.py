@@ -19,7 +19,7 @@ from replicad.daemon.journal import Channel
 from replicad.daemon.relay import Relay
 from replicad.daemon.session import Session
 from replicad.protocol.states import CloseReason
-from tests.daemons import relay_channel
+from tests.daemons import relay_key
 from tests.vocabulary import EVERY
 
 from .daemon.test_poller_and_relay import Bus
@@ -78,7 +78,7 @@ def stop(session: Session, peer: socket.socket) -> None:
 async def test_a_session_that_has_ended_is_freed_without_the_collector(act: Act) -> None:
     settings = ServerSettings(server_name="example.com")
     hub = Hub(10)
-    dispatch = Dispatch([Relaying(hub, Relay(Bus(), relay_channel, EVERY, hub.troubles))], 10)
+    dispatch = Dispatch([Relaying(hub, Relay(Bus(), relay_key, EVERY, hub.troubles))], 10)
     gone: list[weakref.ref[Any]] = []
 
     async def serve(ours: socket.socket, peer: socket.socket) -> None:

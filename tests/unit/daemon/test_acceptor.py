@@ -15,7 +15,7 @@ from replicad.daemon.listener import Acceptor, Pauses
 from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
 from replicad.protocol.commands import RemoteServerUp
-from tests.daemons import relay_channel
+from tests.daemons import relay_key
 from tests.vocabulary import EVERY
 
 from .conftest import Desk, settle
@@ -105,7 +105,7 @@ async def test_what_concerns_all_goes_to_all_clients_but_the_sender_and_to_the_o
         bus = Bus()
         desks = [Desk(nursery, Troubles()) for _ in range(2)]
         for desk in desks:
-            await desk.open(Relaying(desk.hub, Relay(bus, relay_channel, EVERY, desk.troubles)))
+            await desk.open(Relaying(desk.hub, Relay(bus, relay_key, EVERY, desk.troubles)))
         await settle()
         sender, neighbour, distant = desks[0].connect(), desks[0].connect(), desks[1].connect()
         line = RemoteServerUp("example.org").render()

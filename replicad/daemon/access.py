@@ -143,6 +143,14 @@ class AccessControl:
             for connection in list(connections):
                 connection.renew(now.get(name))
 
+    def guessed_name(self, word: str) -> str:
+        """Under which name a word that may be wrong is counted, whether there is such a client or not.
+
+        A word that is not NAME.SECRET can only be the daemon's one token; guesses of that count together.
+        """
+        name, dot, _ = word.partition(".")
+        return name if dot and self._file is not None else ""
+
     def find(self, word: str, address: str) -> Client | None:
         """The client whose secret this is. `word` is `NAME.SECRET`, or the daemon's one token."""
         name, _, secret = word.partition(".")
@@ -256,8 +264,7 @@ class ClientAccess:
         """
         if self._control.open_to_all:
             return
-        name = word.partition(".")[0]
-        guessed = name if name in self._control.known.clients else ""
+        guessed = self._control.guessed_name(word)
         pause = self._control.guesses.reserve(self._address, guessed)
         if pause is None:  # the word was not looked at
             raise HangUp(

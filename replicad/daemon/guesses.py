@@ -1,5 +1,7 @@
-"""Delays those who guess secrets. It counts wrong guesses by address and by the client whose secret is guessed.
+"""Delays those who guess secrets. It counts wrong guesses by address and by the name of the client that is given.
 
+Whether there is a client of that name makes no difference, so the pauses do not tell. For each address there are SLOTS
+for names, so that one address can fill neither the table nor have a pause forgotten by guessing under other names.
 A wrong secret doubles the pause before the next try of the same address for the same client. The tries of several
 connections wait for each other, and a right secret waits too: so a guesser learns nothing from a quick answer. A right
 secret ends the pauses of its client at that address, and of no other.
@@ -7,13 +9,17 @@ secret ends the pauses of its client at that address, and of no other.
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import trio
 
 from replicad.config.access import parse_ip
+
+SLOTS = 256  # for names of one address; two names that share one are delayed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class Guesses:
     def __init__(self, pace: GuessPace = GuessPace(), now: Callable[[], float] = trio.current_time) -> None:
         self._pace = pace
         self._now = now
-        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        self._key = secrets.token_bytes(16)  # nobody can choose a name that shares the slot of another one
+        self._known: OrderedDict[tuple[str, int], _Known] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -48,7 +55,7 @@ class Guesses:
 
         The try counts as wrong until `succeeded` is called.
         """
-        key = (_place(address), client)
+        key = (_place(address), self._slot(client))
         known = self._known.pop(key, None) or _Known(0, 0.0)
         self._known[key] = known
         if len(self._known) > self._pace.addresses:
@@ -63,7 +70,11 @@ class Guesses:
 
     def succeeded(self, address: str, client: str) -> None:
         """Forget the wrong guesses: who knows the secret has nothing more to guess."""
-        self._known.pop((_place(address), client), None)
+        self._known.pop((_place(address), self._slot(client)), None)
+
+    def _slot(self, client: str) -> int:
+        found = blake2b(client.encode("utf-8", "surrogateescape"), digest_size=8, key=self._key).digest()
+        return int.from_bytes(found) % SLOTS
 
 
 def _place(address: str) -> str:

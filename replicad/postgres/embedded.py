@@ -97,7 +97,7 @@ class EmbeddedPostgres:
             _check_way(self.folder, self._account)
             self._programs = usable_programs(self._programs, self._account)
         with self._locked():
-            self._users = os.open(self.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._users = _open_own(self.folder / "users")
             try:
                 fcntl.flock(self._users, fcntl.LOCK_SH)
                 self._have_running()
@@ -321,8 +321,10 @@ class EmbeddedPostgres:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.folder / "lock").open("ab") as file:
-            if not _wait_until(lambda: _try_lock(file.fileno()), _LOCK):
+        with ExitStack() as stack:
+            lock = _open_own(self.folder / "lock")
+            stack.callback(os.close, lock)
+            if not _wait_until(lambda: _try_lock(lock), _LOCK):
                 raise EnvironmentRefused(
                     f"another process has been starting or stopping the Postgres below {self.folder} for {_LOCK:g} s: "
                     f"find it (fuser {self.folder / 'lock'}) and end it."
@@ -338,6 +340,20 @@ def embedded_postgres(folder: Path | None = DEFAULT_FOLDER, settings: Mapping[st
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replicad-")))
             folder.chmod(0o711)  # the server of root has an account of its own
         yield stack.enter_context(EmbeddedPostgres(folder, settings)).url
+
+
+def _open_own(file: Path) -> int:
+    """Open a file for locks that only this account may open: whoever can read one can hold a lock on it for ever.
+
+    Raises EnvironmentRefused: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise EnvironmentRefused(f"{file} cannot be opened for the embedded Postgres: {error.strerror}.") from error
+    with suppress(PermissionError):  # it belongs to another account, as where root joins
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def _make_folder(folder: Path) -> None:

@@ -10,6 +10,16 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 _UNICAST = IPv6Network("2000::/3")  # all that IANA has assigned for the public internet
+# Routed like public addresses, and answered inside of a cloud by its own services: metadata, credentials, agents.
+_OF_CLOUDS = (
+    IPv4Network("168.63.129.16/32"),  # Azure: WireServer, DNS
+    IPv4Network("161.26.0.0/16"),  # IBM: services of the infrastructure
+    IPv4Network("166.8.0.0/14"),  # IBM: service endpoints
+)
+# Reserved, and not known so to every Python. In 192.0.0.0/24 a cloud had its metadata, too.
+_RESERVED = (IPv6Network("3fff::/20"), IPv4Network("192.88.99.0/24"), IPv4Network("192.0.0.0/24"))
+_TEREDO = IPv6Network("2001::/32")  # reaches an IPv4 address that is hidden in it, through somebody's relay
+_ISATAP = (0x5EFE, 0x02005EFE)  # RFC 5214: before the IPv4 address in the last 32 bits
 _NAT64 = IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 _HOST = re.compile(r"[A-Za-z0-9_.:*?-]{1,255}")
 
@@ -57,13 +67,18 @@ class Places:
 def is_public(address: Address) -> bool:
     """Whether an address belongs to the public internet: neither private, loopback nor link-local, nor reserved.
 
-    For an IPv6 address that stands for an IPv4 address (mapped, 6to4, NAT64) the IPv4 address decides. What is reserved
-    is in the registries of RFC 6890.
+    For an IPv6 address that stands for an IPv4 address (mapped, 6to4, NAT64, ISATAP) the IPv4 address decides; one that
+    hides it (Teredo) is not public. What is reserved is in the registries of RFC 6890. Addresses at which clouds have
+    their own services are not public either, whatever the registries say.
     """
     inner = _stands_for(address)
-    if inner is not None:
-        return is_public(inner)
-    if isinstance(address, IPv6Address) and address not in _UNICAST:
+    if inner is not None and not is_public(inner):
+        return False
+    if inner is not None and not _is_isatap(address):
+        return True
+    if isinstance(address, IPv6Address) and (address not in _UNICAST or address in _TEREDO):
+        return False
+    if any(address in network for network in (*_OF_CLOUDS, *_RESERVED)):
         return False
     return address.is_global and not address.is_multicast
 
@@ -71,6 +86,10 @@ def is_public(address: Address) -> bool:
 def _stands_for(address: Address) -> IPv4Address | None:
     if isinstance(address, IPv4Address):
         return None
-    if address in _NAT64:
+    if address in _NAT64 or _is_isatap(address):
         return IPv4Address(int(address) & 0xFFFFFFFF)
     return address.ipv4_mapped or address.sixtofour
+
+
+def _is_isatap(address: Address) -> bool:
+    return isinstance(address, IPv6Address) and (int(address) >> 32) & 0xFFFFFFFF in _ISATAP

@@ -110,6 +110,21 @@ def test_data_outlives_a_clean_end_and_no_process_does(postgres_folder: Path) ->
         assert psql(server.url, "SHOW max_prepared_transactions") == "64"
 
 
+def test_no_other_account_can_hold_the_locks(tmp_path: Path) -> None:
+    folder = tmp_path / "pg"
+    folder.mkdir()
+    for name in ("lock", "users"):
+        (folder / name).touch(0o644)  # as an earlier one made them
+    server = EmbeddedPostgres(folder)
+    with server._locked():
+        os.close(embedded._open_own(folder / "users"))
+        assert [stat.S_IMODE((folder / name).stat().st_mode) for name in ("lock", "users")] == [0o600, 0o600]
+    (folder / "lock").unlink()
+    (folder / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(EnvironmentRefused, match="lock cannot be opened"), server._locked():
+        pass
+
+
 def test_server_is_stopped_by_the_last_of_those_who_share_it(folder: Path) -> None:
     first, second = User(folder), User(folder)
     assert first.server == second.server

@@ -12,8 +12,9 @@ from replicad.sender.reach import Address, Places, glob, is_public
 
 SPECIAL = {
     4: "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.2.0/24 192.168.0.0/16 "
-    "198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4",
-    6: "::/127 fc00::/7 fe80::/10 fec0::/10 ff00::/8 100::/64 2001:db8::/32",
+    "198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 168.63.129.16/32 161.26.0.0/16 166.8.0.0/14 "
+    "192.88.99.0/24 192.0.0.0/24",
+    6: "::/127 fc00::/7 fe80::/10 fec0::/10 ff00::/8 100::/64 2001:db8::/32 2001::/32 3fff::/20 64:ff9b:1::/48",
 }
 V4 = [IPv4Network(text) for text in SPECIAL[4].split()]
 V6 = [IPv6Network(text) for text in SPECIAL[6].split()]
@@ -21,6 +22,10 @@ FORMS = {
     "mapped": lambda inner: IPv6Address((0xFFFF << 32) | int(inner)),
     "6to4": lambda inner: IPv6Address((0x2002 << 112) | (int(inner) << 80)),
     "nat64": lambda inner: IPv6Address((0x0064FF9B << 96) | int(inner)),
+    "isatap": lambda inner: IPv6Address((0x2A00 << 112) | (0x5EFE << 32) | int(inner)),
+    "isatap, global": lambda inner: IPv6Address((0x2A00 << 112) | (0x02005EFE << 32) | int(inner)),
+    "teredo": lambda inner: IPv6Address((0x20010000 << 96) | (int(inner) ^ 0xFFFFFFFF)),
+    "translated": lambda inner: IPv6Address((0xFFFF << 48) | int(inner)),
     "compatible": lambda inner: IPv6Address(int(inner)),
 }
 
@@ -32,7 +37,7 @@ v6 = st.one_of(st.sampled_from(V6).flatmap(lambda network: st.ip_addresses(netwo
 def test_no_address_of_a_special_network_is_public_and_others_are(address: IPv4Address) -> None:
     if any(address in network for network in V4):
         assert not is_public(address)
-    elif address not in IPv4Network("192.0.0.0/24"):  # IANA's own; it has parts of both kinds
+    else:
         assert is_public(address)
 
 
@@ -46,13 +51,26 @@ def test_no_ipv6_address_outside_what_is_assigned_is_public(address: IPv6Address
 
 @given(v4, st.sampled_from(sorted(FORMS)))
 def test_an_address_in_the_clothes_of_another_is_as_public_as_itself(inner: IPv4Address, form: str) -> None:
-    expected = is_public(inner) and form != "compatible"
+    expected = is_public(inner) and form not in ("compatible", "teredo", "translated")
     assert is_public(FORMS[form](inner)) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "public"),
     [
+        ("168.63.129.16", False),
+        ("::ffff:168.63.129.16", False),
+        ("64:ff9b::a83f:8110", False),
+        ("64:ff9b:1::a83f:8110", False),
+        ("2002:a83f:8110::1", False),
+        ("2001:0:a83f:8110::57c0:7eef", False),
+        ("2a00::5efe:a83f:8110", False),
+        ("100.100.100.200", False),
+        ("192.0.0.192", False),
+        ("169.254.170.2", False),
+        ("fd20:ce::254", False),
+        ("fd00:c1::a9fe:a9fe", False),
+        ("168.63.129.17", True),
         ("169.254.169.254", False),
         ("::ffff:169.254.169.254", False),
         ("fd00:ec2::254", False),

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from replicad.daemon.access import AccessControl, verbs_of
 from replicad.daemon.dispatch import Relaying
-from replicad.daemon.guesses import Guesses, GuessPace
+from replicad.daemon.guesses import SLOTS, Guesses, GuessPace
 from replicad.daemon.relay import Relay
 from replicad.daemon.troubles import Troubles
 from replicad.errors import UsageError
@@ -359,6 +359,38 @@ async def test_guesses_are_slowed_down_and_other_addresses_and_clients_are_not(
         assert client.session.access.name == "a"
         assert trio.current_time() - before < 0.5, "another address"
     assert 6 <= guesses <= 11, "five in the first eight seconds, then one in eight"
+
+
+async def test_the_pauses_do_not_tell_which_clients_there_are(
+    tmp_path: Path, nursery: trio.Nursery, autojump_clock: MockClock
+) -> None:
+    desk = Desk(nursery, Troubles())
+    desk.access = control(tmp_path, '[client.a]\nSECRET\n[client.b]\ncertificate = "b"')
+    await desk.open()
+
+    async def pauses(peer: str, name: str) -> list[float]:
+        found = []
+        for number in range(8):
+            client, began = desk.connect(f"{peer}:{number}"), trio.current_time()
+            assert WRONG in [*await client.say(f"AUTH {name}.wrong"), *await client.lines(9)]
+            found.append(round(trio.current_time() - began, 2))
+            await client.leave()
+        return found
+
+    known = await pauses("10.0.0.1", "a")
+    assert known[-1] > 7
+    for number, name in enumerate(("b", "absent", "x" * 900, "", "\u0663", "bb")):
+        assert await pauses(f"10.0.1.{number}", name) == known, name
+    assert (await pauses("10.0.0.1", "absent2")) == known, "also beside guesses under another name"
+
+
+def test_one_address_fills_neither_the_table_nor_forgets_its_pauses() -> None:
+    guesses = Guesses(GuessPace(), lambda: 0.0)
+    for name in ("billing", *(f"name{number}" for number in range(5000))):
+        guesses.reserve("10.0.0.1", name)
+    assert len(guesses) <= SLOTS
+    assert guesses.reserve("10.0.0.1", "billing") != 0
+    assert guesses.reserve("10.0.0.2", "billing") == 0
 
 
 def test_the_table_of_addresses_is_bounded_and_forgets_the_oldest_first() -> None:

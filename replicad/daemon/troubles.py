@@ -60,6 +60,7 @@ class Troubles:
     def __init__(self, now: Callable[[], float] = trio.current_time) -> None:
         self._now = now
         self._current: dict[Place, Trouble] = {}
+        self._causes: dict[tuple[str, str], set[str]] = {}  # of the present troubles, by kind and name
         self._suspected: dict[Place, float] = {}  # lost connections: since when
         self._changed = trio.Event()
         self._quiet: dict[tuple[str, str], tuple[float, int]] = {}  # until when, and how many were not logged
@@ -79,6 +80,7 @@ class Troubles:
             self._explain()
         since = self._now() if known is None else known.since
         self._current[place] = Trouble(place, code, reason, since)
+        self._causes.setdefault((kind, name), set()).add(cause)
         event = "trouble_began" if known is None else "trouble_changed"
         log.warning(event, kind=kind, name=name, cause=cause, code=code, reason=reason)
         self._notify()
@@ -123,14 +125,18 @@ class Troubles:
         if kind == DATABASE:  # others that lost their connection get the grace anew, from now
             self._suspected.clear()
         if known is not None:
+            self._causes[kind, name].discard(cause)
+            if not self._causes[kind, name]:
+                del self._causes[kind, name]
             lasted = round(self._now() - known.since, 1)
             log.info("trouble_over", kind=kind, name=name, cause=cause, code=known.code, lasted_s=lasted)
             self._notify()
 
     def forget(self, kind: str, name: str) -> None:
         """End all troubles of a thing that was removed."""
-        for place in [place for place in (*self._current, *self._suspected) if place[:2] == (kind, name)]:
-            self.end(*place)
+        suspected = {place.cause for place in self._suspected if place[:2] == (kind, name)}
+        for cause in suspected | self._causes.get((kind, name), set()):
+            self.end(kind, name, cause)
 
     @contextmanager
     def contain(self, kind: str, name: str, cause: str) -> Iterator[None]:
@@ -151,7 +157,12 @@ class Troubles:
 
     def of(self, kind: str, name: str) -> list[Trouble]:
         """The troubles of one thing."""
-        return [trouble for trouble in self.current() if trouble.place[:2] == (kind, name)]
+        causes = self._causes.get((kind, name), ())
+        return sorted((self._current[Place(kind, name, cause)] for cause in causes), key=lambda one: one.since)
+
+    def names(self, kind: str) -> set[str]:
+        """The things of one kind that have troubles."""
+        return {name for of_kind, name in self._causes if of_kind == kind}
 
     def why(self, kind: str, name: str) -> str | None:
         """The reasons of one thing's troubles in one text; None if it has none."""

@@ -7,7 +7,7 @@ state: everything is in Postgres, for all daemons.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -99,6 +99,8 @@ GENERATION = frozenset({"epoch", "table_oid", "sequence_oid", "sequence_file", "
 
 def differences(served: Stream, found: Stream) -> frozenset[str]:
     """The fields that a feed depends on and in which the registry differs from the served stream."""
+    if served is found:
+        return frozenset()
     names = (field.name for field in fields(Stream) if field.name not in _PASSING)
     return frozenset(name for name in names if getattr(served, name) != getattr(found, name))
 
@@ -188,17 +190,17 @@ async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCH
         await call_value(db, schema, "stream_max_row", name, max_row)
 
 
-async def load_streams(db: Queries, *, schema: str = SCHEMA) -> dict[str, Stream]:
-    """All streams by name, in one statement that is cheap enough to repeat every second."""
+async def load_streams(db: Queries, names: Collection[str] | None = None, *, schema: str = SCHEMA) -> dict[str, Stream]:
+    """All streams by name, or those of these `names` that there are."""
     with installed(schema):
-        rows = await db.fetch(statement("stream_load", schema), None)
+        rows = await db.fetch(statement("stream_load", schema), None if names is None else list(names))
     return {row["name"]: _stream(row) for row in rows}
 
 
 async def load_stream(db: Queries, name: str, *, schema: str = SCHEMA) -> Stream:
     """One stream. Raises UnknownStream."""
     with installed(schema):
-        row = await db.fetch_row(statement("stream_load", schema), name)
+        row = await db.fetch_row(statement("stream_load", schema), [name])
     if row is None:
         raise UnknownStream(f"there is no stream {name!r}; `replicad streams list` shows all streams.")
     return _stream(row)

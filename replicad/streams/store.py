@@ -17,6 +17,7 @@ from replicad.streams.acks import Ack
 from replicad.streams.lineage import Lineage
 from replicad.streams.queries import Impatient
 from replicad.streams.registry import Published, Rewound, Stream
+from replicad.streams.registry_view import RegistryView
 from replicad.streams.row_text import Range
 from replicad.streams.rows import ChunkSink, Reads, RowSource
 from replicad.streams.stream_writers import StreamWriter
@@ -70,7 +71,7 @@ class Store(Protocol):
     def catchup_rows(self, stream: Stream) -> Rows:
         """The rows for clients that catch up, on connections of their own. Raises StreamRefused."""
 
-    async def load_streams(self) -> dict[str, Stream]: ...
+    async def load_streams(self, suspects: Collection[str] = ()) -> dict[str, Stream]: ...
 
     async def published(self) -> Mapping[str, Published]: ...
 
@@ -165,6 +166,7 @@ class PostgresStore:
         self._db = db
         self._catchup_db = catchup_db
         self._looks = Impatient(db)
+        self._view = RegistryView(schema)
         self._schema = schema
 
     def rows(self, stream: Stream) -> TableRows:
@@ -175,9 +177,9 @@ class PostgresStore:
         """`Store.catchup_rows`."""
         return TableRows(registry.row_source(stream, schema=self._schema), self._catchup_db, self._catchup_db)
 
-    async def load_streams(self) -> dict[str, Stream]:
-        """`registry.load_streams`."""
-        return await registry.load_streams(self._looks, schema=self._schema)
+    async def load_streams(self, suspects: Collection[str] = ()) -> dict[str, Stream]:
+        """`RegistryView.look`."""
+        return await self._view.look(self._looks, suspects)
 
     async def published(self) -> Mapping[str, Published]:
         """`registry.published`."""

@@ -295,7 +295,8 @@ class Publisher:
 
     async def _load_streams(self) -> Mapping[str, Stream]:
         """The registry. For a stream whose generation is no longer valid, begins the next one."""
-        found = await self._store.load_streams()
+        obstructed = {name for name, serving in self._servings.items() if serving.obstacle is not None}
+        found = await self._store.load_streams(self._troubles.names(KIND) | self._faulty.keys() | obstructed)
         if trio.current_time() >= self._readers_at and any(stream.lacks_reader for stream in found.values()):
             self._readers_at = trio.current_time() + READERS
             await self._store.ensure_readers()
@@ -327,7 +328,7 @@ class Publisher:
         """Note the published positions, so that a daemon that starts later need not wait for open transactions."""
         for name, serving in list(self._servings.items()):
             note = serving.note()
-            if note is None or self._noted.get(name) == note:
+            if note is None or self._noted.get(name) is note:
                 continue
             with self._troubles.contain(KIND, name, "note"):
                 if await self._store.publish(*note):

@@ -69,7 +69,7 @@ class Serving:
         self._denied = stream.denied
         self._registry_fault: str | None = None  # why the registry cannot be read
         self._published = None if published is None else (published.position, dict(published.per_writer))
-        self._note: Note | None = None  # when its feed ended
+        self._note: Note | None = None  # the last one; the present one if there is no feed
         self._reported: str | None = None  # the obstacle that was reported last
         self._watching = False
         self._fork: Fork | None = None  # a fork that was found and not handled yet
@@ -145,8 +145,19 @@ class Serving:
             log.warning("stream_dropped", stream=self.name, reason=why)
 
     def note(self) -> Note | None:
-        """What was published of it; None before the first position."""
-        return self._note if self.feed is None else _note_of(self.feed)
+        """What was published of it; None before the first position. The same object until something changes."""
+        feed, known = self.feed, self._note
+        if feed is None:
+            return known
+        positions = feed.positions()
+        if (
+            known is None
+            or known[1:] != positions
+            or known[0].writers != feed.numbers
+            or known[0].epoch != feed.stream.epoch
+        ):
+            self._note = (replace(feed.stream, writers=feed.numbers), *positions)
+        return self._note
 
     def compare(self, found: Stream) -> None:
         """Take the registry's present entry: changed names and row expression are used from the next read on.
@@ -370,9 +381,10 @@ class Serving:
     def _close(self, error: ReplicadError) -> None:
         """Undo what `_serve` did; safe to repeat."""
         self._unwatch()
-        feed, self.feed = self.feed, None
+        feed = self.feed
         if feed is not None:
-            self._note = _note_of(feed)
+            self.note()
+            self.feed = None
             self._published = feed.positions()  # so that tokens of returning readers are not ahead
             if self._context.feeds.get(self.name) is feed:
                 del self._context.feeds[self.name]
@@ -382,10 +394,6 @@ class Serving:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
-
-
-def _note_of(feed: Feed) -> Note:
-    return replace(feed.stream, writers=feed.numbers), *feed.positions()
 
 
 def _writers(stream: Stream, numbers: Mapping[str, int]) -> tuple[str, ...]:

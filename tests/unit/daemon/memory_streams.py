@@ -232,7 +232,7 @@ class MemoryStore:
 
     catchup_rows = rows
 
-    async def load_streams(self) -> dict[str, Stream]:
+    async def load_streams(self, suspects: object = ()) -> dict[str, Stream]:
         self.looks += 1
         await self.answer("registry")
         return dict(self.streams)

@@ -302,7 +302,7 @@ async def test_a_look_that_is_older_than_what_was_taken_over_begins_no_generatio
         await client.say("REPLICATE s NOW")
         load, stale, late = streams.store.load_streams, dict(streams.store.streams), trio.Event()
 
-        async def load_late() -> dict[str, Stream]:
+        async def load_late(_: object = ()) -> dict[str, Stream]:
             streams.store.load_streams = load  # type: ignore[method-assign]
             await late.wait()
             return stale
@@ -331,7 +331,7 @@ async def test_a_stream_that_ends_while_a_generation_is_taken_over_is_watched_by
         load, watch, old = streams.store.load_streams, streams.positions.watch, streams.publisher.servings["s"]
         watching: list[object] = []
 
-        async def load_and_end() -> dict[str, Stream]:
+        async def load_and_end(_: object = ()) -> dict[str, Stream]:
             found = await load()
             if old.forked:
                 streams.store.load_streams = load  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
--- Registered streams, all of them or the one that is named, with what serving them needs. Each of `readers` is what
+-- Registered streams, all of them or those that are named, with what serving them needs. Each of `readers` is what
 -- stream_reader(stream_runs_as()) gives, once for all streams.
 WITH home (schema) AS (
     SELECT c.relnamespace FROM pg_class c WHERE c.oid = (SELECT x.tableoid FROM {schema}.stream x LIMIT 1)
@@ -70,5 +70,5 @@ LEFT JOIN readers tr ON tr.owner = tc.relowner
 LEFT JOIN readers qr ON qr.owner = qc.relowner
 LEFT JOIN readers pr ON pr.owner = pc.relowner
 CROSS JOIN missing
-WHERE $1::text IS NULL OR s.name = $1
+WHERE $1::text[] IS NULL OR s.name = ANY ($1)
 ORDER BY s.name

@@ -1,0 +1,108 @@
+"""The registry as a daemon looks at it each second, at a cost that hardly grows with the number of streams.
+
+To load one stream takes Postgres some 300 microseconds: it asks the catalogs for everything that serving the stream
+depends on. So of many streams a look loads only three kinds: streams whose rows in our tables or in the catalogs were
+written since (query/stream_marks.sql), streams that the caller suspects, and a few in turn. A change that no mark
+shows, such as the membership of a role, is found in turn. No position depends on a look: polls and reads check the
+oids and files of tables and sequences themselves (docs/positions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import trio
+
+from replicad.postgres.statements import Queries, statement
+from replicad.streams.queries import SCHEMA, installed
+from replicad.streams.registry import Stream, load_streams
+
+FEW = 32  # streams; so many are loaded at each look
+CATALOGS = 250  # streams whose rows in the catalogs are looked at each time
+IN_TURN = 8  # streams that are loaded each time for no other reason than that it is their turn
+SUSPECTS = 32  # streams that are loaded each time because the caller suspects them
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    own: int | None = None
+    catalogs: int | None = None
+
+
+class RegistryView:
+    """All streams by name, as of the last look."""
+
+    def __init__(self, schema: str = SCHEMA) -> None:
+        self._schema = schema
+        self._streams: dict[str, Stream] = {}
+        self._marks: dict[str, _Marks] = {}
+        self._catalogs_at = 0  # where the next look goes on in the order of the names
+        self._turn_at = 0
+        self._suspects_at = 0
+        self._looking = trio.Lock()  # what an earlier look has loaded must not replace what a later one has
+
+    async def look(self, db: Queries, suspects: Collection[str] = ()) -> dict[str, Stream]:
+        """The streams. A stream that has not changed is the same object as before.
+
+        `suspects`: streams that do not work, so that their entries may have changed in a way that no mark shows.
+
+        Raises:
+            SchemaMissing: streams are not installed in this database.
+        """
+        async with self._looking:
+            await self._look(db, suspects)
+        return dict(self._streams)
+
+    async def _look(self, db: Queries, suspects: Collection[str]) -> None:
+        if len(self._streams) <= FEW:
+            self._marks = {}
+            self._streams = self._same(await load_streams(db, schema=self._schema))
+            return
+        names = sorted(self._streams)
+        self._catalogs_at, some = _next(names, self._catalogs_at, CATALOGS)
+        self._turn_at, wanted = _next(names, self._turn_at, IN_TURN)
+        self._suspects_at, doubtful = _next(sorted(self._streams.keys() & suspects), self._suspects_at, SUSPECTS)
+        marks = await self._find_changed(db, names, some)  # of before the streams are loaded
+        chosen = {*wanted, *doubtful, *marks}
+        loaded = await load_streams(db, chosen, schema=self._schema)
+        for name in chosen - loaded.keys():  # removed
+            self._streams.pop(name, None)
+            self._marks.pop(name, None)
+        self._streams |= self._same(loaded)
+        self._marks |= {name: mark for name, mark in marks.items() if name in loaded}
+
+    async def _find_changed(self, db: Queries, names: list[str], some: Collection[str]) -> dict[str, _Marks]:
+        """The streams of which a row was written, in the catalogs only of `some`, with their marks. Takes over the
+        noted positions of the others.
+        """
+        marks = [self._marks.get(name, _Marks()) for name in names]
+        with installed(self._schema):
+            rows = await db.fetch(
+                statement("stream_marks", self._schema),
+                names,
+                [mark.own for mark in marks],
+                [mark.catalogs for mark in marks],
+                [self._streams[name].noted for name in names],
+                list(some),
+            )
+        changed = {}
+        for row in rows:
+            name, known = row["name"], self._marks.get(row["name"], _Marks())
+            now = _Marks(row["own"], known.catalogs if row["catalogs"] is None else row["catalogs"])
+            if now != known or name not in self._streams:
+                changed[name] = now
+            else:
+                self._streams[name] = replace(self._streams[name], noted=row["noted"])
+        return changed
+
+    def _same(self, loaded: dict[str, Stream]) -> dict[str, Stream]:
+        """The loaded streams; the present object for each that has not changed."""
+        known = self._streams
+        return {name: known[name] if known.get(name) == stream else stream for name, stream in loaded.items()}
+
+
+def _next(names: list[str], begin: int, count: int) -> tuple[int, list[str]]:
+    """Where the next turn begins, and so many names in turn, from a place on."""
+    begin %= max(1, len(names))
+    return begin + count, [*names[begin:], *names[:begin]][:count]

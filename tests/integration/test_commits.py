@@ -87,7 +87,8 @@ async def everything(lazy_url: str) -> AsyncIterator[Everything]:
 
 
 async def note_ack(at: Everything) -> None:
-    await acks.note(at.db, [acks.Ack(at.stream.name, at.stream.resets, "s1", 1)])
+    await acks.note(at.db, [acks.Ack(at.stream.name, at.stream.epoch, "s1", 1)])
+    assert await acks.load(at.db, at.stream.name)
 
 
 async def note_position(at: Everything) -> None:

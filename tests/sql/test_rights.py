@@ -55,6 +55,7 @@ OWNERS = {
 # They name what they need in full, or need nothing.
 NO_PATH = {"replicad.stream_instance", "replicad.stream_json", "replicad.stream_lock_key", "replicad.writer_slot_of"}
 NO_PATH |= {"replicad.writer_lock_key", "replicad.cache_instance", "replicad.stream_guard_2"}
+NO_PATH |= {f"{declared.schema}.{part}_on_disk" for part, declared in schema.PARTS.items()}
 
 FUNCTIONS = """
     SELECT n.nspname || '.' || p.proname AS name, p.prosecdef AS definer,

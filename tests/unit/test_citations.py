@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,10 +26,15 @@ PRIVATE = re.compile(
     re.IGNORECASE,
 )
 COMMENT = re.compile(r"(?:^|\s)#\s?(.*)")
-PAGE = re.compile(r"\b(?:docs/[\w./-]+\.(?:md|py)|protocol\.md|README\.md|CHANGELOG\.md)")
+PAGE = re.compile(r"\b(?:docs/[\w./-]+\.(?:md|py)|protocol\.md|README\.md|CHANGELOG\.md|CONTRIBUTING\.md)")
 CODE = re.compile(r"(?<![\w./*-])((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|sql))\b")
 IN_PAGES = re.compile(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sql|toml|json))`")
 PLACEHOLDER = re.compile(r"^synapse/|NNN_|/N\.sql|/name\.sql|^sql/part\.toml$")  # files of others, and forms of names
+WHERE = ROOT / "docs/where.md"
+ROOTS = (PACKAGE, ROOT / "tests", ROOT)  # of the files in it
+FILE = re.compile(r"[\w./*<>-]+\.(?:py|sql|js|lua|json|toml|md)")
+NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+FORM = re.compile(r"<|NNN_|^sql/upgrade/N\.sql$|/query/name\.sql$")  # forms of names
 KEYS = {"schema/up.sql", "tube/010_tube_registry.sql"}  # of the texts of SQL parts (schema_text.load): no paths
 
 
@@ -90,12 +96,61 @@ def test_every_file_of_code_that_a_text_names_exists() -> None:
 
 
 def test_every_file_of_code_that_a_page_names_exists() -> None:
-    pages = [ROOT / "README.md", ROOT / "protocol.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "protocol.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     named = {(page.name, name) for page in pages for name in IN_PAGES.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 80
     roots = (ROOT, ROOT / "replicad", ROOT / "tests", ROOT / "docs")  # pages leave the folder of the package out
     gone = [(page, name) for page, name in named if not any((root / name).is_file() for root in roots)]
     assert sorted((page, name) for page, name in gone if not PLACEHOLDER.search(name)) == []
+
+
+class Line(NamedTuple):
+    """A line of docs/where.md: the files that it names, those of them that are missing, and its names of code."""
+
+    files: list[Path]
+    missing: list[str]
+    names: list[str]
+
+
+def read_line(line: str) -> Line:
+    """A file is given from one of ROOTS on, or by its name alone: then it is in the folder of the file before it."""
+    found = Line([], [], [])
+    for word in re.findall(r"`([^`]+)`", line):
+        if not FILE.fullmatch(word):
+            found.names.extend([word.rpartition(".")[2]] if NAME.fullmatch(word) else [])
+        elif not FORM.search(word):
+            folders = [*ROOTS, *(found.files[-1].parent for _ in found.files[-1:])]
+            there = [path for folder in folders for path in sorted(folder.glob(word))]
+            if not there and "/" not in word and not found.files:  # a file that several features have
+                there = sorted(PACKAGE.glob(f"*/{word}"))
+            found.files.extend(there)
+            found.missing.extend([] if there else [word])
+    return found
+
+
+def where() -> list[tuple[str, Line]]:
+    return [(line, read_line(line)) for line in WHERE.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_page_of_changes_names_only_files_that_are_there() -> None:
+    assert len({path for _, found in where() for path in found.files}) > 150
+    assert [(word, line) for line, found in where() for word in found.missing] == [], "was it moved or renamed?"
+
+
+def test_what_the_page_of_changes_says_of_a_file_is_in_it() -> None:
+    gone = []
+    for line, found in where():
+        text = "\n".join(path.read_text(encoding="utf-8") for path in found.files)
+        gone += [(name, line) for name in found.names if found.files and not re.search(rf"\b{name}\b", text)]
+    assert gone == [], "was it renamed, or moved into another file?"
+
+
+def test_a_line_that_is_not_true_is_found() -> None:
+    line = "| `daemon/gone.py`, `daemon/outbox.py`, `cuts.py`, `journal_gone.py` | `queued_bytes`, `Outbox.no_such` |"
+    found = read_line(line)
+    assert found.missing == ["daemon/gone.py", "journal_gone.py"]
+    assert [path.name for path in found.files] == ["outbox.py", "cuts.py"]
+    assert found.names == ["queued_bytes", "no_such"]
 
 
 @pytest.mark.parametrize(

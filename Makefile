@@ -1,5 +1,5 @@
-# What people type here: `make demo`, `make test`, and what `make help` lists. Needs make, Python 3.11+ and Java 17+;
-# everything else goes into .venv, anew only when pyproject.toml has changed.
+# What people type here: `make demo`, `make unit`, `make test`, and what `make help` lists. Needs make, Python 3.11+ and,
+# but for `make unit`, Java 17+; everything else goes into .venv, anew only when pyproject.toml has changed.
 #
 #   make test PYTHON=python3.12              another Python for .venv
 #   make test PYTEST_ARGS="tests/unit -x"    a part of the suite
@@ -30,13 +30,16 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-busy lint specs docs bench stress fuzz torture drills synapse lock dist clean distclean check-java
+.PHONY: help demo unit test test-busy lint specs docs bench stress fuzz torture drills synapse lock dist clean distclean check-java
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: check-java $(VENV)/.demo ## the whole of replicad on real data, in about a minute
 	@$(RUN) -m replicad demo
+
+unit: $(VENV)/.unit ## the tests that need neither Java nor Spark nor Postgres
+	@$(RUN) -m pytest -q -n $(WORKERS) --dist loadgroup tests/unit $(PYTEST_ARGS)
 
 test: check-java $(VENV)/.dev ## all tests: real Postgres, real sockets, a real local Spark
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
@@ -123,17 +126,22 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.made
 	$(call pip_install,--editable '.[demo]')
 	@touch $@
 
+$(VENV)/.unit: pyproject.toml $(VENV)/.made
+	@echo "==> installing replicad and what its unit tests need (about 300 MB the first time)"
+	$(call pip_install,--editable . --group unit)
+	@touch $@
+
 ifeq ($(LOCK),)
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	@echo "==> installing replicad with all extras and the developer's tools (about 700 MB the first time)"
 	$(call pip_install,--editable '.[demo]' --group dev)
-	@touch $(VENV)/.demo $@
+	@touch $(VENV)/.demo $(VENV)/.unit $@
 else
 $(VENV)/.dev: $(LOCK) pyproject.toml $(VENV)/.made
 	@echo "==> installing what $(LOCK) pins (about 700 MB the first time)"
 	$(call pip_install,--require-hashes --requirement $(LOCK))
 	$(call pip_install,--no-deps --no-build-isolation --editable .)
-	@touch $(VENV)/.demo $@
+	@touch $(VENV)/.demo $(VENV)/.unit $@
 endif
 
 $(VENV)/.lock: pyproject.toml $(VENV)/.made

@@ -12,6 +12,7 @@ BESIDE = {
     "protocol.md": "protocol.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
 }
 """Pages beside docs/, and their names in the site."""
 

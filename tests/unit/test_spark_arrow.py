@@ -101,6 +101,7 @@ def test_the_last_cursor_knows_both_kinds_of_pods(seqs: list[tuple[int, bool]]) 
 
 
 def test_spark_and_arrow_are_told_of_the_same_columns() -> None:
+    pytest.importorskip("pyspark", reason="`make unit` installs no PySpark")
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import ArrayType, IntegerType, LongType, StringType, StructField, StructType, TimestampType
 

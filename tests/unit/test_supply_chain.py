@@ -27,7 +27,12 @@ def pinned(name: str) -> dict[str, list[Version]]:
 def wanted(name: str) -> list[Requirement]:
     """What pyproject.toml asks for of this lock."""
     extras, groups = PROJECT["project"]["optional-dependencies"], PROJECT["dependency-groups"]
-    more = extras["embedded"] if "image" in name else [*chain(*extras.values()), *groups["dev"], *groups["specs"]]
+    more = (
+        extras["embedded"]
+        if "image" in name
+        else [*chain(*extras.values()), *groups["unit"], *groups["dev"], *groups["specs"]]
+    )
+    more = [one for one in more if isinstance(one, str)]  # others include a group that is here by itself
     texts = [*PROJECT["project"]["dependencies"], *more, *PROJECT["build-system"]["requires"]]
     return [found for found in map(Requirement, texts) if found.name != "replicad"]
 

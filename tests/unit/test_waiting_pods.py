@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from replicad.protocol.tokens import Cursor
 from replicad.spark.offsets import Place, TubeOffset
 
@@ -28,6 +30,7 @@ def offset(*pods: int) -> dict[str, Any]:
 
 
 def test_the_pods_that_wait_are_those_between_the_two_offsets() -> None:
+    pytest.importorskip("pyspark", reason="`make unit` installs no PySpark")
     told: list[tuple[str | None, int]] = []
     listener = example().WaitingPods(lambda *found: told.append(found))
 

@@ -7,20 +7,27 @@ Without it every lock in the band counts. That holds a position back for nothing
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from replicad import errors, sqlstates
 from replicad.postgres.bridge import Backend, Connection, Row, load_sql
 from replicad.postgres.watched import LockSource, ReservationSource, Source
 from replicad.sqlstates import means
 
+_MOVED = "$7::oid[], $8::text[], $9::text[], $10::oid[], $11::bigint[]"
 _UNKNOWN = "NULL::bytea"  # the secret, if it cannot be read
 
 
 async def fetch_holders(
-    connection: Connection, sources: Sequence[Source], sequences: list[int], own: Collection[Backend]
+    connection: Connection,
+    sources: Sequence[Source],
+    sequences: list[int],
+    own: Collection[Backend],
+    feeds: Mapping[int, int],
 ) -> list[Row]:
-    """The rows of horizon_holders.sql. `own`: sessions that only delete from tables with `own_deletes`."""
+    """The rows of horizon_holders.sql. `own`: sessions that only delete from tables with `own_deletes`. `feeds`: by
+    sequence, `Watched.feeds`.
+    """
     tables = [source for source in sources if isinstance(source, LockSource)]
     keys = {source.proof_key for source in sources if isinstance(source, ReservationSource)}
     args = (
@@ -30,18 +37,25 @@ async def fetch_holders(
         [backend.pid for backend in own],
         [backend.started for backend in own],
     )
-    sql = load_sql("horizon_holders")
+    known = [source.identity for source in sources if source.identity is not None]
+    names = [name for identity in known for name in identity.names]
+    after: tuple[list[object], ...] = ()
+    if known:
+        columns = zip(*names, strict=True) if names else ((), (), ())
+        after = (*map(list, columns), list(feeds), list(feeds.values()))
+    moved = f"{known[0].home}.stream_moved({_MOVED})" if known else "'{}'::oid[]"
+    sql = load_sql("horizon_holders").replace("{moved}", moved)
     key = keys.pop() if len(keys) == 1 else None
     if key is not None:
         try:
-            return await connection.fetch(sql.replace("{key}", f"(SELECT s.key FROM {key} AS s)"), *args, True)
+            return await connection.fetch(sql.replace("{key}", f"(SELECT s.key FROM {key} AS s)"), *args, True, *after)
         except errors.DatabaseUnavailable:
             raise
         except errors.DatabaseError as error:
             # The right was revoked, or the table is gone. The registry notices it within a second.
             if not means(error.sqlstate, (*sqlstates.NO_RIGHT, *sqlstates.MISSING)):
                 raise
-    return await connection.fetch(sql.replace("{key}", _UNKNOWN), *args, False)
+    return await connection.fetch(sql.replace("{key}", _UNKNOWN), *args, False, *after)
 
 
 def holders_key(source: Source) -> tuple[str, int]:

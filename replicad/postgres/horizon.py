@@ -32,6 +32,7 @@ from replicad.postgres.watched import (
     Fork,
     Holder,
     HolderKind,
+    Identity,
     LockSource,
     Reading,
     ReservationSource,
@@ -48,6 +49,7 @@ __all__ = [
     "Holder",
     "HolderKind",
     "Horizon",
+    "Identity",
     "LockSource",
     "Reading",
     "ReservationSource",
@@ -273,6 +275,7 @@ class Horizon:
         sequences = [w.source.sequence for w in looked_at if not isinstance(w.source, TableSource)]
         rows = await connection.fetch(load_sql("horizon_inspect"), tables, sequences)
         found = {row["oid"]: row for row in rows}
+        await self._identify(connection, looked_at, found)
         self._names = {oid: row["name"] for oid, row in found.items()}
         self._values.inspected(self._names)
         for watched in looked_at:
@@ -283,6 +286,23 @@ class Horizon:
                 watched.accept()
             elif reason != known:
                 watched.refuse(reason)
+
+    async def _identify(
+        self, connection: Connection, looked_at: list[Watched], found: Mapping[int, Mapping[str, object]]
+    ) -> None:
+        """Find out which streams' ids may be rows of another table now. Column defaults were read before: the next poll
+        notices one that is made after this look.
+        """
+        strayed: dict[int, str | None] = {}
+        for home in {w.source.identity.home for w in looked_at if w.source.identity is not None}:
+            query = load_sql("horizon_identity").replace("{home}", home)
+            numbers = [w.source.identity.number for w in looked_at if w.source.identity is not None]
+            strayed |= {row["number"]: row["reason"] for row in await connection.fetch(query, numbers)}
+        for watched in looked_at:
+            if watched.source.identity is not None:
+                watched.strayed = strayed.get(watched.source.identity.number)
+                if not isinstance(watched.source, TableSource) and watched.sequence in found:
+                    watched.feeds = int(str(found[watched.sequence]["feeds"]))
 
     async def _read_again(self, connection: Connection) -> None:
         """Try again to read what Postgres has refused to read."""
@@ -334,7 +354,8 @@ class Horizon:
         """
         watched = [w for w, _, _ in fed]
         sources, sequences = [w.source for w in watched], [w.sequence for w in watched]
-        rows = await fetch_holders(connection, sources, sequences, self._own_backends())
+        feeds = {w.sequence: w.feeds for w in watched if w.source.identity is not None}
+        rows = await fetch_holders(connection, sources, sequences, self._own_backends(), feeds)
         if rows[0]["unfit"]:
             await self._inspect(connection)
         listed = by_source(rows)

@@ -35,6 +35,20 @@ def reservation_key(number: int, bound: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """Which table the user meant, by the name that was given when the stream was added.
+
+    `home`: the quoted schema of the functions that look: `stream_strayed` takes `number` and says why ids may be rows
+    of another table now, `stream_moved` whether that has to be asked. `names`: oids with the schema and the name that
+    must not lead to another relation.
+    """
+
+    home: str
+    number: int
+    names: tuple[tuple[int, str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LockSource:
     """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid).
 
@@ -48,6 +62,7 @@ class LockSource:
     own_deletes: bool = False
     reader: str | None = None
     sequence_reader: str | None = None
+    identity: Identity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,7 @@ class ReservationSource:
     sequence: int
     proof_key: str | None = None
     sequence_reader: str | None = None
+    identity: Identity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,7 @@ class TableSource:
     table: int
     stream_name: str
     reader: str | None = None
+    identity: Identity | None = None
 
 
 Source = LockSource | ReservationSource | TableSource
@@ -153,6 +170,8 @@ class Watched:
         self.inspected = False  # whether its table and sequence have been checked
         self.refused: StreamRefused | None = None
         self.unreadable: str | None = None  # the error of Postgres when it is read, until it can be read again
+        self.strayed: str | None = None  # why its ids may be rows of another table
+        self.feeds = 0  # identifies the column defaults that drew from its sequence when `strayed` was found out
         self.blocked_by: Holder | None = None
         self.seen: Seen | None = None  # at the last poll that read something; for a recording
         self.stale = True  # its last `Reading` may not be true any more
@@ -233,6 +252,8 @@ class Watched:
     def unfit(self, found: Mapping[int, Mapping[str, Any]]) -> str | None:
         """Why this stream cannot be served, with the remedy, or None; `found` are horizon_inspect.sql's rows by oid."""
         stream = f'stream "{self.name}"'
+        if self.strayed is not None:
+            return f"{stream} waits: {self.strayed}"
         if not isinstance(self.source, ReservationSource):
             table = found.get(self.source.table)
             if table is None:

@@ -12,7 +12,8 @@ from datetime import datetime
 
 from replicad.protocol.tokens import Vector
 
-SHARES_NOTHING = frozenset({"ids_went_back", "sequence_restarted"})  # reasons of a generation: any id may come again
+# Reasons of a generation in which any id may be another row.
+SHARES_NOTHING = frozenset({"ids_went_back", "sequence_restarted", "table_changed"})
 
 
 @dataclass(frozen=True, slots=True)

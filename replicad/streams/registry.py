@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
-from replicad.postgres.horizon import LockSource, ReservationSource, Source, TableSource
+from replicad.postgres.horizon import Identity, LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import Queries, call_row, call_rows, call_value, statement
 from replicad.protocol.tokens import Vector
@@ -39,6 +39,7 @@ class Stream:
     `fault`: why the stream can no longer be served, with the remedy, or None; names of removed objects are None then.
     `reader`, `sequence_reader`, `positions_reader`: the functions that read its table, sequence and positions as their
     owners (postgres/owners.py); None if our own role reads them.
+    `identity`: by which name the user meant the table. `fed`: the sequence fed the id column when the table was added.
     `denied`: what this role may not read, with the GRANT that it needs, or None. `proof_key`: the table by which proofs
     of reservations are checked; None if this role may not read it. Ids up to `trimmed_upto` were removed
     by trimming, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`: the numbers
@@ -60,6 +61,8 @@ class Stream:
     sequence_oid: int
     positions_table: str | None
     positions_oid: int | None
+    identity: Identity | None
+    fed: bool
     unique_ids: bool
     reader: str | None
     sequence_reader: str | None
@@ -85,12 +88,15 @@ class Stream:
 
 
 # Fields that change while a stream is served and that a feed does not depend on. `differences` compares all others.
-_PASSING = frozenset({"fault", "denied", "trimmed_upto", "writers", "continues", "noted"})
+_PASSING = frozenset({"fed", "fault", "denied", "trimmed_upto", "writers", "continues", "noted"})
 
 # Names and how rows become lines: a feed can take over new values between two reads. `proof_key` counts from the next
 # watch on; until then the horizon goes on with what it has, which is right with any value.
 RENEWABLE = frozenset(
-    {"table", "sequence", "positions_table", "row", "row_type", "unique_ids", "max_row", "skipped", "proof_key"}
+    {
+        *("table", "sequence", "positions_table", "row", "row_type"),
+        *("unique_ids", "max_row", "skipped", "proof_key", "identity"),
+    }
 )
 
 # What another generation may change: the rows that ids belong to, and where they are. A feed can take it over.
@@ -190,6 +196,29 @@ async def set_max_row(db: Queries, name: str, max_row: int, *, schema: str = SCH
         await call_value(db, schema, "stream_max_row", name, max_row)
 
 
+async def alter_table(
+    db: Queries,
+    name: str,
+    table: str,
+    *,
+    same_rows: bool = False,
+    sequence: str | None = None,
+    schema: str = SCHEMA,
+) -> tuple[str, ...]:
+    """Go on with another table, or with the same one under its present name; returns notes.
+
+    With another table a generation begins. `same_rows`: the new table has the rows of the old one up to the noted
+    position, so that readers go on there. Else they get all rows. `sequence`: as in `add`.
+
+    Raises:
+        UnknownStream, StreamRefused.
+    """
+    oids = [await _resolve(db, what) for what in (table, sequence)]
+    with installed(schema):
+        notes = await db.fetch_value(statement("stream_alter", schema), name, oids[0], same_rows, oids[1])
+    return tuple(notes)
+
+
 async def load_streams(db: Queries, names: Collection[str] | None = None, *, schema: str = SCHEMA) -> dict[str, Stream]:
     """All streams by name, or those of these `names` that there are."""
     with installed(schema):
@@ -234,16 +263,26 @@ def horizon_source(stream: Stream) -> Source:
     """How the horizon finds the positions of this stream."""
     if stream.method is Method.RESERVATION:
         return ReservationSource(
-            stream.number, stream.sequence_oid, stream.proof_key, sequence_reader=stream.sequence_reader
+            stream.number,
+            stream.sequence_oid,
+            stream.proof_key,
+            sequence_reader=stream.sequence_reader,
+            identity=stream.identity,
         )
     if stream.method is Method.POSITIONS_TABLE:
         assert stream.positions_oid is not None  # a constraint of adding it
-        return TableSource(table=stream.positions_oid, stream_name=stream.name, reader=stream.positions_reader)
+        return TableSource(
+            table=stream.positions_oid,
+            stream_name=stream.name,
+            reader=stream.positions_reader,
+            identity=stream.identity,
+        )
     return LockSource(
         table=stream.table_oid,
         sequence=stream.sequence_oid,
         reader=stream.reader,
         sequence_reader=stream.sequence_reader,
+        identity=stream.identity,
     )
 
 
@@ -391,4 +430,10 @@ def _stream(row: Any) -> Stream:
     names, numbers = values.pop("writer_names"), values.pop("writer_numbers")
     values["method"] = Method(values["method"])
     values["skipped"] = tuple(values["skipped"])
+    home, named = values.pop("home"), values.pop("relation_named")
+    sequence_named = values.pop("sequence_named")
+    given = [(values["table_oid"], *named)] if named else []
+    if sequence_named and not values["fed"]:
+        given.append((values["sequence_oid"], *sequence_named))
+    values["identity"] = None if named is None else Identity(home, values["number"], tuple(given))
     return Stream(**values, writers=dict(zip(names, numbers, strict=True)))

@@ -33,6 +33,7 @@ LOCKED = "locked"  # the table cannot be read
 SETTLED = 5.0  # seconds without a change of the position, with rows waiting, before it is checked a second time
 SECOND_LOOK = 2.5  # seconds until that check; a daemon notes its positions every second
 
+LOADED = 1 << 40  # ids above the sequence's last value that a bulk load can have brought; more were made by a program
 _LAST_ID = (1 << 63) - 1
 _NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -253,9 +254,17 @@ async def _ids_ahead(db: Database, stream: Stream, schema: str) -> tuple[str, st
         return (OK, None) if is_locked(error) else (error.code, str(error))
     if ends is None or ends[1] <= (last or 0):
         return OK, None
-    return IDS_AHEAD, (
+    found = (
         f"the table has ids up to {ends[1]}, and its sequence stands at {last or 0}: rows above it are sent when the "
-        "sequence gets there. Writers must take ids from the column's default; after a bulk load with ids of its own "
+        "sequence gets there. "
+    )
+    if not stream.fed or ends[1] - (last or 0) > LOADED:
+        return IDS_AHEAD, (
+            f"{found}Programs seem to make ids, or to keep some of the sequence for later: give the rows a column of "
+            'their own for the order, and add the stream with it (docs/positions.md, "Ids that programs make")'
+        )
+    return IDS_AHEAD, (
+        f"{found}Writers must take ids from the column's default; after a bulk load with ids of its own "
         f"set the sequence: SELECT setval('{stream.sequence}', {ends[1]})"
     )
 

@@ -163,7 +163,7 @@ async def test_the_default_of_the_id_moves_to_another_sequence_and_it_is_reporte
         )
         [told] = (await nc.until("ERROR .*"))[-1:]
         assert "takes its ids from sequence" in told
-        assert "stream_remove('events')" in told
+        assert "replicad streams alter events --table public.events" in told
     async with netcat() as nc:
         await nc.expect("SERVER .*")
         await nc.send("REPLICATE events")

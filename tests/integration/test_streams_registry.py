@@ -47,7 +47,9 @@ async def test_one_call_makes_a_table_a_stream_that_every_daemon_sees(db: Databa
     assert stream.writers == {"a": 1, "b": 2, "master": 3}
     assert (stream.fault, stream.trimmed_upto) == (None, None)
     assert added.notes == ("rows without instance_name are sent as those of master",)
-    assert registry.horizon_source(stream) == LockSource(stream.table_oid, stream.sequence_oid)
+    assert registry.horizon_source(stream) == LockSource(
+        stream.table_oid, stream.sequence_oid, identity=stream.identity
+    )
     assert Vector.parse(f"{stream.epoch}!5").epoch == stream.epoch
 
     await registry.remove(db, "events")

@@ -1,7 +1,8 @@
-"""Commands of `replicad streams` about single rows: leave one out, limit the length of rows."""
+"""Commands of `replicad streams` about what a stream has: skip a row, limit the length of rows, change the table."""
 
 from __future__ import annotations
 
+from functools import partial
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +69,56 @@ def skip(
         echo(f"stream {name}: id {token} is skipped. {_consequence(token, published)}")
 
 
-@click.command("alter", cls=ReplicadCommand, epilog="\b\nExample:\n  replicad streams alter events --max-row 16MiB")
+@click.command(
+    "alter",
+    cls=ReplicadCommand,
+    epilog="""\b
+Examples:
+  replicad streams alter events --max-row 16MiB
+  replicad streams alter events --table public.events --same-rows""",
+)
 @_name
-@option("--max-row", type=Bytes(), required=True, metavar="BYTES", help=MAX_ROW_HELP)
+@option("--max-row", type=Bytes(), metavar="BYTES", help=MAX_ROW_HELP)
+@option(
+    "--table",
+    metavar="SCHEMA.TABLE",
+    help="Go on with this table: readers get all of its rows. If it is the table that the stream has already, note its "
+    "present name, and that its sequence feeds what it feeds now.",
+)
+@option(
+    "--same-rows",
+    is_flag=True,
+    help="The new table has the rows of the old one, up to what was published: readers go on there. Refused if the ids "
+    "in the two tables differ.",
+)
+@option(
+    "--sequence",
+    metavar="SCHEMA.NAME",
+    help="With --table: the sequence of the ids, if no column default draws from it.",
+)
 @database_options
-def alter(name: str, max_row: int, **options: Any) -> None:
-    """Change the longest row that the stream NAME may have. Running daemons use the new limit within a second."""
+def alter(
+    *, name: str, max_row: int | None, table: str | None, same_rows: bool, sequence: str | None, **options: Any
+) -> None:  # fmt: skip
+    """Change the table of the stream NAME, or the longest row that it may have. Running daemons take it over within a
+    second.
+    """
+    if max_row is None and table is None:
+        raise UsageError("give --max-row or --table; `replicad streams show` prints both")
+    if table is None and (same_rows or sequence is not None):
+        raise UsageError("--same-rows and --sequence belong to --table")
 
     from replicad.streams import registry
 
-    on_streams(options, lambda db, schema: registry.set_max_row(db, name, max_row, schema=schema))
-    echo(f"stream {name}: rows have at most {max_row} bytes")
+    if table is not None:
+        change = partial(registry.alter_table, name=name, table=table, same_rows=same_rows, sequence=sequence)
+        notes = on_streams(options, lambda db, schema: change(db, schema=schema))
+        echo(f"stream {name}: its table is {table}")
+        for note in notes:
+            echo(f"note: {note}")
+    if max_row is not None:
+        on_streams(options, lambda db, schema: registry.set_max_row(db, name, max_row, schema=schema))
+        echo(f"stream {name}: rows have at most {max_row} bytes")
 
 
 def _position_of(name: str) -> Any:

@@ -171,6 +171,8 @@ class Serving:
             self.stream = found
             if self.feed is not None:
                 self.feed.renew(found)
+                if "identity" in changed and self._fork is None:  # the watch compares other names from now on
+                    self._go_on()
         if self._fork is not None:
             self._forked.set()  # it is tried again, whatever was in the way
         self._denied = found.denied

@@ -1,10 +1,10 @@
--- stream_check(s): refuses what cannot be a stream (RS002 or RS007, the reason, the remedy); returns the type of its rows.
-CREATE OR REPLACE FUNCTION stream_check(s stream) RETURNS text
+-- stream_check_parts(s): refuses what cannot be a stream (RS002 or RS007, the reason, the remedy), apart from its name;
+-- returns the type of its rows.
+CREATE OR REPLACE FUNCTION stream_check_parts(s stream) RETURNS text
 LANGUAGE plpgsql AS $$
 DECLARE
     fault record;
 BEGIN
-    PERFORM stream_check_name(s.name);
     IF s.method IS NULL OR s.method NOT IN ('lock_watch', 'reservation', 'positions_table') THEN
         PERFORM stream_refuse_argument(format('there is no method %L', s.method),
             'methods: lock_watch, reservation, positions_table');
@@ -21,6 +21,8 @@ BEGIN
     END IF;
     SELECT * INTO fault FROM stream_sequence_fault(s.sequence, s.method);
     PERFORM stream_refuse(fault.problem, fault.remedy);
+    SELECT * INTO fault FROM stream_ids_fault(s);
+    PERFORM stream_refuse(fault.problem, fault.remedy);
     IF s.method = 'positions_table' THEN
         PERFORM stream_check_positions(s.positions);
     ELSIF s.positions IS NOT NULL THEN
@@ -28,6 +30,15 @@ BEGIN
     END IF;
     PERFORM stream_reader_ensure(r) FROM unnest(ARRAY[s.relation, s.sequence, s.positions]) r WHERE r IS NOT NULL;
     RETURN stream_check_row(s.relation, s.id_column, s.row_sql);
+END
+$$;
+COMMENT ON FUNCTION stream_check_parts(stream) IS 'Refuses what cannot be a stream, apart from its name';
+-- stream_check(s): the same, and refuses a name that is taken or cannot be one.
+CREATE OR REPLACE FUNCTION stream_check(s stream) RETURNS text
+LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM stream_check_name(s.name);
+    RETURN stream_check_parts(s);
 END
 $$;
 COMMENT ON FUNCTION stream_check(stream) IS 'Refuses what cannot be a stream; returns the type of its rows';

@@ -10,8 +10,9 @@ BEGIN
     IF feeding <> s.sequence THEN
         problem := format('column %I of %s takes its ids from sequence %s now, and the stream follows %s', s.id_column,
             s.relation, feeding, s.sequence);
-        remedy := format('remove the stream and add it anew: SELECT %I.stream_remove(%L); or give the column its '
-            'sequence back', current_schema(), s.name);
+        remedy := format('run: replicad streams alter %s --table %s (with --same-rows if the new sequence goes on above all '
+            'rows that were sent); or give the column its sequence back', stream_shell(s.name),
+            stream_shell(s.relation::text));
     END IF;
 END
 $$;

@@ -28,6 +28,16 @@ LANGUAGE sql STABLE AS $$
             'for ids taken earlier use the method reservation', s.id_column, s.sequence)
         WHERE s.method = 'lock_watch' AND stream_sequence(s.relation, s.id_column) IS DISTINCT FROM s.sequence
         UNION ALL
+        SELECT 9, format('sequence %s has INCREMENT BY %s: where programs take ids from it themselves and keep those between '
+            'two steps for later, use a column of its own (docs/positions.md, "Ids that programs make")', s.sequence,
+            q.seqincrement)
+        FROM pg_sequence q WHERE s.method = 'lock_watch' AND q.seqrelid = s.sequence AND q.seqincrement > 1
+        UNION ALL
+        SELECT 10, format('there is no %s any more: its table is called %s now, and the stream goes on with it; to note the '
+            'new name, run: replicad streams alter %s --table %s', format('%I.%I', s.relation_named[1], s.relation_named[2]),
+            s.relation, stream_shell(s.name), stream_shell(s.relation::text))
+        WHERE s.relation_named IS NOT NULL AND stream_bearer(s.relation_named) IS NULL
+        UNION ALL
         SELECT 7, format('writers take their ids from %I.stream_next(%L); an id that is not reserved is refused',
             current_schema(), s.name)
         WHERE s.method = 'reservation'

@@ -20,9 +20,35 @@ BEGIN
     END IF;
     SELECT * INTO fault FROM stream_sequence_fault(s.sequence, s.method);
     IF fault.problem IS NULL THEN
+        SELECT * INTO fault FROM stream_name_fault(s);
+    END IF;
+    IF fault.problem IS NULL THEN
         SELECT * INTO fault FROM stream_feed_fault(s);
+    END IF;
+    IF fault.problem IS NULL THEN
+        SELECT * INTO fault FROM stream_ids_fault(s);
     END IF;
     RETURN fault.problem || '; ' || fault.remedy;
 END
 $$;
 COMMENT ON FUNCTION stream_fault(stream) IS 'Why a registered stream can no longer be served; NULL where it can';
+-- stream_strayed(number): the part of stream_fault that a poll asks for: ids may belong to rows of another table, or come
+-- from elsewhere. NULL where that is not so, or there is no such stream.
+CREATE OR REPLACE FUNCTION stream_strayed(stream_number integer) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    s stream;
+    fault record;
+BEGIN
+    SELECT * INTO s FROM stream x WHERE x.number = stream_number;
+    SELECT * INTO fault FROM stream_name_fault(s);
+    IF fault.problem IS NULL THEN
+        SELECT * INTO fault FROM stream_feed_fault(s);
+    END IF;
+    IF fault.problem IS NULL THEN
+        SELECT * INTO fault FROM stream_ids_fault(s);
+    END IF;
+    RETURN fault.problem || '; ' || fault.remedy;
+END
+$$;
+COMMENT ON FUNCTION stream_strayed(integer) IS 'Why the ids of a stream may be rows of another table now';

@@ -15,3 +15,18 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION stream_guard_attach(stream) IS 'Creates the trigger that refuses ids which outlived their reservation';
+-- stream_guard_detach(number): drops these triggers, on whichever tables they are.
+CREATE OR REPLACE FUNCTION stream_guard_detach(number integer) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    member regclass;
+BEGIN
+    FOR member IN SELECT t.tgrelid FROM pg_trigger t
+        WHERE t.tgname = 'replicad_guard_' || number AND t.tgparentid = 0
+            AND t.tgfoid = to_regprocedure(format('stream_guard_%s()', number))
+    LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', 'replicad_guard_' || number, member);
+    END LOOP;
+END
+$$;
+COMMENT ON FUNCTION stream_guard_detach(integer) IS 'Drops the triggers of a guard';

@@ -32,6 +32,7 @@ COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], t
 --  - another file of the same sequence (TRUNCATE ... RESTART IDENTITY), or `ids_went_back` (setval): nothing. Which ids were
 --    given out again is not known: the sequence may have been lower than at the time when somebody looked. Nor is anything
 --    shared with a sequence that was made anew, from a dump, and restarted since: the number of its first file is its oid;
+--  - `table_changed` (stream_alter with a table whose rows are not known to be the same): nothing;
 --  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
 -- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the
 -- stream was removed.
@@ -58,7 +59,7 @@ BEGIN
     IF (g.sequence = s.sequence::oid AND g.relation = s.relation::oid AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence))
             OR (g.sequence IS DISTINCT FROM s.sequence::oid AND s.sequence::oid <> pg_relation_filenode(s.sequence)) THEN
         reason := 'sequence_restarted';
-    ELSIF reason NOT IN ('ids_went_back', 'sequence_restarted') THEN
+    ELSIF reason NOT IN ('ids_went_back', 'sequence_restarted', 'table_changed') THEN
         shared := coalesce((SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0), shared);
         SELECT coalesce(array_agg(p.writer ORDER BY p.writer), '{}'), coalesce(array_agg(p.position ORDER BY p.writer), '{}')
         INTO ahead, upto

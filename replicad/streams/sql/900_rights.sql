@@ -13,13 +13,13 @@ BEGIN
         FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
         WHERE n.nspname = current_schema() AND p.proname ~ '^stream_' AND p.proname !~ '^stream_guard_\d+$'
     LOOP
-        IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key') THEN
+        IF f.proname NOT IN ('stream_instance', 'stream_json', 'stream_lock_key', 'stream_moved') THEN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
         IF f.proname IN ('stream_add', 'stream_remove',
                 'stream_note', 'stream_fork', 'stream_rewind', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
                 'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
-                'stream_guard_build', 'stream_check', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
+                'stream_guard_build', 'stream_guard_detach', 'stream_alter', 'stream_check', 'stream_check_parts', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
                 'stream_daemon_beat', 'stream_daemon_leave', 'stream_daemons',
                 'stream_skip_id', 'stream_skip_undo', 'stream_max_row', 'stream_relay_channel', 'stream_relay_secret',
                 'stream_proof_key', 'stream_reader_ensure', 'stream_readers_ensure', 'stream_as_owner') THEN

@@ -48,6 +48,8 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         sequence_oid=2000 + number,
         positions_table=None,
         positions_oid=None,
+        identity=None,
+        fed=True,
         unique_ids=True,
         reader=None,
         sequence_reader=None,

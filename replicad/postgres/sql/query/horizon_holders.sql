@@ -4,9 +4,13 @@
 -- whatever it calls itself; so does any of these on any other table (a trigger on DELETE may insert there).
 -- $6 boolean: whether reservations count only with a proof (a second advisory lock, streams/sql/109_stream_prove.sql); its
 -- secret is {key}. A secret that is NULL (missing, or it may not be read) makes every reservation count.
+-- {moved}: relations whose name leads to another one, and sequences that feed other columns than before ($7 to $11 are
+-- the arguments of streams/sql/118_stream_moved.sql). Why it is enough to look here, with a snapshot that is later than the
+-- last values: docs/positions.md, "The name that was given".
 -- At least one row; `holder` is NULL when nobody holds anything. A row per holder and watched table (`watched`) or
 -- reservation (`number`, `bound`; the encoding is in horizon.py). `unfit`: sequences that no longer hand out ids one by
--- one and upwards, and tables of which no column may be read; looked at here, later than the last values, so that these
+-- one and upwards, tables of which no column may be read, relations whose name leads to another one, and sequences that
+-- feed other columns than before; looked at here, later than the last values, so that these
 -- were still read from fit ones.
 -- RowExclusiveLock is what every INSERT and COPY takes; the stronger ones stand for LOCK TABLE before nextval(). Locks on
 -- partitions and children count for every ancestor.
@@ -96,6 +100,8 @@ FROM (
             WHERE s.seqrelid = ANY ($2::oid[]) AND (s.seqcache > 1 OR s.seqincrement < 1 OR s.seqcycle)
             UNION ALL
             SELECT t.oid FROM unnest($1::oid[]) AS t (oid) WHERE NOT has_any_column_privilege(t.oid, 'SELECT')
+            UNION ALL
+            SELECT unnest({moved})
         ) AS unfit
 ) AS one
 LEFT JOIN (

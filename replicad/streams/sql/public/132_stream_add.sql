@@ -29,6 +29,9 @@ BEGIN
     s.setting := 'replicad.held_' || left(md5(gen_random_uuid()::text), 12);
     s.max_row := stream_check_max_row(max_row);
     s.fed := s.sequence IS NOT DISTINCT FROM stream_sequence(tbl, id_column);
+    s.relation_named := stream_named(tbl);
+    s.sequence_named := stream_named(s.sequence);
+    s.also_feeds := ARRAY(SELECT stream_fed_elsewhere(s.sequence, tbl));
     s.created_at := clock_timestamp();
     s.row_type := stream_check(s);
     -- Numbers go up and come round, so that a lock left from a removed stream does not meet a new one.

@@ -4,14 +4,8 @@ CREATE OR REPLACE FUNCTION stream_remove(name text) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
     s stream := stream_find(name);
-    member regclass;
 BEGIN
-    FOR member IN SELECT t.tgrelid FROM pg_trigger t
-        WHERE t.tgname = 'replicad_guard_' || s.number AND t.tgparentid = 0
-            AND t.tgfoid = to_regprocedure(format('stream_guard_%s()', s.number))
-    LOOP
-        EXECUTE format('DROP TRIGGER %I ON %s', 'replicad_guard_' || s.number, member);
-    END LOOP;
+    PERFORM stream_guard_detach(s.number);
     EXECUTE format('DROP FUNCTION IF EXISTS stream_guard_%s()', s.number);
     DELETE FROM stream x WHERE x.number = s.number;
 END

@@ -27,6 +27,10 @@ SELECT s.number::integer AS number,
     s.sequence::oid::bigint AS sequence_oid,
     CASE WHEN pc.oid IS NOT NULL THEN format('%I.%I', pn.nspname, pc.relname) END AS positions_table,
     s.positions::oid::bigint AS positions_oid,
+    (SELECT quote_ident(n.nspname) FROM home JOIN pg_namespace n ON n.oid = home.schema) AS home,
+    s.relation_named,
+    s.sequence_named,
+    s.fed,
     -- one row per id, by a unique index that covers all partitions; an index of a parent does not cover its heirs
     EXISTS (
         SELECT FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]

@@ -31,6 +31,14 @@ WITH home AS MATERIALIZED (
                 SELECT concat_ws(' ', 'i', i.xmin, i.ctid) FROM pg_index i WHERE i.indrelid = s.relation
                 UNION ALL
                 SELECT concat_ws(' ', 'h', h.xmin, h.ctid) FROM pg_inherits h WHERE h.inhparent = s.relation
+                UNION ALL
+                SELECT concat_ws(' ', 'b', {schema}.stream_bearer(s.relation_named)::oid,
+                    {schema}.stream_bearer(s.sequence_named)::oid)
+                UNION ALL
+                SELECT concat_ws(' ', 'd', d.objid) FROM pg_depend d
+                WHERE d.classid = 'pg_attrdef'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = s.sequence
+                UNION ALL
+                SELECT concat_ws(' ', 'f', f.oid, f.xmin) FROM pg_attrdef f WHERE f.adrelid = s.relation
                 ORDER BY 1
             ) AS version
         ) END AS catalogs

@@ -1,0 +1,139 @@
+"""A stream follows the table that its user meant. Where the name that was given leads to another table, or the ids may
+be rows of another table, the stream stops before the first such id, says what to do, and goes on when that is done.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+import pytest
+import trio
+
+from replicad.client.events import RowBatch
+from replicad.client.trio_client import open_client
+from replicad.errors import StreamRefused
+from replicad.postgres.bridge import Database
+from replicad.postgres.horizon import Horizon
+from replicad.streams import registry, status
+from tests.commands import replicad_async
+from tests.conftest import PATIENCE
+from tests.daemons import Daemon
+
+Start = Callable[..., AbstractAsyncContextManager[Daemon]]
+
+NEW = "CREATE TABLE orders_new (LIKE orders INCLUDING ALL); INSERT INTO orders_new SELECT * FROM orders;"
+SWAP = "ALTER TABLE orders RENAME TO orders_old; ALTER TABLE orders_new RENAME TO orders;"
+INSERT = "INSERT INTO orders (body) SELECT 'new' FROM generate_series(1, 5)"
+SWAPS = {  # what is done to the table, and whether rows of another table may then have ids of the stream
+    "renamed": f"{NEW} BEGIN; {SWAP} ALTER SEQUENCE orders_id_seq OWNED BY orders.id; COMMIT; {INSERT}",
+    "renamed, with rows in the same transaction": f"{NEW} BEGIN; {SWAP} {INSERT}; COMMIT",
+    "schema renamed": "CREATE SCHEMA app_new; CREATE TABLE app_new.orders (LIKE orders INCLUDING ALL);"
+    f"BEGIN; ALTER SCHEMA app RENAME TO app_old; ALTER SCHEMA app_new RENAME TO app; COMMIT; {INSERT}",
+    "set schema": f"{NEW} CREATE SCHEMA old; BEGIN; ALTER TABLE orders SET SCHEMA old;"
+    f"ALTER TABLE app.orders_new RENAME TO orders; COMMIT; {INSERT}",
+    "a view": f"{NEW} BEGIN; ALTER TABLE orders RENAME TO orders_old; CREATE VIEW orders AS SELECT * FROM orders_new;"
+    f"ALTER VIEW orders ALTER id SET DEFAULT nextval('orders_id_seq'); COMMIT; {INSERT}",
+    "the sequence feeds another table": "CREATE TABLE other (id bigint DEFAULT nextval('orders_id_seq'), body text);"
+    "INSERT INTO other (body) SELECT 'new' FROM generate_series(1, 5)",
+    "the default is a function": "CREATE FUNCTION snow() RETURNS bigint LANGUAGE sql AS"
+    " $$ SELECT (nextval('app.orders_id_seq') << 16) | 7 $$; ALTER TABLE orders ALTER id SET DEFAULT snow();" + INSERT,
+}
+HARMLESS = {
+    "renamed only": f"ALTER TABLE orders RENAME TO purchases; {INSERT.replace('orders', 'purchases')}",
+    "a partition is attached": "CREATE TABLE part (LIKE orders INCLUDING ALL); ALTER TABLE part INHERIT orders;"
+    + INSERT,
+    "a column is added": "ALTER TABLE orders ADD COLUMN more int DEFAULT 1;" + INSERT,
+    "the sequence is renamed": "ALTER SEQUENCE orders_id_seq RENAME TO ids; CREATE SEQUENCE orders_id_seq;" + INSERT,
+}
+
+
+@pytest.fixture
+async def orders(database: Database) -> Database:
+    await database.execute(
+        "CREATE SCHEMA app; CREATE TABLE app.orders (id bigserial PRIMARY KEY, body text);"
+        "INSERT INTO app.orders (body) SELECT 'old' FROM generate_series(1, 20)"
+    )
+    await registry.add(database, "orders", "app.orders", "id")
+    return database
+
+
+async def run(db: Database, sql: str) -> None:
+    await db.execute(f"SET search_path = app; {sql}; RESET search_path")
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+async def test_no_position_passes_an_id_that_may_be_a_row_of_another_table(orders: Database, kind: str) -> None:
+    """The poll itself finds out: its clock stands still, so that no check is due."""
+    async with Horizon(orders, now=lambda: 0.0) as horizon:
+        stream = await registry.load_stream(orders, "orders")
+        horizon.watch("orders", registry.horizon_source(stream))
+        assert (await horizon.poll())["orders"].position == 20
+        await run(orders, SWAPS[kind])
+        for _ in range(3):
+            reading = (await horizon.poll())["orders"]
+            assert reading.position == 20
+            assert isinstance(reading.refused, StreamRefused), kind
+    [found] = await status.list_streams(orders)
+    assert found.state != "ok"
+    assert found.problem is not None
+    assert str(reading.refused) == f'stream "orders" waits: {found.stream.fault}'
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+async def test_what_leaves_the_rows_where_they_are_stops_nothing(orders: Database, kind: str) -> None:
+    async with Horizon(orders, now=lambda: 0.0) as horizon:
+        stream = await registry.load_stream(orders, "orders")
+        horizon.watch("orders", registry.horizon_source(stream))
+        assert (await horizon.poll())["orders"].position == 20
+        await run(orders, HARMLESS[kind])
+        reading = (await horizon.poll())["orders"]
+        assert (reading.refused, reading.position) == (None, 25)
+    assert (await registry.load_stream(orders, "orders")).fault is None
+
+
+@pytest.mark.parametrize(("kind", "same_rows"), [("renamed", True), ("renamed", False), ("schema renamed", False)])
+async def test_readers_get_all_rows_of_the_new_table_when_the_printed_remedy_was_run(
+    orders: Database, database_url: str, start_daemon: Start, kind: str, same_rows: bool
+) -> None:
+    rows: list[tuple[int, str]] = []
+    async with AsyncExitStack() as stack:
+        daemon = await stack.enter_async_context(start_daemon())
+        address = daemon.addresses[0]
+        client = await stack.enter_async_context(open_client(address.host, address.port, name="reader"))
+        follower = await stack.enter_async_context(
+            client.follow({"orders": "EARLIEST"}, patience=None, first_patience=None)
+        )
+        nursery = await stack.enter_async_context(trio.open_nursery())
+
+        async def collect() -> None:
+            async for event in follower:
+                if isinstance(event, RowBatch):
+                    rows.extend((event.token, re.search(r'"body": ?"(\w+)"', row)[1]) for row in event.rows)  # type: ignore[index]
+
+        nursery.start_soon(collect)
+        with trio.fail_after(PATIENCE):
+            while len(rows) < 20 or (await registry.load_stream(orders, "orders")).noted != 20:
+                await trio.sleep(0.02)
+            await run(orders, SWAPS[kind])
+            while (problem := (await status.list_streams(orders))[0].problem) is None:
+                await trio.sleep(0.02)
+            assert [id for id, _ in rows] == list(range(1, 21))
+            remedy = re.search(r"run: replicad (streams alter orders --table app\.orders)", problem)
+            assert remedy is not None, problem
+            words = [*shlex.split(remedy[1]), *(["--same-rows"] if same_rows else []), "--database", database_url]
+            done = await replicad_async(*words)
+            assert done.returncode == 0, done.stderr
+            there = [(row["id"], row["body"]) for row in await orders.fetch("SELECT * FROM app.orders ORDER BY id")]
+            while rows[20:] != (there[20:] if same_rows else there):
+                await trio.sleep(0.02)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_table_with_other_rows_is_not_taken_to_have_the_same(orders: Database) -> None:
+    await run(orders, NEW + "UPDATE orders_new SET id = 21 WHERE id = 20")
+    await orders.execute("INSERT INTO replicad.stream_position SELECT number, 0, 20, now() FROM replicad.stream")
+    with pytest.raises(StreamRefused, match="do not have the same ids up to 20"):
+        await registry.alter_table(orders, "orders", "app.orders_new", same_rows=True)

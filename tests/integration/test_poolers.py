@@ -11,8 +11,9 @@ from adbc_driver_postgresql import dbapi
 
 from replicad.errors import DatabaseRefused, StreamRefused
 from replicad.postgres.bridge import open_database
-from replicad.streams.writing.blocking_writer import BlockingWriter
-from tests.conftest import psql
+from replicad.sharding.blocking_writer import BlockingShardedWriter
+from replicad.streams.writing.blocking_writer import BlockingWriter, next_id
+from tests.conftest import PATIENCE, install, psql
 from tests.poolers import PROGRAM, WHY_NOT, pgbouncer
 
 needs_pgbouncer = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
@@ -79,3 +80,22 @@ async def test_a_writer_refuses_a_session_whose_process_is_not_the_one_that_its_
             BlockingWriter(Told(dbapi.connect(facts_url), 99_999_999), "facts")
 
     await trio.to_thread.run_sync(program)
+
+
+@needs_pgbouncer
+async def test_what_needs_one_transaction_only_works_behind_a_pooler(facts_url: str) -> None:
+    install(facts_url, "ownership")
+    psql(facts_url, "SELECT replicad.writer_enable('facts', 8)")
+
+    def program(url: str) -> None:
+        with (
+            BlockingShardedWriter(lambda: dbapi.connect(url), "facts", "one") as writer,
+            dbapi.connect(url) as connection,
+        ):
+            for _ in range(20):
+                with writer.owning(connection, "key", wait=PATIENCE), connection.cursor() as cursor:
+                    cursor.execute(f"INSERT INTO facts VALUES ({next_id(connection, 'facts')})")
+
+    with pgbouncer(facts_url, "transaction") as url:
+        await trio.to_thread.run_sync(program, url)
+    assert psql(facts_url, "SELECT count(*) FROM facts") == "20"

@@ -338,7 +338,7 @@ async def rewind(db: Queries, stream: Stream, upto: int, *, schema: str = SCHEMA
     """
     with installed(schema):
         row = await call_row(db, schema, "stream_rewind", stream.number, stream.epoch, upto)
-    return Rewound(row["generation"], row["wait"])
+    return Rewound(row["begun"], row["wait"])
 
 
 async def load_lineages(db: Queries, name: str | None = None, *, schema: str = SCHEMA) -> dict[str, Lineage]:

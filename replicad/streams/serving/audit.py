@@ -99,7 +99,7 @@ class Audit:
         now, reading = trio.current_time(), feed.tally.reading
         before, read = self._earned.get(name, (now - self._pace.late_look, reading))
         self._earned[name] = now, reading
-        earned = max(0.0, reading - read) * SHARE + (now - before) * IDLE_SHARE / len(self._feeds)
+        earned = max(0.0, reading - read) * SHARE + (now - before) * IDLE_SHARE / max(1, len(self._feeds))
         self._credit[name] = min(CREDIT, self._credit.get(name, CREDIT) + earned)
         return self._credit[name] > 0
 
@@ -120,7 +120,7 @@ class Audit:
         finally:
             took = trio.current_time() - began
             feed.tally.auditing += took
-            least = -IDLE_SHARE * max(LONGEST / len(self._feeds), LONGEST / 100)
+            least = -IDLE_SHARE * max(LONGEST / max(1, len(self._feeds)), LONGEST / 100)
             self._credit[name] = max(least, self._credit.get(name, CREDIT) - took)
             whole = found is not None and found.look.whole
             if not whole and stream.epoch == feed.stream.epoch:

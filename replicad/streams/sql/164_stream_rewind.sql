@@ -1,12 +1,12 @@
 -- stream_rewind(number, seen, upto): rows above `upto` were not sent to readers, though they lie at or below a position that
 -- was published. Begins a generation that shares with the one before what there is up to `upto`, so that readers get all
 -- rows above it again. In contrast to stream_fork, ids are the same rows as before: what was trimmed, or taken out of the
--- stream, stays so. Returns `generation`: the id of the new one, or NULL where nothing was done. Then `wait` has the seconds
+-- stream, stays so. Returns `begun`: the id of the new one, or NULL where nothing was done. Then `wait` has the seconds
 -- after which it may be tried again: each time within an hour doubles the pause before the next one. Or it is NULL:
 -- `seen` is not the present generation, or not valid on this server any more, so that rows are read anew in any case.
--- Writes stream, stream_generation, stream_position, stream_ack.
+-- Writes stream_generation, stream_position, stream_ack.
 CREATE OR REPLACE FUNCTION stream_rewind(
-    stream_number integer, seen text, upto bigint, OUT generation text, OUT wait double precision
+    stream_number integer, seen text, upto bigint, OUT begun text, OUT wait double precision
 )
 LANGUAGE plpgsql AS $$
 DECLARE
@@ -33,12 +33,11 @@ BEGIN
     wait := NULL;
     shared := greatest(least(upto, (SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0)),
         s.trimmed_upto);
-    generation := stream_generation_add(s, shared, '{}', '{}', 'rows_skipped');
-    UPDATE stream x SET resets = x.resets + 1 WHERE x.number = s.number;
+    begun := stream_generation_add(s, shared, '{}', '{}', 'rows_skipped');
     UPDATE stream_position p SET published_at = clock_timestamp(), position = least(p.position, shared)
     WHERE p.stream = s.number;
-    UPDATE stream_ack a SET resets = s.resets + 1, token = least(a.token, shared)
-    WHERE a.stream = s.number AND a.resets = s.resets;
+    UPDATE stream_ack a SET generation = begun, token = least(a.token, shared)
+    WHERE a.stream = s.number AND a.generation = g.id;
 END
 $$;
 COMMENT ON FUNCTION stream_rewind(integer, text, bigint) IS 'Begins a generation: rows were not sent to readers';

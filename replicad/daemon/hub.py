@@ -27,6 +27,8 @@ from replicad.protocol.command import Command
 from replicad.protocol.connection import Timing
 from replicad.protocol.states import CloseReason
 
+GUESTS = 32  # connections of HTTP beyond the limit: health checks are answered while clients have all connections
+
 
 class Member(Protocol):
     """What the hub needs of a session."""
@@ -77,7 +79,7 @@ class HubStatistics:
 
 
 class Hub:
-    """The set of open sessions, and what they share. `limit` is their maximum, TLS handshakes included.
+    """The set of open sessions, and what they share. `limit` is their maximum, handshakes and guests included.
 
     Failures of a session are recorded in `troubles`. `run` must run while there are sessions.
     """
@@ -93,6 +95,7 @@ class Hub:
         self.unfinished = Allowance(limits.unfinished_bytes)
         self.troubles = troubles or Troubles()
         self._sessions: set[Member] = set()
+        self._guests: set[object] = set()
         self._accepted = 0
         self._refused = 0
         self._closed: Counter[str] = Counter()
@@ -127,9 +130,23 @@ class Hub:
         self.handshakes.hold(handshake, cut, address, stage)
         return True
 
-    def _has_room(self) -> bool:
+    def admit_guest(self, guest: object) -> bool:
+        """Count a connection that is no session, such as one of HTTP. False as `admit`. Call `leave_guest` at its end.
+
+        If it may give way, hold it among the `newcomers` too.
+        """
+        if not self._has_room(GUESTS):
+            return False
+        self._guests.add(guest)
+        return True
+
+    def leave_guest(self, guest: object) -> None:
+        """Count it no longer; safe to repeat."""
+        self._guests.discard(guest)
+
+    def _has_room(self, beyond: int = 0) -> bool:
         """Whether there is room for one more. If not, a handshake gives way, or a client that has sent no command."""
-        if len(self._sessions) + len(self.handshakes) < self.limit:
+        if len(self._sessions) + len(self.handshakes) + len(self._guests) < self.limit + beyond:
             return True
         if self.handshakes.cut_one() or self.newcomers.cut_one():
             return True

@@ -101,13 +101,11 @@ class Acceptor:
         too_long: bytes = b"",
         pauses: Pauses = Pauses(),
         name: str = "listener",
-        patience: float = 0.0,
     ) -> None:
         """`refused` is called for each connection that is closed because `room` is used up. `give_way` waits for
         the next turn; accepting has a queue of its own, so that it does not wait behind all who send much. `too_long`
         are the lines for a client whose first line has more than `first_line` bytes. `name`: of the service in
-        troubles. `patience`: the seconds for which connections are left in the queue of the listener while there is no
-        room, before they are refused.
+        troubles.
         """
         self._place = ("service", name, "accept")  # under which failures of `accept` are reported
         self._serve = serve
@@ -119,8 +117,6 @@ class Acceptor:
         self._secure = secure
         self._pauses = pauses
         self._inside = 0
-        self._patience = patience
-        self._left = trio.Event()  # set when a connection has left
         door = Door(secure is not None, first_line, too_long)
         self._arrivals = Arrivals(door, self._enter_socket, give_way, _always if secure is None else secure.ready)
         self._begins = False  # whether a task begins the sessions of those that have arrived
@@ -138,12 +134,11 @@ class Acceptor:
             try:
                 while True:
                     try:
-                        full = await self._is_full()
                         if plain is None:
                             self._enter(await listener.accept())
                         else:
                             await trio.lowlevel.wait_readable(plain)
-                            self._accept_waiting(plain, ACCEPTED if full else min(ACCEPTED, self._free))
+                            self._accept_waiting(plain)
                     except Exception as error:  # noqa: BLE001 - reported; without this task no client could connect
                         if isinstance(error, OSError) and error.errno in _OF_ONE:
                             self._reset += 1
@@ -162,24 +157,11 @@ class Acceptor:
         """The connections that were closed without a session, since the start: reset, ended, or without hope."""
         return self._reset + self._arrivals.hopeless
 
-    @property
-    def _free(self) -> int:
-        return max(0, self._room - self._inside - len(self._arrivals))
-
-    async def _is_full(self) -> bool:
-        """Whether there is no room, also not after `patience`. Without patience: True, so that all are accepted."""
-        with trio.move_on_after(self._patience) as scope:
-            while self._patience and not self._free:
-                if self._left.is_set():  # else another listener's task waits for it too
-                    self._left = trio.Event()
-                await self._left.wait()
-        return scope.cancelled_caught or not self._patience
-
-    def _accept_waiting(self, listening: socket.socket, most: int) -> None:
-        """Accept at most so many of the connections that wait, for at most ACCEPTING seconds."""
+    def _accept_waiting(self, listening: socket.socket) -> None:
+        """Accept the connections that wait, at most ACCEPTED, and for at most ACCEPTING seconds."""
         until = trio.current_time() + ACCEPTING
         try:
-            for _ in range(most):
+            for _ in range(ACCEPTED):
                 if trio.current_time() >= until:
                     return
                 try:
@@ -235,7 +217,6 @@ class Acceptor:
     def lent(self) -> Iterator[None]:
         """For the block, one of the connections is not counted here: somebody else counts it."""
         self._inside -= 1
-        self._left.set()
         try:
             yield
         finally:
@@ -261,7 +242,6 @@ class Acceptor:
                         self._secure.forget(secured)
         finally:
             self._inside -= 1
-            self._left.set()
             stream.socket.close()
 
 

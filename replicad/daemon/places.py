@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 
@@ -10,10 +10,12 @@ import trio
 
 
 class Places:
-    """So many places that may be held at the same time."""
+    """So many places that may be held at the same time; one client holds at most `each` of them."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, each: int | None = None) -> None:
         self._free = number
+        self._each = number if each is None else each
+        self._held: Counter[Hashable] = Counter()
         self._waiting: OrderedDict[Hashable, deque[trio.Event]] = OrderedDict()
 
     @property
@@ -24,15 +26,21 @@ class Places:
     @asynccontextmanager
     async def place(self, client: Hashable) -> AsyncIterator[None]:
         """Hold a place for the block. When places are rare, each client gets one before any gets another."""
-        await self._take(client)
+        await self.take(client)
         try:
             yield
         finally:
-            self._give()
+            self.give(client)
 
-    async def _take(self, client: Hashable) -> None:
-        if self._free > 0:  # then no task waits
-            self._free -= 1
+    @property
+    def full(self) -> bool:
+        """Whether all places are held."""
+        return self._free <= 0
+
+    async def take(self, client: Hashable) -> None:
+        """Hold a place until `give` is called with the same client."""
+        if self._free > 0 and self._held[client] < self._each:  # then no task waits that may have it
+            self._grant(client)
             return
         event = trio.Event()
         self._waiting.setdefault(client, deque()).append(event)
@@ -40,22 +48,30 @@ class Places:
             await event.wait()
         except trio.Cancelled:
             if event.is_set():  # the place was given to us in the same moment
-                self._give()
+                self.give(client)
             else:
                 self._forget(client, event)
             raise
 
-    def _give(self) -> None:
-        """Pass a place on to the client whose turn it is."""
-        if not self._waiting:
-            self._free += 1
-            return
-        client, events = next(iter(self._waiting.items()))
-        events.popleft().set()
-        if events:
-            self._waiting.move_to_end(client)
-        else:
-            del self._waiting[client]
+    def give(self, client: Hashable) -> None:
+        """Give a place back: the next client in turn gets it that has not its number of them."""
+        self._free += 1
+        self._held[client] -= 1
+        if not self._held[client]:
+            del self._held[client]
+        for waiting, events in self._waiting.items():
+            if self._held[waiting] < self._each:
+                self._grant(waiting)
+                events.popleft().set()
+                if events:
+                    self._waiting.move_to_end(waiting)
+                else:
+                    del self._waiting[waiting]
+                return
+
+    def _grant(self, client: Hashable) -> None:
+        self._free -= 1
+        self._held[client] += 1
 
     def _forget(self, client: Hashable, event: trio.Event) -> None:
         events = self._waiting[client]

@@ -14,7 +14,7 @@ from replicad.operations.beats import Beats
 
 STATUS = "status"  # the right to see /status, /clients, /metrics, and the data of the console
 REPLAY = "replay"  # the right to put parked ids back into a tube
-_PACKAGES = ("hypercorn", "starlette", "prometheus_client")
+_PACKAGES = ("h11", "prometheus_client")
 
 
 class Reporting:

@@ -115,7 +115,7 @@ FOREIGN = {
     "another port": ({"origin": "http://127.0.0.1:1"}, 403),
     "an opaque page": ({"origin": "null"}, 403),
     "no origin at all": ({"origin": "http://["}, 403),
-    "no host at all": ({"origin": "http://[", "host": "["}, 403),
+    "no host at all": ({"origin": "http://[", "host": "["}, 400),
     "a frame": ({"origin": "", "sec_fetch_site": "cross-site"}, 403),
     "a name that was made to lead here": ({"origin": "http://evil.example", "host": "evil.example"}, 403),
 }

@@ -24,7 +24,7 @@ import trio
 from replicad.config.settings import Address, ServerSettings
 from replicad.errors import UsageError
 from replicad.groups import sole_leaf
-from replicad.operations.http import server
+from replicad.operations.http import server, wire
 from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.sender.store import open_store
@@ -480,34 +480,13 @@ def read_all(connection: socket.socket) -> bytes:
     return received
 
 
-async def test_one_connection_too_many_is_refused_and_the_others_and_clients_go_on(
-    start_daemon: Start, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "QUEUE", 0.1)
-    async with start_daemon(http_connections=3) as daemon:
-        some = [plain(daemon) for _ in range(4)]
-        try:
-            refused = await trio.to_thread.run_sync(read_all, some[3])
-            answers = []
-            for one in some[:3]:
-                one.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                answers.append(await trio.to_thread.run_sync(read_all, one))
-        finally:
-            for one in some:
-                one.close()
-        assert refused.startswith(b"HTTP/1.1 503")
-        assert b"--http-connections" in refused
-        assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * 3
-        assert (await ask(daemon.http, "/livez")).status == 200
-
-
 async def test_a_header_that_is_too_long_and_one_that_never_ends_are_cut(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "LIFE", 1.0)
+    monkeypatch.setattr(wire, "READING", 1.0)
     with plain(daemon) as long, plain(daemon) as slow:
         slow.sendall(b"GET /livez HTTP/1.1\r\nx: ")
-        long.sendall(b"GET /livez HTTP/1.1\r\nx: " + b"y" * 2 * server.HEADER_BYTES + b"\r\n\r\n")
+        long.sendall(b"GET /livez HTTP/1.1\r\nx: " + b"y" * 2 * wire.HEAD_BYTES + b"\r\n\r\n")
         found = await trio.to_thread.run_sync(read_all, long)
         assert not found.startswith(b"HTTP/1.1 200")
         assert not (await trio.to_thread.run_sync(read_all, slow)).startswith(b"HTTP/1.1 200")
@@ -517,8 +496,7 @@ async def test_a_header_that_is_too_long_and_one_that_never_ends_are_cut(
 async def test_who_asks_and_never_reads_does_not_keep_the_daemon_from_stopping(
     start_daemon: Start, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "LIFE", 3600.0)
-    monkeypatch.setattr(server, "SENDING", 3600.0)
+    monkeypatch.setattr(wire, "SENDING", 3600.0)
     async with start_daemon() as daemon:
         lazy = socket.socket()
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -559,7 +537,7 @@ async def test_there_is_nothing_else(daemon: Daemon, path: str) -> None:
 async def test_without_the_option_nothing_is_imported(settings: ServerSettings, database_url: str) -> None:
     script = (
         "import sys; from replicad.features import served; served();"
-        "print([name for name in ('hypercorn', 'starlette', 'prometheus_client') if name in sys.modules])"
+        "print([name for name in ('h11', 'prometheus_client') if name in sys.modules])"
     )
     found = await trio.run_process([sys.executable, "-c", script], capture_stdout=True)
     assert found.stdout.strip() == b"[]"

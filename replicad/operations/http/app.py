@@ -6,30 +6,27 @@ import json
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain
 
 import structlog
 import trio
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
 from replicad.daemon.figures import GAUGE, Family, Obstacle, Sample
 from replicad.daemon.service import Host
 from replicad.operations.http.console import FILES, Console
-from replicad.operations.http.entry import Caller, Refused, calling
+from replicad.operations.http.entry import Caller, calling
 from replicad.operations.http.exposition import Exposition
 from replicad.operations.http.live import Live
 from replicad.operations.http.looks import AGE, FAILURES, Looks
+from replicad.operations.http.messages import Answer, Refused, Request
 from replicad.operations.http.streams import Rows
 from replicad.operations.http.surroundings import Surroundings
+from replicad.operations.http.wire import Ended
 from replicad.operations.serving import STATUS
 
 LONGEST = 10.0  # seconds for an answer; wrong secrets wait up to 8
-OLD = 15.0  # seconds after which a connection is closed with its next answer
 SHOWN = 50  # sentences on /readyz
 MOST_CLIENTS = 1000  # on /clients; `connected` has their number
 SLICE = 100  # clients, before other tasks run
@@ -51,7 +48,18 @@ INDEX = """replicad
 """
 
 log = structlog.get_logger()
-Page = Callable[[Request, Caller], Awaitable[Response]]
+Page = Callable[[Request, Caller], Awaitable[Answer]]
+STREAMS = "/streams/"  # what paths of streams begin with
+READ = ("GET", "HEAD")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A page, and with which methods it is asked for. `free`: it costs nothing, so it needs no place."""
+
+    page: Page
+    methods: tuple[str, ...] = READ
+    free: bool = False
 
 
 class Pages:
@@ -65,76 +73,83 @@ class Pages:
         self._version = metadata.version("replicad")
         self._started = time.time()
         self._began = trio.current_time()
+        self._rows, self._live = Rows(host), Live(host)
+        self._routes = self._table()
 
-    def app(self) -> Starlette:
-        """The ASGI application."""
+    def _table(self) -> dict[str, Route]:
         console = Console(self._host)
-        pages: dict[str, Page] = {
-            "/": self.index,
-            "/livez": self.livez,
-            "/readyz": self.readyz,
-            "/status": self.status,
-            "/clients": self.clients,
-            "/metrics": self.metrics,
-            "/events": console.events,
-            "/parked": console.parked,
-            **dict.fromkeys(FILES, console.file),
+        return {
+            "/": Route(self.index, free=True),
+            "/livez": Route(self.livez, free=True),
+            "/readyz": Route(self.readyz, free=True),
+            "/status": Route(self.status),
+            "/clients": Route(self.clients),
+            "/metrics": Route(self.metrics),
+            "/events": Route(console.events),
+            "/parked": Route(console.parked),
+            "/replay": Route(console.replay, ("POST",)),
+            **dict.fromkeys(FILES, Route(console.file, free=True)),
         }
-        routes = [Route(path, self._answer(page)) for path, page in pages.items()]
-        routes.append(Route("/streams/{name:path}/rows", Rows(self._host)))
-        routes.append(Route("/streams/{name:path}/live", Live(self._host)))
-        routes.append(Route("/replay", self._answer(console.replay), methods=["POST"]))
-        app = Starlette(routes=routes)
-        app.router.redirect_slashes = False  # the address would be of the request's Host
-        return app
 
-    def _answer(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            response = await self._bounded(request, page)
-            if trio.current_time() > request.scope["state"].get("opened_at", float("inf")) + OLD:
-                response.headers["connection"] = "close"
-            response.headers["cache-control"] = "no-store"
-            response.headers["x-content-type-options"] = "nosniff"
-            return response
-
+    async def answer(self, request: Request) -> Answer | None:
+        """The answer to a request. None: it was sent."""
+        if request.path.startswith(STREAMS):
+            name, _, last = request.path.removeprefix(STREAMS).rpartition("/")
+            page = {"rows": self._rows, "live": self._live}.get(last)
+            if page is not None:
+                return await page(request, name)
+        route = self._routes.get(request.path)
+        if route is None:
+            answer = Answer.text("there is no such page; / lists them\n", 404)
+        elif request.method not in route.methods:
+            wanted = ", ".join(route.methods)
+            answer = Answer.text(f"send {wanted}\n", 405, {"allow": wanted})
+        else:
+            answer = await self._bounded(request, route)
+        answer.headers |= {"cache-control": "no-store", "x-content-type-options": "nosniff"}
         return answer
 
-    async def _bounded(self, request: Request, page: Page) -> Response:
+    async def _bounded(self, request: Request, route: Route) -> Answer:
         try:
             with trio.fail_after(LONGEST):
                 async with calling(self._host.access, request) as caller:
-                    return await page(request, caller)
+                    if caller.known and not route.free:
+                        await request.guest.take_place()
+                    return await route.page(request, caller)
         except Refused as refusal:
-            headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else None
-            return PlainTextResponse(f"{refusal.why}\n", refusal.status, headers)
+            return Answer.text(
+                f"{refusal.why}\n", refusal.status, {"www-authenticate": "Bearer"} if refusal.status == 401 else None
+            )
         except trio.TooSlowError:
-            return PlainTextResponse(f"no answer within {LONGEST:g} s\n", 503)
+            return Answer.text(f"no answer within {LONGEST:g} s\n", 503)
+        except Ended:
+            raise
         except Exception as error:  # noqa: BLE001 - recorded; it ends this request only
-            self._host.troubles.record("service", "http", request.url.path[:20], error)
-            return PlainTextResponse("internal error; the server's log has it\n", 500)
+            self._host.troubles.record("service", "http", request.path[:20], error)
+            return Answer.text("internal error; the server's log has it\n", 500)
 
-    async def index(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+    async def index(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
         """What there is."""
-        return PlainTextResponse(INDEX)
+        return Answer.text(INDEX)
 
-    async def livez(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+    async def livez(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
         """200: the event loop runs. Needs no right."""
-        return PlainTextResponse("ok\n")
+        return Answer.text("ok\n")
 
-    async def readyz(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+    async def readyz(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
         """200, or 503 with the reasons that the caller may see. Needs no right."""
         found = self._obstacles()
         if not found:
-            return PlainTextResponse("ready\n")
+            return Answer.text("ready\n")
         if not caller.known:
-            return PlainTextResponse("not ready; send `Authorization: Bearer TOKEN` to see why\n", 503)
+            return Answer.text("not ready; send `Authorization: Bearer TOKEN` to see why\n", 503)
         seen = [one for one in found if caller.sees(one)]
         lines = [" ".join(one.why.split()) for one in seen[:SHOWN]]
         if len(lines) < len(found):
             lines.append(f"and {len(found) - len(lines)} more")
-        return PlainTextResponse("not ready: " + "\n".join(lines) + "\n", 503)
+        return Answer.text("not ready: " + "\n".join(lines) + "\n", 503)
 
-    async def status(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+    async def status(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
         """The state as JSON. Needs the right `status`."""
         caller.require(STATUS)
         await self._looks.refresh()
@@ -156,9 +171,9 @@ class Pages:
                 listed = lists.setdefault(f"{detail.kind}s", [])
                 listed.append(json.dumps({"name": detail.name, **detail.fields}))
         text = json.dumps(body)[:-1] + "".join(f', "{kind}": [{", ".join(some)}]' for kind, some in lists.items())
-        return Response(text + "}", media_type="application/json")
+        return Answer.of_type("application/json", (text + "}").encode())
 
-    async def clients(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+    async def clients(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
         """Who is connected, what they follow, and who was cut, as JSON. Needs the right `status`."""
         caller.require(STATUS)
         hub, now = self._host.hub, trio.current_time()
@@ -175,15 +190,15 @@ class Pages:
             found.append(view)
         cuts = [{**cut._asdict(), "ago_s": now - cut.at} for cut in reversed(tuple(hub.cuts))]
         body = {"connected": len(hub), "clients": found, "cuts": cuts, "closed": dict(hub.statistics().closed)}
-        return JSONResponse(body)
+        return Answer.json(body)
 
-    async def metrics(self, request: Request, caller: Caller) -> Response:
+    async def metrics(self, request: Request, caller: Caller) -> Answer:
         """For Prometheus. Needs the right `status`."""
         caller.require(STATUS)
         await self._looks.refresh()
         accept = request.headers.get("accept", "")
         page, content_type = await self._exposition.page(caller.name, accept, self._samples, caller.admits)
-        return Response(page, media_type=content_type)
+        return Answer.of_type(content_type, page)
 
     def families(self) -> list[Family]:
         """All figures that are exported, but for those of the process and `replicad_series_left_out`."""

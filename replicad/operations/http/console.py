@@ -7,21 +7,19 @@ the other pages.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
 import structlog
 import trio
-from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from replicad.config.recent import RECENT, Recent, RecentEvents
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError, UnknownTube
-from replicad.operations.http.entry import NAMES, NO_NAME, Caller, Refused, is_address, no_such
+from replicad.operations.http.entry import NAMES, NO_NAME, Caller, is_address, no_such
+from replicad.operations.http.messages import Answer, Refused, Request
 from replicad.operations.serving import REPLAY, STATUS
 from replicad.postgres.statements import call_value, statement
 from replicad.reading import Unreadable, read_json
@@ -59,53 +57,53 @@ class Console:
         folder = resources.files("replicad.operations") / "console"
         self._files = {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
-    async def file(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+    async def file(self, request: Request, caller: Caller) -> Answer:  # noqa: ARG002
         """The page, its style and its program. Needs no right."""
-        content, kind = self._files[request.url.path]
-        return Response(content, media_type=kind, headers=POLICY)
+        content, kind = self._files[request.path]
+        return Answer(200, content, {"content-type": f"{kind}; charset=utf-8", **POLICY})
 
-    async def events(self, request: Request, caller: Caller) -> Response:
+    async def events(self, request: Request, caller: Caller) -> Answer:
         """The last events of the log that the caller may see. Needs the right `status`.
 
         `?after=NUMBER`: only later ones. `started` changes when the daemon is started again, and numbers begin again.
         """
         caller.require(STATUS)
-        after = _whole(request.query_params.get("after", "0"))
+        after = _whole(request.query.get("after", "0"))
         everything = await self._sees_everything(caller)
         found = self._events.after(after)
         shown = [one._asdict() for one in found if is_visible(one, caller, everything=everything)]
         last = found[-1].number if found else after
-        return JSONResponse({"started": self._began, "last": last, "events": shown})
+        return Answer.json({"started": self._began, "last": last, "events": shown})
 
-    async def parked(self, request: Request, caller: Caller) -> Response:
+    async def parked(self, request: Request, caller: Caller) -> Answer:
         """What is parked of the tube `?tube=NAME`, the oldest first. Needs the right `status`, and to list the tube."""
         caller.require(STATUS)
-        tube = request.query_params.get("tube", "")
+        tube = request.query.get("tube", "")
         if not caller.lists("tube", tube):
             raise no_such("tube", tube)
         with _asking_postgres(tube):
             pool = self._host.pools.housekeeping
             await call_value(pool, self._schema, "tube_find", tube)
             rows = await pool.fetch(statement("console_parked", self._schema), tube, MOST_PARKED + 1)
-        return JSONResponse(
+        return Answer.json(
             {"tube": tube, "parked": [dict(row) for row in rows[:MOST_PARKED]], "more": len(rows) > MOST_PARKED}
         )
 
-    async def replay(self, request: Request, caller: Caller) -> Response:
+    async def replay(self, request: Request, caller: Caller) -> Answer:
         """Put parked entries back into their tube: a POST of `{"tube": NAME, "numbers": [...]}`.
 
         Needs the right `replay` on the tube. Refuses what a page of another site may have sent.
         """
         require_own_page(request.headers, open_to_all=self._host.access.open_to_all)
         caller.require_somewhere(REPLAY)  # before the body is read
-        tube, numbers = _wanted(await _body(request))
+        tube, numbers = _wanted(_parsed(await request.body(BODY)))
         caller.require_on(REPLAY, "tube", tube)
         with _asking_postgres(tube):
             pool = self._host.pools.housekeeping
             count = int(await call_value(pool, self._schema, "tube_parked_replay", tube, numbers))
-        peer = request.scope["state"]["peer"]
-        log.info("parked_replayed", tube=tube, numbers=numbers, replayed=count, client=caller.name or None, peer=peer)
-        return JSONResponse({"tube": tube, "replayed": count})
+        client, peer = caller.name or None, request.guest.peer
+        log.info("parked_replayed", tube=tube, numbers=numbers, replayed=count, client=client, peer=peer)
+        return Answer.json({"tube": tube, "replayed": count})
 
     async def _sees_everything(self, caller: Caller) -> bool:
         """Whether the caller may list all that there is, and whatever may come."""
@@ -132,7 +130,7 @@ def is_visible(event: Recent, caller: Caller, *, everything: bool) -> bool:
     return everything or (bool(named) and all(caller.lists(*one) for one in named))
 
 
-def require_own_page(headers: Headers, *, open_to_all: bool) -> None:
+def require_own_page(headers: Mapping[str, str], *, open_to_all: bool) -> None:
     """Refuse a request that changes something and that a page of another site has a browser send.
 
     A browser names the page's origin in every POST. JSON from another origin needs a permission that is never given.
@@ -152,16 +150,8 @@ def require_own_page(headers: Headers, *, open_to_all: bool) -> None:
         raise Refused(403, NO_NAME)
 
 
-async def _body(request: Request) -> Any:
-    """The JSON of a request. Raises Refused."""
-    declared = request.headers.get("content-length", "")
-    if len(declared) > len(str(BODY)) or (declared.isdecimal() and int(declared) > BODY):
-        raise Refused(413, f"a request has at most {BODY} bytes")
-    found = bytearray()
-    async for piece in request.stream():
-        found += piece
-        if len(found) > BODY:
-            raise Refused(413, f"a request has at most {BODY} bytes")
+def _parsed(found: bytes) -> Any:
+    """The JSON in the body of a request. Raises Refused."""
     try:
         return read_json(found)
     except Unreadable as error:

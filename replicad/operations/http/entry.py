@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 
 import structlog
 import trio
-from starlette.requests import Request
 
 from replicad.daemon.access import AccessControl, ClientAccess
 from replicad.daemon.figures import Detail, Obstacle, Sample
 from replicad.daemon.service import HangUp
 from replicad.errors import Forbidden, NotAuthorised
+from replicad.operations.http.messages import Refused, Request
 from replicad.protocol.states import CloseReason
 
 NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"
@@ -27,15 +27,6 @@ NAMES = ("stream", "tube")  # labels and kinds with a name that a client may not
 CHANGED = "the operator has changed the rights of this client while it was answered; ask again"
 
 log = structlog.get_logger()
-
-
-class Refused(Exception):
-    """The request is refused: the status of HTTP, and why."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-        self.why = why
 
 
 def is_address(host: str) -> bool:
@@ -55,11 +46,11 @@ def no_such(kind: str, name: str) -> Refused:
 
 
 class Caller:
-    """Who sent a request. `unknown`: why it gets nothing that needs a right. None: it has proved who it is, or nobody
-    has to.
+    """Who sent a request. `unknown`: why it gets nothing that needs a right (status and sentence). None: it has proved
+    who it is, or nobody has to.
     """
 
-    def __init__(self, access: ClientAccess, unknown: Refused | None) -> None:
+    def __init__(self, access: ClientAccess, unknown: tuple[int, str] | None) -> None:
         self._access = access
         self._unknown = unknown
 
@@ -78,10 +69,14 @@ class Caller:
         """The client in the access file; empty for one with all rights."""
         return self._access.name
 
+    def require_known(self) -> None:
+        """Raise Refused if the caller has not proved who it is."""
+        if self._unknown is not None:  # an exception that is kept would be in a cycle with its traceback
+            raise Refused(*self._unknown)
+
     def require(self, verb: str) -> None:
         """Raise Refused if the caller may not use this verb."""
-        if self._unknown is not None:
-            raise self._unknown
+        self.require_known()
         try:
             self._access.require_plain(verb)
         except Forbidden as error:
@@ -89,8 +84,7 @@ class Caller:
 
     def require_somewhere(self, verb: str) -> None:
         """Raise Refused if there is no stream or tube on which the caller may use this verb."""
-        if self._unknown is not None:
-            raise self._unknown
+        self.require_known()
         if not self._access.may_somewhere(verb):
             add = f'the operator can add "{verb} NAME" to [client.{self.name}]'
             raise Refused(403, f"client {self.name} may not {verb} anything; {add}")
@@ -104,8 +98,7 @@ class Caller:
         """Whether the caller may do this to the stream or tube. False if it may not know the name: the answer is then
         that of a name which does not exist. Raises Refused.
         """
-        if self._unknown is not None:
-            raise self._unknown
+        self.require_known()
         try:
             return self._access.require(verb, kind, name)
         except Forbidden as error:
@@ -130,23 +123,22 @@ class Caller:
         return self.lists(kind, found.name)
 
 
-def _unknown(control: AccessControl, access: ClientAccess, request: Request) -> Refused | None:
+def _unknown(control: AccessControl, access: ClientAccess, request: Request) -> tuple[int, str] | None:
     """Why the caller gets nothing; None: it has proved who it is, or nobody has to."""
     if not control.open_to_all:
-        return None if access.client is not None else Refused(401, NO_WORD)
-    server, host = ipaddress.ip_address(request.scope["server"][0]), request.headers.get("host")
-    return Refused(403, NO_NAME) if server.is_loopback and host and not is_address(host) else None
+        return None if access.client is not None else (401, NO_WORD)
+    server, host = ipaddress.ip_address(request.guest.server), request.headers.get("host")
+    return (403, NO_NAME) if server.is_loopback and host and not is_address(host) else None
 
 
 def _refuse_controls(request: Request) -> None:
     """Refuse an address with a character that no name, token or number has, so that no page has to think of it. Some of
     them Postgres refuses as well, with a text that is not for callers.
     """
-    parameters = request.query_params.multi_items()
-    for text in (request.scope["path"], *chain.from_iterable(parameters)):
+    for text in (request.path, *chain.from_iterable(request.query.items())):
         if (found := _UNFIT.search(text)) is not None:
             raise Refused(400, f"bad_request: the address has the character U+{ord(found.group()):04X}; leave it out")
-    if len(dict(parameters)) < len(parameters):
+    if request.repeats:
         raise Refused(400, "bad_request: the address has a parameter twice; give it once")
 
 
@@ -158,18 +150,18 @@ class _Asking:
     def __init__(self, peer: str) -> None:
         self.log: Any = log.bind(peer=peer, over="http")
         self.scope = trio.CancelScope()
-        self.why: Refused | None = None
+        self.why: tuple[int, str] | None = None
 
     def hang_up(self, reason: CloseReason, text: str = "") -> None:  # noqa: ARG002 - there is one reason
         """The access is withdrawn."""
-        self._end(Refused(401, text))
+        self._end(401, text)
 
     def change(self) -> None:
         """The client has other rights from now on."""
-        self._end(Refused(503, CHANGED))
+        self._end(503, CHANGED)
 
-    def _end(self, why: Refused) -> None:
-        self.why = self.why or why
+    def _end(self, status: int, why: str) -> None:
+        self.why = self.why or (status, why)
         self.scope.cancel()
 
 
@@ -183,10 +175,10 @@ async def calling(control: AccessControl, request: Request) -> AsyncIterator[Cal
         Refused: the word is wrong, the client has too many connections, or its rights were changed in the block.
     """
     _refuse_controls(request)
-    state = request.scope["state"]
-    access = control.enter(state["peer"], state["certificate"])
+    guest = request.guest
+    access = control.enter(guest.peer, guest.certificate)
     kind, _, word = request.headers.get("authorization", "").partition(" ")
-    asking = _Asking(state["peer"])
+    asking = _Asking(guest.peer)
     try:
         with asking.scope:
             access.begin(asking)
@@ -195,7 +187,7 @@ async def calling(control: AccessControl, request: Request) -> AsyncIterator[Cal
                 await access.authenticate(word.strip())
             yield Caller(access, _unknown(control, access, request))
         if asking.why is not None:
-            raise asking.why
+            raise Refused(*asking.why)
     except NotAuthorised as error:
         raise Refused(401, str(error)) from error
     except HangUp as error:

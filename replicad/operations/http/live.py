@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import trio
-from starlette.requests import Request
-from starlette.types import Receive
 
 from replicad.daemon.outlet import sliced
 from replicad.daemon.service import Host
@@ -19,6 +17,7 @@ from replicad.errors import LocalProtocolError, UnknownStream
 from replicad.nurseries import open_plain_nursery
 from replicad.operations.http.entry import Caller
 from replicad.operations.http.events import OPENING, Events, Translations
+from replicad.operations.http.messages import Answer, Request
 from replicad.operations.http.problems import Problem
 from replicad.operations.http.streams import Page
 from replicad.protocol.commands import Name
@@ -33,28 +32,28 @@ LINES = 8  # commands that may wait for the session; it is sent two or three
 class Live(Page):
     """The page."""
 
+    closes = True
+
     def __init__(self, host: Host) -> None:
         super().__init__(host)
         self._translations = Translations()
 
-    async def answer(self, request: Request, caller: Caller, name: str) -> None:
+    async def answer(self, request: Request, caller: Caller, name: str) -> Answer | None:
         """`Page.answer`: sends it. The header Last-Event-ID, which browsers send, wins over `after`."""
-        if request.scope["http_version"] not in ("1.0", "1.1"):
-            raise Problem("wrong_version", "ask for /live with HTTP/1.1")
-        token = request.headers.get("last-event-id") or request.query_params.get("after") or NOW
+        token = request.headers.get("last-event-id") or request.query.get("after") or NOW
         events = Events(name, token, self._translations)
         head = self._head(request)
-        stream = EventStream(events, name, head, request.scope["state"]["connection"].take)
-        stream.say(f"{Name(NAME).render()}\n".encode())
-        stream.subscribe(token)
-        async with open_plain_nursery() as nursery:
-            nursery.start_soon(_watch, request.receive, stream.end_input)
-            await self.host.inside.serve(stream, request.scope["state"]["peer"], caller.access)
-            nursery.cancel_scope.cancel()
-        if not stream.begun:
-            problem = events.problem or Problem("connection_lost", "the connection was ended; try again")
-            problem.logged = True
-            raise problem
+        with request.guest.as_session() as below:
+            stream = EventStream(events, name, head, lambda: below)
+            stream.say(f"{Name(NAME).render()}\n".encode())
+            stream.subscribe(token)
+            async with open_plain_nursery() as nursery:
+                nursery.start_soon(_watch, below, stream.end_input)
+                await self.host.inside.serve(stream, request.guest.peer, caller.access)
+                nursery.cancel_scope.cancel()
+        if stream.begun:
+            return None
+        raise (events.problem or Problem("connection_lost", "the connection was ended; try again")).noted()
 
     def _head(self, request: Request) -> bytes:
         fields = {
@@ -166,8 +165,9 @@ def _slices(data: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray]
     yield bytes(data[begin:]) if begin else data
 
 
-async def _watch(receive: Receive, gone: Callable[[], None]) -> None:
-    """Call `gone` when the reader has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _watch(below: trio.abc.Stream, gone: Callable[[], None]) -> None:
+    """Call `gone` when the reader has closed the connection. What it sends is not looked at."""
+    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        while await below.receive_some(4096):
+            pass
     gone()

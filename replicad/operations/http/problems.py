@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from replicad.client.refusals import refusal
 from replicad.errors import BadToken, RemoteError, ReplicadError, TokenExpired, TokenForked
-from replicad.operations.http.entry import Refused
+from replicad.operations.http.messages import Answer, Refused
 from replicad.protocol.tokens import Vector
 
 UNAVAILABLE = 503  # of every code that is not in the table: it may be over later
@@ -51,6 +51,16 @@ class Problem(Exception):
         self.status = STATUS.get(code, UNAVAILABLE) if status is None else status
         self.logged = False  # by the session that the error comes from
         self.fields = {"code": code, "error": sentence, **more}
+
+    def noted(self) -> Problem:
+        """The same, to be raised, of what a session has logged. What is raised and kept makes a cycle of references."""
+        found = Problem(self.code, str(self), self.status)
+        found.fields, found.logged = self.fields, True
+        return found
+
+    def answer(self, headers: Mapping[str, str]) -> Answer:
+        """What is sent, with other headers."""
+        return Answer(self.status, self.body, {**self.headers, **headers})
 
     @property
     def body(self) -> bytes:

@@ -1,0 +1,286 @@
+"""HTTP/1.1 on one connection (RFC 9110, 9112): requests one after another, each with bounds of bytes and of time.
+
+`h11` reads heads and bodies and writes answers. It is lenient in some places where two programs may understand one
+request in two ways, so `look_at_head` refuses these before: what a proxy has let through is what the daemon sees. There
+is no HTTP/2 and no upgrade; the header Upgrade is ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+import h11
+import trio
+
+from replicad.operations.http.messages import Answer, Refused
+
+HEAD_BYTES = 16 << 10  # of a request
+IDLE = 5.0  # seconds until a request begins
+READING = 10.0  # seconds for its head, and for its body
+SENDING = 5.0  # seconds for a peer to take a piece of an answer
+PIECE = 64 << 10  # bytes of an answer
+LINGER, LINGER_BYTES = 1.0, 256 << 10  # what is read of a peer that is refused, so that no reset overtakes the answer
+RECEIVE = 16 << 10
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_HEAD = re.compile(rb"(%s) ([!-~]+) HTTP/(\d)\.(\d)\r\n((?:%s:[\t -~\x80-\xff]*\r\n)*)\r\n" % (_TOKEN, _TOKEN))
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::\d{0,5})?")
+_LENGTH = re.compile(rb"\d{1,15}")
+BAD = "this is no request of HTTP/1.1 (RFC 9112)"
+
+
+class Ended(Exception):
+    """The peer has closed the connection, or does not go on in time: there is nobody to answer."""
+
+
+def look_at_head(head: bytes) -> None:
+    """Refuse a head, with its empty line, that two programs might read in different ways.
+
+    Raises:
+        Refused: with the status of RFC 9112.
+    """
+    found = _HEAD.fullmatch(head)
+    if found is None:  # a bare CR or LF, a NUL, a folded line, a space before a colon
+        raise Refused(400, BAD)
+    if found[3] != b"1" or found[4] not in b"01":
+        raise Refused(505, "send HTTP/1.1")
+    names: dict[bytes, list[bytes]] = {}
+    for line in found[5].split(b"\r\n")[:-1]:
+        name, _, value = line.partition(b":")
+        names.setdefault(name.lower(), []).append(value.strip(b" \t"))
+    lengths, codings = names.get(b"content-length", []), names.get(b"transfer-encoding", [])
+    if len(lengths) + len(codings) > 1:
+        raise Refused(400, "send one Content-Length or one Transfer-Encoding, and not both")
+    if lengths and not _LENGTH.fullmatch(lengths[0]):
+        raise Refused(400, "Content-Length must be a number")
+    if codings and found[4] == b"0":
+        raise Refused(400, "HTTP/1.0 has no Transfer-Encoding")
+    if codings and codings[0].lower() != b"chunked":
+        raise Refused(501, "send the body as it is, or chunked")
+    hosts = names.get(b"host", [])
+    if len(hosts) > 1 or (not hosts and found[4] == b"1"):
+        raise Refused(400, "send one header Host")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise Refused(400, "the header Host is no name or address with a port")
+    expected = names.get(b"expect", [])
+    if expected and [one.lower() for one in expected] != [b"100-continue"]:
+        raise Refused(417, "the only expectation that is met is 100-continue")
+
+
+def origin_form(target: str, host: str) -> str:
+    """The path and query of a request's target.
+
+    A target in absolute-form must name the Host of the request: what a filter has looked at is then what counts.
+
+    Raises:
+        Refused: the target has another form, or names another host.
+    """
+    if target.startswith("/") and "#" not in target:
+        return target
+    if target == "*":
+        return "/*"
+    with suppress(ValueError):
+        parts = urlsplit(target)
+        if parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower() and not parts.fragment:
+            return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    raise Refused(400, "the target of a request must be a path, or an address with the Host of the request")
+
+
+def plain_answer(status: int, text: str, **headers: str) -> bytes:
+    """An answer after which the connection is closed, for who has sent no request that could be understood."""
+    body = f"{text}\n".encode()
+    fields = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body)), "connection": "close"}
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in {**fields, **headers}.items())
+    return f"HTTP/1.1 {status} {phrase(status)}\r\n{lines}\r\n".encode("latin-1") + body
+
+
+def phrase(status: int) -> str:
+    """The reason phrase of a status."""
+    return HTTPStatus(status).phrase
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What was read of a request before its body."""
+
+    method: str
+    target: str  # in origin-form
+    headers: dict[str, str]
+
+
+class Wire:
+    """One connection. `waits` is entered while the peer has to do something."""
+
+    def __init__(self, stream: trio.abc.Stream, waits: Callable[[], AbstractContextManager[None]]) -> None:
+        self._stream = stream
+        self._waits = waits
+        self._held = bytearray()  # was received and belongs to what comes next
+        self._http = h11.Connection(h11.SERVER)
+        self._unread = False  # whether the request has a body of which something is left
+        self._length = 0  # of that body, if it was declared
+        self._close = False  # whether the peer wants this answer to be the last one
+
+    async def next_head(self) -> Head | None:
+        """The next request; None if the peer closes the connection before it, or sends none in time.
+
+        Raises:
+            Refused: it is not valid. The connection must be closed then.
+            Ended: the peer does not finish it.
+        """
+        if not self._held:
+            with trio.move_on_after(IDLE), suppress(Ended):
+                await self._receive()
+            if not self._held:
+                return None
+        with trio.move_on_after(READING):
+            head = await self._whole_head()
+            look_at_head(head)
+            return self._parsed(head)
+        raise Ended
+
+    async def _whole_head(self) -> bytes:
+        while True:
+            if self._held.startswith(b"\r\n"):  # after a body (RFC 9112, 2.2)
+                del self._held[:2]
+            end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES)
+            if end >= 0:
+                head = bytes(self._held[: end + 4])
+                del self._held[: end + 4]
+                return head
+            if len(self._held) >= HEAD_BYTES:
+                raise Refused(431, f"the head of a request has at most {HEAD_BYTES} bytes")
+            if b"\n" in self._held and _impossible(self._held):
+                raise Refused(400, BAD)
+            await self._receive()
+
+    def _parsed(self, head: bytes) -> Head:
+        self._http = http = h11.Connection(h11.SERVER, HEAD_BYTES)
+        try:
+            http.receive_data(head)
+            event = http.next_event()
+            assert isinstance(event, h11.Request)
+            self._unread = http.next_event() is h11.NEED_DATA
+        except h11.RemoteProtocolError as error:
+            raise Refused(error.error_status_hint, f"{BAD}: {error}") from None
+        headers: dict[str, str] = {}
+        for name, value in event.headers:
+            key, text = name.decode(), value.decode("latin-1")
+            headers[key] = f"{headers[key]}, {text}" if key in headers else text
+        self._length = int(headers.get("content-length", 0))
+        wanted = {one.strip().lower() for one in headers.get("connection", "").split(",")}
+        self._close = event.http_version != b"1.1" or "close" in wanted
+        target = origin_form(event.target.decode(), headers.get("host", ""))
+        return Head(event.method.decode(), target, headers)
+
+    async def read_body(self, most: int) -> bytes:
+        """The body of the request.
+
+        Raises:
+            Refused: it has more than `most` bytes, or is no body of HTTP/1.1.
+            Ended: the peer does not finish it.
+        """
+        found = bytearray()
+        if self._length > most:
+            raise Refused(413, f"a request has at most {most} bytes")
+        with trio.move_on_after(READING):
+            if self._http.they_are_waiting_for_100_continue:
+                await self._send(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+            while self._unread:
+                if not self._held:
+                    await self._receive()
+                data = bytes(self._held)
+                self._held.clear()
+                self._take(data, found, most)
+            return bytes(found)
+        raise Ended
+
+    def _take(self, data: bytes, found: bytearray, most: int) -> None:
+        try:
+            self._http.receive_data(data)
+            while (event := self._http.next_event()) is not h11.NEED_DATA:
+                if isinstance(event, h11.Data):
+                    found += event.data
+                    if len(found) > most:
+                        raise Refused(413, f"a request has at most {most} bytes")
+                else:  # the end, after which h11 holds what follows
+                    self._unread = False
+                    self._held += self._http.trailing_data[0]
+                    return
+        except h11.RemoteProtocolError:
+            raise Refused(400, f"{BAD}: its body is not") from None
+
+    async def send(self, answer: Answer, *, head_only: bool, close: bool) -> bool:
+        """Send the answer of the request. Returns whether another request may follow.
+
+        Raises:
+            Ended: the peer does not take it.
+        """
+        http = self._http
+        fields = {"date": formatdate(usegmt=True), **answer.headers}
+        if answer.status not in (204, 304):
+            fields["content-length"] = str(len(answer.body))
+        close = close or self._close or self._unread
+        if close:
+            fields["connection"] = "close"
+        response = h11.Response(
+            status_code=answer.status,
+            reason=phrase(answer.status).encode(),
+            headers=[(name.encode(), value.encode("latin-1")) for name, value in fields.items()],
+        )
+        first = http.send(response) or b""
+        body = b"" if head_only else answer.body
+        for begin in range(0, max(1, len(body)), PIECE):
+            await self._send(first + body[begin : begin + PIECE])
+            first = b""
+        if self._unread:
+            await self.linger()
+            return False
+        return not close
+
+    async def refuse(self, refused: Refused) -> None:
+        """Answer what is no request, and read a little more of it."""
+        await self._send(plain_answer(refused.status, refused.why))
+        await self.linger()
+
+    async def linger(self) -> None:
+        """Take what the peer still sends, for a bounded time: a reset would discard the answer."""
+        if isinstance(self._stream, trio.abc.HalfCloseableStream):
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self._stream.send_eof()
+        left = LINGER_BYTES
+        with trio.move_on_after(LINGER), suppress(Ended):
+            while left > 0:
+                self._held.clear()
+                await self._receive()
+                left -= len(self._held)
+
+    async def _receive(self) -> None:
+        """Raises Ended at the end of the input."""
+        try:
+            with self._waits():
+                data = await self._stream.receive_some(RECEIVE)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise Ended from None
+        if not data:
+            raise Ended
+        self._held += data
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            with trio.move_on_after(SENDING), self._waits():
+                await self._stream.send_all(data)
+                return
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise Ended from None
+        raise Ended
+
+
+def _impossible(held: bytearray) -> bool:
+    """Whether no more input can make a request of it: its lines do not end in CRLF."""
+    return held.find(b"\n") == 0 or held[held.find(b"\n") - 1] != 0x0D

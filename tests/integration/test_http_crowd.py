@@ -1,0 +1,229 @@
+"""Crowds over HTTP: who sends nothing, a half of something, or reads nothing takes nothing from others."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import trio
+
+from replicad.config.settings import Address, ServerSettings
+from replicad.operations.http.app import Pages
+from replicad.postgres.bridge import Database, open_database
+from tests.conftest import PATIENCE
+from tests.daemons import Daemon
+from tests.lengths import LONG
+
+from .test_http import ANY_PORT, ask, plain, read_all
+from .test_process_bounds import Served, add_things, serving
+
+Start = Callable[..., AbstractAsyncContextManager[Daemon]]
+CROWD = 100
+OTHER = "127.0.0.2"  # where the crowd comes from
+PATHS = ("/livez", "/readyz", "/status", "/streams/events/rows")
+
+SILENT = {
+    "silent": b"",
+    "half a request": b"GET /status HTTP/1.1\r\nhost: localh",
+    "requests whose bodies do not come": (
+        b"POST /replay HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    ),
+    "between two requests": b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n",
+}
+
+
+@pytest.fixture
+def settings() -> ServerSettings:
+    return ServerSettings(listen=ANY_PORT, http=ANY_PORT, server_name="example.com")
+
+
+@contextmanager
+def crowd(address: Address | None, count: int, sends: bytes, source: str = OTHER) -> Iterator[list[socket.socket]]:
+    assert address is not None
+    links: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            link = socket.create_connection((address.host, address.port), PATIENCE, (source, 0))
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            links.append(link)
+            link.sendall(sends)
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+async def all_are_answered(daemon: Daemon, times: int = 3) -> None:
+    for path in PATHS * times:
+        assert (await ask(daemon.http, path)).status == 200, path
+
+
+@pytest.mark.parametrize("kind", SILENT)
+async def test_a_crowd_that_does_not_go_on_keeps_no_other_address_from_an_answer(
+    kind: str, events: Database, start_daemon: Start
+) -> None:
+    async with start_daemon(http_connections=4, max_newcomers=20) as daemon:
+        with crowd(daemon.http, CROWD, SILENT[kind]):
+            await all_are_answered(daemon)
+        assert daemon.hub.statistics().newcomers <= 20
+
+
+async def test_the_oldest_of_the_crowd_gives_way_and_a_polite_connection_does_not(
+    events: Database, start_daemon: Start
+) -> None:
+    async with start_daemon(max_newcomers=10) as daemon:
+        polite = plain(daemon)
+        with polite, crowd(daemon.http, CROWD, b"") as links:
+            assert b" 200 " not in await trio.to_thread.run_sync(read_all, links[0])
+            polite.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await trio.to_thread.run_sync(read_all, polite)).startswith(b"HTTP/1.1 200 OK")
+            last = links[-1]
+            last.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await trio.to_thread.run_sync(read_all, last)).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_health_checks_have_places_of_their_own_and_an_address_leaves_some_to_others(
+    events: Database, start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, began = trio.Event(), 0
+    clients = Pages.clients
+
+    async def hang(self: Pages, *arguments: Any) -> Any:
+        nonlocal began
+        began += 1
+        await go_on.wait()
+        return await clients(self, *arguments)
+
+    monkeypatch.setattr(Pages, "clients", hang)
+    request = b"GET /clients HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    async with start_daemon(http_connections=4) as daemon:
+        with crowd(daemon.http, 10, request) as links:
+            with trio.fail_after(PATIENCE):
+                while began < 3:
+                    await trio.sleep(0.01)
+            await all_are_answered(daemon, 1)
+            assert began == 3, "the fourth place is not for this address"
+            go_on.set()
+            for link in links:
+                assert (await trio.to_thread.run_sync(read_all, link)).startswith(b"HTTP/1.1 200 OK")
+    async with start_daemon(http_connections=1, max_connections=2) as daemon:
+        address = daemon.addresses[0]
+        for _ in range(2):
+            stream = await trio.open_tcp_stream(address.host, address.port)
+            await stream.send_all(b"NAME x\n")
+            await stream.receive_some(100)
+        with crowd(daemon.http, CROWD, b""):
+            for path in ("/livez", "/readyz"):
+                assert (await ask(daemon.http, path)).status == 200, "while clients have all connections"
+
+
+async def test_a_crowd_that_reads_no_answer_keeps_no_other_address_from_one(
+    events: Database, start_daemon: Start
+) -> None:
+    await events.execute("INSERT INTO events (body) SELECT to_jsonb(repeat('x', 100000)) FROM generate_series(1, 60)")
+    request = b"GET /streams/events/rows HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20
+    async with start_daemon(http_connections=4) as daemon:
+        feed = await daemon.publisher.find("events")
+        while feed.sent_upto < 60:
+            await feed.channel.wait_sealed()
+        with crowd(daemon.http, 20, request, "127.0.0.3"), crowd(daemon.http, 20, request):
+            await all_are_answered(daemon)
+
+
+# --- memory ---
+
+COUNT = 100_000 if LONG else 3000
+AT_ONCE = 20
+GROWTH = 1.2
+REST = 10.0  # seconds
+EVENTS = "/streams/events"
+HEAD = "HTTP/1.1\r\nhost: localhost\r\n"
+KINDS = {
+    "probe": f"GET /livez {HEAD}connection: close\r\n\r\n",
+    "readiness, three times": f"GET /readyz {HEAD}\r\n" * 2 + f"GET /readyz {HEAD}connection: close\r\n\r\n",
+    "no page": f"GET /nothing {HEAD}connection: close\r\n\r\n",
+    "no stream": f"GET /streams/absent/rows {HEAD}connection: close\r\n\r\n",
+    "rows": f"GET {EVENTS}/rows?limit=5 {HEAD}connection: close\r\n\r\n",
+    "live, and away": f"GET {EVENTS}/live {HEAD}\r\n",
+    "no live": f"GET /streams/absent/live {HEAD}\r\n",
+    "another name": "GET /status HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n",
+    "no HTTP": "REPLICATE events NOW\r\n\r\n",
+    "half a head, and away": f"GET / {HEAD}x: " + "y" * 8000,
+    "a body that is too long": f"POST /replay {HEAD}content-type: application/json\r\ncontent-length: 99999\r\n\r\n",
+}
+
+
+async def make_requests(address: Address, count: int) -> None:
+    left = cycle(KINDS.items())
+
+    async def worker(number: int) -> None:
+        for _ in range(number):
+            name, text = next(left)
+            async with await trio.open_tcp_stream(address.host, address.port) as stream:
+                with suppress(trio.BrokenResourceError):
+                    await stream.send_all(text.encode())
+                    if "away" not in name:
+                        while await stream.receive_some(65536):
+                            pass
+                    elif "live" in name:
+                        await stream.receive_some(100)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(AT_ONCE):
+            nursery.start_soon(worker, count // AT_ONCE)
+
+
+async def longest_wait(address: Address, during: Callable[[], Awaitable[None]]) -> float:
+    """Seconds that a client of the protocol waits at most for an answer, meanwhile."""
+    longest = 0.0
+    async with await trio.open_tcp_stream(address.host, address.port) as stream, trio.open_nursery() as nursery:
+
+        async def look() -> None:
+            nonlocal longest
+            while True:
+                began = trio.current_time()
+                await stream.send_all(b"STREAMS\n")
+                found = b""
+                while b"STREAMS" not in found:
+                    found += await stream.receive_some(4096)
+                longest = max(longest, trio.current_time() - began)
+                await trio.sleep(0.01)
+
+        nursery.start_soon(look)
+        await during()
+        nursery.cancel_scope.cancel()
+    return longest
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3000)
+async def test_requests_of_strangers_leave_no_memory_behind(database_url: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        http = Address("127.0.0.1", taken.getsockname()[1])
+    async with open_database(database_url, size=1, application_name="test") as database:
+        await add_things(database)
+    with serving(Served(tmp_path, database_url, "--http", str(http))) as served:
+        await served.wait_ready()
+        process = psutil.Process(served.process.pid)
+        host, port = re.findall(r"(.*):(\d+)", served.ready.read_text().strip())[0]
+        await make_requests(http, 20 * len(KINDS))  # what the first ones load for all
+        await trio.sleep(1.0)
+        before = process.memory_info().rss
+        waited = await longest_wait(Address(host, int(port)), lambda: make_requests(http, COUNT))
+        during = process.memory_info().rss
+        with trio.move_on_after(REST):
+            while process.memory_info().rss > GROWTH * before:
+                await trio.sleep(0.1)
+        after = process.memory_info().rss
+        mebibytes = [round(one / (1 << 20), 1) for one in (before, during, after)]
+        print(json.dumps({"requests": COUNT, "before, during, after in MiB": mebibytes, "longest wait in s": waited}))
+        assert after <= GROWTH * before, mebibytes
+        assert not served.events("failure")

@@ -180,11 +180,17 @@ class Reader:
         )
 
     def close(self) -> None:
-        """Stop reading; safe to repeat."""
+        """Stop reading; safe to repeat. Nothing is called any more: what is called refers to this, in a cycle."""
         self._channel.remove(self)
+        self.wake = self.on_fall = _do_nothing
+        self.offer = self.on_stop = None
 
     def _progress(self) -> int:
         return self._taken
+
+
+def _do_nothing() -> None:
+    """What a closed reader calls."""
 
 
 class Channel:

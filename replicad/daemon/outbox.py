@@ -269,9 +269,10 @@ class Outbox:
             pieces += taken
             if not taken and (why := reader.stopped) is not None:
                 self._readers.remove(reader)
+                on_stop = reader.on_stop
                 reader.close()
-                if reader.on_stop is not None:
-                    reader.on_stop(why)
+                if on_stop is not None:
+                    on_stop(why)
         return pieces
 
     def _take_posted(self) -> bytes:

@@ -74,7 +74,7 @@ stress: $(VENV)/.dev ## the long form of the concurrency checks
 		$(RUN) -m pytest -m stress -s $(PYTEST_ARGS)
 	@REPLICAD_STRESS_SECONDS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup tests/unit
 
-fuzz: $(VENV)/.dev ## hostile lines against a running daemon for a minute; FUZZ_ARGS="--seconds 600 --seed 7"
+fuzz: $(VENV)/.dev ## hostile lines, HTTP and a Redis that lies against a running daemon for a minute; FUZZ_ARGS="--seconds 600 --seed 7"
 	@$(RUN) -m tests.fuzz.live $(FUZZ_ARGS)
 
 torture: $(VENV)/.dev ## 200 schedules of random faults: killed and suspended daemons, promoted standbys, restored dumps

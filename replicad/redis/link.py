@@ -9,6 +9,7 @@ does not take stays in the socket, and Redis ends the connection of a subscriber
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ _BROKEN = (
     OSError,
     UnicodeError,
 )  # the last: of a name
-_PASSING = ("LOADING", "MASTERDOWN", "TRYAGAIN", "CLUSTERDOWN", "BUSY", "READONLY")  # the next try may be answered
+# Refusals that another try does not help against. Others may be over later (LOADING), or are somebody's doing.
+_LASTING = re.compile(r"OOM |ERR (?:unknown command|invalid DB index|DB index is out of range)", re.IGNORECASE)
 
 Word = str | bytes | int
 
@@ -46,9 +48,8 @@ def refused(address: RedisAddress, error: Exception) -> ReplicadError:
         return RedisRefused(f"{address} does not accept the password: {text[:200]}; {remedy}")
     if code == "NOPERM":
         return RedisRefused(f"{address}: {text[:300]}; docs/transports.md has the rights that replicad needs")
-    if code in _PASSING:
-        return RedisUnavailable(f"{address}: {text[:300]}")
-    return RedisRefused(f"{address}: {text[:300]}")
+    kind = RedisRefused if _LASTING.match(text) else RedisUnavailable
+    return kind(f"{address}: {text[:300]}")
 
 
 class RedisLink:

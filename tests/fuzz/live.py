@@ -1,8 +1,10 @@
-"""Hostile lines against a running daemon: python -m tests.fuzz.live [--seconds N] [--seed S]   (`make fuzz`)
+"""Hostile lines, requests and replies against a running daemon: python -m tests.fuzz.live [--seconds N] [--seed S]
 
-The daemon and its Postgres are started for it, and are gone afterwards. Several connections send at once. After each
-round a bystander must be sent a new row and a new pod, and the daemon's memory must have stayed within a bound. Ends
-with status 1 and the seed, with which the same lines come again.
+(`make fuzz`.) The daemon and its Postgres are started for it, and are gone afterwards; all is on the loopback. In each
+round several connections send lines, others send requests over HTTP, and the Redis of the daemon lies. After it a
+bystander must be sent a new row and a new pod, and be answered over HTTP; a follower over the Redis that lies must have
+the row, too; and the daemon's memory must have stayed within a bound. Ends with status 1 and the seed, with which the
+same lines and requests come again.
 """
 
 from __future__ import annotations
@@ -18,22 +20,29 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
 import psutil
+import trio
 
+from replicad.client.events import RowBatch
+from replicad.client.trio_client import open_client
 from replicad.errors import ReplicadError
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.programs import find_programs
 from replicad.protocol.words import Side
-from tests.fuzz import hostile
+from tests.fuzz import hostile, web
+from tests.fuzz.lying_redis import LyingRedis
+from tests.redis_servers import free_port
 from tests.roles import ROLES, as_daemon
 from tests.vocabulary import parse
 
+SERVER = "fuzzed.example"
 PATIENCE = 60.0  # seconds: for what hangs, never for what is slow
 GROWTH = 192 << 20  # bytes by which the daemon may grow after the first round: its journals, caches and connections
 CONNECTIONS = 8
@@ -120,8 +129,8 @@ def _check(line: Line, answered: Counter[str], findings: list[str], seed: int) -
 
 
 @contextmanager
-def daemon() -> Iterator[tuple[psutil.Process, int, str]]:
-    """A daemon with its own Postgres: its process, its port, the URL of Postgres."""
+def daemon(http: int, redis: str) -> Iterator[tuple[psutil.Process, int, str]]:
+    """A daemon with its own Postgres: its process, its port, the URL of Postgres. `http`: the port for HTTP."""
     with tempfile.TemporaryDirectory(prefix="replicad-fuzz-") as name, ExitStack() as stack:
         folder = Path(name)
         folder.chmod(0o711)
@@ -129,7 +138,8 @@ def daemon() -> Iterator[tuple[psutil.Process, int, str]]:
         server = stack.enter_context(EmbeddedPostgres(folder / "postgres"))
         listen = ["--listen", "127.0.0.1:0", "--ready-file", str(ready)]
         sql(server.url, ROLES)
-        words = ["serve", "--database", as_daemon(server.url), *listen]
+        also = ["--http", f"127.0.0.1:{http}", "--redis", redis, "--server-name", SERVER]
+        words = ["serve", "--database", as_daemon(server.url), *listen, *also]
         with log.open("wb") as file:
             process = subprocess.Popen([sys.executable, "-m", "replicad", *words], stdout=file, stderr=file)
         try:
@@ -140,8 +150,9 @@ def daemon() -> Iterator[tuple[psutil.Process, int, str]]:
                 time.sleep(0.05)
             port = int(ready.read_text().split()[0].rpartition(":")[2])
             yield psutil.Process(process.pid), port, server.url
-            if "Traceback" in log.read_text():
-                raise Finding(f"the log has a traceback:\n{log.read_text()[-3000:]}")
+            said = log.read_text()
+            if (at := said.find("Traceback")) >= 0:
+                raise Finding(f"the log has a traceback:\n{said[max(0, at - 500) : at + 4000]}")
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE)
@@ -158,8 +169,11 @@ def run(seconds: float, seed: int) -> Counter[str]:
     """Rounds until the time is over; returns how often each command was answered. Raises Finding."""
     answered: Counter[str] = Counter()
     findings: list[str] = []
-    with daemon() as (process, port, url):
+    http, place = free_port(), ["127.0.0.1:1"]
+    with closing(LyingRedis(seed, lambda: place[0])) as redis, daemon(http, redis.url) as (process, port, url):
+        place[0] = f"127.0.0.1:{port}"
         sql(url, TABLES)
+        follower = Follower(redis.url)
         reader, worker = Line(port), Line(port)
         time.sleep(2)  # the daemon looks at the registry once a second
         reader.send("REPLICATE events NOW")
@@ -170,6 +184,7 @@ def run(seconds: float, seed: int) -> Counter[str]:
         while number == 0 or time.monotonic() < deadline:
             seeds = [seed + number * CONNECTIONS + each for each in range(CONNECTIONS)]
             threads = [threading.Thread(target=shoot, args=(port, each, answered, findings)) for each in seeds]
+            threads += [threading.Thread(target=web_shoot, args=(http, each, answered, findings)) for each in seeds[:3]]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -180,13 +195,54 @@ def run(seconds: float, seed: int) -> Counter[str]:
             reader.until(rf"RDATA events master \d+ {number}\b")
             worker.send(f"PODS quiet 0/1 {term} wait=30")
             worker.until("CURSOR quiet ")
+            if (fault := web.look(http)) is not None:
+                findings.append(f"a bystander over HTTP: {fault}")
+            if (fault := follower.fault(number)) is not None:
+                findings.append(f"a follower over Redis: {fault}")
             memory = process.memory_info().rss
             first = first or memory
             if memory > first + GROWTH:
                 findings.append(f"the daemon has grown from {first >> 20} to {memory >> 20} MiB in {number} rounds")
             if findings:
                 raise Finding("; ".join(findings[:5]) + f"; the round began with the seed {seeds[0]}")
+        answered["lies of Redis"] = redis.lies
     return answered
+
+
+def web_shoot(port: int, seed: int, answered: Counter[str], findings: list[str]) -> None:
+    answered["HTTP"] += web.shoot(port, seed, findings)
+
+
+class Follower:
+    """A program that follows the stream over the Redis that lies, in a thread."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._last = 0
+        self._ended: str | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._follow)
+        except BaseException as error:  # noqa: BLE001 - reported
+            self._ended = "".join(traceback.format_exception(error))[-2000:]
+        else:
+            self._ended = "it has ended"
+
+    async def _follow(self) -> None:
+        async with open_client(self._url, name="follower", server_name=SERVER) as client:
+            async with client.follow({"events": "EARLIEST"}, patience=None, first_patience=None) as follower:
+                async for event in follower:
+                    if isinstance(event, RowBatch):
+                        self._last = max(self._last, *map(int, event.rows))
+
+    def fault(self, number: int) -> str | None:
+        """What is wrong; None: it has the row with that number."""
+        deadline = time.monotonic() + PATIENCE
+        while self._last < number and self._ended is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._ended or (None if self._last >= number else f"it waits for row {number} and has {self._last}")
 
 
 def main() -> int:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 
 import pytest
+import trio
 from trio.testing import MockClock
 
+from replicad.errors import RedisRefused, RedisUnavailable
 from replicad.protocol.command import Command
 from replicad.protocol.words import Side
+from replicad.redis.address import parse_redis
+from replicad.redis.link import open_redis
 from replicad.streams import commands as stream_commands
 from replicad.tubes import commands as tube_commands
-from tests.fuzz import hostile, live
+from tests.fuzz import hostile, live, web
+from tests.fuzz.lying_redis import LyingRedis
 from tests.strategies import KINDS
 from tests.unit.daemon.conftest import Client, Desk, open_streams, settle
 from tests.unit.daemon.test_tube_service import MemoryBooks, open_tubes
@@ -84,3 +91,32 @@ async def test_hostile_lines_stop_no_tube(seed: int, autojump_clock: MockClock) 
         world.put((1, 0), (2, 0), tube="quiet")
         answer = await bystander.say("PODS quiet 0/1 1")
         assert [line.split(" ")[0] for line in answer] == ["RDATA", "RDATA", "CURSOR"], answer
+
+
+def test_requests_are_the_same_for_a_seed_and_answers_are_judged() -> None:
+    assert [web.request(random.Random(seed)) for seed in range(200)] == [
+        web.request(random.Random(seed)) for seed in range(200)
+    ]
+    for fine in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\nok"):
+        assert web.fault_in(fine) is None
+    for fault in (b"HTTP/1.1 500 \r\n", b"what", b"HTTP/1.1 503 \r\nx/.s.PGSQL.5432", b"HTTP/1.1 200 \r\nTraceback"):
+        assert web.fault_in(fault) is not None
+
+
+async def test_a_redis_that_lies_is_refused_in_one_way() -> None:
+    with closing(LyingRedis(7, lambda: "127.0.0.1:1")) as redis:
+        refused = 0
+        for _ in range(60):
+            try:
+                link = await open_redis(parse_redis(redis.url), name="x", timeout=0.1)
+                await link.call_text("HGET", "key", "address")
+                await link.subscribe(["a"])
+                for _ in range(3):
+                    with trio.move_on_after(0.05):
+                        await link.messages()
+            except (RedisUnavailable, RedisRefused):
+                refused += 1
+            else:
+                await link.aclose()
+        assert 0 < refused < 60
+        assert redis.lies > 0

@@ -33,6 +33,9 @@ ADDRESS = parse_redis("redis://:s3cret@db1")
         ("LOADING Redis is loading the dataset in memory", RedisUnavailable, "LOADING"),
         ("READONLY You can't write against a read only replica.", RedisUnavailable, "READONLY"),
         ("MASTERDOWN Link with MASTER is down", RedisUnavailable, "MASTERDOWN"),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", RedisUnavailable, "WRONGTYPE"),
+        ("ERR DB index is out of range", RedisRefused, "DB index"),
+        ("what", RedisUnavailable, "what"),
         ("OOM command not allowed when used memory > 'maxmemory'.", RedisRefused, "OOM"),
     ],
 )

@@ -44,6 +44,7 @@ OWNERS = {
         "stream_add stream_remove stream_note stream_fork stream_rewind "
         "stream_continue stream_generation_add stream_mark_position stream_writers_ensure stream_writers_discover "
         "stream_writers_retire stream_writers_last stream_writers_idle stream_guard_attach stream_guard_build "
+        "stream_guard_detach stream_alter stream_check_parts "
         "stream_check stream_check_row stream_trouble_write stream_troubles stream_skip_id stream_skip_undo "
         "stream_daemon_beat stream_daemon_leave stream_daemons "
         "stream_max_row stream_relay_channel stream_relay_secret stream_proof_key "
@@ -53,7 +54,10 @@ OWNERS = {
 }
 # Without a search_path of their own: inlined, or called for each row (the guard of a reserved stream).
 # They name what they need in full, or need nothing.
-NO_PATH = {"replicad.stream_instance", "replicad.stream_json", "replicad.stream_lock_key", "replicad.writer_slot_of"}
+NO_PATH = {
+    *("replicad.stream_instance", "replicad.stream_json", "replicad.stream_lock_key", "replicad.writer_slot_of"),
+    "replicad.stream_moved",
+}
 NO_PATH |= {"replicad.writer_lock_key", "replicad.cache_instance", "replicad.stream_guard_2"}
 NO_PATH |= {f"{declared.schema}.{part}_on_disk" for part, declared in schema.PARTS.items()}
 

@@ -11,15 +11,16 @@ DECLARE
     found bigint;
 BEGIN
     FOR i IN 1 .. cardinality(relations) LOOP  -- one by one: a query over all would be planned anew each time
-        SELECT c.oid INTO bearer FROM pg_class c WHERE c.relname = names[i]::name
-            AND c.relnamespace = (SELECT n.oid FROM pg_namespace n WHERE n.nspname = schemas[i]::name);
+        SELECT c.oid INTO bearer FROM pg_catalog.pg_class c WHERE c.relname = names[i]::name
+            AND c.relnamespace = (SELECT n.oid FROM pg_catalog.pg_namespace n WHERE n.nspname = schemas[i]::name);
         IF bearer <> relations[i] THEN
             moved := moved || relations[i];
         END IF;
     END LOOP;
     FOR i IN 1 .. cardinality(sequences) LOOP
-        SELECT coalesce(sum(d.objid::bigint), 0) INTO found FROM pg_depend d
-            WHERE d.refclassid = 'pg_class'::regclass AND d.refobjid = sequences[i] AND d.classid = 'pg_attrdef'::regclass;
+        SELECT coalesce(sum(d.objid::bigint), 0) INTO found FROM pg_catalog.pg_depend d
+            WHERE d.refclassid = 'pg_catalog.pg_class'::regclass AND d.refobjid = sequences[i]
+                AND d.classid = 'pg_catalog.pg_attrdef'::regclass;
         IF found <> feeds[i] THEN
             moved := moved || sequences[i];
         END IF;

@@ -187,8 +187,10 @@ def run(seconds: float, seed: int) -> Counter[str]:
             threads += [threading.Thread(target=web_shoot, args=(http, each, answered, findings)) for each in seeds[:3]]
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            while any(thread.is_alive() for thread in threads):
+                for bystander in (reader, worker):  # the daemon ends a connection that says nothing for 15 s
+                    bystander.send("PING 1")
+                time.sleep(1.0)
             number += 1
             sql(url, f"INSERT INTO events (body) VALUES ({number}); INSERT INTO cities DEFAULT VALUES")
             reader.send("PING 1")

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from tests.fuzz.hostile import INTEGERS, JSONS, WORDS
 
-REQUESTS = 120  # of each connection after another, in a round
+REQUESTS = 60  # of each connection after another, in a round
 PATHS = (
     "/", "/livez", "/readyz", "/status", "/clients", "/metrics", "/events", "/parked", "/replay", "/console",
     "/streams/events/rows", "/streams/events/live", "/streams//rows", "/streams/%00/rows", "/streams/../rows", "*",

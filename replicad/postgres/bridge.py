@@ -20,6 +20,7 @@ from asyncpg import Record as Row
 
 from replicad import errors
 from replicad.eventlog import get_logger
+from replicad.fixed_settings import FIXED
 from replicad.postgres import failures
 from replicad.postgres.array_types import remembering
 from replicad.postgres.callbacks import hasten
@@ -65,8 +66,7 @@ _DRIVER_ERRORS = (
 )
 
 _SESSION = {
-    "TimeZone": "UTC",
-    "DateStyle": "ISO",
+    **FIXED,
     "default_transaction_isolation": "read committed",  # each statement must see the latest commits (docs/positions.md)
     "jit": "off",  # compiling costs more time than most of our statements take
     # What a role or a database may have set, and what would end our sessions or change what our statements mean:
@@ -75,9 +75,6 @@ _SESSION = {
     "idle_in_transaction_session_timeout": "0",  # where we wait within a transaction, we bound it ourselves
     "lock_timeout": "0",
     "exit_on_error": "off",
-    "array_nulls": "on",
-    "standard_conforming_strings": "on",
-    "transform_null_equals": "off",
 }
 _NEWER = {"transaction_timeout": "0"}  # of PostgreSQL 17; a server that does not know a name refuses the connection
 
@@ -183,15 +180,19 @@ class Database:
         async with self._borrowed() as connection:
             return await connection.execute(sql, *args)
 
-    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
+    async def copy_out(
+        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> int:
         """`Connection.copy_out` on any connection of the pool."""
         async with self._borrowed() as connection:
-            return await connection.copy_out(query, *args, sink=sink, timeout=timeout)
+            return await connection.copy_out(query, *args, sink=sink, timeout=timeout, lock=lock)
 
-    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None:
+    async def copy_values(
+        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> None:
         """`Connection.copy_values` on any connection of the pool."""
         async with self._borrowed() as connection:
-            await connection.copy_values(query, sink=sink, timeout=timeout)
+            await connection.copy_values(query, sink=sink, timeout=timeout, lock=lock)
 
     async def copy_in(
         self,
@@ -394,7 +395,7 @@ async def open_database(
     """Open a pool of at most `size` connections. One is made at once, to check that the server is there and new enough.
 
     Time-outs are seconds: to connect, for one statement and for one lock (kept by Postgres itself; None for none), and
-    to wait for a free connection. Every connection uses UTC, ISO dates and READ COMMITTED. Starts an asyncio loop
+    to wait for a free connection. Every connection has the FIXED settings and READ COMMITTED. Starts an asyncio loop
     for the driver, if none is running. With `identify`, `Database.backends` lists our processes. `by_index`: statements
     read large tables in the order of an index, and keep one plan. Pools with one `fence` use connections to one run of
     one server only. `local_commits`: a commit waits for the local disk, and for no standby, whatever Postgres is set to

@@ -43,6 +43,13 @@ _GRACE = 5.0  # seconds beyond statement_timeout after which a silent server cou
 # Quote and delimiter that JSON and our lines never contain, so that CSV leaves every byte as it is.
 _COPY_LINES = "(FORMAT csv, QUOTE E'\\x01', DELIMITER E'\\x02')"
 
+# The driver (asyncpg 0.32) drops the rows that it has received when a NOTICE comes after them: a function that makes a
+# row may raise one.
+_QUIETLY = "SET LOCAL client_min_messages = error"
+
+# Planning a query locks all tables that it reads, until the transaction ends: the message of several statements is one.
+_LOCKING = "DECLARE replicad_copy NO SCROLL CURSOR FOR {query}\n; CLOSE replicad_copy"
+
 
 @dataclass(slots=True)
 class Counters:
@@ -151,7 +158,9 @@ class Connection:
         tag: str = await self._run(self._driver.execute, sql, *args)
         return tag
 
-    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
+    async def copy_out(
+        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> int:
         """Send the lines of a query with one text column to `sink`; returns their number.
 
         Each value becomes its bytes and a newline; a value must not be empty nor `\\.`, and hold no newline and no
@@ -159,26 +168,41 @@ class Connection:
         bytes that need not end at a line's end, in the calling task; while it waits, Postgres waits. `timeout`
         (seconds) bounds the whole; the pool's statement_timeout applies besides, and counts the sink's time too.
 
+        `lock`: a statement that locks what the query reads. It runs before the COPY, in the same message and
+        transaction, because COPY takes its snapshot before it locks tables (SELECT takes it afterwards): where it waits
+        for a session that rewrites a table, it would see none of the rows that this session has written
+        (docs/positions.md). None: a cursor for the query, which locks the same tables; it costs another planning.
+        Empty: the query itself takes its snapshot after its locks.
+
         Raises what the sink raises; the COPY is cancelled in Postgres then.
         """
-        tag = await self._copy(f"COPY ({fill(query, args)}) TO STDOUT {_COPY_LINES}", sink, timeout)
+        tag = await self._copy(fill(query, args), _COPY_LINES, sink, timeout, lock)
         return int(tag.rpartition(" ")[2])
 
-    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None:
+    async def copy_values(
+        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> None:
         """Send each value of a query with one text column, which is never NULL, to `sink`. Else as `copy_out`.
 
         For few large values: a hundred kilobytes in one cost a third of what they cost in a thousand lines.
         """
         values = Values()
+        given = 0
 
         async def cut(data: bytes) -> None:
+            nonlocal given
             for value in values.feed(data):
+                given += 1
                 await sink(value)
 
-        await self._copy(f"COPY ({query}) TO STDOUT (FORMAT binary)", cut, timeout)
+        tag = await self._copy(query, "(FORMAT binary)", cut, timeout, lock)
         values.finish()
+        if int(tag.rpartition(" ")[2]) != given:
+            raise errors.DatabaseError(f"a COPY had {tag.rpartition(' ')[2]} values, and {given} of them arrived.")
 
-    async def _copy(self, statement: str, sink: Sink, timeout: float | None) -> str:
+    async def _copy(self, query: str, options: str, sink: Sink, timeout: float | None, lock: str | None) -> str:
+        first = _LOCKING.format(query=query) if lock is None else lock
+        statement = f"{_QUIETLY}; {first}{first and '; '}COPY ({query}) TO STDOUT {options}"
         handoff = Handoff(self._loop)
         tag = ""
         with _deadline(timeout) as deadline:

@@ -17,6 +17,7 @@ from replicad.postgres.literals import fill
 
 UNBOUNDED: Final = (1 << 63) - 1  # bytes
 _CUT, _FAILED = b"+", b"!"  # how the line begins that a reader adds; no line of ours does
+_ITSELF: Final = ""  # a reader is a volatile function: each statement in it takes its snapshot after its locks
 _LAST: Final = 8192  # bytes; the added line is shorter than that
 
 
@@ -28,9 +29,13 @@ class Queries(Protocol):
 
     async def fetch(self, sql: str, *args: object) -> list[Any]: ...
 
-    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int: ...
+    async def copy_out(
+        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> int: ...
 
-    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None: ...
+    async def copy_values(
+        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class AsOwner:
     async def copy_out(self, query: str, sink: Sink, timeout: float | None = None) -> tuple[int, bool]:
         """`Connection.copy_out`; returns also whether there may be more rows."""
         ending = _Ending(sink)
-        rows = await self.db.copy_out(self._call(query), sink=ending.take, timeout=timeout)
+        rows = await self.db.copy_out(self._call(query), sink=ending.take, timeout=timeout, lock=_ITSELF)
         added = await ending.finish()
         if added.startswith(_FAILED):
             raise _reported(added.decode(), self.db.target)
@@ -84,7 +89,7 @@ class AsOwner:
                 await sink(held)
             held = value
 
-        await self.db.copy_values(self._call(query), sink=take, timeout=timeout)
+        await self.db.copy_values(self._call(query), sink=take, timeout=timeout, lock=_ITSELF)
         if held.startswith(_FAILED):
             raise _reported(held.decode(), self.db.target)
         if held and not held.startswith(_CUT):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from replicad import sqlstates
 from replicad.errors import DatabaseError, DatabaseRefused, DatabaseUnavailable, EnvironmentRefused
+from replicad.fixed_settings import FIXED
 from replicad.masking import mask_secrets
 from replicad.retry import Retries
 from replicad.sqlstates import means
@@ -57,9 +58,8 @@ def _connect(url: str, transactional: bool) -> Any:
         with made.cursor() as cursor:
             cursor.execute("SET client_min_messages = warning")  # libpq prints notices to stderr
             cursor.execute("SET application_name = 'replicad spark'")
-            cursor.execute("SET timezone = 'UTC'")
-            cursor.execute("SET datestyle = 'ISO, YMD'")  # what becomes text must be read again as it was
-            cursor.execute("SET intervalstyle = 'postgres'")
+            for name, setting in FIXED.items():  # what becomes text must be read again as it was, and no row be hidden
+                cursor.execute(f"SET {name} = {literal(setting)}")
         if transactional:
             made.commit()
     except dbapi.Error as error:

@@ -45,15 +45,19 @@ class Impatient:
         async with self._looking() as connection:
             return await connection.fetch_value(sql, *args)
 
-    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int:
+    async def copy_out(
+        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> int:
         """`Database.copy_out`."""
         async with self._looking() as connection:
-            return await connection.copy_out(query, *args, sink=sink, timeout=timeout)
+            return await connection.copy_out(query, *args, sink=sink, timeout=timeout, lock=lock)
 
-    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None:
+    async def copy_values(
+        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> None:
         """`Database.copy_values`."""
         async with self._looking() as connection:
-            await connection.copy_values(query, sink=sink, timeout=timeout)
+            await connection.copy_values(query, sink=sink, timeout=timeout, lock=lock)
 
     @asynccontextmanager
     async def _looking(self) -> AsyncIterator[Connection]:

@@ -37,8 +37,9 @@ class Stream:
     """A registered stream. `table`, `sequence` and `positions_table` are qualified and quoted, columns are as they are.
 
     `fault`: why the stream can no longer be served, with the remedy, or None; names of removed objects are None then.
-    `reader`, `sequence_reader`, `positions_reader`: the functions that read its table, sequence and positions as their
-    owners (postgres/owners.py); None if our own role reads them.
+    `plain`: this role may lock the whole table, which has no partitions. `reader`, `sequence_reader`,
+    `positions_reader`: the functions that read its table, sequence and positions as their owners (postgres/owners.py);
+    None if our own role reads them.
     `identity`: by which name the user meant the table. `fed`: the sequence fed the id column when the table was added.
     `denied`: what this role may not read, with the GRANT that it needs, or None. `proof_key`: the table by which proofs
     of reservations are checked; None if this role may not read it. Ids up to `trimmed_upto` were removed
@@ -64,6 +65,7 @@ class Stream:
     identity: Identity | None
     fed: bool
     unique_ids: bool
+    plain: bool
     reader: str | None
     sequence_reader: str | None
     positions_reader: str | None
@@ -95,7 +97,7 @@ _PASSING = frozenset({"fed", "fault", "denied", "trimmed_upto", "writers", "cont
 RENEWABLE = frozenset(
     {
         *("table", "sequence", "positions_table", "row", "row_type"),
-        *("unique_ids", "max_row", "skipped", "proof_key", "identity"),
+        *("unique_ids", "plain", "max_row", "skipped", "proof_key", "identity"),
     }
 )
 
@@ -256,6 +258,7 @@ def row_source(stream: Stream, *, schema: str = SCHEMA) -> RowSource:
         skipped=stream.skipped,
         max_row=stream.max_row,
         reader=stream.reader,
+        plain=stream.plain,
     )
 
 

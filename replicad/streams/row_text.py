@@ -47,7 +47,8 @@ class RowText:
     lines cheaper and may be wrong. `table_oid`: the table that the name must lead to (None: not checked).
     `sequence_oid`: the sequence whose file must be `sequence_file` (None: not checked). `skipped`: ascending ids that
     are left out. `max_row`: bound of a line in bytes. `reader`: the function that runs statements as the owner of the
-    table (postgres/owners.py); None if they run as our own role.
+    table (postgres/owners.py); None if they run as our own role. `plain`: our role may lock the whole table, and the
+    table has no partitions.
     """
 
     number: int
@@ -66,6 +67,18 @@ class RowText:
     skipped: tuple[int, ...] = ()
     max_row: int = MAX_ROW
     reader: str | None = None
+    plain: bool = False
+
+    @property
+    def lock(self) -> str | None:
+        """The statement that locks all that rows are read from, before their snapshot is taken; see
+        `Connection.copy_out`. None: only the query itself does. LOCK TABLE costs nothing beside a read; but it needs
+        SELECT on all columns, locks partitions that the query does not read, and leaves out what an expression reads.
+        """
+        expression = (self.row or "").lower()
+        if not self.plain or "select" in expression or "table" in expression:
+            return None
+        return f"LOCK TABLE {self.table} IN ACCESS SHARE MODE"
 
     def range_sql(self, after: int, upto: int, limit: int | None = None) -> str:
         """The query for the first `limit` rows of (after, upto] of all writers, ascending by id: one linear stream."""

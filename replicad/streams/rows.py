@@ -38,9 +38,13 @@ class Reads(Protocol):
 
     async def fetch_value(self, sql: str, *args: object) -> Any: ...
 
-    async def copy_out(self, query: str, *args: object, sink: Sink, timeout: float | None = None) -> int: ...
+    async def copy_out(
+        self, query: str, *args: object, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> int: ...
 
-    async def copy_values(self, query: str, *, sink: Sink, timeout: float | None = None) -> None: ...
+    async def copy_values(
+        self, query: str, *, sink: Sink, timeout: float | None = None, lock: str | None = None
+    ) -> None: ...
 
 
 def _above(begin: int, span: Range) -> Range:
@@ -140,7 +144,7 @@ class RowSource(RowText):
 
         query = self.blocks_sql(after, upto, step, max_line)
         if self.reader is None:
-            await db.copy_values(query, sink=take, timeout=timeout)
+            await db.copy_values(query, sink=take, timeout=timeout, lock=self.lock)
         elif await self._as_owner(db, BLOCK_MAX).copy_values(query, take, timeout):
             raise Enough
         return total
@@ -213,23 +217,31 @@ class RowSource(RowText):
     async def _copy_query(self, db: Reads, query: str, sink: ChunkSink, timeout: float | None, bound: int) -> int:
         """Copy the rows of one query. Raises Enough if a reader gave no more than `bound` bytes of them."""
         cutter = LineCutter(max_row=self.max_row)
+        given = 0
+
+        async def pass_on(chunk: Chunk) -> None:
+            nonlocal given
+            given += chunk.rows
+            await sink(chunk)
 
         async def cut(data: bytes) -> None:
             for chunk in cutter.feed(data):
-                await sink(chunk)
+                await pass_on(chunk)
 
         more = False
         try:
             if self.reader is None:
-                rows = await db.copy_out(query, sink=cut, timeout=timeout)
+                rows = await db.copy_out(query, sink=cut, timeout=timeout, lock=self.lock)
             else:
                 rows, more = await self._as_owner(db, bound).copy_out(query, cut, timeout)
             for chunk in cutter.finish():
-                await sink(chunk)
+                await pass_on(chunk)
         except (DatabaseError, RowTooLong):
             for chunk in cutter.rescue():
                 await sink(chunk)
             raise
+        if rows != given:
+            raise DatabaseError(f"a COPY of stream {self.stream} had {rows} rows, and {given} of them arrived")
         if more:
             raise Enough
         return rows

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import trio
 
+from replicad.errors import DatabaseError
 from replicad.postgres.bridge import Database, Sink, quote_ident
 from replicad.postgres.statements import call_row, call_value, statement
 from replicad.protocol.tokens import Cursor
@@ -90,11 +91,15 @@ class PodBook:
 
     async def shards_between(self, tube: str, after: int, upto: int) -> dict[int, int]:
         """The shards that have pods in (after, upto], each with the seq of its last one."""
-        table = f"{quote_ident(self._schema)}.{quote_ident(tube)}"
         rows = await self._db.fetch(
-            f"SELECT shard, max(seq) AS seq FROM {table} WHERE seq > $1 AND seq <= $2 GROUP BY shard", after, upto
+            f"SELECT shard, max(seq) AS seq FROM {self._table(tube)} WHERE seq > $1 AND seq <= $2 GROUP BY shard",
+            after,
+            upto,
         )
         return {row["shard"]: row["seq"] for row in rows}
+
+    def _table(self, tube: str) -> str:
+        return f"{quote_ident(self._schema)}.{quote_ident(tube)}"
 
     async def plan(self, tube: str, part: Part, term: int, after: Cursor, bounds: Bounds) -> CursorAt:
         """How far to read behind `after`.
@@ -160,6 +165,7 @@ class PodBook:
         """
         pods = 0
         queue = _Queue()
+        lock = f"LOCK TABLE {self._table(tube)} IN ACCESS SHARE MODE"
 
         async def fetch(pass_on: Pass[bytes]) -> None:
             nonlocal pods
@@ -171,7 +177,7 @@ class PodBook:
                     query: str = await call_value(
                         self._db, self._schema, "tube_lines_sql", *_fence(tube, part, term), *left.bounds()
                     )
-                    read = await self._copy(query, limit, queue, pass_on)
+                    read = await self._copy(query, lock, limit, queue, pass_on)
                     pods += read.pods
                     left = None if read.last is None else left.behind(read.last)
                     if read.last is not None:
@@ -186,7 +192,7 @@ class PodBook:
         await read_ahead(fetch, take, waiting=math.inf)  # the queue bounds it
         return pods
 
-    async def _copy(self, query: str, limit: int | None, queue: _Queue, pass_on: Pass[bytes]) -> _Read:
+    async def _copy(self, query: str, lock: str, limit: int | None, queue: _Queue, pass_on: Pass[bytes]) -> _Read:
         """Pass on the first pods of a query, as many as the limits allow; one pod at least, however large it is."""
         size = pods = 0
         last = b""
@@ -210,7 +216,10 @@ class PodBook:
         if limit is not None:
             query = f"SELECT line FROM ({query}) AS pods LIMIT {limit}"
         try:
-            whole = await self._bulk_db.copy_out(query, sink=keep) != limit
+            count = await self._bulk_db.copy_out(query, sink=keep, lock=lock)
+            if count != pods:
+                raise DatabaseError(f"a COPY of pods had {count} lines, and {pods} of them arrived")
+            whole = count != limit
         except _Enough:
             whole = False
         line = last[last.rfind(b"\n", 0, len(last) - 1) + 1 :]

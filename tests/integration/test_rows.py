@@ -233,3 +233,15 @@ async def test_a_row_whose_expression_fails_is_an_error_and_not_a_gap(db: Databa
     await db.execute("INSERT INTO events (n) VALUES (0), (4)")
     with pytest.raises(DatabaseError, match="division by zero"):
         await lines(db, source, 0, 4)
+
+
+@pytest.mark.parametrize("level", ["NOTICE", "WARNING"])
+async def test_no_row_is_lost_where_the_expression_of_a_row_raises_notices(db: Database, level: str) -> None:
+    await db.execute(
+        f"CREATE FUNCTION told(n int) RETURNS json LANGUAGE plpgsql AS $$ BEGIN RAISE {level} '%', n; RETURN n; END $$;"
+        "CREATE TABLE events (id bigserial PRIMARY KEY, n int);"
+        "INSERT INTO events (n) SELECT * FROM generate_series(1, 1000)"
+    )
+    added = await registry.add(db, "events", "public.events", "id", row="told(t.n)")
+    found = await lines(db, registry.row_source(added.stream), 0, 1000)
+    assert [row.row for row in found] == [str(n) for n in range(1, 1001)]

@@ -315,7 +315,12 @@ class Counting:
         return getattr(self._db, name)
 
     async def copy_out(
-        self, query: str, *args: object, sink: Callable[[bytes], Any], timeout: float | None = None
+        self,
+        query: str,
+        *args: object,
+        sink: Callable[[bytes], Any],
+        timeout: float | None = None,
+        lock: str | None = None,
     ) -> int:
         self.copies += 1
 
@@ -323,7 +328,7 @@ class Counting:
             self.bytes += len(data)
             await sink(data)
 
-        return await self._db.copy_out(query, *args, sink=count, timeout=timeout)
+        return await self._db.copy_out(query, *args, sink=count, timeout=timeout, lock=lock)
 
 
 @pytest.mark.parametrize("sorted_first", [False, True])

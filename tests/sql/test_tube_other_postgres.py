@@ -6,25 +6,14 @@ that an older version does not know is noticed without that.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from replicad.errors import LeaseHeld, LeaseLost, PartitionsChanged, TubeRefused
 from replicad.postgres.bridge import Database, Row, open_database
 from replicad.postgres.schema import script
-from tests.conftest import PATIENCE
-
-PROGRAMS = sorted(
-    path.parent
-    for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")
-    if path.parent.parent.name.isdigit() and int(path.parent.parent.name) >= 15
-)
+from tests.other_servers import PROGRAMS, other_server
 
 CATALOGS = """
     SELECT array_agg(name ORDER BY name) FROM (
@@ -37,32 +26,9 @@ CATALOGS = """
 
 @pytest.fixture(params=PROGRAMS, ids=str)
 def other_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """URL of a fresh server made with the programs of one installation, run as `postgres` where we are root."""
-    programs: Path = request.param
-    root = os.geteuid() == 0
-
-    def run(name: str, *arguments: str) -> None:
-        user = {"user": "postgres", "group": "postgres", "extra_groups": []} if root else {}
-        subprocess.run(  # type: ignore[call-overload]
-            [programs / name, "-D", str(data), *arguments],
-            cwd="/",
-            check=True,
-            stdout=subprocess.DEVNULL,
-            timeout=PATIENCE,
-            **user,
-        )
-
-    with tempfile.TemporaryDirectory(prefix="replicad-test-") as folder:
-        data = Path(folder) / "data"
-        if root:
-            shutil.chown(folder, "postgres", "postgres")
-        run("initdb", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
-        options = f"-c listen_addresses='' -c unix_socket_directories={folder} -c fsync=off -c autovacuum=off"
-        run("pg_ctl", "-w", "-l", str(data / "log"), "-o", options, "start")
-        try:
-            yield f"postgresql://postgres@/postgres?host={folder}"
-        finally:
-            run("pg_ctl", "-w", "-m", "immediate", "stop")
+    """URL of a fresh server of another version."""
+    with other_server(request.param) as url:
+        yield url
 
 
 async def test_the_whole_interface_works_on_it_and_leaves_no_trace(

@@ -31,7 +31,7 @@ class Queue:
         after, upto = cast("tuple[int, int]", (args[-4], args[-2]))
         return f"SELECT pods in ({after}, {upto}]"
 
-    async def copy_out(self, query: str, *, sink: Sink) -> int:
+    async def copy_out(self, query: str, *, sink: Sink, lock: str) -> int:
         after, upto, *limit = (int(number) for number in re.findall(r"\d+", query))
         found = [line for seq, line in sorted(self.lines.items()) if after < seq <= upto]
         found = found[: limit[0]] if limit else found

@@ -27,6 +27,7 @@ STREAM = Stream(
     positions_oid=None,
     identity=None,
     fed=True,
+    plain=True,
     unique_ids=True,
     reader=None,
     sequence_reader=None,

@@ -31,7 +31,10 @@ async def _standby(seen: Seen) -> Iterable[Finding]:
 async def _rights(seen: Seen) -> Iterable[Finding]:
     row = await seen.server()
     found = [
-        failing(f"stream {one.stream.name}: {one.stream.denied}", "run the GRANT as the owner of the table")
+        failing(
+            f"stream {one.stream.name}: {one.stream.denied}",
+            "run what the sentence says, as the owner of the table or as a superuser",
+        )
         for one in (await seen.streams()).streams
         if one.stream.denied is not None
     ]
@@ -184,8 +187,8 @@ DATABASE_CHECKS = (
         "rights",
         "what this user may read; run it as the daemon's user",
         "other users' sessions cannot be seen",
-        "a stream's table, sequence or columns cannot be read",
-        "the GRANT that is printed",
+        "a stream's table, sequence or columns cannot be read, or row security can hide rows of it",
+        "the GRANT or the other statement that is printed",
         _rights,
         needs="schema",
     ),

@@ -25,6 +25,28 @@ BEGIN
     BEGIN
         SET LOCAL transaction_read_only = on;
         PERFORM pg_catalog.set_config('search_path', path, true);
+        IF pg_catalog.concat_ws('|',
+            pg_catalog.current_setting('row_security'), pg_catalog.current_setting('TimeZone'),
+            pg_catalog.current_setting('DateStyle'), pg_catalog.current_setting('IntervalStyle'),
+            pg_catalog.current_setting('extra_float_digits'), pg_catalog.current_setting('bytea_output'),
+            pg_catalog.current_setting('xmlbinary'), pg_catalog.current_setting('lc_monetary'),
+            pg_catalog.current_setting('lc_numeric'), pg_catalog.current_setting('lc_time'),
+            pg_catalog.current_setting('xmloption'), pg_catalog.current_setting('timezone_abbreviations'),
+            pg_catalog.current_setting('array_nulls'), pg_catalog.current_setting('transform_null_equals'),
+            pg_catalog.current_setting('standard_conforming_strings'), pg_catalog.current_setting('backslash_quote'),
+            pg_catalog.current_setting('quote_all_identifiers'), pg_catalog.current_setting('gin_fuzzy_search_limit')
+        ) OPERATOR(pg_catalog.<>) 'off|UTC|ISO, MDY|postgres|1|hex|base64|C|C|C|content|Default|on|off|on|safe_encoding|off|0' THEN
+            PERFORM pg_catalog.set_config(fixed.name, fixed.setting, true)
+                FROM (VALUES
+                    ('row_security', 'off'), ('TimeZone', 'UTC'), ('DateStyle', 'ISO, MDY'),
+                    ('IntervalStyle', 'postgres'), ('extra_float_digits', '1'), ('bytea_output', 'hex'),
+                    ('xmlbinary', 'base64'), ('lc_monetary', 'C'), ('lc_numeric', 'C'), ('lc_time', 'C'),
+                    ('xmloption', 'content'), ('timezone_abbreviations', 'Default'), ('array_nulls', 'on'),
+                    ('transform_null_equals', 'off'), ('standard_conforming_strings', 'on'),
+                    ('backslash_quote', 'safe_encoding'), ('quote_all_identifiers', 'off'),
+                    ('gin_fuzzy_search_limit', '0')
+                ) AS fixed (name, setting);
+        END IF;
         FOR line IN EXECUTE query LOOP
             RETURN NEXT line;
             size := size OPERATOR(pg_catalog.+) pg_catalog.octet_length(line);

@@ -17,9 +17,7 @@ LANGUAGE sql STABLE AS $$
         SELECT 3, format('rows without %I are sent as those of master', s.instance_column)
         FROM pg_attribute a WHERE a.attrelid = s.relation AND a.attname = s.instance_column AND NOT a.attnotnull
         UNION ALL
-        SELECT 4, format('%s has row security: rows that the role which reads it may not see are not sent', s.relation)
-        FROM pg_class c WHERE c.oid = s.relation AND c.relrowsecurity
-            AND (c.relforcerowsecurity OR stream_runs_as(c.oid) IS NULL)
+        SELECT 4, stream_hidden(s.relation) || '; until then no row is sent' WHERE stream_hidden(s.relation) IS NOT NULL
         UNION ALL
         SELECT 5, 'the row expression yields text, which is checked row by row; jsonb or json is faster'
         WHERE s.row_type = 'text'

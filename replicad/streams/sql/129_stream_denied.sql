@@ -1,6 +1,6 @@
 -- stream_denied(s): what the role that asks may not read of a stream, with the GRANT that mends it; NULL where it may read
 -- all. A role may have rights on single columns, so a table counts as denied where it may read none of them. A table that
--- is read as its owner needs no right on it; stream_reader_wanted says what else it needs.
+-- is read as its owner needs no right on it; stream_reader_wanted says what else it needs. Row security counts too.
 CREATE OR REPLACE FUNCTION stream_denied(s stream) RETURNS text
 LANGUAGE sql STABLE AS $$
     SELECT string_agg(n.sentence, '. ' ORDER BY n.place)
@@ -17,6 +17,8 @@ LANGUAGE sql STABLE AS $$
         UNION ALL
         SELECT 3, stream_denial(format('sequence %s', s.sequence), format('SELECT ON SEQUENCE %s', s.sequence))
         WHERE NOT has_sequence_privilege(s.sequence, 'SELECT')
+        UNION ALL
+        SELECT 4, stream_hidden(t) FROM unnest(ARRAY[s.relation, s.positions]) t WHERE stream_hidden(t) IS NOT NULL
     ) n
 $$;
 COMMENT ON FUNCTION stream_denied(stream) IS 'What the asking role may not read of a stream, and the remedy';

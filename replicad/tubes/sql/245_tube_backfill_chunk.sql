@@ -9,7 +9,8 @@ CREATE OR REPLACE FUNCTION tube_backfill_chunk(
     step1 text, tube text, tbl regclass, order_col text, shard integer = NULL,
     max_ids integer = 100000, insert_chunk_size integer = 250, OUT ids bigint, OUT finished boolean
 )
-LANGUAGE plpgsql SET search_path FROM CURRENT SET row_security = off SET datestyle = 'ISO, YMD' AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT SET row_security = off SET datestyle = 'ISO, MDY' SET timezone = 'UTC'
+SET intervalstyle = 'postgres' SET extra_float_digits = 1 SET bytea_output = 'hex' SET lc_monetary = 'C' AS $$
 DECLARE
     a tube_attachment := tube_attached(tube, tbl, order_col);
     b tube_backfill;

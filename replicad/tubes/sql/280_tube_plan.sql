@@ -6,14 +6,15 @@
 --   max_backfill  at most so many backfill pods among them (NULL: no limit); they come after all regular pods
 --   max_ids       about so many ids (NULL: no limit, and ids is NULL): a pod that exceeds it is left out, unless it is
 --                 the first
--- Raises RT001, RT002, RT003, RT005, RT006. Writes nothing.
+-- Raises RT001, RT002, RT003, RT005, RT006. Writes nothing. It is volatile, so that the snapshot of the pods is taken
+-- after the lock on their table: a stable function would find no pod where it waits for a session that rewrites the table.
 CREATE OR REPLACE FUNCTION tube_plan(
     tube text, partitions integer, partition integer, term bigint,
     after_regular bigint, after_backfill bigint, upto bigint,
     max_pods integer, max_ids bigint = NULL, max_backfill integer = NULL,
     OUT regular bigint, OUT backfill bigint, OUT pods integer, OUT ids bigint
 )
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     t tube_registry := tube_find(tube);
     half record;
@@ -55,7 +56,7 @@ COMMENT ON FUNCTION tube_plan(text, integer, integer, bigint, bigint, bigint, bi
 CREATE OR REPLACE FUNCTION tube_plan_half(
     range text, max_ids bigint, at_least integer, OUT last bigint, OUT pods integer, OUT ids bigint, OUT cut boolean
 )
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     IF max_ids IS NULL THEN
         EXECUTE format('SELECT max(seq), count(*), false FROM (%s) AS range', range) INTO last, pods, cut;

@@ -51,6 +51,7 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         identity=None,
         fed=True,
         unique_ids=True,
+        plain=True,
         reader=None,
         sequence_reader=None,
         positions_reader=None,

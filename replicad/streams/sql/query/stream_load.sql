@@ -38,6 +38,7 @@ SELECT s.number::integer AS number,
             AND a.attname = s.id_column
             AND (tc.relkind = 'p' OR NOT EXISTS (SELECT FROM pg_inherits h WHERE h.inhparent = s.relation))
     ) AS unique_ids,
+    coalesce(tc.relkind = 'r' AND has_table_privilege(tc.oid, 'SELECT'), false) AS plain,
     tr.name AS reader,
     qr.name AS sequence_reader,
     pr.name AS positions_reader,

@@ -344,6 +344,15 @@ async def rewind(db: Queries, stream: Stream, upto: int, *, schema: str = SCHEMA
     return Rewound(row["begun"], row["wait"])
 
 
+async def keep(db: Queries, stream: Stream, lowest: int | None, position: int, *, schema: str = SCHEMA) -> int | None:
+    """Note the lowest id of a stream's table (None: it is empty), read after `position` was published. Where it has
+    grown since the last note, tokens below are expired from now on: returns up to where rows are gone, if that is news.
+    """
+    with installed(schema):
+        gone: int | None = await call_value(db, schema, "stream_keep", stream.number, stream.epoch, lowest, position)
+    return gone
+
+
 async def load_lineages(db: Queries, name: str | None = None, *, schema: str = SCHEMA) -> dict[str, Lineage]:
     """The generations of all streams, or of one, by the name of the stream."""
     with installed(schema):

@@ -87,6 +87,8 @@ class Store(Protocol):
 
     async def rewind(self, stream: Stream, upto: int) -> Rewound: ...
 
+    async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None: ...
+
     async def taken(self, stream: Stream) -> int: ...
 
     async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]: ...
@@ -208,6 +210,10 @@ class PostgresStore:
     async def rewind(self, stream: Stream, upto: int) -> Rewound:
         """`registry.rewind`."""
         return await registry.rewind(self._db, stream, upto, schema=self._schema)
+
+    async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None:
+        """`registry.keep`."""
+        return await registry.keep(self._db, stream, lowest, position, schema=self._schema)
 
     async def taken(self, stream: Stream) -> int:
         """`registry.taken`."""

@@ -230,6 +230,35 @@ async def test_a_fork_makes_what_was_sent_above_the_shared_position_void(
     assert daemon.publisher.feeds["events"].tally.skipped == 0
 
 
+@pytest.mark.parametrize("paces", [Paces(streams=replace(QUICK.streams, kept_look=0.0))])
+@pytest.mark.parametrize("emptied", [False, True])
+async def test_a_reader_that_comes_back_after_rows_were_removed_is_told(
+    events: Database, daemon: Daemon, netcat: Connect, *, emptied: bool
+) -> None:
+    await write(events, 20)
+    with trio.fail_after(PATIENCE):
+        while await events.fetch_value("SELECT lowest FROM replicad.stream_kept") != 1:
+            await trio.sleep(0.05)
+    await settled(daemon, 20)
+    await events.execute("DELETE FROM events" if emptied else "DELETE FROM events WHERE id <= 10")
+    first = 20 if emptied else 10
+    with trio.fail_after(PATIENCE):
+        while (await registry.load_stream(events, "events")).trimmed_upto != first:
+            await trio.sleep(0.05)
+    async with netcat() as nc:
+        await nc.send(f"REPLICATE events {first - 1}")
+        await nc.until(f"ERROR token_expired: no rows of events up to {first} are left, .*")
+        await nc.send(f"REPLICATE events {first}")
+        await nc.until("POSITION events .*")
+    async with events.connection() as slow, slow.transaction():  # a low id that commits late is not taken for removed
+        await slow.execute("INSERT INTO events (body) VALUES ('1')")
+        await write(events, 3)
+        await trio.sleep(0.5)
+    await write(events, 1)
+    await settled(daemon, 25)
+    assert (await registry.load_stream(events, "events")).trimmed_upto == first
+
+
 async def test_rows_are_only_reported_where_the_setting_says_so(start_daemon: Start, database: Database) -> None:
     async with start_daemon(late_rows="report") as daemon:
         await database.execute("CREATE TABLE events (id bigserial PRIMARY KEY, body jsonb)")

@@ -43,6 +43,7 @@ _REMEDY = {
 log = structlog.get_logger()
 
 
+Keep = Callable[[Stream, int | None, int], Awaitable[int | None]]
 Rewind = Callable[[Stream, int], Awaitable[Rewound]]
 
 
@@ -65,9 +66,15 @@ class Audit:
         feeds: Mapping[str, Followed],
         troubles: Troubles,
         pace: Pace = Pace(),
+        *,
         rewind: Rewind | None = None,
+        keep: Keep | None = None,
     ) -> None:
-        """`rewind`: begins the generation in which readers get rows again; None: rows are only reported."""
+        """`rewind`: begins the generation in which readers get rows again; None: rows are only reported. `keep`: notes
+        the lowest id of a stream.
+        """
+        self._keep = keep
+        self._kept_at: dict[str, float] = {}  # when that was done last
         self._rewind = rewind
         self._wanted: dict[str, _Wanted] = {}  # what waits for its delivery
         self._delivered: dict[str, deque[Found]] = {}
@@ -113,10 +120,13 @@ class Audit:
         upto, runs = feed.sent_upto, self._affordable(name, taken)
         skipped = self._skipped[name] = self._skipped.get(name, frozenset()).union(stream.skipped)
         found: Comparison | None = None
+        noted, lowest = True, None
         try:
             async with self._windows.looking(stream) as look:
                 found = Comparison(look, feed, stream, upto, self._seen.get(name), skipped)
                 await found.compare(runs)
+                noted = began < self._kept_at.get(name, float("-inf")) + self._pace.kept_look
+                lowest = None if noted else await look.lowest()
         finally:
             took = trio.current_time() - began
             feed.tally.auditing += took
@@ -133,6 +143,11 @@ class Audit:
         if found.rows > FEWEST:
             self._cost[name] = took / found.rows
         await self._report_all(name, feed, found)
+        if not noted and self._keep is not None:
+            self._kept_at[name] = began
+            gone = await self._keep(stream, lowest, upto)
+            if gone is not None:
+                log.warning("rows_removed", stream=name, upto=gone, remedy="tokens below are expired, as after a trim")
 
     def _affordable(self, name: str, runs: list[Run]) -> list[Run]:
         """The last rows of these runs, as many as the stream's share of time allows to be counted."""
@@ -230,7 +245,14 @@ class Audit:
 
     def _forget(self) -> None:
         """Forget streams that are no longer served, and end troubles that have been shown for `late_lasts`."""
-        books: tuple[dict[str, Any], ...] = (self._seen, self._skipped, self._credit, self._earned, self._cost)
+        books: tuple[dict[str, Any], ...] = (
+            self._seen,
+            self._skipped,
+            self._credit,
+            self._earned,
+            self._cost,
+            self._kept_at,
+        )
         for book in (*books, self._wanted, self._delivered):
             for name in book.keys() - self._feeds.keys():
                 del book[name]

@@ -65,7 +65,8 @@ class Publisher:
         self._faulty: dict[str, str] = {}  # registered, and why they cannot be served
         self._registry_fault: str | None = None  # why the registry cannot be read
         self._noted: dict[str, Note] = {}
-        self.audit = Audit(windows, self.feeds, troubles, pace, store.rewind if deliver else None)
+        rewind = store.rewind if deliver else None
+        self.audit = Audit(windows, self.feeds, troubles, pace, rewind=rewind, keep=store.keep)
         self._look = Joined(self._look_once)
         self._nursery: trio.Nursery | None = None
         self._readers_at = 0.0  # when readers that streams lack are made again at the earliest

@@ -85,6 +85,9 @@ class Look(Protocol):
         `bounds` divide it; with ranges for each writer it is not divided. At most `limit`, from the lower end.
         """
 
+    async def lowest(self) -> int | None:
+        """The lowest id; None if the table is empty."""
+
     async def attached(self, table: str, before: int, position: int) -> Attached | None:
         """The rows of an attached table that were not sent to readers; None if there are none.
 
@@ -171,6 +174,11 @@ class _PostgresLook:
             "audit_writers", segment.after, segment.upto, names, low, high, *others, limit, apart=left_out
         )
         return [row["rows"]]
+
+    async def lowest(self) -> int | None:
+        [row] = await self._fetch("audit_lowest")
+        found: int | None = row["lowest"]
+        return found
 
     async def attached(self, table: str, before: int, position: int) -> Attached | None:
         [row] = await self._fetch("late_attached", before, position, MAX_COUNTED, table=table)

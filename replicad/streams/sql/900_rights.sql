@@ -17,7 +17,7 @@ BEGIN
             EXECUTE format('ALTER FUNCTION %s SET search_path = %I, pg_temp', f.name, current_schema());
         END IF;
         IF f.proname IN ('stream_add', 'stream_remove',
-                'stream_note', 'stream_fork', 'stream_rewind', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
+                'stream_note', 'stream_fork', 'stream_rewind', 'stream_keep', 'stream_continue', 'stream_generation_add', 'stream_mark_position', 'stream_writers_ensure', 'stream_writers_discover', 'stream_writers_retire',
                 'stream_writers_last', 'stream_writers_idle', 'stream_guard_attach',
                 'stream_guard_build', 'stream_guard_detach', 'stream_alter', 'stream_check', 'stream_check_parts', 'stream_check_row', 'stream_trouble_write', 'stream_troubles',
                 'stream_daemon_beat', 'stream_daemon_leave', 'stream_daemons',

@@ -281,6 +281,9 @@ class MemoryStore:
         self._begin(stream, "rows_skipped", Vector(upto))
         return Rewound(self.streams[stream.name].epoch, None)
 
+    async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None:
+        return None
+
     async def taken(self, stream: Stream) -> int:
         await self.answer("registry")
         return max((row[0] for row in self.tables[stream.name].rows), default=0)
@@ -376,6 +379,9 @@ class MemoryLook:
             if low < id <= high and id not in skipped:
                 found[bisect_left(bounds, id)] += 1
         return found
+
+    async def lowest(self) -> int | None:
+        return min((row[0] for row in self._table.rows), default=None)
 
     async def attached(self, table: str, before: int, position: int) -> Attached | None:
         return next((rows for name, rows in self._table.attached.values() if name == table), None)

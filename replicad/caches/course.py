@@ -6,7 +6,7 @@ invalidations will come. All invalidations before it have been applied.
 - On the first connection nothing is cached, so the caches are live at once. Later invalidations come on the connection.
 - Entries from before a lost connection are valid only when the rows in between have been applied. Positions do not say
   up to where these go, because an open transaction may hold the positions back. So on every connection the client asks
-  up to which id ids have been given out (TAKEN). The caches are live again when every writer has reached that id.
+  up to which id there are rows (TAKEN). The caches are live again when every writer has reached that id.
 - The client asks again and again. When every writer has reached the id of a TAKEN that was sent at `fresh_at`,
   everything that was committed by then has been applied. So a daemon that is cut off from Postgres, or whose
   positions are held back, is noticed although it reports no error.

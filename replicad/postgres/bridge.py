@@ -52,7 +52,9 @@ _CLOSE = 2.0  # seconds to close all connections in an orderly way
 _DRIVER = remembering(asyncpg.Connection)
 _STATEMENTS = 256  # prepared statements kept per connection: more than replicad has queries
 _SERVER = (  # as `stream_incarnation` names it, but for the database and the timeline, which a promotion changes
-    "SELECT concat_ws('/', system_identifier, extract(epoch FROM pg_postmaster_start_time())) FROM pg_control_system()"
+    "SELECT concat_ws('/', system_identifier, extract(epoch FROM pg_postmaster_start_time()), extract(epoch FROM "
+    "least((SELECT a.stats_reset FROM pg_stat_get_archiver() a), pg_stat_get_bgwriter_stat_reset_time(), "
+    "(SELECT w.stats_reset FROM pg_stat_get_wal() w)))) FROM pg_control_system()"
 )
 _VERIFY = "SELECT pg_backend_pid() AS pid, current_setting('transaction_timeout', true) AS transaction_timeout"
 _IDENTITY = "SELECT pg_backend_pid(), backend_start FROM pg_stat_get_activity(pg_backend_pid())"

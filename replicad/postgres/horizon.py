@@ -21,9 +21,9 @@ import trio
 
 from replicad import errors, sqlstates
 from replicad.postgres.blockers import LOCK_TIMEOUT, Blockers
-from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql
+from replicad.postgres.bridge import Backend, Connection, Database, Row, load_sql, quote_ident, quote_literal
 from replicad.postgres.holders import by_source, fetch_holders, holders_key
-from replicad.postgres.last_values import LastValues, Value
+from replicad.postgres.last_values import LastValues
 from replicad.postgres.lockwatch import LockWatch
 from replicad.postgres.owners import as_owner
 from replicad.postgres.recording import ALL, Recorder
@@ -38,6 +38,7 @@ from replicad.postgres.watched import (
     ReservationSource,
     Source,
     TableSource,
+    Value,
     Watched,
     reservation_key,
 )
@@ -241,7 +242,7 @@ class Horizon:
             await self._let_go()
             raise
         for watched in self._watched.values():
-            watched.watch.restart()
+            watched.restart()
             self._record_begin("connection", watched)
         self._blockers.forget()
         self._values.forget()
@@ -271,7 +272,7 @@ class Horizon:
     async def _inspect(self, connection: Connection) -> None:
         """Check all streams: refuse those that cannot be served, accept those that were mended."""
         looked_at = list(self._watched.values())
-        tables = [w.source.table for w in looked_at if not isinstance(w.source, ReservationSource)]
+        tables = [w.source.table for w in looked_at]
         sequences = [w.source.sequence for w in looked_at if not isinstance(w.source, TableSource)]
         rows = await connection.fetch(load_sql("horizon_inspect"), tables, sequences)
         found = {row["oid"]: row for row in rows}
@@ -336,7 +337,7 @@ class Horizon:
             self._inspect_at = now  # it was removed: the next poll finds out
         fed = [(w, locks, value) for w, locks, value in fed if not w.check_file(value.file)]
         flushed = max((value.flushed for _, _, value in fed), default=0)
-        moved = [one for one in fed if one[1].someone_holds or one[1].last_value != one[2].last_value]
+        moved = [one for one in fed if one[1].someone_holds or one[0].moves_to(one[2])]
         if moved:
             self._likely |= dict.fromkeys((w.sequence for w, _, _ in moved), now + _LIKELY)
             flushed = await self._feed(connection, moved, now)
@@ -360,11 +361,45 @@ class Horizon:
             await self._inspect(connection)
         listed = by_source(rows)
         for one, locks, value in fed:
-            if one.refused is None:
-                one.feed(value.last_value, value.inserted, listed.get(holders_key(one.source), ()), now)
+            given_out = await self._given_out(connection, one, value) if one.refused is None else None
+            if given_out is not None:
+                one.feed(value, given_out, listed.get(holders_key(one.source), ()), now)
                 locks.flushed_upto(rows[0]["flushed"])
                 one.flushed = rows[0]["flushed"]
         return int(rows[0]["flushed"])
+
+    async def _given_out(self, connection: Connection, watched: Watched, value: Value) -> int | None:
+        """`Watched.given_out`, after the list of holders was made: no row can come below it unless one of these writes
+        it. None: the rows cannot be read now.
+        """
+        source, known = watched.source, watched.given_out(value)
+        watched.waits_for_rows = False
+        if known is not None or isinstance(source, TableSource):
+            return known
+        watched.waits_for_rows = True
+        name = self._names.get(source.table)
+        if name is None or not self._blockers.may_wait:
+            return None
+        query = load_sql("horizon_last_row").format(
+            table=name, id=quote_ident(source.id_column), name=quote_literal(name)
+        )
+        try:
+            rows = as_owner(connection, source.reader, source.table)
+            row = await rows.fetch_row(query, value.last_value, source.sequence)
+        except errors.DatabaseUnavailable:
+            raise
+        except errors.DatabaseError as error:
+            if means(error.sqlstate, sqlstates.LOCKED):
+                self._blockers.waited()
+            else:
+                watched.cannot_read(error, "table")
+            return None
+        if row is None or row["found"] != source.table:
+            self._inspect_soon()  # it was renamed
+            return None
+        watched.waits_for_rows = False
+        watched.last_row = row["last_row"]
+        return watched.given_out(value)
 
     async def _poll_tables(self, connection: Connection, all_watched: list[Watched]) -> None:
         """Poll the streams whose writers publish their positions."""

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 
 from replicad import errors, sqlstates
 from replicad.postgres.blockers import Blockers
 from replicad.postgres.bridge import Connection, load_sql
 from replicad.postgres.owners import as_owner
-from replicad.postgres.watched import Watched
+from replicad.postgres.watched import Value, Watched
 from replicad.sqlstates import means
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A sequence's last value, and what was read after it: ends of the WAL, and the sequence's file."""
-
-    last_value: int
-    inserted: int
-    flushed: int
-    file: int | None
 
 
 class LastValues:
@@ -38,6 +27,8 @@ class LastValues:
         self._inspect_soon = inspect_soon
         self._names: Mapping[int, str] = {}
         self._unused: dict[int, int] = {}  # unused sequences: the value below their first one
+        self._first: dict[int, int | None] = {}  # what this connection has read first, as long as it stays
+        self._moved: set[int] = set()  # sequences that have had another value since
 
     def inspected(self, names: Mapping[int, str]) -> None:
         """A check has found these relations: quoted names by oid. Unused sequences are to be read again."""
@@ -47,6 +38,8 @@ class LastValues:
     def forget(self) -> None:
         """A new connection, perhaps to another server: nothing was read from it."""
         self.read = {}
+        self._first = {}
+        self._moved = set()
 
     async def fetch(self, connection: Connection, active: list[Watched]) -> dict[int, Value] | None:
         """Those of all sequences that exist, may be read and are not locked. None: try again at the next poll.
@@ -103,10 +96,12 @@ class LastValues:
             self.read[sequence] = row["last_value"]
             if row["last_value"] is not None:
                 self._unused.pop(sequence, None)
-                values[sequence] = Value(row["last_value"], row["inserted"], row["flushed"], row["file"])
+                moved = self._has_moved(sequence, row["last_value"])
+                values[sequence] = Value(row["last_value"], row["inserted"], row["flushed"], row["file"], moved)
             elif not row["readable"]:
                 await self._inspect(connection)  # refuses the streams that need it
             elif sequence in self._unused:
+                self._has_moved(sequence, None)
                 values[sequence] = Value(self._unused[sequence], row["inserted"], row["flushed"], row["file"])
             elif (value := await self._fetch_unused(connection, sequence, readers[sequence])) is not None:
                 values[sequence] = value
@@ -132,5 +127,13 @@ class LastValues:
         if last_value is None:
             if first["is_called"]:
                 return None  # used and set back between the two: the next poll finds out
+            self._has_moved(sequence, None)
             last_value = self._unused[sequence] = first["last_value"] - 1
         return Value(last_value, after["inserted"], after["flushed"], after["file"])
+
+    def _has_moved(self, sequence: int, last_value: int | None) -> bool:
+        """Whether the sequence has had another value on this connection; None: it was unused."""
+        if sequence not in self._moved and self._first.setdefault(sequence, last_value) != last_value:
+            self._moved.add(sequence)
+            del self._first[sequence]
+        return sequence in self._moved

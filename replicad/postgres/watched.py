@@ -16,6 +16,7 @@ from replicad.errors import DatabaseError, StreamRefused
 from replicad.postgres.lockwatch import Hold, LockWatch, TableWatch
 from replicad.postgres.recording import Seen
 
+NO_ID = -(1 << 63)  # below all ids
 RESERVATION_BAND = 0x5200  # advisory locks whose top 16 bits lie in 0x5201..0x71FF are reservations
 RESERVATION_NUMBER_MAX = 0x1FFF
 RESERVATION_BOUND_MAX = (1 << 48) - 1
@@ -50,7 +51,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class LockSource:
-    """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid).
+    """Lock-watch: `table` (oid; its partitions and children count too) whose ids come from `sequence` (oid) and are in
+    the column `id_column` (not quoted).
 
     `own_deletes`: the horizon's `own_backends` only delete from this table, so they do not hold its position back.
     `reader`, `sequence_reader`: the functions that read the table and the sequence as their owner (owners.py); None if
@@ -63,14 +65,16 @@ class LockSource:
     reader: str | None = None
     sequence_reader: str | None = None
     identity: Identity | None = None
+    id_column: str = "id"
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationSource:
     """Ids of `sequence` (oid) are reserved under advisory locks that carry the stream's `number` (reservation_key).
+    They are written into the column `id_column` (not quoted) of `table` (oid).
 
     `proof_key`: the quoted name of the table with the secret by which the proofs of such locks are checked. None: it
-    may not be read, so every lock counts, whoever holds it. `sequence_reader`: as in LockSource.
+    may not be read, so every lock counts, whoever holds it. `reader`, `sequence_reader`: as in LockSource.
     """
 
     number: int
@@ -78,6 +82,9 @@ class ReservationSource:
     proof_key: str | None = None
     sequence_reader: str | None = None
     identity: Identity | None = None
+    table: int = 0
+    id_column: str = "id"
+    reader: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,22 @@ class Reading:
     alarms: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A sequence's last value, and what was read after it: ends of the WAL, and the sequence's file.
+
+    `moved`: the value has changed since this connection read it first. So an id was taken, or a value was set, in the
+    present run of the server, and the WAL has it. Before that the value may be one that no writer was given: Postgres
+    logs a sequence up to 32 values ahead, and a promoted standby, or a server after a crash, shows the logged value.
+    """
+
+    last_value: int
+    inserted: int
+    flushed: int
+    file: int | None
+    moved: bool = True
+
+
 class Watched:
     """One watched stream: its source, the pure part that computes its positions, and its holders."""
 
@@ -176,6 +199,8 @@ class Watched:
         self.seen: Seen | None = None  # at the last poll that read something; for a recording
         self.stale = True  # its last `Reading` may not be true any more
         self.flushed = 0  # how far the WAL was on disk then, or recording.ALL
+        self.last_row: int | None = None  # the highest row that is there; None: to be looked up
+        self.waits_for_rows = False  # it could not be looked up yet
         self._holders: dict[str, Holder] = {}
         self._since: dict[str, float] = {}
         self._foreign: tuple[str, ...] = ()
@@ -210,7 +235,7 @@ class Watched:
         """Whether more than another value of its sequence can move its position or change its state."""
         if self.locks is None or not self.inspected or self.refused is not None or self.unreadable is not None:
             return True
-        return self.locks.lowest is not None or self.locks.waits_for_flush
+        return self.waits_for_rows or self.locks.lowest is not None or self.locks.waits_for_flush
 
     @property
     def watch(self) -> LockWatch | TableWatch:
@@ -218,6 +243,34 @@ class Watched:
         watch = self.locks or self.table
         assert watch is not None
         return watch
+
+    def given_out(self, value: Value) -> int | None:
+        """The highest id that is known to have been given out, and logged. None: the table's rows have to tell it.
+
+        A value that has not moved in this run of the server may lie up to 32 above what was given out. A published
+        position was given out, and so were the ids of rows. What lies above them may come again for other rows, on
+        this server or on one that takes over.
+        """
+        published = self._published()
+        if value.moved or value.last_value <= published:
+            return value.last_value
+        return None if self.last_row is None else max(published, self.last_row)
+
+    def moves_to(self, value: Value) -> bool:
+        """Whether the value says more than the last poll, or its rows have to be looked up."""
+        assert self.locks is not None
+        given_out = self.given_out(value)
+        return given_out is None or given_out != self.locks.last_value
+
+    def _published(self) -> int:
+        assert self.locks is not None
+        known = (self.locks.position, *self.locks.per_writer.values())
+        return max((position for position in known if position is not None), default=NO_ID)
+
+    def restart(self) -> None:
+        """A new connection, perhaps to another server: drop what was read and not published."""
+        self.last_row = None
+        self.watch.restart()
 
     def refuse(self, reason: str) -> None:
         """Do not serve the stream until `accept`. What was known of its holders is dropped."""
@@ -227,10 +280,10 @@ class Watched:
         self._holders = {}
         self._since = {}
 
-    def cannot_read(self, error: DatabaseError) -> None:
-        """Postgres refuses to read the sequence or positions table, for any reason. Refuse this stream only."""
+    def cannot_read(self, error: DatabaseError, what: str = "sequence") -> None:
+        """Postgres refuses to read the sequence or a table, for any reason. Refuse this stream only."""
         table = isinstance(self.source, TableSource)
-        what = "positions table" if table else "sequence"
+        what = "positions table" if table else what
         reason = f'the {what} of stream "{self.name}" cannot be read: {error}'
         if sqlstates.means(error.sqlstate, sqlstates.NO_RIGHT):
             reason += " GRANT replicad's role USAGE on its schema, and SELECT on itself."
@@ -272,7 +325,7 @@ class Watched:
     def fork(self) -> Fork | None:
         """Why there is no position until the watch begins again."""
         if self.file_replaced:
-            return Fork("sequence_restarted")
+            return Fork("sequence_changed")  # whether it begins again is seen from its table
         return Fork("ids_went_back") if self.watch.went_back else None
 
     def check_file(self, file: int | None) -> bool:
@@ -281,10 +334,10 @@ class Watched:
             self.file_replaced = self.stale = True
         return self.file_replaced
 
-    def feed(self, last_value: int, inserted: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
+    def feed(self, value: Value, given_out: int, listed: Iterable[Mapping[str, Any]], now: float) -> None:
         """One poll of a sequence-fed stream; `listed` are the rows of horizon_holders.sql that concern it."""
         assert self.locks is not None
-        self._note_foreign_reservations(last_value)
+        self._note_foreign_reservations(value.last_value)
         holds: list[Hold] = []
         self._holders = {}
         for row in listed:
@@ -293,9 +346,11 @@ class Watched:
             holds.append(Hold(key=key, writer=row["application_name"], prepared=prepared, bound=bound))
             self._holders[key] = holder_of(row, _kind(prepared=prepared, reserved=bound is not None), bound)
         self._since = {key: self._since.get(key, now) for key in self._holders}
-        self.seen = Seen(last_value, inserted, tuple(holds))
+        if holds:
+            self.last_row = None  # their rows may come without another id being taken: look again
         self.stale = True
-        self.locks.feed(last_value, inserted, holds, self.writers)
+        self.seen = Seen(given_out, value.inserted, tuple(holds))
+        self.locks.feed(given_out, value.inserted, holds, self.writers)
 
     def reading(self, now: float, stuck_after: float) -> Reading:
         """The reading after this poll."""

@@ -91,7 +91,7 @@ class Streams(Command):
 
 @command("TAKEN", Side.BOTH, verb="read", on="stream", answer="TAKEN")
 class Taken(Command):
-    """TAKEN (ours): from a client, asks up to which id ids have been given out; from the server, that id.
+    """TAKEN (ours): from a client, asks up to which id there are rows; from the server, that id.
 
     Postgres is asked after the question came. So whatever was committed before it has an id up to `upto`, and who has
     got there, with every writer, has all of it; positions alone do not tell, since they may be behind.

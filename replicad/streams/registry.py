@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from replicad.errors import DatabaseError, StreamRefused, UnknownStream
+from replicad.postgres.bridge import Database
 from replicad.postgres.horizon import Identity, LockSource, ReservationSource, Source, TableSource
 from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import Queries, call_row, call_rows, call_value, statement
@@ -271,6 +272,9 @@ def horizon_source(stream: Stream) -> Source:
             stream.proof_key,
             sequence_reader=stream.sequence_reader,
             identity=stream.identity,
+            table=stream.table_oid,
+            id_column=stream.id_column,
+            reader=stream.reader,
         )
     if stream.method is Method.POSITIONS_TABLE:
         assert stream.positions_oid is not None  # a constraint of adding it
@@ -286,6 +290,7 @@ def horizon_source(stream: Stream) -> Source:
         reader=stream.reader,
         sequence_reader=stream.sequence_reader,
         identity=stream.identity,
+        id_column=stream.id_column,
     )
 
 
@@ -394,8 +399,9 @@ async def daemon_connected(db: Queries, *, schema: str = SCHEMA) -> bool:
     return bool(await db.fetch_value(statement("stream_daemons", schema)))
 
 
-async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
-    """The highest id that the stream's sequence has given out. All committed rows have ids up to it.
+async def taken(db: Database, stream: Stream, after: int, *, schema: str = SCHEMA) -> int:
+    """An id that no committed row is above, and that positions come to: the last row's, or `after`, a position that was
+    published. Not the last value of the sequence, which may lie above all ids that were given out (docs/positions.md).
 
     Raises:
         StreamRefused: the sequence cannot be read, or was set back since the stream was loaded.
@@ -410,8 +416,8 @@ async def taken(db: Queries, stream: Stream, *, schema: str = SCHEMA) -> int:
         raise StreamRefused(
             f"stream {stream.name} is about to begin a generation: its sequence was restarted; try again"
         )
-    upto: int = row["upto"]
-    return upto
+    ends = None if row["upto"] <= after else await row_source(stream, schema=schema).ends(db, after, row["upto"])
+    return min(after, row["upto"]) if ends is None else ends[1]
 
 
 async def published(db: Queries, *, schema: str = SCHEMA) -> dict[str, Published]:

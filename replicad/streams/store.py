@@ -89,7 +89,7 @@ class Store(Protocol):
 
     async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None: ...
 
-    async def taken(self, stream: Stream) -> int: ...
+    async def taken(self, stream: Stream, after: int) -> int: ...
 
     async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]: ...
 
@@ -215,9 +215,9 @@ class PostgresStore:
         """`registry.keep`."""
         return await registry.keep(self._db, stream, lowest, position, schema=self._schema)
 
-    async def taken(self, stream: Stream) -> int:
+    async def taken(self, stream: Stream, after: int) -> int:
         """`registry.taken`."""
-        return await registry.taken(self._db, stream, schema=self._schema)
+        return await registry.taken(self._db, stream, after, schema=self._schema)
 
     async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]:
         """`registry.ensure_writers`."""

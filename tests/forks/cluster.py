@@ -90,6 +90,26 @@ class Cluster:
         self.stop(how)
         self.start()
 
+    def kill_a_backend(self) -> None:
+        """Kill one, as the kernel does when memory runs out: Postgres ends all others, recovers and goes on."""
+        victim = "SELECT pid FROM pg_stat_activity WHERE application_name = 'victim'"
+        sleeps = ["-c", "SET application_name = victim", "-c", "SELECT pg_sleep(99)"]
+        with subprocess.Popen(
+            [find_programs() / "psql", "-Xd", self.url, *sleeps],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as session:
+            _wait(lambda: psql(self.url, victim) != "", "a backend to kill")
+            os.kill(int(psql(self.url, victim)), signal.SIGKILL)
+            session.wait(PATIENCE)
+        _wait(self._answers, "Postgres to recover")
+
+    def _answers(self) -> bool:
+        try:
+            return psql(self.url, "SELECT 1") == "1"
+        except AssertionError:
+            return False
+
     # --- cold copies ---
 
     def copy(self) -> Path:
@@ -136,6 +156,23 @@ class Cluster:
         self.server = standby
         self._point_to(standby)
         return old
+
+    def switch_over(self, standby: EmbeddedPostgres) -> EmbeddedPostgres:
+        """Stop the server in an orderly way and promote the standby, which has everything; returns the old server."""
+        psql(self.server.url, "CHECKPOINT")
+        old = self.server
+        _stop(old, signal.SIGINT)  # its WAL is sent to the end
+        return self.promote(standby) and old
+
+    def follow(self, server: EmbeddedPostgres) -> None:
+        """Make a stopped server a standby of the current one, which has all that it has; wait until it streams."""
+        with (server.data / "postgresql.auto.conf").open("a") as settings:
+            settings.write(f"primary_conninfo = '{self.server.url}'\n")
+        (server.data / "standby.signal").touch()
+        _give(server.data, like=self.server.data)
+        server.ensure_running()
+        caught_up = "SELECT count(*) FROM pg_stat_replication WHERE replay_lsn = pg_current_wal_lsn()"
+        _wait(lambda: psql(self.server.url, caught_up) == "1", "the standby to catch up")
 
     def move_some(self, server: EmbeddedPostgres, *, but_readers: bool = False) -> int:
         """End about half of the daemons' sessions at a server that lives on: they come again at the address.

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from .ledger import Order
-from .tables import MANY, TABLES
+from .tables import LONE, MANY, TABLES
 from .world import World, blocking, long, open_world
 
 
@@ -77,6 +77,41 @@ async def test_rows_that_take_the_ids_of_lost_ones_within_one_poll_of_a_promotio
             await blocking(world.write_rows, table, 80)
         world.servers[0].resume()
         await world.settle("after the promotion")
+        await no_one_begins_again(world)
+
+
+async def test_a_switchover_and_back_gives_no_id_out_that_readers_have_passed(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """The promoted standby shows values that its primary had logged ahead, and the primary never hears of them."""
+    async with open_world(postgres_folder, fork_template) as world:
+        [server] = world.servers
+        world.hold_all_kinds()
+        standby = await blocking(world.cluster.make_standby)
+        for table in TABLES:
+            await blocking(world.write_rows, table, 40)
+        await world.settle("before", say=False)
+        given_out = {table: world.position_of(table) for table in TABLES}
+        await server.end(signal.SIGTERM)
+        first = await blocking(world.cluster.switch_over, standby)
+        ahead = [table for table in TABLES if world.position_of(table) > given_out[table]]
+        assert ahead, "Postgres logs a sequence ahead of its values"
+        server.start()
+        await server.wait_ready()
+        await world.settle("at the promoted standby", say=False)
+        await server.end(signal.SIGTERM)  # it notes what it has published
+        noted = "SELECT p.position FROM replicad.stream_position p JOIN replicad.stream s ON s.number = p.stream"
+        for table in TABLES:
+            position = int(world.sql(f"{noted} WHERE s.name = '{table.name}' AND p.writer = 0"))
+            assert position <= given_out[table], "a value that was not given out is no position"
+        await blocking(world.cluster.follow, first)
+        await blocking(world.cluster.switch_over, first)
+        assert {table: world.position_of(table) for table in TABLES} == given_out, "these ids come again"
+        for table in TABLES:
+            await blocking(world.write_rows, table, 60)
+        server.start()
+        await server.wait_ready()
+        await world.settle("after the switch back")
         await no_one_begins_again(world)
 
 
@@ -167,6 +202,33 @@ async def test_a_crash_loses_what_was_not_flushed_and_no_client_keeps_it(
                     world.sql(f"SET synchronous_commit = off; SET application_name = 'w2'; {table.insert(7)}")
             await blocking(world.cluster.restart, signal.SIGQUIT)
         await world.settle("after five crashes")
+        await no_one_begins_again(world)
+
+
+async def test_a_crash_of_a_backend_takes_readers_back_from_rows_that_were_sent_and_are_gone(
+    postgres_folder: Path, fork_template: Path
+) -> None:
+    """Writers that do not wait for the disk. Postgres goes on under the same postmaster."""
+    async with open_world(postgres_folder, fork_template) as world:
+        await blocking(world.sql, "ALTER SYSTEM SET wal_writer_delay = '10s'")
+        await blocking(world.sql, "SELECT pg_reload_conf()")
+        world.hold_all_kinds()
+        await world.settle("before")
+        started = world.sql("SELECT pg_postmaster_start_time()")
+        lost = 0
+        for _ in range(6):
+            inserts = "; ".join(table.insert(3) for table in TABLES if table.method == "lock_watch")
+            begun = f"SET application_name = 'w2'; BEGIN; SET LOCAL synchronous_commit = off; {inserts}"
+            await blocking(world.sql, f"{begun}; SELECT pg_sleep(0.1); COMMIT")  # the ids are on disk meanwhile
+            last = world.position_of(LONE)
+            await world.wait_for(lambda: max(world.holders[0].ledgers["lone"].at.values()) >= last, "it was sent")  # noqa: B023
+            await blocking(world.cluster.kill_a_backend)
+            lost += int(world.sql("SELECT coalesce(max(id), 0) FROM lone")) < last
+            await world.settle("after the crash")
+            if lost:
+                break
+        assert lost, "rows that were sent are gone"
+        assert world.sql("SELECT pg_postmaster_start_time()") == started
         await no_one_begins_again(world)
 
 

@@ -615,7 +615,8 @@ async def test_ordinary_role_can_poll_a_table_that_is_not_its_own(database_url: 
 
 async def test_reservation_locks_hold_the_position_at_their_lowest_bound(t: Table) -> None:
     await t.make()
-    t.horizon.watch("r", ReservationSource(7, t.sequence), writers=("A", "B"))
+    t.horizon.watch("r", ReservationSource(7, t.sequence, table=t.table), writers=("A", "B"))
+    await t.poll()
     await t.db.execute("SELECT setval('t_id_seq', 40)")
     async with t.writer(f"SELECT pg_advisory_xact_lock_shared({reservation_key(7, 40)})", name="A") as writer:
         async with t.db.connection() as session:
@@ -638,7 +639,8 @@ async def test_advisory_locks_that_are_not_reservations_of_this_stream_do_not_co
     t: Table, postgres_url: str
 ) -> None:
     await t.make()
-    t.horizon.watch("r", ReservationSource(7, t.sequence))
+    t.horizon.watch("r", ReservationSource(7, t.sequence, table=t.table))
+    await t.poll()
     await t.db.execute("SELECT setval('t_id_seq', 40)")
     key = reservation_key(7, 3)
     async with (
@@ -653,7 +655,7 @@ async def test_advisory_locks_that_are_not_reservations_of_this_stream_do_not_co
 
 async def test_reservation_beyond_the_sequence_is_an_alarm(t: Table) -> None:
     await t.make()
-    t.horizon.watch("r", ReservationSource(7, t.sequence))
+    t.horizon.watch("r", ReservationSource(7, t.sequence, table=t.table))
     async with t.writer(f"SELECT pg_advisory_xact_lock_shared({reservation_key(7, 1000)})", name="stranger"):
         assert (await t.horizon.poll())["r"].alarms == ()
         reading = (await t.horizon.poll())["r"]

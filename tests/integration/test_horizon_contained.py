@@ -272,7 +272,8 @@ async def test_our_own_sessions_count_on_tables_that_they_do_not_only_delete_fro
         Horizon(database, own_backends=own.backends) as horizon,
     ):
         await watch(horizon, database, "a", "a")
-        source = LockSource(await oid(database, "tube_table"), await oid(database, "tube_table_seq_seq"), True)
+        table, sequence = await oid(database, "tube_table"), await oid(database, "tube_table_seq_seq")
+        source = LockSource(table, sequence, own_deletes=True, id_column="seq")
         horizon.watch("tube", source)
         await polled(horizon, lambda found: found.keys() == {"a", "tube"} and found["tube"].position == 1)
         async with own.connection() as connection, connection.transaction():

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import trio
 
 from replicad.errors import DatabaseError, DatabaseUnavailable, StandbyRefused
 from replicad.postgres import recording
-from replicad.postgres.bridge import Connection, Database, open_database
+from replicad.postgres.bridge import Connection, Database, Fence, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.postgres.horizon import HolderKind, Horizon, LockSource, Reading
 from replicad.postgres.recording import Recorder
@@ -139,7 +140,9 @@ async def test_what_was_read_before_a_crash_and_not_published_counts_no_more(
         await db.execute("SELECT setval('t_id_seq', 50)")
         assert (await published_after_recovery(horizon)).position == 1
         await slow.execute("COMMIT")
-    assert (await poll(horizon)).position == 50
+    assert (await poll(horizon)).position == 2  # a new run: what no row has is not known to be given out
+    assert await insert(db) == 51
+    assert (await poll(horizon)).position == 51
 
 
 async def poll_until_new(db: Database) -> None:
@@ -300,3 +303,33 @@ class FailingConnection:
 
     async def execute(self, sql: str) -> str:
         return await self._connection.execute("SELECT 1 / 0")
+
+
+_CRASHES = """DO $$ BEGIN EXECUTE format('COPY (SELECT 1) TO PROGRAM %L', 'kill -9 ' || pg_backend_pid()); END $$"""
+
+
+async def test_a_run_of_the_server_ends_with_the_crash_of_a_process_and_not_with_a_reset_of_statistics(
+    server: EmbeddedPostgres,
+) -> None:
+    """The pools of the daemon look at `Fence.server`; `stream_incarnation` has the same parts."""
+
+    async def run() -> tuple[str | None, str | None]:
+        async with open_database(server.url, size=1, application_name="replicad test", fence=Fence()) as db:
+            async with db.connection(leader=True) as connection:
+                return connection.server, await connection.fetch_value("SELECT pg_postmaster_start_time()::text")
+
+    before, started = await run()
+    async with open_database(server.url, size=1, application_name="replicad test") as db:
+        for kind in ("bgwriter", "archiver"):
+            await db.execute(f"SELECT pg_stat_reset_shared('{kind}')")
+        assert (await run())[0] == before
+        with pytest.raises(DatabaseUnavailable):
+            await db.execute(_CRASHES)
+    with trio.fail_after(PATIENCE):
+        while True:
+            with suppress(DatabaseError):
+                after, started_after = await run()
+                break
+            await trio.sleep(0.05)
+    assert started_after == started
+    assert after != before

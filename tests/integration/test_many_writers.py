@@ -262,6 +262,26 @@ async def test_who_may_still_write_is_not_retired_nor_is_the_last_one(facts: Dat
     assert await stream_writers.idle_since(facts, "facts", 3) == ["w1", "w2", "w3"], "one is left"
 
 
+@pytest.mark.parametrize(
+    ("name", "ending", "undo", "holder"),
+    [
+        ("w2", "PREPARE TRANSACTION 'late'", "ROLLBACK PREPARED 'late'", "prepared transaction 'late'"),
+        ("some pooler", "SELECT 1", "ROLLBACK", "session with pid .* .some pooler."),
+    ],
+)
+async def test_a_writer_whose_row_may_still_come_is_not_retired(
+    facts: Database, three: Daemon, name: str, ending: str, undo: str, holder: str
+) -> None:
+    """Neither a prepared transaction nor a session of another name tells whose rows it has."""
+    async with facts.connection() as connection:
+        await connection.execute(f"SET application_name = '{name}'; BEGIN; INSERT INTO facts (who) VALUES ('w2')")
+        await connection.execute(ending)
+        with pytest.raises(registry.StreamRefused, match=holder):
+            await stream_writers.retire(facts, "facts", ["w2"], quiet=0)
+        await connection.execute(undo)
+    assert await stream_writers.retire(facts, "facts", ["w2"], quiet=0) == 1
+
+
 @pytest.mark.parametrize("linear", [False, True])
 async def test_no_row_is_missed_while_writers_join_are_retired_and_become_too_many(
     facts: Database, start_daemon: Callable[..., Any], linear: bool

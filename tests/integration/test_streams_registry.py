@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,6 +315,74 @@ async def test_a_generation_that_is_not_valid_any_more_is_followed_by_one_that_s
     lineage = (await registry.load_lineages(db))["events"]
     assert (lineage.present.reason, lineage.shared(stream.epoch)) == (reason, shared)
     assert await registry.publish(db, again, 8, {"master": 8})
+
+
+ALTERED = [
+    "ALTER SEQUENCE events_id_seq AS bigint",
+    "ALTER SEQUENCE events_id_seq MAXVALUE 2000000000 INCREMENT BY 2",
+    "ALTER SEQUENCE events_id_seq OWNED BY NONE; ALTER SEQUENCE events_id_seq AS bigint",
+    "ALTER SEQUENCE events_id_seq CACHE 1; INSERT INTO events SELECT FROM generate_series(1, 9)",
+]
+BEGUN_AGAIN = [
+    "ALTER SEQUENCE events_id_seq RESTART 5; INSERT INTO events DEFAULT VALUES; SELECT setval('events_id_seq', 60)",
+    RESTARTED,
+]
+
+
+@pytest.mark.parametrize(("how", "shared"), [*((how, 20) for how in ALTERED), (BEGUN_AGAIN[0], 4), (BEGUN_AGAIN[1], 0)])
+async def test_a_sequence_that_was_altered_shares_the_rows_that_were_not_written_since(
+    db: Database, how: str, shared: int
+) -> None:
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20); DELETE FROM events WHERE id = 5")
+    assert await registry.publish(db, stream, 20, {})
+    await db.execute(how)
+    await registry.continue_streams(db)
+    again = await registry.load_stream(db, "events")
+    assert again.continues
+    lineage = (await registry.load_lineages(db))["events"]
+    assert lineage.present.reason == ("sequence_changed" if shared else "sequence_restarted")
+    assert lineage.shared(stream.epoch) == Vector(shared)
+
+
+@pytest.mark.parametrize(("open_one", "shared"), [(False, 17), (True, 0)])
+async def test_a_sequence_that_a_framework_has_set_to_its_last_row_shares_the_rows_up_to_it(
+    db: Database, open_one: bool, shared: int
+) -> None:
+    """Unless a transaction may still have a row below."""
+    await db.execute(EVENTS)
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20); DELETE FROM events WHERE id > 17")
+    assert await registry.publish(db, stream, 20, {})
+    await db.execute("SELECT setval('events_id_seq', max(id)) FROM events")
+    async with db.connection() as writer:
+        await writer.execute("BEGIN")
+        if open_one:
+            await writer.execute("INSERT INTO events (id) VALUES (19)")
+        await registry.fork(db, stream, "ids_went_back")
+        await writer.execute("COMMIT")
+    assert (await registry.load_lineages(db))["events"].shared(stream.epoch) == Vector(shared)
+
+
+@pytest.mark.parametrize("kind", ["integer GENERATED ALWAYS AS IDENTITY", "serial"])
+async def test_a_live_stream_goes_from_integer_to_bigint_as_the_page_says(db: Database, kind: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sql\n(BEGIN;.*?)```", page[page.index("### From integer to bigint") :], re.DOTALL)
+    await db.execute(f"CREATE TABLE notes (id {kind} PRIMARY KEY, body text)")
+    stream = (await registry.add(db, "notes", "notes", "id")).stream
+    await db.execute("INSERT INTO notes (body) SELECT 'x' FROM generate_series(1, 20)")
+    assert await registry.publish(db, stream, 20, {})
+    await db.execute(blocks["serial" in kind])
+    assert await registry.continue_streams(db) == 0, "the generation began with the change"
+    again = await registry.load_stream(db, "notes")
+    assert again.continues
+    lineage = (await registry.load_lineages(db))["notes"]
+    assert lineage.present.reason == "sequence_changed"
+    assert lineage.shared(stream.epoch) == Vector(20)
+    assert await registry.publish(db, again, 21, {})
+    with pytest.raises(UsageError, match="is not what can have happened"):
+        await db.execute("SELECT replicad.stream_sequence_changed('notes', 'who knows')")
 
 
 async def test_status_tells_who_holds_a_stream_back_and_how_much_waits(db: Database, database_url: str) -> None:

@@ -45,6 +45,7 @@ OWNERS = {
         "stream_continue stream_generation_add stream_mark_position stream_writers_ensure stream_writers_discover "
         "stream_writers_retire stream_writers_last stream_writers_idle stream_guard_attach stream_guard_build "
         "stream_guard_detach stream_alter stream_check_parts "
+        "stream_writer_holder stream_kept_upto stream_sequence_changed "
         "stream_check stream_check_row stream_trouble_write stream_troubles stream_skip_id stream_skip_undo "
         "stream_daemon_beat stream_daemon_leave stream_daemons "
         "stream_max_row stream_relay_channel stream_relay_secret stream_proof_key "

@@ -173,12 +173,7 @@ class Feed:
         try:
             token = await self._rows.earliest()
         except DatabaseError as error:
-            if not is_locked(error):
-                raise
-            raise StreamRefused(
-                f"table {self.stream.table} of stream {self.name} is locked by another session, so its rows cannot be "
-                "read; try again, or see with `replicad streams list` who it is"
-            ) from error
+            raise self._locked_or(error) from error
         if token is None:
             raise StreamRefused(f"stream {self.name} was removed")
         self._retained = token
@@ -188,8 +183,20 @@ class Feed:
         return self._store.catchup_rows(stream)
 
     async def taken(self) -> int:
-        """The highest id that the sequence has given out by now."""
-        return await self._store.taken(self.stream)
+        """An id that no row which is committed by now is above. Raises StreamRefused: the table is locked."""
+        try:
+            return await self._store.taken(self.stream, self.positions()[0])
+        except DatabaseError as error:
+            raise self._locked_or(error) from error
+
+    def _locked_or(self, error: DatabaseError) -> ReplicadError:
+        """What to raise for an error of a read: StreamRefused if another session has the table locked."""
+        if not is_locked(error):
+            return error
+        return StreamRefused(
+            f"table {self.stream.table} of stream {self.name} is locked by another session, so its rows cannot be "
+            "read; try again, or see with `replicad streams list` who it is"
+        )
 
     # --- for the publisher ---
 

@@ -1,7 +1,8 @@
 -- stream_generation: the generations of each stream. A generation is a stretch of history in which no position was taken
 -- back. The one with the highest number is the present one. `incarnation`, `relation`, `sequence` and `file` are the
 -- server, the table, the sequence and the sequence's file in which it is valid: where one of them is another, history may
--- have forked. Written by stream_add and stream_fork, read by every daemon once a second. docs/positions.md explains it.
+-- have forked. `table_files` helps to tell the two changes of a sequence's file apart: TRUNCATE ... RESTART IDENTITY
+-- replaces the files of the table too, ALTER SEQUENCE does not. Written by stream_add and stream_fork, read by every daemon once a second. docs/positions.md explains it.
 CREATE TABLE IF NOT EXISTS stream_generation (
     stream smallint NOT NULL REFERENCES stream ON DELETE CASCADE,
     number integer NOT NULL,
@@ -15,6 +16,7 @@ CREATE TABLE IF NOT EXISTS stream_generation (
     relation oid NOT NULL,
     sequence oid NOT NULL,
     file oid,
+    table_files text,                         -- of the table's tree, while the sequence had that file: stream_note
     PRIMARY KEY (stream, number)
 );
 COMMENT ON TABLE stream_generation IS 'replicad: stretches of a stream''s history that did not fork';

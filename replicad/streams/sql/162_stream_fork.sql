@@ -21,7 +21,8 @@ BEGIN
     END IF;
     DELETE FROM stream_generation g WHERE g.stream = s.number AND g.number <= latest - 999;
     INSERT INTO stream_generation VALUES (s.number, latest + 1, new_id, began_at, writers, positions, reason,
-        clock_timestamp(), stream_incarnation(), s.relation::oid, s.sequence::oid, pg_relation_filenode(s.sequence));
+        clock_timestamp(), stream_incarnation(), s.relation::oid, s.sequence::oid, pg_relation_filenode(s.sequence),
+        stream_files(s.relation));
     RETURN new_id;
 END
 $$;
@@ -29,8 +30,9 @@ COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], t
 -- stream_fork(number, seen, reason): history has forked, or may have: begins a generation. Done once where several daemons
 -- ask for it: only while `seen` is still the id of the present one. Returns the id of the present generation.
 -- Shared with the generation before is, up to where:
---  - another file of the same sequence (TRUNCATE ... RESTART IDENTITY), or `ids_went_back` (setval): nothing. Which ids were
---    given out again is not known: the sequence may have been lower than at the time when somebody looked. Nor is anything
+--  - `sequence_kept` (stream_sequence_changed): what was noted;
+--  - another file of the same sequence (ALTER SEQUENCE, TRUNCATE ... RESTART IDENTITY), or `ids_went_back` (setval): what the
+--    rows prove (stream_kept_upto). The sequence may have been lower than at the time when somebody looked. Nothing is
 --    shared with a sequence that was made anew, from a dump, and restarted since: the number of its first file is its oid;
 --  - `table_changed` (stream_alter with a table whose rows are not known to be the same): nothing;
 --  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
@@ -42,7 +44,8 @@ LANGUAGE plpgsql AS $$
 DECLARE
     s stream;
     g stream_generation;
-    shared bigint;
+    shared bigint;  -- NULL: nothing
+    changed boolean;
     ahead integer[] := '{}';
     upto bigint[] := '{}';
     new_id text;
@@ -55,16 +58,27 @@ BEGIN
     IF g.id IS DISTINCT FROM seen THEN
         RETURN g.id;
     END IF;
-    shared := stream_floor(s.sequence);
-    IF (g.sequence = s.sequence::oid AND g.relation = s.relation::oid AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence))
-            OR (g.sequence IS DISTINCT FROM s.sequence::oid AND s.sequence::oid <> pg_relation_filenode(s.sequence)) THEN
+    changed := g.sequence = s.sequence::oid AND g.relation = s.relation::oid
+        AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence);
+    IF reason IN ('sequence_changed', 'sequence_kept') AND NOT changed THEN
+        RETURN g.id;  -- the change was rolled back
+    ELSIF reason = 'sequence_kept' THEN
+        shared := (SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0);
+        reason := 'sequence_changed';
+    ELSIF reason <> 'table_changed' AND (changed OR reason = 'ids_went_back') THEN
+        shared := stream_kept_upto(s, g, reason = 'ids_went_back');
+        reason := CASE WHEN reason = 'ids_went_back' THEN reason WHEN shared IS NULL THEN 'sequence_restarted'
+            ELSE 'sequence_changed' END;
+    ELSIF g.sequence IS DISTINCT FROM s.sequence::oid AND s.sequence::oid <> pg_relation_filenode(s.sequence) THEN
         reason := 'sequence_restarted';
-    ELSIF reason NOT IN ('ids_went_back', 'sequence_restarted', 'table_changed') THEN
-        shared := coalesce((SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0), shared);
+    ELSIF reason NOT IN ('sequence_restarted', 'table_changed') THEN
+        shared := (SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0);
         SELECT coalesce(array_agg(p.writer ORDER BY p.writer), '{}'), coalesce(array_agg(p.position ORDER BY p.writer), '{}')
         INTO ahead, upto
-        FROM stream_position p WHERE p.stream = s.number AND p.writer <> 0 AND p.position > shared;
+        FROM stream_position p WHERE p.stream = s.number AND p.writer <> 0
+            AND p.position > coalesce(shared, stream_floor(s.sequence));
     END IF;
+    shared := coalesce(shared, stream_floor(s.sequence));
     new_id := stream_generation_add(s, shared, ahead, upto, reason);
     UPDATE stream x SET trimmed_upto = shared WHERE x.number = s.number AND x.trimmed_upto > shared;
     DELETE FROM stream_mark m WHERE m.stream = s.number AND m.position > shared;
@@ -97,8 +111,8 @@ BEGIN
             WHEN old[1] <> present[1] THEN 'other_server'
             WHEN old[2] <> present[2] THEN 'promoted'
             WHEN old[3] <> present[3] OR g.relation <> s.relation::oid OR g.sequence <> s.sequence::oid THEN 'restored'
-            WHEN old[4] <> present[4] THEN 'restarted'
-            ELSE 'sequence_restarted' END);
+            WHEN (old[4], old[5]) IS DISTINCT FROM (present[4], present[5]) THEN 'restarted'
+            ELSE 'sequence_changed' END);
         forked := forked + 1;
     END LOOP;
     RETURN forked;

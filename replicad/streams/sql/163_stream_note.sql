@@ -1,6 +1,6 @@
 -- stream_note(number, generation, position, writers, positions, at): keeps what a daemon has published in that generation;
--- positions only grow. Returns false, and writes nothing, where the generation is not the present one, or is not valid on
--- this server any more: what the daemon has published may be of another history. Writes stream_position, and now and then
+-- positions only grow. Keeps the table's files too. Returns false, and writes nothing, where the generation is not the present one, or is not valid on
+-- this server any more: what the daemon has published may be of another history. Writes stream_position, stream_generation, and now and then
 -- stream_mark.
 CREATE OR REPLACE FUNCTION stream_note(
     stream_number integer, in_generation text, linear_position bigint, writers integer[], positions bigint[],
@@ -10,11 +10,16 @@ LANGUAGE plpgsql AS $$
 DECLARE
     s stream;
     g stream_generation;
+    files text;
 BEGIN
     SELECT * INTO s FROM stream x WHERE x.number = stream_number FOR KEY SHARE;  -- waits for a fork that is under way
+    files := stream_files(s.relation);  -- before the sequence is seen to have its file still
     g := stream_generation_now(s);
     IF s.number IS NULL OR g.id IS DISTINCT FROM in_generation OR NOT stream_continues(s, g) THEN
         RETURN false;
+    END IF;
+    IF g.table_files IS DISTINCT FROM files THEN
+        UPDATE stream_generation x SET table_files = files WHERE x.stream = g.stream AND x.number = g.number;
     END IF;
     INSERT INTO stream_position AS p (stream, writer, position, published_at)
     SELECT stream_number, w, max(n), at

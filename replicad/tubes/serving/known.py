@@ -100,7 +100,7 @@ class KnownTubes:
         """Watch the tube's table, which may have been replaced, and report its fault."""
         wanted = None
         if info.table_oid is not None and info.sequence_oid is not None:
-            wanted = LockSource(info.table_oid, info.sequence_oid, own_deletes=True)
+            wanted = LockSource(info.table_oid, info.sequence_oid, own_deletes=True, id_column="seq")
         if wanted != self._watched.get(info.name):
             self._unwatch(info.name)
             if wanted is not None:

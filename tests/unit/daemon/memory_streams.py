@@ -284,9 +284,9 @@ class MemoryStore:
     async def keep(self, stream: Stream, lowest: int | None, position: int) -> int | None:
         return None
 
-    async def taken(self, stream: Stream) -> int:
+    async def taken(self, stream: Stream, after: int) -> int:
         await self.answer("registry")
-        return max((row[0] for row in self.tables[stream.name].rows), default=0)
+        return max((row[0] for row in self.tables[stream.name].rows if row[0] > after), default=after)
 
     async def ensure_writers(self, stream: Stream, names: Iterable[str]) -> dict[str, int]:
         await self.answer("writers")

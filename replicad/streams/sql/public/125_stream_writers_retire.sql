@@ -1,7 +1,8 @@
 -- stream_writers_retire(name, names, quiet): these writers are listed to readers no more, until they write again. Their
 -- numbers stay taken, so that tokens which name them keep their meaning. All are retired or none; returns how many were
 -- not retired yet. Refuses (RS002) a name that is not a writer's, one that has rows above the published position or wrote
--- within the last `quiet` seconds, one that a session with an open transaction is called after, and the last that is left.
+-- within the last `quiet` seconds, one that a session with an open transaction is called after, any while a transaction
+-- is open or prepared that may have rows of it (stream_writer_holder), and the last that is left.
 -- Raises RS001. Writes stream_writer.
 CREATE OR REPLACE FUNCTION stream_writers_retire(
     name text, names text[], quiet float8 = 60, at timestamptz = clock_timestamp()
@@ -12,6 +13,7 @@ DECLARE
     wanted text[] := ARRAY(SELECT DISTINCT stream_instance(n) FROM unnest(names) n);
     settled bigint;
     culprit text;
+    remedy text;
     retired integer;
 BEGIN
     PERFORM FROM stream x WHERE x.number = s.number FOR NO KEY UPDATE;  -- as stream_writers_ensure: one after another
@@ -36,6 +38,9 @@ BEGIN
         AND a.application_name = ANY (wanted) ORDER BY 1 LIMIT 1;
     PERFORM stream_refuse(format('writer %s has an open transaction and may be writing', culprit),
         'end that transaction first') WHERE culprit IS NOT NULL;
+    SELECT h.holder, h.remedy INTO culprit, remedy FROM stream_writer_holder(s, wanted) h;
+    PERFORM stream_refuse(format('%s has written to stream %s, and its rows may be those of %s', culprit, s.name,
+        array_to_string(wanted, ', ')), remedy) WHERE culprit IS NOT NULL;
 
     UPDATE stream_writer w SET retired_at = stream_writers_retire.at
     WHERE w.stream = s.number AND w.name = ANY (wanted) AND w.retired_at IS NULL;

@@ -1,4 +1,5 @@
--- Up to where ids of the sequence ($1, an oid) have been given out by now: whatever is committed already is not above it.
+-- The last value of the sequence ($1, an oid): whatever is committed already is not above it, but ids up to it may be given
+-- out again, on this server or on another one.
 -- NULL where we may not look, which must not pass for "none yet".
 -- `file` is the sequence's file, read after that.
 SELECT

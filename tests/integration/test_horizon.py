@@ -413,7 +413,7 @@ async def test_a_sequence_that_was_restarted_is_seen_however_far_it_has_climbed_
     )
     reading = await t.poll()
     assert reading.fork is not None
-    assert (reading.fork.reason, reading.position) in {("sequence_restarted", None), ("ids_went_back", None)}
+    assert (reading.fork.reason, reading.position) in {("sequence_changed", None), ("ids_went_back", None)}
     assert (await t.poll()).fork == reading.fork
     t.rows = []
     t.horizon.watch("t", LockSource(t.table, t.sequence), published=0)

@@ -197,3 +197,46 @@ async def test_a_secret_is_asked_for_and_a_wrong_one_is_said_to_be_wrong(
 
     async with start_daemon(token=SECRET) as daemon, visited(daemon, look):
         pass
+
+
+TRIES = """async () => {
+    const broken = new Set(), thrown = [];
+    document.addEventListener("securitypolicyviolation", (event) => broken.add(event.effectiveDirective));
+    const add = (name, attributes) => document.body.append(Object.assign(document.createElement(name), attributes));
+    const tries = {
+        text: () => add("script", { textContent: "window.ran = 'text'" }),
+        foreign: () => add("script", { src: "http://127.0.0.1:9/a.js" }),
+        html: () => { document.body.innerHTML += "<img src=x onerror='window.ran = 1'>"; },
+        handler: () => {
+            const link = document.createElement("a");
+            link.setAttribute("onclick", "window.ran = 'handler'");
+            document.body.append(link);
+            link.click();
+        },
+        frame: () => add("iframe", { src: "/livez" }),
+        base: () => add("base", { href: "http://127.0.0.1:9/" }),
+        picture: () => add("img", { src: "/livez" }),
+        request: () => fetch("http://127.0.0.1:9/"),
+    };
+    for (const [name, attempt] of Object.entries(tries)) {
+        try { await attempt(); } catch { thrown.push(name); }
+    }
+    await new Promise((done) => setTimeout(done, 200));
+    return { ran: window.ran ?? null, broken: [...broken].sort(), thrown: thrown.sort() };
+}"""
+
+
+async def test_the_policy_of_the_page_lets_no_code_run_that_is_not_its_own(daemon: Daemon) -> None:
+    def look() -> dict[str, Any]:
+        with browser.open_browser() as chromium:
+            page = chromium.new_page()
+            page.goto(f"http://{daemon.http}/console")
+            page.get_by_role("heading", name="Streams").wait_for()
+            return dict(page.evaluate(TRIES))
+
+    found = await trio.to_thread.run_sync(look)
+    assert found["ran"] is None
+    assert found["thrown"] == ["foreign", "handler", "html", "request", "text"]
+    assert set(found["broken"]) >= {
+        "base-uri", "connect-src", "frame-src", "img-src", "require-trusted-types-for"
+    }  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from itertools import cycle
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import trio
+import trio.testing
 
 from replicad.config.settings import Address, ServerSettings
 from replicad.operations.http.app import Pages
@@ -143,6 +146,7 @@ async def test_a_crowd_that_reads_no_answer_keeps_no_other_address_from_one(
 COUNT = 100_000 if LONG else 3000
 AT_ONCE = 20
 GROWTH = 1.2
+PAUSE = 0.05  # seconds of a turn
 REST = 10.0  # seconds
 EVENTS = "/streams/events"
 HEAD = "HTTP/1.1\r\nhost: localhost\r\n"
@@ -201,6 +205,45 @@ async def longest_wait(address: Address, during: Callable[[], Awaitable[None]]) 
         await during()
         nursery.cancel_scope.cancel()
     return longest
+
+
+class Loop(trio.abc.Instrument):
+    """The processor time of the longest turn of the event loop: what else the machine does is not in it."""
+
+    longest = 0.0
+    _began: float | None = None
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._began = time.thread_time()
+
+    def before_io_wait(self, timeout: float) -> None:
+        if self._began is not None:
+            self.longest = max(self.longest, time.thread_time() - self._began)
+
+
+async def test_requests_of_strangers_leave_no_cycles_of_references_and_stop_nobody(
+    events: Database, daemon: Daemon
+) -> None:
+    await events.execute("INSERT INTO events (body) SELECT to_jsonb(g) FROM generate_series(1, 10) AS g")
+    http = daemon.http
+    assert http is not None
+
+    async def ask_all(count: int) -> None:
+        await trio.to_thread.run_sync(lambda: trio.run(make_requests, http, count))
+
+    await ask_all(20 * len(KINDS))  # what the first ones load for all
+    loop, count = Loop(), 50 * len(KINDS)
+    gc.collect()
+    gc.disable()
+    trio.lowlevel.add_instrument(loop)
+    try:
+        await ask_all(count)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert gc.collect() < count / 2, "some are of the client"
+    finally:
+        trio.lowlevel.remove_instrument(loop)
+        gc.enable()
+    assert loop.longest < PAUSE
 
 
 @pytest.mark.stress

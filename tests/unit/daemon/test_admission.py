@@ -1,0 +1,38 @@
+"""Every way in passes the same admission: only `Acceptor` accepts connections, and those that it serves are counted."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import replicad
+
+HOUSE = Path(replicad.__file__).parent
+ACCEPTING = {
+    "create_server",
+    "open_tcp_listeners",
+    "open_unix_listeners",
+    "serve_tcp",
+    "serve_listeners",
+    "start_server",
+}
+WAYS_IN = {"daemon/daemon.py": "admit", "operations/http/server.py": "admitted"}  # and what counts a connection there
+
+
+def calls() -> Iterator[tuple[str, str]]:
+    """Each file, and the names that are called in it."""
+    for file in sorted(HOUSE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                called = node.func
+                name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                yield file.relative_to(HOUSE).as_posix(), name
+
+
+def test_connections_are_accepted_in_one_place_and_counted_wherever_they_are_served() -> None:
+    found = set(calls())
+    assert {file for file, name in found if name in ACCEPTING} == {"daemon/listener.py"}
+    assert {file for file, name in found if name == "Acceptor"} == WAYS_IN.keys()
+    for file, counts in WAYS_IN.items():
+        assert (file, counts) in found

@@ -14,7 +14,7 @@ from replicad.postgres.bridge import Backend, Connection, Row, load_sql
 from replicad.postgres.watched import LockSource, ReservationSource, Source
 from replicad.sqlstates import means
 
-_MOVED = "$7::oid[], $8::text[], $9::text[], $10::oid[], $11::bigint[]"
+_MOVED = "$9::oid[], $10::text[], $11::text[], $12::oid[], $13::bigint[]"
 _UNKNOWN = "NULL::bytea"  # the secret, if it cannot be read
 
 
@@ -37,6 +37,8 @@ async def fetch_holders(
         [backend.pid for backend in own],
         [backend.started for backend in own],
     )
+    alone = [source for source in tables if source.has_sequence]
+    taken = [source.sequence for source in alone], [source.table for source in alone]
     known = [source.identity for source in sources if source.identity is not None]
     names = [name for identity in known for name in identity.names]
     after: tuple[list[object], ...] = ()
@@ -48,14 +50,16 @@ async def fetch_holders(
     key = keys.pop() if len(keys) == 1 else None
     if key is not None:
         try:
-            return await connection.fetch(sql.replace("{key}", f"(SELECT s.key FROM {key} AS s)"), *args, True, *after)
+            return await connection.fetch(
+                sql.replace("{key}", f"(SELECT s.key FROM {key} AS s)"), *args, True, *taken, *after
+            )
         except errors.DatabaseUnavailable:
             raise
         except errors.DatabaseError as error:
             # The right was revoked, or the table is gone. The registry notices it within a second.
             if not means(error.sqlstate, (*sqlstates.NO_RIGHT, *sqlstates.MISSING)):
                 raise
-    return await connection.fetch(sql.replace("{key}", _UNKNOWN), *args, False, *after)
+    return await connection.fetch(sql.replace("{key}", _UNKNOWN), *args, False, *taken, *after)
 
 
 def holders_key(source: Source) -> tuple[str, int]:

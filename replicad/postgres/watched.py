@@ -55,6 +55,7 @@ class LockSource:
     the column `id_column` (not quoted).
 
     `own_deletes`: the horizon's `own_backends` only delete from this table, so they do not hold its position back.
+    `has_sequence`: no other table has ids of the sequence, so that every transaction that took one of them counts.
     `reader`, `sequence_reader`: the functions that read the table and the sequence as their owner (owners.py); None if
     our own role reads them.
     """
@@ -66,6 +67,7 @@ class LockSource:
     sequence_reader: str | None = None
     identity: Identity | None = None
     id_column: str = "id"
+    has_sequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)

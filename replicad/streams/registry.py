@@ -42,6 +42,7 @@ class Stream:
     `positions_reader`: the functions that read its table, sequence and positions as their owners (postgres/owners.py);
     None if our own role reads them.
     `identity`: by which name the user meant the table. `fed`: the sequence fed the id column when the table was added.
+    `shares_sequence`: other tables have ids of the sequence, too, as was accepted then.
     `denied`: what this role may not read, with the GRANT that it needs, or None. `proof_key`: the table by which proofs
     of reservations are checked; None if this role may not read it. Ids up to `trimmed_upto` were removed
     by trimming, those in `skipped` are never sent, and no line is longer than `max_row` bytes. `writers`: the numbers
@@ -65,6 +66,7 @@ class Stream:
     positions_oid: int | None
     identity: Identity | None
     fed: bool
+    shares_sequence: bool
     unique_ids: bool
     plain: bool
     reader: str | None
@@ -98,7 +100,7 @@ _PASSING = frozenset({"fed", "fault", "denied", "trimmed_upto", "writers", "cont
 RENEWABLE = frozenset(
     {
         *("table", "sequence", "positions_table", "row", "row_type"),
-        *("unique_ids", "plain", "max_row", "skipped", "proof_key", "identity"),
+        *("unique_ids", "plain", "max_row", "skipped", "proof_key", "identity", "shares_sequence"),
     }
 )
 
@@ -291,6 +293,7 @@ def horizon_source(stream: Stream) -> Source:
         sequence_reader=stream.sequence_reader,
         identity=stream.identity,
         id_column=stream.id_column,
+        has_sequence=not stream.shares_sequence,
     )
 
 

@@ -31,7 +31,9 @@ from tests.conftest import PATIENCE
 pytestmark = pytest.mark.postgres
 
 LAST_VALUES = load_sql("horizon_last_values")
-HOLDERS = load_sql("horizon_holders").replace("{key}", "NULL::bytea")  # as it is sent where no secret is known
+HOLDERS = (
+    load_sql("horizon_holders").replace("{moved}", "'{}'::oid[]").replace("{key}", "NULL::bytea")
+)  # no names, no secret
 
 
 class Between:
@@ -84,7 +86,7 @@ class Table:
         await self.db.execute(sql)
         self.table = await self.db.fetch_value("SELECT 't'::regclass::oid")
         self.sequence = await self.db.fetch_value("SELECT pg_get_serial_sequence('t', 'id')::regclass::oid")
-        self.horizon.watch("t", LockSource(self.table, self.sequence), **watch)
+        self.horizon.watch("t", LockSource(self.table, self.sequence, has_sequence=True), **watch)
         self.position = watch.get("published")
 
     async def poll(self) -> Reading:
@@ -339,6 +341,45 @@ async def test_our_own_deletes_hold_nothing_back_and_only_they(t: Table, databas
             assert (await t.poll()).position == 2
 
 
+TAKEN_BEFORE = {
+    "by a statement before the INSERT": ("SELECT nextval('t_id_seq')", "INSERT INTO t (id) VALUES (2)"),
+    "in a savepoint that was rolled back": (
+        "SAVEPOINT s; INSERT INTO t DEFAULT VALUES; ROLLBACK TO SAVEPOINT s",
+        "INSERT INTO t (id) VALUES (2)",
+    ),
+    "for a table that becomes a child": (
+        "CREATE TABLE child (LIKE t INCLUDING ALL); INSERT INTO child DEFAULT VALUES",
+        "ALTER TABLE child INHERIT t",
+    ),
+    "by a cursor that is read later": (
+        "DECLARE ids CURSOR FOR SELECT nextval('t_id_seq'); FETCH ids",
+        "INSERT INTO t (id) VALUES (2)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), TAKEN_BEFORE.values(), ids=TAKEN_BEFORE)
+@pytest.mark.parametrize("prepared", [False, True])
+async def test_an_id_that_a_transaction_took_before_it_inserts_holds_the_position(
+    t: Table, before: str, after: str, prepared: bool
+) -> None:
+    await t.make("CREATE TABLE t (id bigserial, v text)")
+    await t.insert()
+    await t.poll()
+    async with t.writer(before) as writer:
+        assert await t.insert() == 3
+        assert (await t.poll()).position == 1
+        await writer.execute(after)
+        assert await t.insert() == 4
+        assert (await t.poll()).position == 1
+        await writer.execute("PREPARE TRANSACTION 'held'" if prepared else "COMMIT")
+    if prepared:
+        assert (await t.poll()).position == 1
+        await t.db.execute("COMMIT PREPARED 'held'")
+    assert (await t.poll()).position == 4
+    assert t.rows == [1, 2, 3, 4]
+
+
 async def test_lock_taken_before_an_explicit_nextval_holds_the_position(t: Table) -> None:
     await t.make()
     await t.poll()
@@ -361,10 +402,10 @@ async def test_savepoint_that_is_rolled_back_and_written_again_is_not_overtaken(
     await t.poll()
     async with t.writer("SAVEPOINT s; INSERT INTO t DEFAULT VALUES; ROLLBACK TO s") as writer:
         await t.insert()
-        assert (await t.poll()).position == 2
+        assert (await t.poll()).position == 0, "the transaction may still insert a row with the id that it has taken"
         await writer.execute("INSERT INTO t DEFAULT VALUES")
         await t.insert()
-        assert (await t.poll()).position == 2
+        assert (await t.poll()).position == 0
         await writer.execute("COMMIT")
     assert (await t.poll()).position == 4
 

@@ -49,7 +49,7 @@ async def test_one_call_makes_a_table_a_stream_that_every_daemon_sees(db: Databa
     assert (stream.fault, stream.trimmed_upto) == (None, None)
     assert added.notes == ("rows without instance_name are sent as those of master",)
     assert registry.horizon_source(stream) == LockSource(
-        stream.table_oid, stream.sequence_oid, identity=stream.identity
+        stream.table_oid, stream.sequence_oid, identity=stream.identity, has_sequence=True
     )
     assert Vector.parse(f"{stream.epoch}!5").epoch == stream.epoch
 

@@ -27,6 +27,7 @@ STREAM = Stream(
     positions_oid=None,
     identity=None,
     fed=True,
+    shares_sequence=False,
     plain=True,
     unique_ids=True,
     reader=None,

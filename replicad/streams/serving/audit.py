@@ -33,8 +33,8 @@ MAX_REASONS = 5  # alarms of one stream that its trouble shows
 
 _REMEDY = {
     Method.LOCK_WATCH: (
-        "Their ids were taken before the statement that inserted them, or were chosen by the writer: let the column's "
-        "default take the id, or add the stream with --method reservation"
+        "Their ids were taken in another transaction than the one that inserted them, or were chosen by the writer: "
+        "let the column's default take the id, or add the stream with --method reservation"
     ),
     Method.RESERVATION: "A writer used ids that it had not reserved: take them by stream_next() or replicad.streams",
     Method.POSITIONS_TABLE: "A writer published a position before all its rows up to there were committed",

@@ -22,8 +22,8 @@ LANGUAGE sql STABLE AS $$
         SELECT 5, 'the row expression yields text, which is checked row by row; jsonb or json is faster'
         WHERE s.row_type = 'text'
         UNION ALL
-        SELECT 6, format('the default of %I does not draw from %s: with lock_watch the INSERT itself must call nextval; '
-            'for ids taken earlier use the method reservation', s.id_column, s.sequence)
+        SELECT 6, format('the default of %I does not draw from %s: with lock_watch the transaction that inserts '
+            'must call nextval; for ids taken in another one use the method reservation', s.id_column, s.sequence)
         WHERE s.method = 'lock_watch' AND stream_sequence(s.relation, s.id_column) IS DISTINCT FROM s.sequence
         UNION ALL
         SELECT 9, format('sequence %s has INCREMENT BY %s: where programs take ids from it themselves and keep those between '

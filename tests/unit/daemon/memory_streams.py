@@ -50,6 +50,7 @@ def stream_of(name: str, number: int, *, by_writer: bool) -> Stream:
         positions_oid=None,
         identity=None,
         fed=True,
+        shares_sequence=False,
         unique_ids=True,
         plain=True,
         reader=None,

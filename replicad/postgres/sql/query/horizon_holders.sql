@@ -4,7 +4,10 @@
 -- whatever it calls itself; so does any of these on any other table (a trigger on DELETE may insert there).
 -- $6 boolean: whether reservations count only with a proof (a second advisory lock, streams/sql/109_stream_prove.sql); its
 -- secret is {key}. A secret that is NULL (missing, or it may not be read) makes every reservation count.
--- {moved}: relations whose name leads to another one, and sequences that feed other columns than before ($7 to $11 are
+-- $7 oid[]: sequences that give ids to one of the tables only; $8 oid[]: that table. Who has taken an id of such a sequence
+-- holds it: nextval() locks the sequence until the transaction ends, also where the id was taken before the INSERT, within
+-- a savepoint that was rolled back, or for a table that becomes a partition in the same transaction.
+-- {moved}: relations whose name leads to another one, and sequences that feed other columns than before ($9 to $13 are
 -- the arguments of streams/sql/118_stream_moved.sql). Why it is enough to look here, with a snapshot that is later than the
 -- last values: docs/positions.md, "The name that was given".
 -- At least one row; `holder` is NULL when nobody holds anything. A row per holder and watched table (`watched`) or
@@ -20,7 +23,7 @@
 -- not any more. So the locks of a transaction are known by its virtual transaction, and by the pid only those of a session.
 WITH RECURSIVE locked AS MATERIALIZED (
     SELECT
-        l.locktype, l.relation, l.virtualtransaction, l.pid, l.transactionid,
+        l.locktype, l.relation, l.mode, l.virtualtransaction, l.pid, l.transactionid,
         l.classid::bigint AS high, l.objid::bigint AS low
     FROM pg_locks AS l
     WHERE l.granted
@@ -71,9 +74,13 @@ ancestry (relation, ancestor) AS (
     SELECT a.relation, i.inhparent FROM ancestry AS a JOIN pg_inherits AS i ON i.inhrelid = a.ancestor
 ),
 held AS (
-    SELECT DISTINCT a.ancestor AS watched, NULL::integer AS number, NULL::bigint AS bound, l.virtualtransaction, l.pid
+    SELECT a.ancestor AS watched, NULL::integer AS number, NULL::bigint AS bound, l.virtualtransaction, l.pid
     FROM locked AS l JOIN ancestry AS a ON a.relation = l.relation
     WHERE l.locktype = 'relation' AND a.ancestor = ANY ($1::oid[])
+    UNION
+    SELECT taken.watched, NULL, NULL, l.virtualtransaction, l.pid
+    FROM locked AS l JOIN unnest($7::oid[], $8::oid[]) AS taken (sequence, watched) ON taken.sequence = l.relation
+    WHERE l.locktype = 'relation' AND l.mode = 'RowExclusiveLock'
     UNION ALL
     SELECT NULL, (l.high >> 16)::integer - 20992, ((l.high & 65535) << 32) | l.low, l.virtualtransaction, l.pid
     FROM locked AS l

@@ -31,6 +31,7 @@ SELECT s.number::integer AS number,
     s.relation_named,
     s.sequence_named,
     s.fed,
+    s.also_feeds <> '{{}}' AS shares_sequence,
     -- one row per id, by a unique index that covers all partitions; an index of a parent does not cover its heirs
     EXISTS (
         SELECT FROM pg_index i JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]

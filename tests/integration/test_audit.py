@@ -137,6 +137,56 @@ def lane_drops_a_chunk(monkeypatch: pytest.MonkeyPatch, feed: Feed) -> None:
 
 
 LOSSES = [reads_empty, position_runs_ahead, rows_are_filtered, lane_drops_a_chunk]
+# another table has the name, and the sequence of the old one feeds it; nothing stops the stream for it
+UNSTOPPED = (
+    "CREATE OR REPLACE FUNCTION replicad.stream_name_fault(s replicad.stream, OUT problem text, OUT remedy text)"
+    " LANGUAGE sql STABLE AS 'SELECT NULL, NULL'"
+)
+SWAP = (
+    "CREATE TABLE new (LIKE events INCLUDING ALL); INSERT INTO new SELECT * FROM events;"
+    "BEGIN; ALTER TABLE events RENAME TO old; ALTER TABLE new RENAME TO events; COMMIT"
+)
+
+
+async def test_the_audit_alone_finds_the_rows_of_a_swapped_table_and_readers_are_told_and_end_complete(
+    events: Database, daemon: Daemon, netcat: Connect
+) -> None:
+    await write(events, 5)
+    await settled(daemon, 5)
+    async with netcat() as nc:
+        reader = Reader(nc)
+        await nc.send("REPLICATE events EARLIEST")
+        await reader.read_until(lambda ids: len(ids) == 5)
+        await events.execute(UNSTOPPED)
+        await events.execute(SWAP)
+        await write(events, 3)
+        lines = await nc.until("ERROR .*stream events does not move: .*")
+        assert "POSITION events master 5 8" in lines, "the rows were passed"
+        assert "3 rows at or below its position 8 that were not sent, with the ids 6, 7, 8" in lines[-1]
+        remedy = re.search(r"run: replicad streams alter events --table (\S+);", lines[-1])
+        assert remedy is not None
+        await write(events, 1)  # waits
+        await registry.alter_table(events, "events", remedy[1])
+        reader.take("POSITION events master 8 0")
+        await reader.read_until(lambda ids: ids == set(range(1, 10)))
+    assert (await registry.load_lineages(events))["events"].present.reason == "table_changed"
+
+
+async def test_a_table_that_was_swapped_and_swapped_back_is_no_loss(events: Database, daemon: Daemon) -> None:
+    await write(events, 5)
+    await settled(daemon, 5)
+    await events.execute(UNSTOPPED)
+    await events.execute(f"{SWAP}; DELETE FROM events; INSERT INTO events SELECT g FROM generate_series(1, 3) g")
+    feed = daemon.publisher.feeds["events"]
+    before = feed.tally.auditing
+    with trio.fail_after(PATIENCE):
+        while feed.tally.auditing < before + 0.001:
+            await trio.sleep(0.05)
+    await trio.sleep(0.3)  # that look has ended, and another one
+    await events.execute("ALTER TABLE events RENAME TO new; ALTER TABLE old RENAME TO events")
+    await write(events, 3)
+    await settled(daemon, 8)
+    assert (feed.tally.skipped, feed.strayed) == (0, None)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -173,7 +173,7 @@ async def test_a_locked_table_delays_a_look_by_little_and_hides_nothing(database
 
 async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked_at(database: Database) -> None:
     events = await watch(database, PLAIN, pace=Pace(late_look=0.05, late_lasts=1.0))
-    broken = replace(events.feed, stream=replace(events.feed.stream, name="broken", table="public.gone"))
+    broken = replace(events.feed, stream=replace(events.feed.stream, name="broken", id_column="gone"))
     events.late._feeds = {"broken": broken, "events": events.feed}
     events.feed.sent_upto = 5
     async with trio.open_nursery() as nursery:
@@ -192,7 +192,7 @@ async def test_what_one_stream_fails_of_is_its_trouble_and_the_others_are_looked
 
 async def test_a_failure_of_postgres_leaves_a_look_with_an_error(database: Database) -> None:
     events = await watch(database, PLAIN)
-    events.feed.stream = replace(events.feed.stream, table="public.gone")
+    events.feed.stream = replace(events.feed.stream, id_column="gone")
     with pytest.raises(DatabaseError):
         await events.look(1)
 

@@ -8,6 +8,7 @@ rows below the position are compared with those of the look before, so that rows
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -125,7 +126,9 @@ class Audit:
             async with self._windows.looking(stream) as look:
                 found = Comparison(look, feed, stream, upto, self._seen.get(name), skipped)
                 await found.compare(runs)
-                noted = began < self._kept_at.get(name, float("-inf")) + self._pace.kept_look
+                noted = (
+                    look.elsewhere is not None or began < self._kept_at.get(name, float("-inf")) + self._pace.kept_look
+                )
                 lowest = None if noted else await look.lowest()
         finally:
             took = trio.current_time() - began
@@ -138,6 +141,11 @@ class Audit:
         if found is None or not whole or stream.epoch != feed.stream.epoch:
             return  # nothing is known, or history has forked since
         assert found.seen is not None
+        if found.look.elsewhere is not None and (found.late or found.skips):
+            feed.tally.give_back(taken)  # to be compared when it is known which table is meant
+            self._stop(name, feed, found, found.look.elsewhere)
+            return
+        feed.strayed = None
         self._seen[name] = found.seen
         feed.tally.audited_rows += sum(run.rows for run in runs)
         if found.rows > FEWEST:
@@ -209,6 +217,21 @@ class Audit:
         wanted.upto = min(wanted.upto, found.after)
         wanted.found.append(found)
         return f"Readers are sent back to token {found.after}, and get all rows above it again"
+
+    def _stop(self, name: str, feed: Followed, found: Comparison, table: str) -> None:
+        """Another table has the name of the stream's table, and rows that were not sent: the stream waits."""
+        if feed.strayed is not None:
+            return
+        unsent = [*([found_of(found.late)] if found.late else []), *found.skips]
+        rows = sum(one.rows for one in unsent)
+        feed.strayed = (
+            f"{table} is another table than {feed.stream.table}, from which its rows are read, and has {rows:,} "
+            f"row{'s' if rows > 1 else ''} at or below its position {found.position} that were not sent, "
+            f"{unsent[0].names}; to follow {table}, run: replicad streams alter {shlex.quote(name)} --table "
+            f"{shlex.quote(table)}; or rename the tables back"
+        )
+        ids = list(unsent[0].ids[:SHOWN]) or [unsent[0].after + 1, unsent[0].upto]
+        self._report(name, feed, rows, f"stream {name} waits: {feed.strayed}", ids)
 
     def _report_attached(self, name: str, feed: Followed, table: str, found: Attached, position: int) -> None:
         rows, first, last = found

@@ -25,6 +25,7 @@ class Followed(Protocol):
     """What is needed of a `Feed`."""
 
     late_rows: int
+    strayed: str | None
 
     @property
     def stream(self) -> Stream: ...
@@ -44,11 +45,12 @@ class Followed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the last look at a stream has found."""
+    """What the last look at a stream has found. `elsewhere`: as in `Look`."""
 
     stream: Stream
     window: Window
     tree: frozenset[int]
+    elsewhere: str | None = None
 
     def window_in(self, stream: Stream, lineage: Lineage) -> Window | None:
         """The window, as far as its ids belong to the same rows of the same table; None if they do not."""
@@ -131,8 +133,11 @@ class Comparison:
         look, position = self.look, self.position
         before = None if self.before is None else self.before.window_in(self.stream, self.feed.lineage)
         now: Window | None = None
+        swapped = self.before is not None and self.before.elsewhere != look.elsewhere
+        if swapped and look.elsewhere is None:
+            before = None  # tables were renamed back, and the rows of the other one were never the stream's
         if self.before is not None and before is not None and position >= before.upto:
-            attached = look.tree.keys() - self.before.tree
+            attached = set() if swapped else look.tree.keys() - self.before.tree
             now = await look.window(before.after, before.upto, attached)
             self.late = before.late(now)
             for one in attached:
@@ -143,7 +148,7 @@ class Comparison:
                 now = None
         if now is None:
             now = await look.window(max(position - WINDOW, LOWEST), position)
-        self.seen = Seen(self.stream, now, frozenset(look.tree))
+        self.seen = Seen(self.stream, now, frozenset(look.tree), look.elsewhere)
 
     async def _counted(self, run: Run) -> list[tuple[Stretch, int]]:
         """The stretches of a run, each with the rows that are there; of several writers only if these are too many."""

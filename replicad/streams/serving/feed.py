@@ -54,6 +54,7 @@ class Feed:
         self._preambles: dict[bool, tuple[Positions, bytes]] = {}
         self.reading = self._target_reading = reading
         self.late_rows = 0  # rows found at or below a position that was sent: readers have missed each of them
+        self.strayed: str | None = None  # by the audit: why its rows may be in another table; no position is taken then
         self.rewinds = 0  # how often positions went back
         self.tally = Tally()  # what was sent, until the audit has compared it with the table
         self._store = store
@@ -229,7 +230,7 @@ class Feed:
 
     def on_reading(self, reading: Reading) -> None:
         """Take a new reading of the horizon."""
-        if reading.position is None or reading.refused is not None:
+        if reading.position is None or reading.refused is not None or self.strayed is not None:
             return
         self.reading = reading
         self._changed.set()
@@ -290,6 +291,7 @@ class Feed:
             self.rewinds += 1
             self.late_rows = 0
         self.lineage = lineage
+        self.strayed = None  # what is meant was said; the audit looks again
         self.tally.fork(shared.minimum)
         self._writers.forked()
         self.renew(stream)

@@ -88,6 +88,8 @@ class Serving:
             return self._denied
         if self.reading is not None and self.reading.refused is not None:
             return str(self.reading.refused)
+        if self.feed is not None and self.feed.strayed is not None:
+            return self.feed.strayed
         return self._failure()
 
     def _failure(self) -> str | None:

@@ -1,7 +1,8 @@
 """What a table has at one moment, for the audit to compare: the ids of a window below a position, and counts of rows.
 
 The statements are plain SELECTs of their own, and not those by which rows are read for clients. They share one snapshot
-and see the table as its owner does, without row security.
+and see the table as its owner does, without row security. It is the table that has the registered name, even where
+rows are read from another one.
 """
 
 from __future__ import annotations
@@ -72,8 +73,12 @@ class Look(Protocol):
         """Whether it has ended well."""
 
     @property
+    def elsewhere(self) -> str | None:
+        """The relation to which the name of the stream's table leads now, if that is another one: the look is at it."""
+
+    @property
     def tree(self) -> Mapping[int, str]:
-        """The names of the stream's table, its partitions and its children, by oid."""
+        """The names of the table, its partitions and its children, by oid."""
 
     async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
         """The ids in (after, upto] in all tables of the tree except those in `apart` (oids)."""
@@ -123,6 +128,8 @@ class PostgresWindows:
             async with self._db.connection() as connection:
                 await connection.execute(_SESSION)
                 tree = await _tree(connection, stream)
+                there = ((oid, name) for oid, (name, _) in tree.items() if name)
+                look.root, look.table = next(there, (stream.table_oid, str(stream.table)))
                 async with connection.transaction(isolation="repeatable_read", readonly=True):
                     look.connection, look.tree = connection, {oid: name for oid, (name, _) in tree.items() if name}
                     yield look
@@ -136,7 +143,9 @@ class PostgresWindows:
 
 
 async def _tree(connection: Connection, stream: Stream) -> dict[int, tuple[str | None, int | None]]:
-    rows = await connection.fetch(load_sql("late_tree"), stream.table_oid, stream.sequence_oid)
+    """Names and files by oid; the table that has the registered name comes first."""
+    schema, name = (None, None) if stream.identity is None else stream.identity.names[0][1:]
+    rows = await connection.fetch(load_sql("late_tree"), stream.table_oid, stream.sequence_oid, schema, name)
     return {row["oid"]: (row["name"], row["file"]) for row in rows}
 
 
@@ -147,7 +156,13 @@ class _PostgresLook:
     max_rows: int
     schema: str
     tree: Mapping[int, str] = field(default_factory=dict)
+    root: int = 0
+    table: str = ""
     whole: bool = False
+
+    @property
+    def elsewhere(self) -> str | None:
+        return None if self.root == self.stream.table_oid else self.table
 
     async def window(self, after: int, upto: int, apart: Collection[int] = ()) -> Window:
         [row] = await self._fetch("late_ids", after, upto, self.max_rows, apart=self._apart(apart))
@@ -188,13 +203,13 @@ class _PostgresLook:
         assert self.connection is not None
         stream = self.stream
         sql = load_sql(query).format(
-            table=table or stream.table,
+            table=table or self.table,
             id=quote_ident(stream.id_column),
             instance=quote_ident(stream.instance_column or stream.id_column),
             schema=quote_ident(self.schema),
             apart=apart,
         )
-        return list(await as_owner(self.connection, stream.reader, stream.table_oid).fetch(sql, *args))
+        return list(await as_owner(self.connection, stream.reader, self.root).fetch(sql, *args))
 
     def _apart(self, tables: Collection[int], ids: Collection[int] = ()) -> str:
         found = f" AND t.tableoid NOT IN ({', '.join(str(int(one)) for one in sorted(tables))})" if tables else ""

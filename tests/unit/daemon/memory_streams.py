@@ -356,6 +356,7 @@ class MemoryLook:
 
     def __init__(self, table: Table, stream: Stream) -> None:
         self.whole = False
+        self.elsewhere: str | None = None
         self._table = table
         self._stream = stream
 

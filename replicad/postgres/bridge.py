@@ -74,7 +74,7 @@ _SESSION = {
     # What a role or a database may have set, and what would end our sessions or change what our statements mean:
     "default_transaction_deferrable": "off",
     "idle_session_timeout": "0",  # a session that listens, holds locks or waits for work is idle most of the time
-    "idle_in_transaction_session_timeout": "0",  # where we wait within a transaction, we bound it ourselves
+    "idle_in_transaction_session_timeout": "0",  # `Connection.transaction` sets its own bound
     "lock_timeout": "0",
     "exit_on_error": "off",
 }

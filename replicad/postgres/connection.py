@@ -37,6 +37,7 @@ _ISOLATION: dict[Isolation, str] = {
     "serializable": "SERIALIZABLE",
 }
 
+IDLE = 20.0  # seconds without a statement within a transaction of ours
 _SETTLE = 2.0  # seconds for a cancelled connection to become usable; then it is closed
 _GRACE = 5.0  # seconds beyond statement_timeout after which a silent server counts as lost
 
@@ -263,17 +264,27 @@ class Connection:
 
     @asynccontextmanager
     async def transaction(
-        self, *, isolation: Isolation = "read_committed", readonly: bool = False, opening: str = ""
+        self,
+        *,
+        isolation: Isolation = "read_committed",
+        readonly: bool = False,
+        opening: str = "",
+        idle: float | None = IDLE,
     ) -> AsyncIterator[None]:
         """A transaction, or a savepoint if one is open: committed at the end, rolled back on any exception.
 
-        `opening` is a statement without parameters that is sent together with BEGIN, to save a round trip. If the
-        connection is lost during the commit, DatabaseUnavailable is raised, and the outcome is unknown.
+        `idle`: seconds after which Postgres ends the session if it gets no statement of the transaction, so that a
+        process of ours that is suspended holds no locks for longer. None: the transaction belongs to a user's program,
+        which decides that. `opening` is a statement without parameters that is sent together with BEGIN, to save a
+        round trip. If the connection is lost during the commit, DatabaseUnavailable is raised, and the outcome is
+        unknown.
         """
         outermost = not self._in_transaction()
         if outermost:
             access = " READ ONLY" if readonly else ""  # otherwise the default of the role or database counts
             begin, commit, rollback = f"BEGIN ISOLATION LEVEL {_ISOLATION[isolation]}{access}", "COMMIT", "ROLLBACK"
+            if idle is not None:
+                begin += f"; SET LOCAL idle_in_transaction_session_timeout = {round(idle * 1000)}"
         else:
             self._savepoints += 1
             name = f"replicad_{self._savepoints}"

@@ -185,7 +185,7 @@ class ShardedWriter:
         owns = value_call(self._schema, "writer_owns", 4)
         fence = fill(owns, (self.stream, key, self.instance, slot.term), quote_argument)
         try:
-            await transaction.enter_async_context(connection.transaction(opening=fence))
+            await transaction.enter_async_context(connection.transaction(opening=fence, idle=None))
         except NotOwner as error:
             self._holdings.doubt(slot)
             self._called.set()

@@ -246,6 +246,22 @@ async def test_transaction_commits_or_rolls_back_and_nests_as_savepoints(databas
     assert [row["id"] for row in await database.fetch("SELECT id FROM t ORDER BY id")] == [1, 3]
 
 
+async def test_a_transaction_of_a_process_that_is_suspended_holds_no_lock_for_long(database: Database) -> None:
+    await database.execute("CREATE TABLE t (id int)")
+
+    async def hold() -> None:
+        async with database.connection() as connection, connection.transaction(readonly=True, idle=0.05):
+            await connection.execute("LOCK TABLE t IN ACCESS SHARE MODE")
+            with trio.fail_after(PATIENCE):
+                await database.execute("DROP TABLE t")  # waits until Postgres has ended the other session
+            await connection.execute("SELECT 1")
+
+    with pytest.raises(errors.DatabaseUnavailable):
+        await hold()
+    async with database.connection() as connection, connection.transaction():
+        assert await connection.fetch_value("SHOW idle_in_transaction_session_timeout") == "20s"
+
+
 async def test_transaction_whose_failure_was_swallowed_does_not_look_committed(database: Database) -> None:
     async def swallow() -> None:
         async with database.connection() as connection, connection.transaction():

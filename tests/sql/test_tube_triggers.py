@@ -334,10 +334,10 @@ async def test_row_security_hides_no_row_from_a_tube(db: Database, take: Take) -
         "ALTER TABLE sh1.t ENABLE ROW LEVEL SECURITY; CREATE POLICY p ON sh1.t USING (v = 1) WITH CHECK (true)"
     )
     async with db.connection() as connection:
-        await connection.execute(f"SET ROLE {role}")
+        await connection.execute(f"SET ROLE {role}; SET row_security = on")  # as in a program's session
         await connection.execute("INSERT INTO sh1.t VALUES (1, 0), (2, 1)")
         await connection.execute("TRUNCATE sh1.t")
-        await connection.execute("RESET ROLE")
+        await connection.execute("RESET ROLE; SET row_security = off")
     assert await take("a") == [("I", 1, [1, 2]), ("D", 1, [1, 2])]
     await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 

@@ -63,6 +63,7 @@ class _Within(Connection):
         isolation: Isolation = "read_committed",  # noqa: ARG002
         readonly: bool = False,  # noqa: ARG002
         opening: str = "",
+        idle: float | None = None,  # noqa: ARG002
     ) -> AsyncIterator[None]:
         """`Connection.transaction`, without an end of its own."""
         try:

@@ -11,10 +11,10 @@ from replicad.config.recent import RECENT
 from replicad.postgres.bridge import Database
 from replicad.streams import registry
 from replicad.tubes.backfill import Pace as BackfillPace
-from replicad.tubes.serving.pace import Pace as TubePace
+from replicad.tubes.serving.waiting import TubeIntervals
 from tests.daemons import Daemon, Paces
 
-PACES = Paces(tubes=TubePace(backfills=BackfillPace(max_backlog=1)))  # backfills wait for workers
+PACES = Paces(tubes=TubeIntervals(backfills=BackfillPace(max_backlog=1)))  # backfills wait for workers
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 ERROR = "status 422: <script>document.title='owned'</script> & more"
 

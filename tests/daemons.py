@@ -29,8 +29,8 @@ from replicad.streams.serving.pace import Pace as StreamPace
 from replicad.streams.serving.publisher import Publisher
 from replicad.streams.serving.service import StreamService
 from replicad.tubes.serving import service as tubes
-from replicad.tubes.serving.pace import Pace as TubePace
 from replicad.tubes.serving.service import TubeService
+from replicad.tubes.serving.waiting import TubeIntervals
 from tests.roles import as_daemon
 
 
@@ -40,7 +40,7 @@ class Paces:
 
     daemon: DaemonPace = DaemonPace()
     streams: StreamPace = StreamPace()
-    tubes: TubePace = TubePace()
+    tubes: TubeIntervals = TubeIntervals()
     presence: PresencePace = PresencePace()
     redis: RedisPace = RedisPace()
 

@@ -17,7 +17,7 @@ from replicad.operations.http import app, exposition
 from replicad.redis import figures as of_redis
 from replicad.sender import figures as of_senders
 from replicad.streams.serving import figures as of_streams
-from replicad.tubes.serving import figures as of_tubes
+from replicad.tubes.serving import service as tube_service
 
 PAGE = Path(__file__).parents[1] / "docs/operating.md"
 SECTION = re.compile(r"(<!-- figures of ([A-Za-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -25,7 +25,7 @@ PARTS: dict[str, Sequence[Family]] = {
     "the exporter": (*app.FAMILIES, exposition.LEFT_OUT),
     "the daemon": own_figures.FAMILIES,
     "streams": of_streams.FAMILIES,
-    "tubes": of_tubes.FAMILIES,
+    "tubes": tube_service.FAMILIES,
     "Redis": of_redis.FAMILIES,
     "senders": of_senders.FAMILIES,
 }

@@ -65,12 +65,12 @@ class Island:
     async def _picture(self, db: Database) -> Picture:
         from replicad.postgres import schema
         from replicad.postgres.statements import load_sql, statement
-        from replicad.tubes.cli.states import tube_states
-        from replicad.tubes.serving.expired import CODE
+        from replicad.tubes.cli.islands import tube_states
+        from replicad.tubes.serving.leases import LEASE_EXPIRED
 
         tube_schema, stream_schema = self.settings.tube_schema, self.settings.stream_schema
         await schema.require(db, "tube", tube_schema)
-        faults = await tube_states(db, tube_schema, stream_schema, without=(CODE,))
+        faults = await tube_states(db, tube_schema, stream_schema, without=(LEASE_EXPIRED,))
         found = await db.fetch(statement("tube_top", tube_schema))
         server = (await db.fetch(load_sql("doctor_server")))[0]
         streams, reported, remarks = await self._streams(db)
@@ -155,12 +155,12 @@ class Island:
         self, rows: Sequence[Any], reported: Sequence[Reported], now: float, clock: datetime
     ) -> Mapping[int, float]:
         """For how many seconds each beat has not changed: as seen here, and as daemons have seen it for longer."""
-        from replicad.tubes.serving.expired import CODE
+        from replicad.tubes.serving.leases import LEASE_EXPIRED
 
         if self._beats is None:
             self._beats = BeatWatch(self.longest_gap)
         silent = self._beats.observe({row["beat"] for row in rows if row["beat"] is not None}, now)
-        since = {(one.name, one.cause): one.since for one in reported if one.code == CODE}
+        since = {(one.name, one.cause): one.since for one in reported if one.code == LEASE_EXPIRED}
         for row in rows:
             began = since.get((row["tube"], row["lease"]))
             if began is not None:

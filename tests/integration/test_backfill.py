@@ -10,7 +10,7 @@ import trio
 
 from replicad.postgres.bridge import Database
 from replicad.tubes.backfill import Pace as BackfillPace
-from replicad.tubes.serving.pace import Pace as TubePace
+from replicad.tubes.serving.waiting import TubeIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 
@@ -20,7 +20,7 @@ PUT_IN = "payload ->> 'type' IS DISTINCT FROM 'backfill_schedule'"  # all but wh
 
 def at_pace(**changes: Any) -> Paces:
     """The daemon's usual pace, but for its backfills."""
-    return Paces(tubes=TubePace(backfills=BackfillPace(**changes)))
+    return Paces(tubes=TubeIntervals(backfills=BackfillPace(**changes)))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ from replicad.tubes.backfill import Backfiller
 from replicad.tubes.backfill import Pace as BackfillPace
 from replicad.tubes.leases import LeaseBook
 from replicad.tubes.pods import PodBook
-from replicad.tubes.serving.pace import Pace as TubePace
+from replicad.tubes.serving.waiting import TubeIntervals
 from tests.daemons import Daemon, Paces
 
 from .conftest import Netcat, netcat_to
@@ -100,7 +100,7 @@ def paces() -> Paces:
             late_look=0.05,
             restarts=restarts,
         ),
-        TubePace(look=0.05, backfills=BackfillPace(retry=0.02, retry_max=0.02), restarts=restarts),
+        TubeIntervals(look=0.05, backfills=BackfillPace(retry=0.02, retry_max=0.02), restarts=restarts),
         PresencePace(look=0.05, ips=0.01, sweep=0.05, **retry),
     )
 

@@ -29,7 +29,7 @@ from replicad.postgres.bridge import Database, open_database
 from replicad.postgres.embedded import EmbeddedPostgres
 from replicad.sender.store import open_store
 from replicad.streams import registry
-from replicad.tubes.serving.figures import TubeFigures
+from replicad.tubes.serving.service import TubeFigures
 from tests.conftest import PATIENCE, install, psql
 from tests.daemons import Daemon, Paces, open_daemon
 from tests.figures_page import PARTS

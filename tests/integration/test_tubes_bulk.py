@@ -22,15 +22,17 @@ from replicad.protocol.tokens import Cursor
 from replicad.spark.arrow import PodReader, block_batch
 from replicad.tubes.bulk import Sizes
 from replicad.tubes.commands import Part
-from replicad.tubes.serving.pace import Pace as TubePace
+from replicad.tubes.serving.waiting import TubeIntervals
 from tests.conftest import PATIENCE
 from tests.daemons import Daemon, Paces
 
 from .conftest import Connect
 
 ALL = Part(0, 1)
-SMALL = Paces(tubes=TubePace(blocks=Sizes(row_bytes=4000, first_pods=1)))  # a handful of pods takes several statements
-BLIND = Paces(tubes=TubePace(look=60))  # the daemon does not notice that a lease is lost
+SMALL = Paces(
+    tubes=TubeIntervals(blocks=Sizes(row_bytes=4000, first_pods=1))
+)  # a handful of pods takes several statements
+BLIND = Paces(tubes=TubeIntervals(look=60))  # the daemon does not notice that a lease is lost
 Start = Callable[..., AbstractAsyncContextManager[Daemon]]
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)

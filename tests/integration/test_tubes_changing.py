@@ -89,7 +89,7 @@ async def test_a_change_gives_up_and_says_because_of_whom(tables: Database) -> N
         with pytest.raises(
             TubeRefused, match=f"a change: no lock within 1 s, because of pid {pid}.*pg_terminate_backend"
         ):
-            await changing.change(
+            await changing.change_with_locks(
                 tables,
                 lambda connection: call_value(connection, "tube", "tube_table_ensure_attached", "a", "t3", 0),
                 what="a change",

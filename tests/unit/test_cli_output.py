@@ -15,8 +15,8 @@ from replicad.errors import UsageError
 from replicad.masking import mask_value, visible
 from replicad.terminal.failures import say
 from replicad.terminal.output import as_json_line, echo, print_rows, table
-from replicad.tubes.cli.content import _ranges, _read_ids
 from replicad.tubes.cli.islands import parse_shards
+from replicad.tubes.cli.tubes import _ranges, _read_ids
 from replicad.tubes.shards import MAX_SHARD, shard_of_schema
 
 values = st.one_of(

@@ -13,8 +13,8 @@ from replicad.errors import ReplicadError
 from replicad.postgres.bridge import Database, quote_ident
 from replicad.postgres.statements import load_sql, statement
 from replicad.streams import daemons, status, troubles
-from replicad.tubes.cli.states import tube_states
-from replicad.tubes.serving.expired import CODE as EXPIRED
+from replicad.tubes.cli.islands import tube_states
+from replicad.tubes.serving.leases import LEASE_EXPIRED
 
 if TYPE_CHECKING:
     from replicad.streams.daemons import Daemon
@@ -110,7 +110,7 @@ class Seen:
     async def tube_faults(self) -> Mapping[str, str]:
         """Why tubes cannot be served, or what daemons report of them, but for expired leases."""
         schemas = self.settings.tube_schema, self.settings.stream_schema
-        return await self._once("tube_faults", lambda: tube_states(self.db, *schemas, without=(EXPIRED,)))
+        return await self._once("tube_faults", lambda: tube_states(self.db, *schemas, without=(LEASE_EXPIRED,)))
 
     async def partitions(self) -> Sequence[Row]:
         """Every partition of every tube, as `replicad top` shows them."""

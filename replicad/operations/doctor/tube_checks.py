@@ -8,7 +8,7 @@ from shlex import quote
 
 from replicad.operations.doctor.declared import Check, Finding, counted, failing, fine, warning
 from replicad.operations.doctor.seen import Seen
-from replicad.tubes.serving.expired import CODE
+from replicad.tubes.serving.leases import LEASE_EXPIRED
 
 
 async def _tubes(seen: Seen) -> Iterable[Finding]:
@@ -35,7 +35,7 @@ async def _readers(seen: Seen) -> Iterable[Finding]:
 
 
 async def _leases(seen: Seen) -> Iterable[Finding]:
-    expired = {(one.name, one.cause): one for one in await seen.troubles() if one.code == CODE}
+    expired = {(one.name, one.cause): one for one in await seen.troubles() if one.code == LEASE_EXPIRED}
     found = [
         warning(f"tube {name}, {one.reason.partition('; ')[0]}", "start a worker") for (name, _), one in expired.items()
     ]

@@ -1,1 +1,1 @@
-"""`replicad tubes`: make tubes, attach tables, fill tubes and show what is in them."""
+"""`replicad tubes`: create tubes, attach tables, fill tubes and show their pods."""

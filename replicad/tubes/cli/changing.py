@@ -3,7 +3,7 @@
 A change needs a lock on a table, and while it waits behind a long transaction, every later writer of the table waits
 behind it. If it waits while it holds locks on other tables, Postgres may see a deadlock and end the transaction of a
 user. So a change waits for less than half a second, shorter than `deadlock_timeout`, then gives up all its locks, lets
-the writers pass, and is tried again. Who is in the way is reported.
+the writers pass, and is tried again. The blocking transaction is reported.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from replicad.postgres.bridge import Connection, Database
 
 LOCK_TIMEOUT = 0.4  # seconds that a try waits for each lock; deadlock_timeout is 1 s unless it was changed
-LOOK = 0.2  # seconds after which a try looks who is in its way
+LOOK = 0.2  # seconds after which a try looks for the transactions that block it
 PAUSE = 0.6  # seconds between two tries, for the writers that have waited
 PATIENCE = 60.0  # seconds of tries in all
 
 
-async def change(
+async def change_with_locks(
     db: Database,
     work: Callable[[Connection], Awaitable[Any]],
     *,
@@ -39,13 +39,13 @@ async def change(
 ) -> Any:
     """Run `work` in a transaction of its own, again and again until it gets its locks; returns its result.
 
-    `what` names the change in reports. `report` is told who is in the way, once for each.
+    `what` names the change in reports. `report` is called once for each blocking transaction.
 
     Raises:
-        TubeRefused: it did not get its locks within `patience` seconds; says who holds them. Nothing was changed.
+        TubeRefused: it did not get its locks within `patience` seconds; the text names the holders.
     """
     deadline = trio.current_time() + patience
-    told: set[str] = set()
+    reported: set[str] = set()
     while True:
         seen: list[str] = []
         try:
@@ -53,15 +53,15 @@ async def change(
         except DatabaseError as error:
             if not sqlstates.means(error.sqlstate, sqlstates.LOCKED) and error.sqlstate != "40P01":
                 raise
-            in_the_way = "; ".join(seen) or "a transaction that has ended meanwhile"
+            blocking = "; ".join(seen) or "a transaction that has ended meanwhile"
             if trio.current_time() >= deadline:
                 raise TubeRefused(
-                    f"{what}: no lock within {patience:g} s, because of {in_the_way}. Nothing was changed. End that "
+                    f"{what}: no lock within {patience:g} s, because of {blocking}. Nothing was changed. End that "
                     "transaction (SELECT pg_terminate_backend(PID)), or repeat the command when it has ended"
                 ) from error
         for one in seen:
-            if one.split(" (")[0] not in told:
-                told.add(one.split(" (")[0])
+            if one.split(" (")[0] not in reported:
+                reported.add(one.split(" (")[0])
                 report(f"{what}: waiting for {one}")
         await trio.sleep(PAUSE)
 

@@ -10,7 +10,7 @@ from replicad.errors import TubeRefused
 from replicad.postgres.relations import HOW, find_relation
 from replicad.postgres.statements import call_value, load_sql, statement
 from replicad.terminal.desired.section import Key, Place, Section, Values, tables, text, whole
-from replicad.tubes.cli.changing import change as change_locked
+from replicad.tubes.cli.changing import change_with_locks
 from replicad.tubes.cli.islands import Tubes, parse_shards
 from replicad.tubes.shards import MAX_SHARD, ShardSet, shard_of_schema
 
@@ -89,7 +89,7 @@ async def change(place: Place, name: str, before: Values | None, wanted: Values)
 
 
 def parts(before: Values | None, wanted: Values) -> Iterator[Values]:
-    """The tube with each of the tables that differ, so that a trial locks one of them at a time."""
+    """The tube with each of the tables that differ, so that a trial locks one table at a time."""
     differing = _differing(before, wanted)
     for table in differing:
         yield {**wanted, "tables": {table: wanted["tables"][table]}}
@@ -98,7 +98,7 @@ def parts(before: Values | None, wanted: Values) -> Iterator[Values]:
 
 
 def _differing(before: Values | None, wanted: Values) -> list[str]:
-    """The tables that are not attached as the file says."""
+    """The tables that are not attached as in the file."""
     attached = {} if before is None else before["tables"]
     return [
         table
@@ -128,7 +128,7 @@ async def _locked(place: Place, what: str, work: Callable[[Run], Awaitable[Any]]
         async with place.db.connection() as connection:
             await within(connection)
     else:
-        await change_locked(place.db, within, what=what)
+        await change_with_locks(place.db, within, what=what)
 
 
 def _shards(value: Any) -> str:

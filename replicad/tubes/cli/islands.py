@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from replicad.config.settings import DatabaseSettings
-from replicad.errors import TubeRefused, UsageError
+from replicad.errors import DatabaseError, DatabaseUnavailable, TubeRefused, UsageError
 from replicad.terminal.command import settings_options
 from replicad.terminal.database import on_database
 from replicad.terminal.failures import say
@@ -53,13 +53,13 @@ class Tubes:
     stream_schema: str
 
     async def rows(self, function: str, *args: object) -> list[Any]:
-        """The rows that one of the functions returns."""
+        """The rows that a function returns."""
         from replicad.postgres.statements import call_rows
 
         return await call_rows(self.db, self.schema, function, *args)
 
     async def value(self, function: str, *args: object) -> Any:
-        """The one value that one of the functions returns."""
+        """The value that a function returns."""
         from replicad.postgres.statements import call_value
 
         return await call_value(self.db, self.schema, function, *args)
@@ -71,7 +71,10 @@ class Tubes:
         return await self.db.fetch(statement("tube_backfill_states", self.schema))
 
     async def without_index(self, orders: Sequence[tuple[str, str]]) -> list[NoIndex]:
-        """Of tables, each with the column that orders its backfill, those that are large and have no index on it."""
+        """The large tables without an index on the column that orders their backfill.
+
+        `orders`: pairs of a table and that column.
+        """
         from replicad.postgres.statements import statement
 
         tables, columns = [table for table, _ in orders], [column for _, column in orders]
@@ -79,16 +82,16 @@ class Tubes:
         return [NoIndex(*row) for row in rows]
 
     async def change(self, what: str, function: str, *args: object) -> Any:
-        """As `value`, for a function that locks tables; see `changing.change`. `what` names the change."""
+        """As `value`, for a function that locks tables; see `change_with_locks`. `what` names the change."""
         from replicad.postgres.statements import call_value
-        from replicad.tubes.cli.changing import change
+        from replicad.tubes.cli.changing import change_with_locks
 
-        return await change(self.db, lambda connection: call_value(connection, self.schema, function, *args), what=what)
+        return await change_with_locks(
+            self.db, lambda connection: call_value(connection, self.schema, function, *args), what=what
+        )
 
     async def states(self) -> dict[str, str]:
         """`tube_states` of this database."""
-        from replicad.tubes.cli.states import tube_states
-
         return await tube_states(self.db, self.schema, self.stream_schema)
 
     async def value_with_progress(self, function: str, *args: object) -> Any:
@@ -163,3 +166,49 @@ def on_islands(
 def with_island(found: Sequence[tuple[str | None, Sequence[Mapping[str, Any]]]]) -> list[dict[str, Any]]:
     """The rows of all islands in one list; if there are several, each row has its `island`."""
     return [{**({} if name is None else {"island": name}), **dict(row.items())} for name, rows in found for row in rows]
+
+
+async def tube_states(
+    db: Database, tube_schema: str, stream_schema: str, *, without: Container[str] = ()
+) -> dict[str, str]:
+    """The faults by tube: from the catalogs, the rights of this session, and the reports of running daemons.
+
+    Tubes that are ok are left out, and reports whose codes are in `without`.
+
+    If the reports of daemons cannot be read (no right, no such table), they are left out too.
+    """
+    from replicad.streams import troubles
+    from replicad.tubes.pods import load_tubes
+    from replicad.tubes.untouched import load_untouched
+
+    reasons: dict[str, list[str]] = {}
+    read_only = await _read_only(db)
+    for tube in await load_tubes(db, tube_schema):
+        reasons[tube.name] = list(read_only)
+        if tube.fault is not None:
+            reasons[tube.name].append(tube.fault)
+    for name, reason in (await load_untouched(db, tube_schema)).items():
+        reasons.setdefault(name, []).append(reason)
+    try:
+        reported = await troubles.load(db, schema=stream_schema)
+    except DatabaseUnavailable:
+        raise
+    except DatabaseError:
+        reported = []
+    for one in reported:
+        wanted = one.kind == "tube" and one.code not in without
+        known = reasons.setdefault(one.name, []) if wanted else None
+        if known is not None and one.reason not in known:  # several daemons may report the same
+            known.append(one.reason)
+    return {name: " Also: ".join(found) for name, found in reasons.items() if found}
+
+
+async def _read_only(db: Database) -> list[str]:
+    """One sentence if this session may not write. A daemon of the same user then may not write either."""
+    if await db.fetch_value("SELECT current_setting('transaction_read_only')") == "off":
+        return []
+    return [
+        f'user "{db.target.user}" may only read here (a standby, or default_transaction_read_only is on for this user, '
+        "database or server): a daemon that connects like this refuses every request about tubes and cannot report "
+        "its troubles here"
+    ]

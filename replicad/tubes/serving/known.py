@@ -1,6 +1,6 @@
-"""Which tubes there are, how far their positions are, and why one cannot be served.
+"""The known tubes, their positions, and the reason why a tube cannot be served.
 
-Looked at every second, and again whenever a request is for a tube that is not known or not served.
+They are read every second, and again whenever a request names a tube that is unknown or not served.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from replicad.daemon.service import Positions
 from replicad.daemon.troubles import Troubles
 from replicad.errors import TubeRefused, UnknownTube
 from replicad.postgres.horizon import LockSource, Reading
-from replicad.tubes.pods import TubeInfo
-from replicad.tubes.serving.books import PodStore
-from replicad.tubes.serving.vacancies import Vacancies
-from replicad.tubes.serving.waiters import Waiters
+from replicad.tubes.pods import PodBook, TubeInfo
+from replicad.tubes.serving.waiting import ClaimWaiters, PodWaiters
 
 TUBE = "tube"  # the kind of the troubles of one tube; a trouble of all tubes has the kind "service"
 
 
 class KnownTubes:
-    """The tubes of one schema. A fault of one is a trouble of that tube, and the answer to requests for it."""
+    """The tubes of one schema. A fault of a tube is a trouble of that tube, and the answer to requests for it."""
 
     def __init__(
-        self, pods: PodStore, poller: Positions, waiters: Waiters, vacancies: Vacancies, troubles: Troubles
+        self, pods: PodBook, poller: Positions, waiters: PodWaiters, claim_waiters: ClaimWaiters, troubles: Troubles
     ) -> None:
         self.tubes: dict[str, TubeInfo] = {}
         self.readings: dict[str, Reading] = {}  # the last one of each tube
         self._pods = pods
         self._poller = poller
         self._waiters = waiters
-        self._vacancies = vacancies
+        self._claim_waiters = claim_waiters
         self._troubles = troubles
         self._watched: dict[str, LockSource] = {}
         self._refused: dict[str, str] = {}  # tube: why it has no position
@@ -116,9 +114,9 @@ class KnownTubes:
             self._wake(info.name, but={1, info.partitions})
 
     def _wake(self, tube: str, but: Container[int] = ()) -> None:
-        """Let requests that wait look again: their own statements show what has changed. `but`: as `Waiters.wake`."""
+        """Wake the waiting requests: their own statements show the change. `but`: as in `PodWaiters.wake`."""
         self._waiters.wake(tube, but)
-        self._vacancies.wake(tube, but)
+        self._claim_waiters.wake(tube, but)
 
     def _unwatch(self, name: str) -> None:
         self._poller.unwatch(f"tube:{name}")
@@ -127,7 +125,7 @@ class KnownTubes:
         self.readings.pop(name, None)
         self._troubles.end(TUBE, name, "position")
         self._waiters.forget(name)
-        self._vacancies.wake(name)
+        self._claim_waiters.wake(name)
 
     def _on_reading(self, name: str, reading: Reading) -> None:
         tube = name.removeprefix("tube:")

@@ -1,9 +1,13 @@
-"""Answers the requests of clients: for leases, pods and acks."""
+"""Answers the requests of clients: CLAIM and the other commands on leases, PODS, ACK, PARK and REPORT.
+
+Postgres decides who holds a lease. PODS plans a read, waits if there are no pods yet, and sends the pods; few pods come
+with the plan. Long lists of ACK and PARK are read in pieces, so that one line does not hold the event loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,15 +15,22 @@ import trio
 
 from replicad.config.limits import Limits
 from replicad.daemon.service import Answer, Answers, Peer
-from replicad.errors import DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, TubeRefused
+from replicad.errors import CursorAhead, DatabaseError, DatabaseUnavailable, LeaseHeld, LeaseLost, TubeRefused
 from replicad.protocol.command import Command
+from replicad.protocol.integer_list import pieces_of
+from replicad.protocol.tokens import Cursor
+from replicad.tubes.backfill import Backfiller
+from replicad.tubes.bulk import BulkBook, Want
 from replicad.tubes.commands import (
+    ARROW,
     MAX_KEPT,
     Ack,
     Acked,
     Claim,
+    CursorAt,
     Keep,
     Kept,
+    Lease,
     Park,
     Parked,
     Pods,
@@ -28,17 +39,283 @@ from replicad.tubes.commands import (
     Report,
     Tube,
 )
-from replicad.tubes.holders import without_tags
-from replicad.tubes.serving.books import Books
-from replicad.tubes.serving.claims import Claims
+from replicad.tubes.holders import Holder, without_tags
+from replicad.tubes.leases import LeaseBook
+from replicad.tubes.pods import Bounds, PodBook, Span
 from replicad.tubes.serving.known import KnownTubes
-from replicad.tubes.serving.listed import ack_listed, read_list
-from replicad.tubes.serving.ownership import Ownership
-from replicad.tubes.serving.readiness import Readiness
-from replicad.tubes.serving.reads import Reads
-from replicad.tubes.serving.renewals import Renewals
-from replicad.tubes.serving.vacancies import Vacancies
-from replicad.tubes.serving.waiters import Waiters
+from replicad.tubes.serving.leases import Ownership, Renewals
+from replicad.tubes.serving.waiting import JUST_NOW, ClaimWaiter, ClaimWaiters, PodWaiter, PodWaiters, Readiness
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """The access to the database of the service of tubes. `untouched` is `load_untouched`."""
+
+    leases: LeaseBook
+    pods: PodBook
+    blocks: BulkBook
+    backfiller: Backfiller
+    untouched: Callable[[], Awaitable[Mapping[str, str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claiming:
+    peer: Peer
+    command: Claim
+    holder: Holder
+    ttl: float
+    until: float
+
+
+class Claims:
+    """The claims of all clients. `partitions`: the number of partitions of a tube, as far as it is known."""
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        claim_waiters: ClaimWaiters,
+        readiness: Readiness,
+        limits: Limits,
+        partitions: Callable[[str], int | None],
+    ) -> None:
+        self._ownership = ownership
+        self._claim_waiters = claim_waiters
+        self._readiness = readiness
+        self._limits = limits
+        self._partitions = partitions
+
+    async def claim(self, peer: Peer, command: Claim, wait: float) -> Lease:
+        """The lease that a CLAIM asks for. `wait`: seconds, checked.
+
+        Raises:
+            LeaseHeld: another holder has the lease; raised at once with `ready`, otherwise at the end of the wait.
+            TubeRefused, UnknownTube, PartitionsChanged: the lease cannot be given.
+        """
+        limits = self._limits
+        ttl = limits.lease_ttl if command.ttl is None else command.ttl
+        if not 0 < ttl <= limits.lease_ttl_max:
+            raise TubeRefused(
+                f"ttl={ttl:g} is out of range; this server gives leases of up to {limits.lease_ttl_max:g} s"
+            )
+        holder = self._ownership.holder(peer, command)
+        claiming = _Claiming(peer, command, holder, ttl, trio.current_time() + wait)
+        if not wait:
+            return await self._ask(claiming)
+        return await (self._claim_or_want if command.ready else self._claim_or_wait)(claiming)
+
+    async def _claim_or_want(self, claiming: _Claiming) -> Lease:
+        """The lease, or LeaseHeld; READY follows then."""
+        peer, tube, part = claiming.peer, claiming.command.tube, claiming.command.part
+        self._readiness.want_lease(peer, tube, part, claiming.holder, claiming.until)
+        try:
+            lease = await self._try(claiming)
+        except LeaseHeld:
+            raise
+        except BaseException:
+            self._readiness.drop(peer, tube, part)
+            raise
+        self._readiness.drop(peer, tube, part)
+        return lease
+
+    async def _claim_or_wait(self, claiming: _Claiming) -> Lease:
+        free = trio.Event()
+        claimant = ClaimWaiter(claiming.command.tube, claiming.command.part, claiming.holder, free.set)
+        with self._claim_waiters.waiting(claimant):
+            while True:
+                try:
+                    return await self._try(claiming)
+                except LeaseHeld:
+                    if trio.current_time() >= claiming.until:
+                        raise
+                with trio.move_on_at(claiming.until):
+                    await free.wait()
+                free = trio.Event()
+                claimant.wake = free.set
+
+    async def _try(self, claiming: _Claiming) -> Lease:
+        """`_ask`, unless the last reading shows that another holder has the partition."""
+        tube, part = claiming.command.tube, claiming.command.part
+        if part.partitions in (1, self._partitions(tube)):
+            taken = self._claim_waiters.taken(tube, part, claiming.holder)
+            if taken is not None:
+                raise taken
+        return await self._ask(claiming)
+
+    async def _ask(self, claiming: _Claiming) -> Lease:
+        command = claiming.command
+        return await self._ownership.claim(
+            claiming.peer, command, claiming.holder, claiming.ttl, self._claim_waiters.expired
+        )
+
+
+GiveWay = Callable[[], Awaitable[None]]  # waits for the next turn
+
+ACKED_AT_ONCE = 10_000  # listed pods in one statement: a few milliseconds
+
+
+async def ack_listed(pods: PodBook, command: Ack, give_way: GiveWay) -> int:
+    """Remove the listed pods; returns how many there were. The first piece shows whether the lease is held.
+
+    Raises:
+        LeaseLost: the term does not cover the partition; nothing was removed.
+        RemoteProtocolError: a part of the list is no number. Pods before it were removed.
+    """
+    removed = 0
+    most = 0
+    listed: list[int] = []
+    for piece in pieces_of(command.seqs):
+        if most:
+            await give_way()
+        listed += piece
+        if len(listed) > most:
+            removed += await pods.ack(command.tube, command.part, command.term, listed)
+            most, listed = ACKED_AT_ONCE, []
+    if listed:
+        removed += await pods.ack(command.tube, command.part, command.term, listed)
+    return removed
+
+
+async def read_list(numbers: Sequence[int], give_way: GiveWay) -> tuple[int, ...]:
+    """All numbers of a list. Raises RemoteProtocolError."""
+    listed: list[int] = []
+    for piece in pieces_of(numbers):
+        if listed:
+            await give_way()
+        listed += piece
+    return tuple(listed)
+
+
+MAX_LIMIT = 100_000  # pods in one answer; a worker that wants more asks again
+DEFAULT_LIMIT = 1000
+
+StillServed = Callable[[str], Awaitable[object]]
+"""Raises UnknownTube, or TubeRefused if the tube can no longer be served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """How far an answer goes. `lines`: its pods, if they were read already."""
+
+    at: CursorAt
+    lines: bytes = b""
+
+
+class PodReads:
+    """The reads of all clients."""
+
+    def __init__(
+        self,
+        books: Books,
+        waiters: PodWaiters,
+        readiness: Readiness,
+        renewals: Renewals,
+        *,
+        still_served: StillServed,
+        partitions: Callable[[str], int | None],
+    ) -> None:
+        """`partitions`: the number of partitions of a tube, if known."""
+        self._pods = books.pods
+        self._bulk = books.blocks
+        self._waiters = waiters
+        self._readiness = readiness
+        self._renewals = renewals
+        self._still_served = still_served
+        self._partitions = partitions
+
+    async def plan(self, peer: Peer, command: Pods, wait: float) -> Planned:
+        """How far the answer goes, and how many pods it has. Waits up to `wait` seconds if there are none.
+
+        Raises:
+            CursorAhead, LeaseLost, PartitionsChanged, UnknownTube, TubeRefused: the request cannot be answered.
+        """
+        await self.check(command.tube, command.after)
+        if command.upto is not None:
+            await self.check(command.tube, command.upto)
+            return Planned(CursorAt(command.tube, command.part, command.upto, 0))
+        if not wait:
+            return await self._plan(command)
+        until = trio.current_time() + wait
+        return await (self._plan_or_want(peer, command, until) if command.ready else self._plan_or_wait(command, until))
+
+    async def send(self, peer: Peer, command: Pods, upto: Cursor) -> int:
+        """Send the pods that are planned; returns how many. Raises LeaseLost, also after some."""
+        target = command.tube, command.part, command.term
+        renew = partial(self._renewals.renew_if_due, *target)
+        if command.encoding == ARROW:
+            return await self._bulk.send(Want(*target, command.after, upto, command.payload), peer.send, renew)
+        return await self._pods.lines(*target, Span(command.after, upto), sink=peer.send, renew=renew)
+
+    async def check(self, tube: str, cursor: Cursor) -> None:
+        """Refuse a cursor above the position: pods can still appear below it, and a read behind it would skip them."""
+        position = await self._waiters.position(tube)
+        if max(cursor.regular, cursor.backfill) > position:
+            raise CursorAhead(
+                f"cursor {cursor} lies beyond the position {position} of tube {tube}; use cursors from CURSOR answers"
+            )
+
+    async def _plan_or_want(self, peer: Peer, command: Pods, until: float) -> Planned:
+        """The plan; if it has no pods, READY follows."""
+        tube, part, after = command.tube, command.part, command.after
+        read_to = self._read_to(command)
+        self._readiness.want_pods(peer, tube, part, until, read_to)  # first: pods may come while it is planned
+        if read_to is not None:
+            return Planned(CursorAt(tube, part, after, 0))
+        wanted = False
+        try:
+            planned = await self._plan(command)
+            wanted = not planned.at.pods
+            return planned
+        finally:
+            if not wanted:
+                self._readiness.drop(peer, tube, part)
+
+    async def _plan_or_wait(self, command: Pods, until: float) -> Planned:
+        tube, part, term = command.tube, command.part, command.term
+        came = trio.Event()
+        waiter = PodWaiter(tube, part, came.set, self._read_to(command))
+        with self._waiters.waiting(waiter), self._renewals.waiting(tube, term):
+            if waiter.read_to is not None:
+                with trio.move_on_at(min(until, trio.current_time() + JUST_NOW, self._renewals.due(tube, term))):
+                    await came.wait()
+                await self._still_served(tube)
+                came = trio.Event()
+                waiter.wake, waiter.read_to = came.set, None
+            while True:
+                planned = await self._plan(command)
+                if planned.at.pods:
+                    return planned
+                while not came.is_set():
+                    if trio.current_time() >= until:
+                        return planned  # no pod came since it was planned
+                    with trio.move_on_at(min(until, max(self._renewals.due(tube, term), trio.current_time()))):
+                        await came.wait()
+                    await self._renewals.renew_waiting(tube, part, term)
+                await self._still_served(tube)
+                came = trio.Event()
+                waiter.wake = came.set
+
+    def _read_to(self, command: Pods) -> int | None:
+        """The position up to which no pod is behind the request's cursor, as its lease has just read; else None."""
+        if command.part.partitions != self._partitions(command.tube):
+            return None
+        return self._waiters.take_end(command.tube, command.part, command.term, command.after)
+
+    async def _plan(self, command: Pods) -> Planned:
+        tube, part, term, after = command.tube, command.part, command.term, command.after
+        limit = min(DEFAULT_LIMIT if command.limit is None else command.limit, MAX_LIMIT)
+        bounds = Bounds(await self._waiters.position(tube), limit, command.ids, command.backfill)
+        as_lines = not command.plan and command.encoding != ARROW
+        if as_lines and part.partitions == self._partitions(tube):
+            try:
+                short = await self._pods.short(tube, part, term, after, bounds)
+            except DatabaseUnavailable:
+                raise
+            except DatabaseError:  # the plan raises the right error
+                short = None
+            if short is not None:
+                self._waiters.note_end(tube, part, term, short[0].cursor, bounds.position)
+                return Planned(*short)
+        return Planned(await self._pods.plan(tube, part, term, after, bounds))
 
 
 class TubeRequests:
@@ -48,8 +325,8 @@ class TubeRequests:
         self,
         books: Books,
         known: KnownTubes,
-        waiters: Waiters,
-        vacancies: Vacancies,
+        waiters: PodWaiters,
+        claim_waiters: ClaimWaiters,
         readiness: Readiness,
         *,
         ownership: Ownership,
@@ -59,12 +336,14 @@ class TubeRequests:
         self._leases = books.leases
         self._pods = books.pods
         self._known = known
-        self._vacancies = vacancies
+        self._claim_waiters = claim_waiters
         self._ownership = ownership
         self._renewals = renewals
         self._limits = limits
-        self._claims = Claims(ownership, vacancies, readiness, limits, known.partitions)
-        self._reads = Reads(books, waiters, readiness, renewals, still_served=known.served, partitions=known.partitions)
+        self._claims = Claims(ownership, claim_waiters, readiness, limits, known.partitions)
+        self._reads = PodReads(
+            books, waiters, readiness, renewals, still_served=known.served, partitions=known.partitions
+        )
 
     def answers(self, peer: Peer) -> Answers:
         """`Service.answers`."""
@@ -85,7 +364,7 @@ class TubeRequests:
 
         def answer(each: Callable[[Peer, Any], Awaitable[None]]) -> Answer:
             async def answer_known(command: Any) -> None:
-                if peer.access.limited:  # a tube that it may not know and one that is not there get the same answer
+                if peer.access.limited:  # a tube that the client may not know gets the answer of an absent tube
                     await self._known.find(command.tube, peer.access.lists)
                     if isinstance(command, (Renew, Release, Pods, Ack, Park)):
                         await self._ownership.check(peer, command.tube, command.term)
@@ -99,7 +378,7 @@ class TubeRequests:
         """Answer one request of a client.
 
         Raises:
-            TubeError, DatabaseError: it cannot be done. A part of the pods may have been sent.
+            TubeError, DatabaseError: the request cannot be answered. A part of the pods may have been sent.
         """
         try:
             await work(command)
@@ -139,7 +418,7 @@ class TubeRequests:
         released = await self._leases.release(command.tube, command.part, command.term)
         self._renewals.forget(command.tube, command.term)
         if released:
-            self._vacancies.released(command.tube, command.part)
+            self._claim_waiters.released(command.tube, command.part)
         session.log.info("lease_released", tube=command.tube, part=str(command.part), was_held=released)
         session.post(Release(command.tube, command.part, command.term))
 

@@ -21,9 +21,9 @@ from replicad.tubes.commands import CursorAt, Lease, Part
 from replicad.tubes.holders import Holder
 from replicad.tubes.leases import LeaseView
 from replicad.tubes.pods import Bounds, Span, TubeInfo
-from replicad.tubes.serving.books import Books
-from replicad.tubes.serving.pace import Pace
+from replicad.tubes.serving.requests import Books
 from replicad.tubes.serving.service import TubeService
+from replicad.tubes.serving.waiting import TubeIntervals
 
 from .conftest import Client, Desk, settle
 from .memory_streams import MemoryPositions
@@ -185,7 +185,7 @@ class MemoryBooks:
 class World:
     """The service, its books, its positions."""
 
-    def __init__(self, desk: Desk, books: MemoryBooks, pace: Pace) -> None:
+    def __init__(self, desk: Desk, books: MemoryBooks, pace: TubeIntervals) -> None:
         self.desk, self.books, self.troubles = desk, books, desk.troubles
         self.positions = MemoryPositions()
         every = Books(books, books, books, books, books.untouched)
@@ -208,7 +208,7 @@ class World:
 
 
 @asynccontextmanager
-async def open_tubes(books: MemoryBooks | None = None, pace: Pace = Pace()) -> AsyncIterator[World]:
+async def open_tubes(books: MemoryBooks | None = None, pace: TubeIntervals = TubeIntervals()) -> AsyncIterator[World]:
     async with trio.open_nursery() as nursery:
         world = World(Desk(nursery, Troubles(), max_pending=5), books or MemoryBooks(), pace)
         await world.desk.open(world.service)
@@ -312,7 +312,7 @@ async def test_who_has_read_to_the_end_is_woken_without_a_query_of_its_own_and_m
 
 
 async def test_a_look_that_fails_or_takes_too_long_wakes_all_who_wait(autojump_clock: MockClock) -> None:
-    async with open_tubes(pace=Pace(waking=1.0)) as world:
+    async with open_tubes(pace=TubeIntervals(waking=1.0)) as world:
         client = await world.claimed("1/2")
         for slow, fails in ((5.0, {}), (0.0, {"shards_between": DatabaseError("locked")})):
             plans = len(world.books.limits)
@@ -372,7 +372,7 @@ async def test_a_broken_tube_is_its_own_trouble_and_is_used_again_when_it_is_men
         books.infos["t"] = TubeInfo("t", 1, 12, 13)
         await settle(2)
         assert world.why() == ""
-        assert world.positions.sources["tube:t"] == LockSource(12, 13, own_deletes=True)
+        assert world.positions.sources["tube:t"] == LockSource(12, 13, own_deletes=True, id_column="seq")
         books.infos["t"] = replace(books.infos["t"], fault="broken just now")
         books.fails["ack"] = DatabaseError("no such table")
         assert "broken just now" in (await client.say("ACK t 0/1 1 1"))[0]
@@ -397,7 +397,7 @@ async def test_errors_of_the_database_are_answered_as_they_are_where_the_tube_is
 
 
 async def test_a_tube_that_was_dropped_and_made_again_is_served_before_the_next_look(autojump_clock: MockClock) -> None:
-    async with open_tubes(pace=replace(Pace(), look=1000.0)) as world:
+    async with open_tubes(pace=replace(TubeIntervals(), look=1000.0)) as world:
         client = world.desk.connect()
         world.positions.say("tube:t", Reading(position=0, refused=StreamRefused("its table was dropped")))
         assert (await client.say("CLAIM t 0/1"))[0].startswith("ERROR tube_refused: tube t cannot be served: its table")

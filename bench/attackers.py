@@ -45,13 +45,20 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server's address, and a lease under which a tube may be acked. `source`: the attacker's own address."""
+    """The server's address, and a lease under which a tube may be acked. `source`: the attacker's own address.
+
+    `http`: the port for HTTP, 0 for none. `redis`: where the daemon expects Redis. `secret`: of the polite clients,
+    where one is needed.
+    """
 
     host: str
     port: int
     lease: str
     source: str = ""
     dialect: Dialect = Dialect()
+    http: int = 0
+    redis: int = 0
+    secret: str = ""
 
 
 Attack = Callable[[Connection, Target], None]

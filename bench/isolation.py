@@ -1,10 +1,13 @@
 """Polite clients beside attackers: round trips, live rows, answers to PODS and new connections, alone and beside each.
+Over HTTP these are pages of rows, live rows as server-sent events, and the probes /livez and /readyz.
 
-The attackers of `attackers` attack the daemon with its default settings, one kind after the other, and then all at once
-together with clients that take old rows slowly or not at all. Half handshakes go to a daemon with TLS and room for 20
-connections. The figures are p50 and p99 of what the polite clients wait, with the ratio of the p99 to the quiet one,
-and the daemon's memory before, during and at most ten seconds after the attack. What can be done to NATS as well is
-done to it at the end. The whole takes a little more than three minutes.
+The attackers of `attackers` and `attackers_http` attack the daemon with its default settings, one kind after the other,
+and then those over TCP all at once together with clients that take old rows slowly or not at all, and those over HTTP
+all at once. Half handshakes go to a daemon with TLS and room for 20 connections, wrong secrets to one that asks for a
+secret, and to one with --redis comes a Redis of `attackers_redis`; its quiet times are those without any Redis. The
+figures are p50 and p99 of what the polite clients wait, with the ratio of the p99 to the quiet one, and the daemon's
+memory before, during and at most ten seconds after the attack. What can be done to NATS as well is done to it at the
+end. The whole takes some seven minutes.
 
 Attackers of a real daemon have addresses and processors of their own. Here each has an address of the loopback, and the
 processors go to others first. What it takes of them all the same is seen while all attack at once: polite clients of a
@@ -17,16 +20,19 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 
 from bench.attackers import PLAIN, QUICK, SECURED, SLOW, Attack, Target, begin_attack
+from bench.attackers_http import NAME, WEB, WEB_ROWS, WEB_SECRETS, WEB_SECURED
+from bench.attackers_redis import REDIS
 from bench.isolation_nats import beside_nats
 from bench.polite import CUT, FORGOTTEN, MEMORY_GOAL, SPARE_TUBE, TUBE, Snapshots, Times, Watch, lease, measure
 from bench.report import Figure, Spread, amount, latency, percentile
-from bench.system import Daemon, Options, System, allow_files, system
+from bench.system import Daemon, Options, System, allow_files, free_port, system
 
 PROBES = 250  # rows; the other measurements take as long as these
 OLD_ROWS = 200_000  # which those that take them slowly do not finish
@@ -35,6 +41,7 @@ SETTLE = 1.0  # seconds for which an attack has lasted when measuring begins
 GOAL = 5.0
 FIRST_ROW_GOAL, SNAPSHOT_GOAL = 0.05, 1.0  # seconds
 REST = 12.0  # seconds until rows that were committed or read have left the daemon's memory
+_SECRET = "the-secret-of-the-polite-clients"
 _SPARE = 6000  # files of this process and of the attackers, who inherit the limit
 
 
@@ -44,21 +51,40 @@ def run(options: Options) -> list[Figure]:
     count = options.sized(PROBES)
     figures: list[Figure] = []
     with system() as ours:
-        with ours.daemon() as daemon:
+        with _daemon(ours) as daemon:
             ours.make_stream()
             for tube in (TUBE, SPARE_TUBE):
                 ours.sql(f"SELECT tube.tube_ensure_exists('{tube}', 1)")
-            figures += _beside_each(ours, daemon, count, PLAIN, None)
+            figures += _beside_each(ours, daemon, count, {**PLAIN, **WEB})
             ours.commit_rows(options.sized(OLD_ROWS))
             time.sleep(REST)
-            figures += _beside_each(ours, daemon, count, QUICK, None)
+            figures += _beside_each(ours, daemon, count, {**QUICK, **WEB_ROWS})
+            figures += _beside_web(ours, daemon, count)
             with ours.daemon() as spare, lease(spare, None, SPARE_TUBE) as target:
                 figures += _beside_all(ours, daemon, count, _Spare(spare, target))
-        key, certificate = _certificate(ours.folder)
-        secured = ("--tls-cert", str(certificate), "--tls-key", str(key), "--max-connections", "20")
-        with ours.daemon(*secured) as daemon:
-            figures += _beside_each(ours, daemon, count, SECURED, ssl.create_default_context(cafile=str(certificate)))
+        figures += _beside_each_secured(ours, count)
+        with _daemon(ours, "--access-file", str(_access_file(ours.folder))) as daemon:
+            figures += _beside_each(ours, daemon, count, WEB_SECRETS, secret=f"{NAME}.{_SECRET}")
+        port = free_port()
+        with _daemon(ours, "--redis", f"redis://127.0.0.1:{port}/0", "--server-name", "bench.example.com") as daemon:
+            figures += _beside_each(ours, daemon, count, REDIS, redis=port)
     return figures + beside_nats(count)
+
+
+@contextmanager
+def _daemon(ours: System, *options: str) -> Iterator[Daemon]:
+    """A daemon that answers over HTTP as well."""
+    port = free_port()
+    with ours.daemon("--http", f"127.0.0.1:{port}", *options) as daemon:
+        yield replace(daemon, http=port)
+
+
+def _beside_each_secured(ours: System, count: int) -> list[Figure]:
+    key, certificate = _certificate(ours.folder)
+    secured = ("--tls-cert", str(certificate), "--tls-key", str(key), "--max-connections", "20")
+    tls = ssl.create_default_context(cafile=str(certificate))
+    with _daemon(ours, *secured) as daemon:
+        return _beside_each(ours, daemon, count, {**SECURED, **WEB_SECURED}, tls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +96,16 @@ class _Spare:
 
 
 def _beside_each(
-    ours: System, daemon: Daemon, count: int, attackers: Mapping[str, Attack], tls: ssl.SSLContext | None
+    ours: System,
+    daemon: Daemon,
+    count: int,
+    attackers: Mapping[str, Attack],
+    tls: ssl.SSLContext | None = None,
+    *,
+    redis: int = 0,
+    secret: str = "",
 ) -> list[Figure]:
-    with lease(daemon, tls) as target:
+    with lease(daemon, tls, redis=redis, secret=secret) as target:
         measure(ours, daemon, count, target, tls)  # what is loaded with the first clients belongs to no attack
         quiet = measure(ours, daemon, count, target, tls)
         _tell("alone", quiet)
@@ -80,6 +113,15 @@ def _beside_each(
         for name, attack in attackers.items():
             figures += _beside(ours, daemon, count, name, [[attack]], target, quiet, tls)
     return figures
+
+
+def _beside_web(ours: System, daemon: Daemon, count: int) -> list[Figure]:
+    """Beside all attackers over HTTP at once."""
+    with lease(daemon, None) as target:
+        quiet = measure(ours, daemon, count, target, None)
+        _tell("alone", quiet)
+        attacks = [*WEB_ROWS.values(), *WEB.values()]
+        return _beside(ours, daemon, count, "HTTP: all at once", [attacks], target, quiet, None)
 
 
 def _beside_all(ours: System, daemon: Daemon, count: int, spare: _Spare) -> list[Figure]:
@@ -176,6 +218,14 @@ def _memory(name: str, watch: Watch, number: int) -> Figure:
 
 def _tell(name: str, times: Times) -> None:
     print(f"  {name}: {', '.join(f'{kind} {latency(times[kind])}' for kind in times)}", file=sys.stderr, flush=True)
+
+
+def _access_file(folder: Path) -> Path:
+    """An access file with one client, who may do everything."""
+    found = folder / "access.toml"
+    digest = sha256(_SECRET.encode()).hexdigest()
+    found.write_text(f'[client.{NAME}]\ntoken_sha256 = "{digest}"\nallow = "*"\n', encoding="utf-8")
+    return found
 
 
 def _certificate(folder: Path) -> tuple[Path, Path]:

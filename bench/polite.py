@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import asyncpg
 
@@ -28,7 +29,15 @@ SPARE_TUBE = "isolation_spare"
 SETTLED, FORGOTTEN = 1.0, 10.0  # seconds after an attack: when memory is looked at first, and when it must be back
 MEMORY_GOAL = 1.2
 LOOK = 0.05  # seconds between two looks at the snapshots
-KINDS = ("round trip", "live row", "PODS", "new connection", "first row")
+KINDS = (
+    "round trip", "live row", "PODS", "new connection", "first row", "/livez", "/readyz", "/rows", "/live"
+)  # fmt: skip
+WEB_PAUSE = 0.02  # seconds between two requests over HTTP, each of which is a connection, as those of probes are
+PAGES = {
+    "/livez": ("/livez", b"\r\n\r\nok"),
+    "/readyz": ("/readyz", b"ready"),  # or not, with a reason: without Redis
+    "/rows": (f"/streams/{STREAM}/rows?limit=100", b"HTTP/1.1 200"),
+}
 _OLDEST = """
     SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0)::float8
       FROM pg_stat_activity
@@ -106,25 +115,31 @@ def measure(
 ) -> Times:
     """What polite clients wait, all kinds at the same time. With TLS no live rows: the readers are plain sockets.
 
-    `first_row`: also from connecting to the first row of the stream, which must have rows.
+    `first_row`: also from connecting to the first row of the stream, which must have rows. Requests over HTTP are among
+    the kinds if the daemon has a port for them.
     """
-    polite = Polite(daemon.host, daemon.port, target.lease, tls)
+    polite = Polite(daemon.host, daemon.port, target.lease, tls, target.http, target.secret)
     times: Times = {}
     ended = threading.Event()
     workers = [
-        threading.Thread(target=repeat, args=(times, kind, wait, ended))
-        for kind, wait in (
-            ("round trip", polite.round_trip()),
-            ("PODS", polite.pods()),
-            ("new connection", polite.new_connection),
-            *([("first row", polite.first_row)] if first_row else []),
+        threading.Thread(target=repeat, args=(times, kind, wait, ended, pause))
+        for kind, wait, pause in (
+            ("round trip", polite.round_trip(), PAUSE),
+            ("PODS", polite.pods(), PAUSE),
+            ("new connection", polite.new_connection, PAUSE),
+            *([("first row", polite.first_row, PAUSE)] if first_row else []),
+            *(
+                [(kind, partial(polite.request, *page), WEB_PAUSE) for kind, page in PAGES.items()]
+                if target.http
+                else []
+            ),
         )
     ]
     for worker in workers:
         worker.start()
     try:
         if tls is None:
-            times["live row"] = _live_rows(ours, daemon, count)
+            times |= _live_rows(ours, polite, count)
         else:
             time.sleep(count * sum(PROBE_PAUSES) / 2)
     finally:
@@ -134,10 +149,10 @@ def measure(
     return {kind: times[kind] for kind in KINDS if kind in times}
 
 
-def repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.Event) -> None:
+def repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.Event, pause: float = PAUSE) -> None:
     """Measure until the end, or until the client is cut off or waits for too long, which counts as CUT."""
     found = times[kind] = []
-    while not ended.wait(PAUSE):
+    while not ended.wait(pause):
         began = time.monotonic()
         try:
             wait()
@@ -148,14 +163,22 @@ def repeat(times: Times, kind: str, wait: Callable[[], None], ended: threading.E
         found.append(time.monotonic() - began)
 
 
-def _live_rows(ours: System, daemon: Daemon, count: int) -> list[float]:
-    door = Door(daemon.host, daemon.port, f"REPLICATE {STREAM}\n".encode(), b"POSITION bench")
-    with probes(door) as listening:
+def _live_rows(ours: System, polite: Polite, count: int) -> Times:
+    """Of the same rows, over TCP and as server-sent events."""
+    hello = f"{polite.auth}REPLICATE {STREAM}\n".encode()
+    doors = {"live row": Door(polite.host, polite.port, hello, b"POSITION bench")}
+    if polite.http:
+        doors["/live"] = Door(polite.host, polite.http, polite.asked(f"/streams/{STREAM}/live"), b"event: position")
+    with ExitStack() as stack:
+        listening = {kind: stack.enter_context(probes(door)) for kind, door in doors.items()}
         committed = asyncio.run(commit_probes(ours, STREAM, count, pauses=PROBE_PAUSES))
         time.sleep(LATE)
-        seen = listening.stop()
+        seen = {kind: one.stop() for kind, one in listening.items()}
     ended = time.monotonic()  # a row that was not seen has waited until now
-    return [seen[number][0] - at if number in seen else ended - at for number, at in committed.items()]
+    return {
+        kind: [found[number][0] - at if number in found else ended - at for number, at in committed.items()]
+        for kind, found in seen.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +189,22 @@ class Polite:
     port: int
     lease: str
     tls: ssl.SSLContext | None
+    http: int = 0
+    secret: str = ""
 
-    def link(self) -> socket.socket:
-        """A new connection."""
-        link = socket.create_connection((self.host, self.port), timeout=CUT)
+    @property
+    def auth(self) -> str:
+        """What is said first, over TCP."""
+        return f"AUTH {self.secret}\n" if self.secret else ""
+
+    def asked(self, path: str) -> bytes:
+        """A request, over HTTP."""
+        secret = f"Authorization: Bearer {self.secret}\r\n" if self.secret else ""
+        return f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{secret}\r\n".encode()
+
+    def link(self, port: int = 0) -> socket.socket:
+        """A new connection, to this port or that of the protocol."""
+        link = socket.create_connection((self.host, port or self.port), timeout=CUT)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.tls is None:
             return link
@@ -197,6 +232,22 @@ class Polite:
         _, link = self._first_answer(f"REPLICATE {STREAM} EARLIEST\n".encode(), b"RDATA")
         link.close()
 
+    def request(self, path: str, wanted: bytes) -> None:
+        """From connecting to the end of the answer to a request over HTTP, which must have what is wanted."""
+        deadline = time.monotonic() + CUT
+        while True:
+            answer = b""
+            with suppress(ssl.SSLEOFError, ConnectionError), self.link(self.http) as link:
+                link.sendall(self.asked(path))
+                while data := link.recv(1 << 16):
+                    answer += data
+                    if time.monotonic() >= deadline:
+                        break
+            if wanted in answer:
+                return
+            if answer or time.monotonic() >= deadline:  # without any, it gave way in the handshake
+                raise RuntimeError(f"a polite request for {path} got {answer[:300]!r}")
+
     def _asking(self, question: bytes, answer: bytes) -> Callable[[], None]:
         ask, _ = self._first_answer(question, answer)
         return ask
@@ -209,6 +260,7 @@ class Polite:
         while True:
             try:
                 link = self.link()
+                link.sendall(self.auth.encode())
                 ask = asking(link, question, answer)
                 ask()
             except (ssl.SSLEOFError, ConnectionError):
@@ -243,14 +295,16 @@ def asking(link: socket.socket, question: bytes, answer: bytes) -> Callable[[], 
 
 
 @contextmanager
-def lease(daemon: Daemon, tls: ssl.SSLContext | None, tube: str = TUBE) -> Iterator[Target]:
+def lease(
+    daemon: Daemon, tls: ssl.SSLContext | None, tube: str = TUBE, *, redis: int = 0, secret: str = ""
+) -> Iterator[Target]:
     """A lease of the whole tube during the block. It belongs to no connection: none of them has to be kept alive."""
-    polite = Polite(daemon.host, daemon.port, "", tls)
+    polite = Polite(daemon.host, daemon.port, "", tls, daemon.http, secret)
     with polite.link() as link:
-        held = " ".join(_answer(link, f"CLAIM {tube} 0/1 ttl=3600", "LEASE").split()[1:4])
-    yield Target(daemon.host, daemon.port, held)
+        held = " ".join(_answer(link, f"{polite.auth}CLAIM {tube} 0/1 ttl=3600", "LEASE").split()[1:4])
+    yield Target(daemon.host, daemon.port, held, http=daemon.http, redis=redis, secret=secret)
     with polite.link() as link:
-        _answer(link, f"RELEASE {held}", "RELEASE")
+        _answer(link, f"{polite.auth}RELEASE {held}", "RELEASE")
 
 
 def _answer(link: socket.socket, question: str, answer: str) -> str:

@@ -42,12 +42,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """A running `replicad serve`."""
+    """A running `replicad serve`. `http`: its port for HTTP, 0 for none."""
 
     host: str
     port: int
     process: psutil.Process
     log: Path
+    http: int = 0
 
     def memory(self) -> int:
         """Resident bytes."""

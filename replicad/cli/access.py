@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from hashlib import sha256
 from pathlib import Path
 
 import click
 
 from replicad.config.access import Client, Verbs, parse_name, read_access
+from replicad.config.browser_tokens import AUDIENCE, LIFE, Claims, sign
 from replicad.errors import EnvironmentRefused, UsageError
 from replicad.terminal.command import ReplicadGroup, option
 from replicad.terminal.output import echo
@@ -93,12 +95,51 @@ def token(client: str, out: Path | None) -> None:
     """
     parse_name(client)
     secret = secrets.token_urlsafe(_BYTES)
-    word = f"{client}.{secret}"
+    _give(f"{client}.{secret}", out)
+    echo(f'token_sha256 = ["{sha256(secret.encode()).hexdigest()}"]')
+
+
+@command.command(
+    "browser-token",
+    short_help="Make a token for a browser, for trying.",
+    epilog="""\b
+Example:
+  openssl rand -hex 32 > browser.key; chmod 600 browser.key
+  replicad access browser-token alice 'orders*' --key browser.key""",
+)
+@click.argument("subject")
+@click.argument("streams", nargs=-1, required=True, metavar="STREAM...")
+@option(
+    "--key",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The secret that --browser-key of the daemon names, or the private key (PEM) of its public key.",
+)
+@option(
+    "--minutes", type=click.IntRange(1, int(LIFE) // 60), default=15, show_default=True, help="How long it is valid."
+)
+@option("--audience", metavar="NAME", default=AUDIENCE, show_default=True, help="replicad, or the name of one daemon.")
+@option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write the token to a new file that only its owner can read, instead of printing it.",
+)
+def browser_token(
+    subject: str, streams: tuple[str, ...], *, key: Path, minutes: int, audience: str, out: Path | None
+) -> None:
+    """Make a token with which a page reads STREAMs (names or patterns) as SUBJECT, for trying. Your own program makes
+    those of your users, with any library for JSON Web Tokens (docs/access.md).
+    """
+    _give(sign(Claims(subject, streams, int(time.time()) + 60 * minutes), key, audience), out)
+
+
+def _give(word: str, out: Path | None) -> None:
     if out is None:
         echo(word)
     else:
         _write(out, f"{word}\n")
-    echo(f'token_sha256 = ["{sha256(secret.encode()).hexdigest()}"]')
 
 
 def _write(file: Path, text: str) -> None:

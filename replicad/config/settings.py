@@ -9,11 +9,12 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from replicad.config.browser_tokens import BrowserKeys, read_browser_keys
 from replicad.config.declaring import choice, duration, flag, load, path, read_file, setting, text_of
 from replicad.config.limits import Limits
 from replicad.config.origins import parse_origins
@@ -183,6 +184,13 @@ class ServerSettings:
         "ORIGINS",
         parse_origins,
     )
+    browser_key: Path | None = setting(
+        None,
+        "File of the keys of browser tokens, with which pages read rows over --http: secrets of HS256, public keys in "
+        "PEM (RS256, ES256), or a JWK set; read again on SIGHUP. Needs --access-file or --token-file.",
+        "FILE",
+        path,
+    )
     redis: str | None = setting(
         None,
         "Redis to publish all streams to as well (the extra `redis`); rediss:// is with TLS. Default: none. A password "
@@ -227,6 +235,10 @@ class ServerSettings:
             raise UsageError("--tls-key needs --tls-cert, the certificate of the key")
         if self.redis is None and (self.redis_password or self.redis_ca or self.redis_announce):
             raise UsageError("--redis-ca, --redis-announce and REPLICAD_REDIS_PASSWORD need --redis URL")
+        if self.browser_key is not None and (self.http is None or (self.token is None and self.access_file is None)):
+            raise UsageError(
+                "--browser-key needs --http, and --access-file or --token-file: without a secret everybody may read"
+            )
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise UsageError("--tls-client-ca needs --tls-cert: clients send certificates only to a server with TLS")
 
@@ -269,6 +281,14 @@ class ServerSettings:
             )
         if self.tls_cert is not None:
             refuse_readable_by_others(self.tls_key or self.tls_cert, "--tls-key" if self.tls_key else "--tls-cert")
+
+    @property
+    def browser_keys(self) -> Callable[[], BrowserKeys] | None:
+        """Reads the keys of browser tokens; None without --browser-key."""
+        file = self.browser_key
+        if file is None:
+            return None
+        return lambda: read_browser_keys(file, {self.server_name}, insecure=self.insecure)
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """TLS for the listener; None without a certificate.

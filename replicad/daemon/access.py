@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import structlog
 import trio
 
-from replicad.config.access import ALL_RIGHTS, LIST, AccessFile, Client, Verbs, read_access
+from replicad.config.access import ALL_RIGHTS, LIST, AccessFile, Client, Rule, Verbs, read_access
+from replicad.config.browser_tokens import BrowserKeys, Claims, verify
 from replicad.daemon.guesses import Guesses
 from replicad.daemon.service import Feature, HangUp
 from replicad.daemon.troubles import Troubles
@@ -31,6 +32,10 @@ SHOWN = 80  # characters of a name in a message
 MAX_NOTED = 100  # refusals of one connection that are logged, each (verb, object) once
 NO_VERBS = Verbs(frozenset(), frozenset())
 WRONG = "the token is wrong; ask the operator of this server for it"  # whatever the reason is
+BROWSER = "browser:"  # begins the names of browsers; no client of the access file has a colon in its name
+BROWSERS = 20  # connections of one `sub` at a time; a browser opens six to one host
+NO_BROWSERS = "this server takes no browser tokens; the operator can name a file of keys with --browser-key"
+EXPIRED = "access_expired: the browser token has expired; connect again with a new one"
 WITHDRAWN = "not_authorised: the operator has withdrawn the access of this client"
 log = structlog.get_logger()
 
@@ -74,9 +79,11 @@ class AccessControl:
         verbs: Verbs = NO_VERBS,
         troubles: Troubles | None = None,
         guesses: Guesses | None = None,
+        browsers: Callable[[], BrowserKeys] | None = None,
     ) -> None:
         """`token`: the secret of a client with all rights. `file`: the access file. Without both every client has all
-        rights. `certified`: TLS has an authority for certificates of clients.
+        rights. `certified`: TLS has an authority for certificates of clients. `browsers` reads the keys of tokens of
+        browsers.
 
         Raises:
             UsageError: the file cannot be used.
@@ -88,6 +95,8 @@ class AccessControl:
         self._troubles = troubles or Troubles()
         self.guesses = guesses or Guesses()
         self.known = AccessFile({}) if file is None else read_access(file, verbs)
+        self._read_browsers = browsers
+        self._browsers = None if browsers is None else browsers()
         self._all = Client("", allow=ALL_RIGHTS)
         self._connected: dict[str, set[ClientAccess]] = {}
         self._catchups: dict[str, trio.CapacityLimiter] = {}
@@ -119,6 +128,15 @@ class AccessControl:
         """Read the access file again, for `replace`. None: there is none. Raises UsageError."""
         return None if self._file is None else read_access(self._file, self._verbs)
 
+    def read_browsers(self) -> BrowserKeys | None:
+        """Read the keys of browser tokens again, for `replace`. None: browsers send none. Raises UsageError."""
+        return None if self._read_browsers is None else self._read_browsers()
+
+    @property
+    def rereads(self) -> bool:
+        """Whether there is a file to read again."""
+        return self._file is not None or self._read_browsers is not None
+
     def keep(self, error: Exception) -> None:
         """Report that a file could not be read again, so that everything stays as it is."""
         known = isinstance(error, ReplicadError)
@@ -128,20 +146,25 @@ class AccessControl:
         log.error("access_unchanged", **fields, **({} if known else {"exc_info": error}))
         self._troubles.begin(*PLACE, f"reading it again failed, so nothing was changed: {why}", code=code)
 
-    def replace(self, found: AccessFile | None) -> None:
+    def replace(self, found: AccessFile | None, browsers: BrowserKeys | None = None) -> None:
         """Use what was read from now on, also for the open connections."""
         self._troubles.end(*PLACE)
-        if found is None:
-            return
-        before, self.known = self.known.clients, found
-        now = found.clients
+        self._browsers = browsers
+        before, self.known = self.known.clients, found or self.known
+        now = self.known.clients
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
                 how = "removed" if name not in now else "changed" if name in before else "added"
                 log.info("access_changed", client=name, change=how, connected=len(self._connected.get(name, ())))
         for name, connections in list(self._connected.items()):
             for connection in list(connections):
-                connection.renew(now.get(name))
+                connection.renew(self._of_browser(connection) if name.startswith(BROWSER) else now.get(name))
+
+    def _of_browser(self, connection: ClientAccess) -> Client | None:
+        """The client of a browser's connection; None if the key of its token was removed."""
+        kept = frozenset[bytes]() if self._browsers is None else self._browsers.digests
+        client = connection.client
+        return client if client is not None and kept.issuperset(client.digests) else None
 
     def guessed_name(self, word: str) -> str:
         """Under which name a word that may be wrong is counted, whether there is such a client or not.
@@ -162,6 +185,12 @@ class AccessControl:
         if self._token is not None and hmac.compare_digest(word.encode(), self._token.encode()):
             return self._all
         return None
+
+    def claims_of(self, token: str, now: float) -> Claims:
+        """What the token of a browser says. Raises NotAuthorised."""
+        if self._browsers is None or self.open_to_all:
+            raise NotAuthorised(NO_BROWSERS)
+        return verify(token, self._browsers, now)
 
     def find_by_certificate(self, names: Collection[str], address: str) -> Client | None:
         """The client with one of these names in the access file."""
@@ -280,6 +309,24 @@ class ClientAccess:
             self._digest = sha256(word.partition(".")[2].encode()).digest()
             self._enter(client, "token")
 
+    def accept_browser(self, token: str, now: float) -> float:
+        """Take the token of a browser (docs/access.md), in place of a secret. `now`, and when it expires: seconds
+        since 1970.
+
+        Raises:
+            NotAuthorised: it is not valid.
+            HangUp: its `sub` has too many connections.
+        """
+        claims = self._control.claims_of(token, now)
+        self._digest = claims.key
+        rules = tuple(Rule("read", pattern) for pattern in claims.streams)
+        self._enter(Client(BROWSER + claims.subject, (claims.key,), allow=rules, connections=BROWSERS), "browser token")
+        return claims.expires
+
+    def expire(self) -> None:
+        """The token of the browser has expired: its session ends, and nothing begins any more."""
+        self._withdraw(CloseReason.ACCESS_EXPIRED, EXPIRED)
+
     def note_use(self) -> None:
         """Log who the client is. Called when it first asks for something: a health check asks for nothing, and comes
         every few seconds.
@@ -310,7 +357,9 @@ class ClientAccess:
 
     @property
     def limited(self) -> bool:
-        """Whether the client's rights come from an access file."""
+        """Whether the client has less than all rights: those of an access file, or of a browser's token."""
+        if self.client is not None and self.client.name.startswith(BROWSER):
+            return True
         return self._control.limits_rights and (self.client is None or bool(self.client.name))
 
     def may(self, verb: str, name: str | None = None) -> bool:
@@ -396,15 +445,18 @@ class ClientAccess:
         if self._withdrawn:
             return
         if client is None or not client.is_from(self._address) or not self._proves(client):
-            self._withdrawn = True
-            self.client = self.client and replace(self.client, allow=())
-            if self._session is not None:
-                self._session.hang_up(CloseReason.NOT_AUTHORISED, WITHDRAWN)
+            self._withdraw(CloseReason.NOT_AUTHORISED, WITHDRAWN)
             return
         before, self.client = self.client, client
         if before != client:
             for call in list(self._on_change or ()):
                 call()
+
+    def _withdraw(self, reason: CloseReason, text: str) -> None:
+        self._withdrawn = True
+        self.client = self.client and replace(self.client, allow=())
+        if self._session is not None:
+            self._session.hang_up(reason, text)
 
     def _proves(self, client: Client) -> bool:
         if self._digest is None:

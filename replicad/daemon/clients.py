@@ -10,9 +10,16 @@ from replicad.protocol.states import CloseReason
 CUTS_KEPT = 100  # the last ones; all are in the log
 
 ORDINARY = frozenset(
-    (CloseReason.PEER_CLOSED, CloseReason.PEER_LOST, CloseReason.SERVER_STOPPING, CloseReason.TOO_MANY_NEWCOMERS)
+    (
+        CloseReason.PEER_CLOSED,
+        CloseReason.PEER_LOST,
+        CloseReason.SERVER_STOPPING,
+        CloseReason.TOO_MANY_NEWCOMERS,
+        CloseReason.ACCESS_EXPIRED,
+    )
 )
-"""Reasons of ends that are no cuts: the client ended it, or the daemon ends. Strangers without a command are many."""
+"""Reasons of ends that are no cuts: the client ended it, the daemon ends, or a browser's token has expired.
+Strangers without a command are many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,7 @@ def _host(
         certified=settings.tls_client_ca is not None,
         verbs=verbs_of(vocabulary, features),
         troubles=troubles,
+        browsers=settings.browser_keys,
     )
     hub = Hub(most_connections, troubles, settings.limits)
     relay = Relay(
@@ -317,25 +318,36 @@ class _Entrance:
 def _reload(settings: ServerSettings, entrance: _Entrance) -> bool:
     """Read the access file and the certificates again. If one of them cannot be used, nothing is changed."""
     access, handshakes = entrance.access, entrance.handshakes
-    if not access.limits_rights and handshakes is None:
+    if not access.rereads and handshakes is None:
         return False
     try:
         _refuse_pipes(settings)
-        tls, found = settings.ssl_context(), access.read_file()
+        tls, found, browsers = settings.ssl_context(), access.read_file(), access.read_browsers()
     except Exception as error:  # noqa: BLE001 - whatever it is, the daemon goes on with what it has
         access.keep(error)
         return True
     with entrance.hub.troubles.contain_and_record("service", "access", "reload"):
         if handshakes is not None and tls is not None:
             handshakes.use(tls)
-        access.replace(found)
-    log.info("reloaded", clients=None if found is None else len(found.clients), certificates=tls is not None)
+        access.replace(found, browsers)
+    log.info(
+        "reloaded",
+        clients=None if found is None else len(found.clients),
+        certificates=tls is not None,
+        browser_keys=None if browsers is None else len(browsers.keys),
+    )
     return True
 
 
 def _refuse_pipes(settings: ServerSettings) -> None:
     """Raise UsageError for a file that is none: to read a pipe here would stop the daemon until somebody writes."""
-    for file in (settings.access_file, settings.tls_cert, settings.tls_key, settings.tls_client_ca):
+    for file in (
+        settings.access_file,
+        settings.browser_key,
+        settings.tls_cert,
+        settings.tls_key,
+        settings.tls_client_ca,
+    ):
         if file is not None and file.exists() and not file.is_file():
             raise UsageError(f"{file} is a pipe, a folder or a device; write a file there, to be read again by SIGHUP")
 

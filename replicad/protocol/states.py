@@ -27,6 +27,7 @@ class CloseReason(enum.Enum):
     BAD_LINE = "bad_line"  # the peer broke the protocol
     UNFINISHED_LINE = "unfinished_line"  # the peer began a line and did not end it in time
     NOT_AUTHORISED = "not_authorised"
+    ACCESS_EXPIRED = "access_expired"  # the token of a browser that follows over HTTP
     NO_COMMAND = "no_command"  # the peer sent no command in time after it connected
     TOO_MANY_NEWCOMERS = "too_many_newcomers"  # the oldest of too many connections that have not sent a command yet
     STREAM_ENDED = "stream_ended"  # a stream that the peer follows was removed or failed

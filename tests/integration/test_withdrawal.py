@@ -7,7 +7,8 @@ tests make one between each two of them.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from hashlib import sha256
 from itertools import count, cycle
@@ -17,6 +18,7 @@ import pytest
 import trio
 import trio.testing
 
+from replicad.config.browser_tokens import Claims, sign
 from replicad.config.settings import ServerSettings
 from replicad.daemon.guesses import Guesses
 from replicad.postgres.bridge import Database
@@ -109,15 +111,17 @@ async def sweep(
     connect: Callable[[], AbstractAsyncContextManager[trio.abc.Stream]],
     request: bytes,
     until: bytes,
+    before: str = BEFORE,
+    ways: Mapping[str, str] = WAYS,
 ) -> int:
     """Withdraw the access before each step, in turn in each way, until the answer begins before; how often that was."""
-    ways = cycle(WAYS.items())
+    turns = cycle(ways.items())
     feed = await daemon.publisher.find("events")
     late = 0
     for number in count(1):
         assert number < MOST
-        name, way = next(ways)
-        write(BEFORE)
+        name, way = next(turns)
+        write(before)
         assert daemon.reload()
         write(way)
         async with connect() as stream, trio.open_nursery() as nursery:
@@ -156,7 +160,7 @@ async def sweep(
                         await attempt.ended.wait()
                     nursery.cancel_scope.cancel()
                 assert mark.encode() not in attempt.received, f"{name}, before step {number}: {attempt.received!r}"
-        if late == len(WAYS):
+        if late == len(ways):
             return number
     raise AssertionError
 
@@ -207,6 +211,26 @@ async def test_the_same_for_a_client_that_is_known_by_its_certificate(
             return _Connected(address.host, address.port, trusting)
 
         assert await sweep(daemon, events, file.write_text, connect, request, until) > len(WAYS)
+
+
+async def test_the_same_for_a_browser_whose_key_is_removed(
+    events: Database, start_daemon: Start, tmp_path: Path
+) -> None:
+    pytest.importorskip("jwt", reason="PyJWT is not installed: pip install 'replicad[http]'")
+    file = tmp_path / "browser.key"
+    file.touch(0o600)
+    file.write_text(f"{SECRET * 2}\n")
+    token = sign(Claims("alice", ("events",), int(time.time()) + 600), file)
+    async with start_daemon(browser_key=file, token=SECRET) as daemon:
+        address = daemon.http
+        assert address is not None
+
+        def connect() -> AbstractAsyncContextManager[trio.abc.Stream]:
+            return _Connected(address.host, address.port)
+
+        request, ways = get(f"/streams/events/live?access_token={token}"), {"removed": f"{SECRET * 3}\n"}
+        before = f"{SECRET * 2}\n"
+        assert await sweep(daemon, events, file.write_text, connect, request, b"event: position", before, ways) > 3
 
 
 class _Connected:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +19,9 @@ from replicad.daemon.access import AccessControl, ClientAccess
 from replicad.daemon.figures import Detail, Obstacle, Sample
 from replicad.daemon.service import HangUp
 from replicad.errors import Forbidden, NotAuthorised
+from replicad.operations.http.browsers import Shown, token_in
 from replicad.operations.http.messages import Refused, Request
+from replicad.operations.http.origins import Origins
 from replicad.protocol.states import CloseReason
 
 NO_WORD = "send `Authorization: Bearer TOKEN`, the word that clients send with AUTH"
@@ -45,12 +49,21 @@ def no_such(kind: str, name: str) -> Refused:
     return Refused(404, f"there is no {kind} {name[:80]!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class BrowserCaller:
+    """A caller with the token of a browser. `expires`: seconds since 1970. `in_address`: the address has the token."""
+
+    expires: float
+    in_address: bool
+
+
 class Caller:
     """Who sent a request. `unknown`: why it gets nothing that needs a right (status and sentence). None: it has proved
     who it is, or nobody has to.
     """
 
-    def __init__(self, access: ClientAccess, unknown: tuple[int, str] | None) -> None:
+    def __init__(self, access: ClientAccess, unknown: tuple[int, str] | None, browser: BrowserCaller | None) -> None:
+        self.browser = browser
         self._access = access
         self._unknown = unknown
 
@@ -142,6 +155,20 @@ def _refuse_controls(request: Request) -> None:
         raise Refused(400, "bad_request: the address has a parameter twice; give it once")
 
 
+def _as_browser(access: ClientAccess, shown: Shown) -> BrowserCaller | None:
+    """Take the token of a browser. A cookie counts for nothing where the client has shown a certificate.
+
+    Raises:
+        NotAuthorised: it is not valid.
+        HangUp: its `sub` has too many connections.
+    """
+    if access.client is None:
+        return BrowserCaller(access.accept_browser(shown.token, time.time()), shown.in_address)
+    if shown.in_address:
+        raise NotAuthorised("this client has shown a certificate; leave the browser token out")
+    return None
+
+
 class _Asking:
     """What `ClientAccess` needs of a session: here it lasts for one request. `scope` is cancelled, and `why` says why,
     when the client loses its access or gets other rights. So nothing is answered by rights that the client had before.
@@ -166,8 +193,10 @@ class _Asking:
 
 
 @asynccontextmanager
-async def calling(control: AccessControl, request: Request) -> AsyncIterator[Caller]:
+async def calling(control: AccessControl, request: Request, browsers: Origins | None = None) -> AsyncIterator[Caller]:
     """The caller of a request, for the block. A word that is sent is checked, also where none is needed.
+
+    `browsers`: the page takes tokens of browsers as well; whose cookies count. Elsewhere they count for nothing.
 
     The answer may be sent after the block. It is wrong to send it in the block, which ends when rights are withdrawn.
 
@@ -179,13 +208,15 @@ async def calling(control: AccessControl, request: Request) -> AsyncIterator[Cal
     access = control.enter(guest.peer, guest.certificate)
     kind, _, word = request.headers.get("authorization", "").partition(" ")
     asking = _Asking(guest.peer)
+    shown = None if browsers is None or control.open_to_all else token_in(request, browsers)
     try:
         with asking.scope:
             access.begin(asking)
             access.on_change(asking.change)
             if kind.lower() == "bearer" and word.strip():
                 await access.authenticate(word.strip())
-            yield Caller(access, _unknown(control, access, request))
+            browser = None if shown is None else _as_browser(access, shown)
+            yield Caller(access, _unknown(control, access, request), browser)
         if asking.why is not None:
             raise Refused(*asking.why)
     except NotAuthorised as error:

@@ -6,6 +6,7 @@ when the subscription is accepted or refused. So bounds, turns, slow readers, ri
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -26,6 +27,7 @@ from replicad.streams.commands import Replicate
 NAME = "http"  # of these clients in lists
 NOW = "NOW"
 SLICE = 256 << 10  # bytes that are translated before other tasks run; a chunk of a journal has half of it
+LOOK = 30.0  # seconds after which the clock is looked at again: it may have been set
 LINES = 8  # commands that may wait for the session; it is sent two or three
 
 
@@ -49,6 +51,8 @@ class Live(Page):
             stream.subscribe(token)
             async with open_plain_nursery() as nursery:
                 nursery.start_soon(_watch, below, stream.end_input)
+                if caller.browser is not None:
+                    nursery.start_soon(_expire, caller.browser.expires, caller.access.expire)
                 await self.host.inside.serve(stream, request.guest.peer, caller.access)
                 nursery.cancel_scope.cancel()
         if stream.begun:
@@ -62,7 +66,7 @@ class Live(Page):
             "connection": "close",  # at its end; so the body needs no length
             "x-accel-buffering": "no",  # nginx would gather events
             "x-content-type-options": "nosniff",
-            **self.origins.headers(request.headers.get("origin")),
+            **self.allowed(request),
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         return f"HTTP/1.1 200 OK\r\n{lines}\r\n".encode("latin-1") + OPENING
@@ -163,6 +167,13 @@ def _slices(data: bytes | bytearray | memoryview) -> Iterator[bytes | bytearray]
         yield bytes(data[begin:end])
         begin = end
     yield bytes(data[begin:]) if begin else data
+
+
+async def _expire(at: float, end: Callable[[], None]) -> None:
+    """Call `end` at that time, in seconds since 1970, by whatever the clock shows then."""
+    while (left := at - time.time()) > 0:
+        await trio.sleep(min(left, LOOK))
+    end()
 
 
 async def _watch(below: trio.abc.Stream, gone: Callable[[], None]) -> None:

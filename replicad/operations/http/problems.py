@@ -12,6 +12,7 @@ from replicad.protocol.tokens import Vector
 
 UNAVAILABLE = 503  # of every code that is not in the table: it may be over later
 STATUS = {
+    "access_expired": 401,
     "bad_request": 400,
     "bad_token": 400,
     "forbidden": 403,

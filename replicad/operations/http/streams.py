@@ -15,6 +15,7 @@ import trio
 from replicad.daemon.inside import PageRequest, RowPage
 from replicad.daemon.service import Host
 from replicad.errors import ReplicadError
+from replicad.operations.http.browsers import KEPT
 from replicad.operations.http.entry import Caller, calling
 from replicad.operations.http.messages import Answer, Refused, Request
 from replicad.operations.http.origins import Origins
@@ -40,18 +41,23 @@ class Page:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.origins = Origins(host.settings.http_origins)
+        browsers = host.settings.browser_key is not None
+        self._origins = Origins(host.settings.http_origins, cookies=browsers)
+        self._kept = KEPT if browsers else {}
+
+    def allowed(self, request: Request, *, preflight: bool = False) -> dict[str, str]:
+        """The headers of every answer: who may read it in a browser, and that no page passes the address on."""
+        return {**self._origins.headers(request.headers.get("origin"), preflight=preflight), **self._kept}
 
     async def __call__(self, request: Request, name: str) -> Answer | None:
         """The answer to a request for the stream of that name. None: it was sent."""
-        origin = request.headers.get("origin")
         try:
             if request.method == "OPTIONS":
-                return Answer(204, headers=self.origins.headers(origin, preflight=True))
+                return Answer(204, headers=self.allowed(request, preflight=True))
             return await self._answer(request, name)
         except Problem as problem:
             self._log(request, problem)
-            answer = problem.answer(self.origins.headers(origin))
+            answer = problem.answer(self.allowed(request))
             answer.close = self.closes
             return answer
 
@@ -59,7 +65,7 @@ class Page:
         if request.method not in self.methods:
             raise Problem("method_not_allowed", "send GET")
         try:
-            async with calling(self.host.access, request) as caller:
+            async with calling(self.host.access, request, self._origins) as caller:
                 caller.may_ask(Replicate.VERB or "", "stream", name)  # an unknown name is found to be unknown as usual
                 return await self.answer(request, caller, name)
         except Refused as refusal:
@@ -102,23 +108,26 @@ class Rows(Page):
             raise Problem("timed_out", f"no page could be read within {LONGEST:g} s; try again")
         tag = _tag(page)
         headers = {
-            "cache-control": self._caching(page),
+            "cache-control": self._caching(page, caller),
             "etag": tag,
             "replicad-next": page.token,
             "link": f'<?after={page.token}&limit={limit}>; rel="next"',
             "x-content-type-options": "nosniff",
         }
-        allowed = self.origins.headers(request.headers.get("origin"))
+        allowed = self.allowed(request)
         vary = [allowed.pop("vary", ""), "" if self.host.access.open_to_all else "Authorization"]
+        vary += ["Cookie"] if self.host.settings.browser_key is not None else []
         headers |= allowed | ({"vary": ", ".join(filter(None, vary))} if any(vary) else {})
         if _is_known(request.headers, tag):
             return Answer(304, headers=headers)
         return Answer(200, await _rendered(page), {"content-type": "application/jsonl", **headers})
 
-    def _caching(self, page: RowPage) -> str:
+    def _caching(self, page: RowPage, caller: Caller) -> str:
         """A closed page may be kept for ever where the address names the generation; by shared caches too, if everybody
-        may read it.
+        may read it. What is kept by an address with a token would keep the token.
         """
+        if caller.browser is not None and caller.browser.in_address:
+            return "private, no-store"
         whose = "public" if self.host.access.public else "private"
         return f"{whose}, {IMMUTABLE}" if page.closed and page.named else f"{whose}, no-cache"
 

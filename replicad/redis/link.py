@@ -121,6 +121,10 @@ class RedisLink:
         if scope.cancelled_caught:
             raise RedisUnavailable(f"{self.address} did not confirm a subscription within {self._timeout:g} s")
 
+    async def subscribe_more(self, channels: Iterable[str]) -> None:
+        """Subscribe to other channels as well; `messages` takes the confirmations, and raises a refusal."""
+        await self._send(_pack(("SUBSCRIBE", *sorted(channels))))
+
     async def ping(self) -> None:
         """Have Redis send a PONG to this subscriber, so that a connection that is dead is noticed."""
         await self._send(_pack(("PING",)))

@@ -168,15 +168,21 @@ class Switch:
             self._junction.lost_redis()
             await trio.sleep(backoff.next_delay())
 
+    def _channels(self) -> dict[bytes, str]:
+        """The streams whose channels are of use, by channel."""
+        return {stream_channel(self._server, name).encode(): name for name in self._junction.wanted}
+
     async def _from_redis(self, backoff: Backoff) -> None:
         """Follow the channels of the streams. Raises Missed, and ReplicadError when the connection is lost."""
         link = await self._connect_redis()
         try:
-            names = self._junction.wanted
-            channels = {stream_channel(self._server, name).encode(): name for name in names}
+            channels = self._channels()
             await link.subscribe(map(bytes.decode, channels))
             backoff.reset()
-            while self._junction.wanted == names:
+            while channels.keys() <= (wanted := self._channels()).keys():
+                if more := wanted.keys() - channels.keys():  # a follower asks for one stream after another
+                    await link.subscribe_more(map(bytes.decode, more))
+                    channels = wanted
                 with trio.move_on_after(self._silence) as scope:
                     messages = await link.messages()
                 if scope.cancelled_caught:

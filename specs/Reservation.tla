@@ -6,6 +6,10 @@
    Sessions are free to try what a wrong program could do: any transaction may insert any id that was ever given out.
    The guard has to refuse each id that readers may have passed.
 
+   Assumed of Postgres, each with a test that docs/positions.md names under "What is assumed":
+   locks_are_listed, one_look, visible_before_unlock, ids_only_grow, no_torn_read,
+   savepoints_end_locks_and_settings, sessions_end_with_their_locks.
+
    `Off` is the set of rules that are switched off: {} in all_rules_*.cfg, one rule in every without_*.cfg. *)
 EXTENDS Integers, TLC
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from urllib.parse import quote
@@ -32,8 +32,37 @@ SMALL = {
     "wal_keep_size": "64MB",
     "hot_standby_feedback": "off",
 }
+# The folder of the programs of another version, such as /usr/lib/postgresql/15/bin. Default: the embedded ones.
+NAMED = os.environ.get("REPLICAD_FORKS_POSTGRES")
+_NEWER = ("--locale-provider=", "--builtin-locale=")  # options of initdb that PostgreSQL 15 does not have
 _SOCKET = ".s.PGSQL.5432"
+_PROCESSES = (
+    "SELECT pid FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+    "AND (application_name LIKE '{0}%' OR backend_type = '{0}') ORDER BY random() LIMIT 1"
+)
 _LOOK = 0.01  # seconds between two looks at something that has no event to wait for
+
+
+class NamedPostgres(EmbeddedPostgres):
+    """An embedded Postgres of another version: with the `programs` of a folder, or those that the variable names."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None, programs: Path | None = None) -> None:
+        self._named = programs or (Path(NAMED) if NAMED else None)
+        super().__init__(folder, settings)
+
+    @property
+    def _programs(self) -> Path:
+        return self._named or self._found
+
+    @_programs.setter
+    def _programs(self, found: Path) -> None:
+        self._found = found
+
+    def run_program(self, name: str, *args: str, timeout: float = 60) -> None:
+        """`EmbeddedPostgres.run_program`."""
+        super().run_program(
+            name, *(word for word in args if not (self._named and word.startswith(_NEWER))), timeout=timeout
+        )
 
 
 class Cluster:
@@ -49,7 +78,7 @@ class Cluster:
         self._address = folder / "at"
         self._address.mkdir()
         self._address.chmod(0o755)
-        self._opened: list[EmbeddedPostgres] = []
+        self._opened: list[NamedPostgres] = []
         first = folder / "s0"
         if template is not None:
             first.mkdir()
@@ -125,7 +154,7 @@ class Cluster:
 
     # --- standbys ---
 
-    def make_standby(self) -> EmbeddedPostgres:
+    def make_standby(self) -> NamedPostgres:
         """A streaming standby of the current server that has caught up."""
         folder = self.folder / f"s{next(self._numbers)}"
         folder.mkdir()
@@ -138,13 +167,13 @@ class Cluster:
         _wait(lambda: psql(self.server.url, "SELECT count(*) FROM pg_stat_replication") != "0", "streaming")
         return standby
 
-    def cut(self, standby: EmbeddedPostgres) -> None:
+    def cut(self, standby: NamedPostgres) -> None:
         """End its connection to the primary: from now on it lags."""
         psql(standby.url, "ALTER SYSTEM SET primary_conninfo = ''")
         psql(standby.url, "SELECT pg_reload_conf()")
         _wait(lambda: psql(standby.url, "SELECT count(*) FROM pg_stat_wal_receiver") == "0", "receiver to end")
 
-    def promote(self, standby: EmbeddedPostgres, *, primary_lives_on: bool = False) -> EmbeddedPostgres:
+    def promote(self, standby: NamedPostgres, *, primary_lives_on: bool = False) -> NamedPostgres:
         """Make the standby the server at the address; returns the old primary.
 
         It is stopped at once, unless it lives on: then whoever is connected to it stays so.
@@ -157,14 +186,14 @@ class Cluster:
         self._point_to(standby)
         return old
 
-    def switch_over(self, standby: EmbeddedPostgres) -> EmbeddedPostgres:
+    def switch_over(self, standby: NamedPostgres) -> NamedPostgres:
         """Stop the server in an orderly way and promote the standby, which has everything; returns the old server."""
         psql(self.server.url, "CHECKPOINT")
         old = self.server
         _stop(old, signal.SIGINT)  # its WAL is sent to the end
         return self.promote(standby) and old
 
-    def follow(self, server: EmbeddedPostgres) -> None:
+    def follow(self, server: NamedPostgres) -> None:
         """Make a stopped server a standby of the current one, which has all that it has; wait until it streams."""
         with (server.data / "postgresql.auto.conf").open("a") as settings:
             settings.write(f"primary_conninfo = '{self.server.url}'\n")
@@ -174,7 +203,7 @@ class Cluster:
         caught_up = "SELECT count(*) FROM pg_stat_replication WHERE replay_lsn = pg_current_wal_lsn()"
         _wait(lambda: psql(self.server.url, caught_up) == "1", "the standby to catch up")
 
-    def move_some(self, server: EmbeddedPostgres, *, but_readers: bool = False) -> int:
+    def move_some(self, server: NamedPostgres, *, but_readers: bool = False) -> int:
         """End about half of the daemons' sessions at a server that lives on: they come again at the address.
 
         `but_readers`: all of the pool that looks for positions, and none of those that read rows. Returns how many are
@@ -187,7 +216,27 @@ class Cluster:
         )
         return int(psql(server.url, left))
 
-    def end(self, server: EmbeddedPostgres) -> None:
+    def crash(self, victim: str) -> None:
+        """Kill one of the server's processes, as the kernel does when memory is short: the server recovers from it.
+
+        `victim`: the beginning of an application's name, or the type of a process of the server.
+        """
+        pids = psql(self.server.url, _PROCESSES.format(victim)).split()
+        if not pids:
+            return
+        pid = self.server.pid()
+        os.kill(int(pids[0]), signal.SIGKILL)
+        _wait(lambda: not Path("/proc", pids[0]).exists(), "the process to end")
+        assert self.server.pid() == pid, "the postmaster has ended too"
+        _wait(self._answers, "Postgres to recover")
+
+    def _answers(self) -> bool:
+        try:
+            return psql(self.server.url, "SELECT 1") == "1"
+        except AssertionError:
+            return False
+
+    def end(self, server: NamedPostgres) -> None:
         """Stop a server that is not current any more and remove its data."""
         _stop(server, signal.SIGQUIT)
         server.__exit__()
@@ -207,7 +256,7 @@ class Cluster:
         """Restore a dump over the database."""
         restore_dump(self.url, dump, one_transaction=one_transaction)
 
-    def move(self, dump: Path) -> EmbeddedPostgres:
+    def move(self, dump: Path) -> NamedPostgres:
         """Restore a dump into a new server, which is the one at the address from then on; returns the old one."""
         fresh = self._open(self.folder / f"s{next(self._numbers)}")
         psql(fresh.url, ROLES)
@@ -219,13 +268,13 @@ class Cluster:
 
     # --- within ---
 
-    def _open(self, folder: Path) -> EmbeddedPostgres:
-        server = EmbeddedPostgres(folder, SMALL)
+    def _open(self, folder: Path) -> NamedPostgres:
+        server = NamedPostgres(folder, SMALL)
         server.__enter__()
         self._opened.append(server)
         return server
 
-    def _point_to(self, server: EmbeddedPostgres) -> None:
+    def _point_to(self, server: NamedPostgres) -> None:
         fresh = self._address / "next"
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(server.data / _SOCKET)
@@ -260,7 +309,11 @@ def restore_dump(url: str, dump: Path, *, one_transaction: bool) -> None:
 
 def _run(name: str, *args: str) -> None:
     done = subprocess.run(
-        [find_programs() / name, *args], capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+        [(Path(NAMED) if NAMED else find_programs()) / name, *args],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, f"{name}: {done.stderr[-2000:]}"
 
@@ -279,7 +332,7 @@ def _give(folder: Path, *, like: Path) -> None:
             os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
-def _stop(server: EmbeddedPostgres, how: signal.Signals) -> None:
+def _stop(server: NamedPostgres, how: signal.Signals) -> None:
     pid = server.pid()
     if pid is None:
         return

@@ -1,4 +1,7 @@
-"""docs/specs.md names every rule that a configuration in specs/ switches off, and no other."""
+"""docs/specs.md names every rule that a configuration in specs/ switches off, and no other.
+
+docs/positions.md names a test for each assumption about Postgres that a model names at its head.
+"""
 
 from __future__ import annotations
 
@@ -38,3 +41,23 @@ def test_every_rule_of_a_model_can_be_switched_off() -> None:
     assert len(models) == 4
     rules = {(model, rule) for model, text in models.items() for rule in re.findall(r'Rule\("(\w+)"\)', text)}
     assert rules == {(path.parent.name, path.stem.removeprefix("without_")) for path in FILES}
+
+
+ASSUMED = re.compile(r"Assumed of Postgres, .*?:\n(.*?)\.\n", re.DOTALL)
+ROW = re.compile(r"^\| `(\w+)` \| [^|]+ \| ([^|]*) \| (.*) \|$", re.MULTILINE)
+TESTED = re.compile(r"`(tests/[\w/]+\.py)`: `(test_\w+)`")
+
+
+def test_each_assumption_of_a_model_is_explained_and_has_a_test_that_is_there() -> None:
+    section = (ROOT / "docs/positions.md").read_text(encoding="utf-8").split("## What is assumed")[1].split("\n## ")[0]
+    rows = {
+        name: (set(re.findall(r"\w+", models)), TESTED.findall(tests)) for name, models, tests in ROW.findall(section)
+    }
+    assert len(rows) > 15
+    for path in (ROOT / "specs").glob("*.tla"):
+        [names] = ASSUMED.findall(path.read_text(encoding="utf-8"))
+        assert set(re.findall(r"\w+", names)) == {name for name, (models, _) in rows.items() if path.stem in models}
+    for name, (_, tests) in rows.items():
+        assert tests, name
+        for file, test in tests:
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), (name, file, test)

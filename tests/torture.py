@@ -8,17 +8,23 @@ again.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+import structlog
 import trio
 
+from tests import redis_servers
 from tests.conftest import server_folder
+from tests.forks.cluster import NAMED
 from tests.forks.schedule import DAEMONS, KINDS, Player, make_schedule
+from tests.forks.tables import EVERYDAY, TABLES
 from tests.forks.template import made_template
 from tests.forks.world import open_world
 
@@ -35,6 +41,7 @@ def main() -> None:
     only = [kind for kind in options.only.split(",") if kind]
     if unknown := set(only) - set(KINDS):
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # of clients in here
     seeds = range(options.seed, options.seed + options.schedules)
     if options.show:
         for seed in seeds:
@@ -73,24 +80,24 @@ async def play(seed: int, folder: Path, template: Path, only: Collection[str] = 
     """Play one schedule and report on it; whether it passed."""
     began = time.monotonic()
     rounds = make_schedule(seed, only)
-    async with open_world(folder, template, daemons=DAEMONS, seed=seed) as world:
+    tables = (*TABLES, *EVERYDAY)
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(redis_servers.real_redis(folder)).url if redis_servers.PROGRAM else None
+        more = () if redis is None else ("--redis", redis)
+        opened = open_world(folder, template, daemons=DAEMONS, tables=tables, seed=seed, more=more)
+        world = await stack.enter_async_context(opened)
+        world.read_all_ways(folder, redis)
         player = Player(world)
         try:
             await player.play(seed, rounds)
         except Exception as failed:  # noqa: BLE001 - reported, and the next schedule is played
-            print(f"seed {seed} FAILED; again: python -m tests.torture --seed {seed} --schedules 1")
-            print("\n".join(f"  {line}" for line in player.played))
-            for failure in _leaves(failed):
-                print(f"{type(failure).__name__}: {failure}")
-            for server in world.servers:
-                print(f"  daemon {server.number} said at last:\n{server.said()}")
-            sys.stdout.flush()
+            _report_failure(seed, player, failed)
             return False
         if verbose:
             print("\n".join(f"  {line}" for line in player.played))
         told: Counter[str] = Counter()
-        for holder in world.holders:
-            told.update(holder.counts())
+        for client in (*world.holders, *world.readers):
+            told.update(client.counts())
         words = ", ".join(f"{what} {times}" for what, times in sorted(told.items()))
         writes = sum(world.writing.done.values())
         print(
@@ -99,6 +106,17 @@ async def play(seed: int, folder: Path, template: Path, only: Collection[str] = 
             flush=True,
         )
     return True
+
+
+def _report_failure(seed: int, player: Player, failed: Exception) -> None:
+    named = f"REPLICAD_FORKS_POSTGRES={NAMED} " if NAMED else ""
+    print(f"seed {seed} FAILED; again: {named}python -m tests.torture --seed {seed} --schedules 1")
+    print("\n".join(f"  {line}" for line in player.played))
+    for failure in _leaves(failed):
+        print(f"{type(failure).__name__}: {failure}")
+    for server in player.world.servers:
+        print(f"  daemon {server.number} said at last:\n{server.said()}")
+    sys.stdout.flush()
 
 
 def _leaves(failure: BaseException) -> Iterator[BaseException]:

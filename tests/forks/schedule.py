@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
@@ -17,16 +18,20 @@ from typing import ClassVar
 
 import trio
 
-from replicad.postgres.embedded import EmbeddedPostgres
+from tests import poolers
+from tests.conftest import PATIENCE, psql
+from tests.roles import as_daemon
 
+from .cluster import NamedPostgres
+from .everyday import DDL, PARTS, ROTATIONS, SECURITY, SEQUENCES, SETTINGS, SWAP, SWAP_DONE, rotation
 from .holder import Holder
 from .ledger import Order
-from .tables import TABLES
+from .tables import ALTERED, EVERYDAY, PARTED, SWAPPED, TABLES, Table
 from .world import World, blocking
 
 DAEMONS = 2
-ROUNDS = (2, 3)
-STEPS = (3, 6)  # of a round
+ROUNDS = (1, 2)
+STEPS = (3, 7)  # of a round
 _HOPS = 0.3  # seconds between two disconnections of clients, on average
 _LOCKED = 1.0  # seconds between two looks at who waits for a lock that a daemon holds
 _EXCLUSIVE = ("truncate", "alter", "setval", "restore")
@@ -36,6 +41,10 @@ _END_BLOCKERS = """
         SELECT unnest(pg_blocking_pids(w.pid)) FROM pg_stat_activity w
         WHERE w.wait_event_type = 'Lock' AND clock_timestamp() - w.query_start > interval '2 s')
 """
+_TRIES = 5  # of a command that needs a lock, or whose server may be away
+_NOTED = 1.5  # seconds in which a daemon notes what it has published
+VICTIMS = ("w", "replicad", "checkpointer", "walwriter")
+_END_DAEMONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE 'replicad%'"
 _HOW = {"immediate": signal.SIGQUIT, "fast": signal.SIGINT, "killed": signal.SIGKILL}
 
 
@@ -99,6 +108,15 @@ class _Maker:
             ("promote", 3 if self.standby else 0),
             ("restore", 2 if self.dumps else 0),
             ("put_back", 2 if self.copies else 0),
+            ("ddl", 5),
+            ("rotate", 1.5),
+            ("swap", 1),
+            ("sequence", 1.5),
+            ("security", 1),
+            ("setting", 2),
+            ("crash", 2),
+            ("switchover", 0 if self.standby else 1),
+            ("pooler", 0.3 if poolers.PROGRAM else 0),
             ("pause", 0.01),  # where nothing else may happen
         ]
 
@@ -120,6 +138,8 @@ class _Maker:
         if name == "copy":
             self.copies = True
             return name, (rng.choice(("immediate", "fast")),)
+        if name in _EVERYDAY:
+            return name, _EVERYDAY[name](rng)
         if name in ("kill", "end", "suspend", "up"):
             one = rng.choice([one for one in range(DAEMONS) if (self.daemons[one] == "up") != (name == "up")])
             self.daemons[one] = name
@@ -130,6 +150,19 @@ class _Maker:
         return name, ()
 
 
+_EVERYDAY: dict[str, Callable[[random.Random], tuple[object, ...]]] = {
+    "ddl": lambda rng: (rng.choice([*DDL]),),
+    "rotate": lambda rng: (rng.choice(ROTATIONS),),
+    "swap": lambda rng: (),
+    "sequence": lambda rng: (rng.choice((*TABLES, *EVERYDAY)).name, rng.choice([*SEQUENCES])),
+    "security": lambda rng: (rng.choice((*TABLES, *EVERYDAY)).name,),
+    "setting": lambda rng: (name := rng.choice([*SETTINGS]), rng.choice(SETTINGS[name])),
+    "crash": lambda rng: (rng.choice(VICTIMS),),
+    "switchover": lambda rng: (rng.choice(("busy", "idle")),),
+    "pooler": lambda rng: (),
+}
+
+
 class Player:
     """Plays a schedule in a world with two daemons."""
 
@@ -137,7 +170,7 @@ class Player:
         self.world = world
         self.played: list[str] = []
         self._began = time.monotonic()
-        self._standby: EmbeddedPostgres | None = None
+        self._standby: NamedPostgres | None = None
         self._dumps: list[Path] = []
         self._copies: list[Path] = []
         self._tables = {table.name: table for table in world.tables}
@@ -250,8 +283,12 @@ class Player:
         self._dumps.append(await blocking(self.world.cluster.dump, custom=form == "custom"))
 
     async def _restore(self, how: str) -> None:
-        """Writers wait meanwhile, as they would for an operator. Daemons do not."""
+        """Writers wait meanwhile, as they would for an operator. Daemons do not.
+
+        A dump cannot remove the indexes of partitions one by one, so the operator removes that table before.
+        """
         await self._quiet()
+        await self._try(f"DROP TABLE IF EXISTS {PARTED.name} CASCADE")
         await blocking(self.world.cluster.restore, self._dumps[-1], one_transaction=how == "one_transaction")
         self.world.writing.go()
 
@@ -301,6 +338,76 @@ class Player:
         await self.world.wait_told(table, to, self._plain[seer])
         self.world.writing.go()
 
+    async def _try(self, *commands: str, table: Table | None = None) -> None:
+        """Commands of an operator, each a transaction; those that meet a lock or no server are given up in the end."""
+        for command in commands:
+            text = command if table is None else command.format(t=table.name, s=table.sequence)
+            for _ in range(_TRIES):
+                try:
+                    await blocking(psql, self.world.url, "SET lock_timeout = '1s'", text)
+                    break
+                except AssertionError as error:
+                    self._log(f"    {text[:60]}: {str(error).splitlines()[0]}")
+                await trio.sleep(0.1)
+
+    async def _ddl(self, kind: str) -> None:
+        await self._try(*DDL[kind], table=ALTERED)
+
+    async def _rotate(self, how: str) -> None:
+        last = await blocking(self.world.position_of, PARTED)
+        parts = (await blocking(self.world.sql, PARTS.format(t=PARTED.name))).splitlines()
+        await self._try(*rotation(PARTED, last, parts, how))
+
+    async def _swap(self) -> None:
+        """The stream stops until the operator has said that the new table is the same."""
+        await self._try(*SWAP, table=SWAPPED)
+        await trio.sleep(0.3)
+        await self._try(*SWAP_DONE, table=SWAPPED)
+
+    async def _sequence(self, name: str, how: str) -> None:
+        await self._try(SEQUENCES[how], table=self._tables[name])
+
+    async def _security(self, name: str) -> None:
+        """A policy hides all rows from daemons for a while."""
+        await self._try(SECURITY["on"], table=self._tables[name])
+        await trio.sleep(0.5)
+        await self._try(SECURITY["off"], table=self._tables[name])
+
+    async def _setting(self, name: str, value: str) -> None:
+        """Of the database; sessions are made again with it, and once more without it."""
+        for command in (f"ALTER DATABASE postgres SET {name} = '{value}'", f"ALTER DATABASE postgres RESET {name}"):
+            await self._try(command, _END_DAEMONS)
+            await trio.sleep(0.7)
+
+    async def _crash(self, victim: str) -> None:
+        unflushed = (
+            f"SET synchronous_commit = off; SET application_name = 'w3'; {table.insert(3)}" for table in TABLES
+        )
+        await self._try(*unflushed)
+        await blocking(self.world.cluster.crash, victim)
+
+    async def _switchover(self, how: str) -> None:
+        """To a standby and back. `idle`: nobody writes while the standby is the server."""
+        cluster = self.world.cluster
+        standby = await blocking(cluster.make_standby)
+        if how == "idle":
+            await self._quiet()
+        old = await blocking(cluster.switch_over, standby)
+        await blocking(cluster.follow, old)
+        await trio.sleep(_NOTED)
+        await blocking(cluster.switch_over, old)
+        await blocking(cluster.end, standby)
+        self.world.writing.go()
+
+    async def _pooler(self) -> None:
+        """A daemon refuses to start behind a pooler that shares sessions."""
+        with poolers.pgbouncer(self.world.cluster.server.url, "transaction") as url:
+            words = [sys.executable, "-m", "replicad", "serve", "--listen", "127.0.0.1:0", "--database", as_daemon(url)]
+            with trio.fail_after(PATIENCE):
+                done = await trio.run_process(words, capture_stdout=True, capture_stderr=True, check=False)
+        said = done.stderr.decode() + done.stdout.decode()
+        assert (done.returncode != 0, "pooler" in said) == (True, True), f"a daemon behind a pooler: {said[-1000:]}"
+
     async def _pause(self) -> None:
         """Nothing happens."""
 
@@ -324,6 +431,15 @@ class Player:
         "truncate": _truncate,
         "alter": _alter,
         "setval": _setval,
+        "ddl": _ddl,
+        "rotate": _rotate,
+        "swap": _swap,
+        "sequence": _sequence,
+        "security": _security,
+        "setting": _setting,
+        "crash": _crash,
+        "switchover": _switchover,
+        "pooler": _pooler,
         "pause": _pause,
     }
 

@@ -21,6 +21,11 @@ from tests.conftest import psql
 from .ledger import Row
 
 WRITERS = ("w1", "w2", "w3")
+PART = 100  # ids of a partition
+_TEXTS = (
+    ", f float8 DEFAULT random() / 3, i interval DEFAULT '1 mon 2 days 03:04:05.6', b bytea DEFAULT '\\x0041ff', "
+    "at timestamptz DEFAULT now()"
+)
 _SLOW = (
     "CASE WHEN t.body LIKE 'slow%' THEN pg_sleep(0.05)::text || t.body "
     "WHEN t.body LIKE 'poison%' THEN (1 / (length(t.body) * 0))::text ELSE t.body END"
@@ -36,6 +41,9 @@ class Table:
     several: bool = True  # has an instance column, so tokens are vectors
     batches: bool = False  # ids have several rows
     two_phases: bool = True
+    parted: bool = False  # by ranges of ids, of PART ids each, and a default partition
+    texts: bool = False  # has columns whose texts depend on settings, which are part of the body
+    shrinks: bool = False  # rows are removed, and readers keep them
     slow: bool = False  # reading a row takes 50 ms if its body begins with "slow", and fails if it begins with "poison"
 
     @property
@@ -47,7 +55,13 @@ class Table:
         return (
             f"CREATE TABLE {self.name} (id bigserial{'' if self.batches else ' PRIMARY KEY'}, "
             "who text NOT NULL DEFAULT current_setting('application_name'), part int DEFAULT 0, "
-            "body text NOT NULL DEFAULT gen_random_uuid()::text);"
+            f"body text NOT NULL DEFAULT gen_random_uuid()::text{_TEXTS if self.texts else ''})"
+            + (
+                f" PARTITION BY RANGE (id); CREATE TABLE {self.name}_rest PARTITION OF {self.name} DEFAULT;"
+                + "".join(self.create_part(number) for number in range(3))
+                if self.parted
+                else ";"
+            )
             + (f"CREATE INDEX ON {self.name} (id);" if self.batches else "")
             + (
                 f"CREATE TABLE {self.name}_positions (stream_name text, instance_name text, stream_id bigint, "
@@ -59,10 +73,23 @@ class Table:
             + self.register()
         )
 
+    def create_part(self, number: int) -> str:
+        """The command that makes a partition."""
+        return (
+            f"CREATE TABLE IF NOT EXISTS {self.name}_{number} PARTITION OF {self.name} "
+            f"FOR VALUES FROM ({number * PART}) TO ({(number + 1) * PART});"
+        )
+
+    def body(self) -> str:
+        """What clients get as the body."""
+        return (
+            _SLOW if self.slow else "t.body || ' ' || concat_ws(' ', t.f, t.i, t.b, t.at)" if self.texts else "t.body"
+        )
+
     def register(self) -> str:
         """The command that makes the table a stream."""
         instance = "'who'" if self.several else "NULL"
-        row = f"json_build_array(t.id, {'t.who, ' if self.several else ''}{_SLOW if self.slow else 't.body'})"
+        row = f"json_build_array(t.id, {'t.who, ' if self.several else ''}{self.body()})"
         positions = f"'public.{self.name}_positions'::regclass" if self.method == "positions_table" else "NULL"
         return (
             f"SELECT replicad.stream_add('{self.name}', 'public.{self.name}'::regclass, 'id', "
@@ -136,8 +163,13 @@ RESERVED = Table("reserved", method="reservation")
 TABLED = Table("tabled", method="positions_table", two_phases=False)
 TABLES = (LONE, MANY, RESERVED, TABLED)
 
+ALTERED = Table("altered", texts=True)
+PARTED = Table("parted", parted=True, shrinks=True)
+SWAPPED = Table("swapped")
+EVERYDAY = (ALTERED, PARTED, SWAPPED)  # tables to which operators do what they do
 
-def create_all(tables: Iterable[Table] = TABLES) -> str:
+
+def create_all(tables: Iterable[Table] = (*TABLES, *EVERYDAY)) -> str:
     """The commands that make the tables and register the streams."""
     return "".join(table.create() for table in tables)
 
@@ -145,7 +177,8 @@ def create_all(tables: Iterable[Table] = TABLES) -> str:
 def rows_of(url: str, table: Table) -> list[Row]:
     """The rows that there are now, as a client should have them."""
     who = "who" if table.several else "'master'"
-    found = psql(url, f"SELECT json_build_array({who}, id, body) FROM {table.name} ORDER BY id, body")
+    body = "t.body" if table.slow else table.body()
+    found = psql(url, f"SELECT json_build_array({who}, t.id, {body}) FROM {table.name} t ORDER BY t.id, t.body")
     return [(row[0], row[1], row[2]) for row in map(json.loads, found.splitlines())]
 
 
@@ -176,6 +209,19 @@ class Writing:
         self._closed = False
         self._open.set()
 
+    async def wait_open(self) -> None:
+        """Wait until the gate is open."""
+        await self._open.wait()
+
+    def begin(self) -> None:
+        """A transaction of somebody else begins, for which `rest` waits."""
+        self._busy += 1
+
+    def end(self) -> None:
+        """It has ended."""
+        self._busy -= 1
+        self._idle.set()
+
     async def rest(self) -> None:
         """Close the gate, and wait until no transaction of a writer is open."""
         self._closed, self._open = True, trio.Event()
@@ -196,7 +242,7 @@ class Writing:
         rng = random.Random(f"{self.seed} {writer} {table.name}")
         while True:
             await self._open.wait()
-            self._busy += 1
+            self.begin()
             try:
                 with suppress(DatabaseError):
                     async with db.connection() as connection:
@@ -206,8 +252,7 @@ class Writing:
                             self.done[kind.__name__] += 1
                             await trio.sleep(rng.expovariate(1 / self.pause))
             finally:
-                self._busy -= 1
-                self._idle.set()
+                self.end()
             await trio.sleep(0.05)
 
     def gid(self) -> str:
@@ -220,6 +265,12 @@ Kind = Callable[[Writing, Connection, Table, random.Random], Awaitable[None]]
 
 async def _one_row(writing: Writing, connection: Connection, table: Table, rng: random.Random) -> None:
     await connection.execute(table.insert())
+
+
+async def _one_row_unflushed(writing: Writing, connection: Connection, table: Table, rng: random.Random) -> None:
+    async with connection.transaction():
+        await connection.execute("SET LOCAL synchronous_commit = off")
+        await connection.execute(table.insert())
 
 
 async def _many_rows_slowly(writing: Writing, connection: Connection, table: Table, rng: random.Random) -> None:
@@ -272,6 +323,7 @@ async def _two_phases(writing: Writing, connection: Connection, table: Table, rn
 
 _KINDS: tuple[tuple[Kind, Callable[[Table], bool]], ...] = (
     (_one_row, lambda table: True),
+    (_one_row_unflushed, lambda table: True),
     (_many_rows_slowly, lambda table: True),
     (_roll_back, lambda table: True),
     (_roll_back_a_savepoint, lambda table: True),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replicad.postgres.embedded import EmbeddedPostgres
 from tests.conftest import install, psql
 from tests.roles import ROLES, as_daemon
 
-from .cluster import SMALL
+from .bystanders import prepare
+from .cluster import SMALL, NamedPostgres
 from .tables import create_all
 
 
 def made_template(folder: Path) -> Path:
     """Make it below `folder`, and return the folder."""
-    with EmbeddedPostgres(folder, SMALL) as server:
+    with NamedPostgres(folder, SMALL) as server:
         psql(server.url, ROLES)
-        install(as_daemon(server.url), "stream", "tube", "federation")
+        install(as_daemon(server.url), "stream", "tube", "federation", "cache", "presence")
         psql(server.url, create_all())
+        prepare(server.url)
     return folder

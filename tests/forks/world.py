@@ -21,13 +21,18 @@ from replicad.postgres import recording
 from tests.conftest import PATIENCE, psql
 from tests.roles import as_daemon
 
+from .bystanders import Bystander, CacheWorker, OnlineUsers, Sender
 from .cluster import Cluster
 from .holder import Address, Holder
-from .ledger import Order
-from .tables import TABLES, Table, Writing, rows_of
+from .ledger import Difference, Order
+from .readers import Events, OverRedis, Pages, Reader, SparkSource, Tail
+from .tables import ALTERED, LONE, TABLES, Table, Writing, rows_of
 
 # Until clients and tables must agree. It is a limit for what hangs: agreement takes a second or two.
 AGREEMENT = float(os.environ.get("REPLICAD_FORKS_PATIENCE", PATIENCE))
+
+SERVER_NAME = "torture"
+_LOOK = 0.05  # seconds between two looks at what all clients have
 
 T = TypeVar("T")
 
@@ -39,9 +44,11 @@ class Disagreement(AssertionError):
 class Server:
     """`replicad serve` at one address for good, however often it is started."""
 
-    def __init__(self, folder: Path, url: str, number: int) -> None:
+    def __init__(self, folder: Path, url: str, number: int, more: Sequence[str] = ()) -> None:
         self.number = number
         self.address: Address = ("127.0.0.1", _free_port())
+        self.http: Address = ("127.0.0.1", _free_port())
+        self._more = list(more)
         self.ready = folder / f"ready{number}"
         self.log = folder / f"serve{number}.log"
         self.recordings: list[Path] = []  # of what each run has read and published
@@ -69,6 +76,7 @@ class Server:
                     *("--listen", f"{self.address[0]}:{self.address[1]}", "--ready-file", str(self.ready)),
                     *("--record-polls", str(recording)),
                     *("--wait-for-database", str(PATIENCE)),  # which may be restarted at this moment
+                    *("--http", f"{self.http[0]}:{self.http[1]}", "--server-name", SERVER_NAME, *self._more),
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -116,6 +124,8 @@ class World:
         self.servers = servers
         self.tables = tables
         self.holders: list[Holder] = []
+        self.readers: list[Reader] = []
+        self.bystanders: list[Bystander] = []
         self.writing = Writing(cluster.url, seed, tables)
         self.rng = random.Random(f"world {seed}")
         self._nursery: trio.Nursery | None = None
@@ -141,6 +151,39 @@ class World:
     def _holder(self, name: str, order: Order, streams: Sequence[str]) -> Holder:
         return Holder(name, order, streams, [server.address for server in self.servers], self.rng)
 
+    def read_all_ways(self, folder: Path, redis: str | None) -> None:
+        """Start a reader of each transport, and the programs beside them."""
+        assert self._nursery is not None
+        self.writing.pause *= len(self.tables) / len(TABLES) * 2  # what all of these cost, they have
+        names = [table.name for table in self.tables]
+        tcp = [server.address for server in self.servers]
+        http = [server.http for server in self.servers]
+        self.readers = [Pages("pages", names, http), Events("events", names, http), Tail("tail", names, tcp)]
+        self.readers.append(SparkSource("spark", [LONE.name, ALTERED.name], tcp))
+        if redis is not None:
+            self.readers.append(OverRedis("redis", names, tcp, redis, SERVER_NAME))
+        sender = Sender(ALTERED.name, tcp[0], self.url, folder / "sender.log", self.rng)
+        self.bystanders = [sender, CacheWorker(tcp[-1], self.url), OnlineUsers(tcp, self.url)]
+        for one in (*self.readers, *self.bystanders):
+            self._nursery.start_soon(one.run)
+        self._nursery.start_soon(self._move_bystanders)
+
+    async def _move_bystanders(self) -> None:
+        while True:
+            await self.writing.wait_open()
+            for one in self.bystanders:
+                if isinstance(one, Sender):
+                    one.disturb(self.rng)
+                elif isinstance(one, OnlineUsers):
+                    one.toggle(self.rng)
+                else:
+                    self.writing.begin()
+                    try:
+                        await one.write(self.rng)
+                    finally:
+                        self.writing.end()
+            await trio.sleep(self.rng.random() * 0.2)
+
     def hold_all_kinds(self, place: int = 0) -> list[Holder]:
         """A client of each kind at one daemon."""
         return [self.hold(f"{order.value}@{place}", order, place) for order in Order]
@@ -157,11 +200,22 @@ class World:
         tables = {table.name: rows for table in self.tables for rows in [await blocking(rows_of, self.url, table)]}
         deadline = trio.current_time() + AGREEMENT
         while trio.current_time() < deadline:
-            if not any(holder.compare(tables) for holder in self.holders):
+            if not any(self._differs(client, tables) for client in (*self.holders, *self.readers)):
                 break
-            await trio.sleep(0.02)
+            await trio.sleep(_LOOK)
         self.check(tables, what)
+        for one in self.bystanders:
+            while (problem := await one.problem(tables)) and trio.current_time() < deadline:
+                await trio.sleep(_LOOK)
+            if problem:
+                raise Disagreement(f"{what}\n{one.name}: {problem}\n{one.trace()}")
         await self.newcomer(tables, what)
+
+    def _differs(self, client: Holder | Reader, tables: dict[str, Any]) -> dict[str, Difference]:
+        """By stream. Rows that an operator removes are not called back."""
+        shrink = {table.name for table in self.tables if table.shrinks}
+        found = client.compare(tables)
+        return {name: one for name, one in found.items() if one.lost or name not in shrink}
 
     async def newcomer(self, tables: dict[str, Any], what: str) -> None:
         """A client that comes only now has what the tables have, too. Nobody writes. Raises Disagreement."""
@@ -170,23 +224,23 @@ class World:
         deadline = trio.current_time() + AGREEMENT
         async with trio.open_nursery() as nursery:
             nursery.start_soon(holder.run)
-            while holder.compare(tables) and trio.current_time() < deadline:
+            while self._differs(holder, tables) and trio.current_time() < deadline:
                 await trio.sleep(0.02)
             nursery.cancel_scope.cancel()
         self._check([holder], tables, what)
 
     def check(self, tables: dict[str, Any], what: str) -> None:
         """Raise Disagreement where a client has not what the tables have, or has a finding."""
-        self._check(self.holders, tables, what)
+        self._check([*self.holders, *self.readers], tables, what)
 
-    def _check(self, holders: list[Holder], tables: dict[str, Any], what: str) -> None:
+    def _check(self, holders: Sequence[Holder | Reader], tables: dict[str, Any], what: str) -> None:
         told: list[str] = []
         for holder in holders:
-            for stream, difference in holder.compare(tables).items():
+            for stream, difference in self._differs(holder, tables).items():
                 told += [f"{holder.name} {stream}: {difference}; {holder.counts()}", holder.trace(stream)]
             for finding in dict.fromkeys(holder.findings()):
                 told.append(f"{holder.name} {finding}")
-            if holder.findings() and not holder.compare(tables):
+            if holder.findings() and not self._differs(holder, tables):
                 told.append(holder.trace(holder.findings()[0].partition(":")[0]))
         if told:
             raise Disagreement("\n".join([what, *told]))
@@ -263,10 +317,11 @@ async def open_world(
     daemons: int = 1,
     tables: tuple[Table, ...] = TABLES,
     seed: int = 0,
+    more: Sequence[str] = (),
 ) -> AsyncIterator[World]:
-    """A copy of the template's cluster with `daemons` running."""
+    """A copy of the template's cluster with `daemons` running, with `more` options."""
     cluster = await blocking(Cluster, folder, template)
-    servers = [Server(folder, cluster.url, number) for number in range(daemons)]
+    servers = [Server(folder, cluster.url, number, more) for number in range(daemons)]
     world = World(cluster, servers, tables, seed)
     try:
         for server in servers:

@@ -462,6 +462,26 @@ async def test_with_a_certificate_http_is_https_and_a_clients_certificate_counts
             await ask(daemon.http, "/livez")
 
 
+async def test_a_certificate_counts_by_its_alternative_names_and_not_by_its_subject(
+    start_daemon: Start, events: Database, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    certificate, key = authority.certify("server", "IP:127.0.0.1")
+    access = tmp_path / "access.toml"
+    access.write_text('[client.ops]\ncertificate = "ops.example"\nallow = ["*"]\n')
+    access.chmod(0o600)
+    files = {"tls_cert": certificate, "tls_key": key, "tls_client_ca": authority.certificate, "access_file": access}
+    async with start_daemon(**files) as daemon:
+        for subject, alternative, status in (
+            ("ops.example", "DNS:other.example", 401),
+            ("ops.example", "email:ops.example@corp.example", 401),
+            ("other.example", "DNS:OPS.example", 200),
+        ):
+            trusting = ssl.create_default_context(cafile=authority.certificate)
+            trusting.load_cert_chain(*authority.certify(subject, alternative))
+            assert (await ask(daemon.http, "/status", tls=trusting)).status == status, (subject, alternative)
+
+
 # --- bounds ---
 
 

@@ -246,6 +246,7 @@ async def test_a_token_stands_in_no_log_and_a_removed_key_ends_its_sessions(
                 found = await ask(http, path, **bearer(SECRET))
                 assert found.status == 200
                 assert not any(word in found.text for word in words.values()), path
+            secret.write_text("another-" + SECRET)  # which is read at the start alone
             write("short\n")
             [kept] = await served.wait_event("access_unchanged")
             assert "32 bytes or more" in str(kept["error"])
@@ -261,6 +262,7 @@ async def test_a_token_stands_in_no_log_and_a_removed_key_ends_its_sessions(
                 assert refused.data["code"] == "not_authorised"
             assert (await ask(http, ROWS, **cookie(words["right"]))).status == 401
             assert (await ask(http, ROWS, **cookie(token(key)))).status == 200
+            assert (await ask(http, ROWS, **bearer(SECRET))).status == 200
         assert await served.end(signal.SIGTERM) == 0
         written = served.log.read_text()
     assert "browser:alice" in written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,3 +155,10 @@ def test_health_checks_and_metrics_for_other_machines_need_a_secret_or_tls_too(t
     assert guarded.exposure == "TLS (--tls-cert)"
     assert guarded.exposed == "--http 0.0.0.0:9010"
     assert made(http="127.0.0.1:9010").exposure is None
+
+
+def test_the_script_of_the_roles_grants_nothing_to_public(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["sql", "roles", "--table-owner", "o", "--writer", "w", "--operator", "p"]) == 0
+    script = re.sub("--.*", "", capsys.readouterr().out)
+    assert script.count("GRANT ") >= 10
+    assert "PUBLIC" not in script.upper().replace("'PUBLIC'", "").replace('"PUBLIC"', "")

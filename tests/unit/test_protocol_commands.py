@@ -343,6 +343,19 @@ def test_lists_of_ids_may_be_as_long_as_a_pod() -> None:
     assert parse(c.Ack("t", Part(0, 1), 1, seqs=ids).render(), C) == c.Ack("t", Part(0, 1), 1, seqs=ids)
 
 
+def test_only_lists_of_ids_and_tokens_may_be_longer_than_other_commands() -> None:
+    most, longer = 16_384, set()
+    for kind in (one for one in EVERY if one.SENDER is not S):
+        why = ""
+        try:
+            parse(f"{kind.NAME} {'x' * (most + 1)}", C)
+        except RemoteProtocolError as error:
+            why = str(error)
+        if f"it has {most + 1} characters, and up to {most} are accepted" not in why:
+            longer.add(kind.NAME)
+    assert longer == {"ACK", "PARK", "KEEP", "REPLICATE"}
+
+
 # --- any command at all ---
 
 commands = st.one_of([any_of(kind) for kind in COMMANDS.values()])

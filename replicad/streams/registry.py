@@ -224,6 +224,17 @@ async def alter_table(
     return tuple(notes)
 
 
+async def sequence_changed(db: Queries, name: str, what: str, *, schema: str = SCHEMA) -> None:
+    """Say what a change of the stream's sequence did: `same`, every row has the id that it had; `restarted`, ids begin
+    again, and readers get all rows anew. Without such a change, `same` does nothing.
+
+    Raises:
+        UnknownStream, StreamRefused.
+    """
+    with installed(schema):
+        await call_value(db, schema, "stream_sequence_changed", name, what)
+
+
 async def load_streams(db: Queries, names: Collection[str] | None = None, *, schema: str = SCHEMA) -> dict[str, Stream]:
     """All streams by name, or those of these `names` that there are."""
     with installed(schema):

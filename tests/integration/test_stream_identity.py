@@ -132,6 +132,48 @@ async def test_readers_get_all_rows_of_the_new_table_when_the_printed_remedy_was
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("says", ["same", "restarted"])
+async def test_a_live_stream_asks_what_a_change_did_to_its_ids_and_readers_go_on_when_it_was_said(
+    database: Database, database_url: str, start_daemon: Start, says: str
+) -> None:
+    await database.execute(
+        "CREATE TABLE events (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body text);"
+        "INSERT INTO events (body) SELECT 'x' FROM generate_series(1, 20)"
+    )
+    await registry.add(database, "events", "events", "id")
+    got: list[int] = []
+    async with AsyncExitStack() as stack:
+        address = (await stack.enter_async_context(start_daemon())).addresses[0]
+        client = await stack.enter_async_context(open_client(address.host, address.port, name="reader"))
+        follower = await stack.enter_async_context(
+            client.follow({"events": "EARLIEST"}, patience=None, first_patience=None)
+        )
+        nursery = await stack.enter_async_context(trio.open_nursery())
+
+        async def collect() -> None:
+            async for event in follower:
+                if isinstance(event, RowBatch):
+                    got.extend(event.token for _ in event.rows)
+
+        nursery.start_soon(collect)
+        with trio.fail_after(PATIENCE):
+            while len(got) < 20 or (await registry.load_stream(database, "events")).noted != 20:
+                await trio.sleep(0.02)
+            await database.execute("ALTER TABLE events ALTER COLUMN id TYPE bigint")
+            await database.execute("INSERT INTO events (body) VALUES ('while it waits')")
+            while (problem := (await status.list_streams(database))[0].problem) is None:
+                await trio.sleep(0.02)
+            remedy = re.search(rf"run: replicad (streams alter events --sequence-changed {says})", problem)
+            assert remedy is not None, problem
+            await trio.sleep(0.5)
+            assert got == [*range(1, 21)]
+            done = await replicad_async(*shlex.split(remedy[1]), "--database", database_url)
+            assert done.returncode == 0, done.stderr
+            while got[20:] != ([21] if says == "same" else [*range(1, 22)]):
+                await trio.sleep(0.02)
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_table_with_other_rows_is_not_taken_to_have_the_same(orders: Database) -> None:
     await run(orders, NEW + "UPDATE orders_new SET id = 21 WHERE id = 20")
     await orders.execute("INSERT INTO replicad.stream_position SELECT number, 0, 20, now() FROM replicad.stream")

@@ -25,6 +25,7 @@ from replicad.protocol.tokens import Vector
 from replicad.streams import registry, status
 from replicad.streams.registry import Method
 from replicad.terminal.remedies import as_commands
+from tests.commands import replicad_async
 
 EVENTS = "CREATE TABLE events (id bigserial PRIMARY KEY, instance_name text, body jsonb)"
 
@@ -317,6 +318,7 @@ async def test_a_generation_that_is_not_valid_any_more_is_followed_by_one_that_s
     assert await registry.publish(db, again, 8, {"master": 8})
 
 
+ASKED = ("same", "sequence_changed", 20)
 ALTERED = [
     "ALTER SEQUENCE events_id_seq AS bigint",
     "ALTER SEQUENCE events_id_seq MAXVALUE 2000000000 INCREMENT BY 2",
@@ -344,6 +346,63 @@ async def test_a_sequence_that_was_altered_shares_the_rows_that_were_not_written
     lineage = (await registry.load_lineages(db))["events"]
     assert lineage.present.reason == ("sequence_changed" if shared else "sequence_restarted")
     assert lineage.shared(stream.epoch) == Vector(shared)
+
+
+REWRITTEN = "ALTER TABLE events ALTER COLUMN id TYPE bigint"
+RELOADED = f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY; INSERT INTO events SELECT FROM generate_series(1, 20)"
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "reason", "shared"),
+    [
+        (REWRITTEN, *ASKED),
+        (f"{REWRITTEN}; INSERT INTO events DEFAULT VALUES; UPDATE events SET body = 'x'", *ASKED),
+        ("ALTER TABLE events ALTER COLUMN body TYPE int USING 1; ALTER SEQUENCE events_id_seq CACHE 1", *ASKED),
+        (RELOADED, "restarted", "ids_went_back", 0),
+    ],
+)
+async def test_a_stream_whose_table_and_sequence_were_written_anew_asks_whether_ids_are_the_same(
+    db: Database, database_url: str, how: str, says: str, reason: str, shared: int
+) -> None:
+    await db.execute("CREATE TABLE events (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body text)")
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20)")
+    assert await registry.publish(db, stream, 20, {})
+    await db.execute(how)
+    assert await registry.continue_streams(db) == 0
+    await registry.fork(db, stream, "sequence_changed")
+    found = await registry.load_stream(db, "events")
+    assert found.epoch == stream.epoch
+    assert "nothing shows whether the rows up to 20" in str(found.fault)
+    words = re.search(rf"run: replicad (streams alter events --sequence-changed {says})", str(found.fault))
+    assert words is not None
+    done = await replicad_async(*words[1].split(), "--database", database_url)
+    assert done.returncode == 0, done.stderr
+    again = await registry.load_stream(db, "events")
+    assert (again.fault, again.continues) == (None, True)
+    lineage = (await registry.load_lineages(db))["events"]
+    assert (lineage.present.reason, lineage.shared(stream.epoch)) == (reason, Vector(shared))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "TRUNCATE events RESTART IDENTITY",
+        RESTARTED,
+        f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY",
+        f"{REWRITTEN}; TRUNCATE events RESTART IDENTITY; INSERT INTO events SELECT FROM generate_series(1, 19)",
+        f"{REWRITTEN}; DELETE FROM events; TRUNCATE events",
+    ],
+)
+async def test_ids_that_certainly_begin_again_need_no_question(db: Database, how: str) -> None:
+    await db.execute("CREATE TABLE events (id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY, body text)")
+    stream = (await registry.add(db, "events", "events", "id")).stream
+    await db.execute("INSERT INTO events SELECT FROM generate_series(1, 20)")
+    assert await registry.publish(db, stream, 20, {})
+    await db.execute(how)
+    assert await registry.continue_streams(db) == 1
+    lineage = (await registry.load_lineages(db))["events"]
+    assert (lineage.present.reason, lineage.shared(stream.epoch)) == ("sequence_restarted", Vector(0))
 
 
 @pytest.mark.parametrize(("open_one", "shared"), [(False, 17), (True, 0)])

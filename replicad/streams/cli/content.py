@@ -75,7 +75,8 @@ def skip(
     epilog="""\b
 Examples:
   replicad streams alter events --max-row 16MiB
-  replicad streams alter events --table public.events --same-rows""",
+  replicad streams alter events --table public.events --same-rows
+  replicad streams alter events --sequence-changed same""",
 )
 @_name
 @option("--max-row", type=Bytes(), metavar="BYTES", help=MAX_ROW_HELP)
@@ -96,15 +97,28 @@ Examples:
     metavar="SCHEMA.NAME",
     help="With --table: the sequence of the ids, if no column default draws from it.",
 )
+@option(
+    "--sequence-changed",
+    type=click.Choice(["same", "restarted"]),
+    help="What a change of the sequence did, where the stream asks for it. same: every row has the id that it had, as "
+    "after ALTER COLUMN ... TYPE; readers go on where they are. restarted: ids began again; readers get all rows.",
+)
 @database_options
 def alter(
-    *, name: str, max_row: int | None, table: str | None, same_rows: bool, sequence: str | None, **options: Any
-) -> None:  # fmt: skip
-    """Change the table of the stream NAME, or the longest row that it may have. Running daemons take it over within a
-    second.
+    *,
+    name: str,
+    max_row: int | None,
+    table: str | None,
+    same_rows: bool,
+    sequence: str | None,
+    sequence_changed: str | None,
+    **options: Any,
+) -> None:
+    """Change the table of the stream NAME, or the longest row that it may have, or say what happened to its sequence.
+    Running daemons take it over within a second.
     """
-    if max_row is None and table is None:
-        raise UsageError("give --max-row or --table; `replicad streams show` prints both")
+    if max_row is None and table is None and sequence_changed is None:
+        raise UsageError("give --max-row, --table or --sequence-changed; `replicad streams show` prints the first two")
     if table is None and (same_rows or sequence is not None):
         raise UsageError("--same-rows and --sequence belong to --table")
 
@@ -116,6 +130,11 @@ def alter(
         echo(f"stream {name}: its table is {table}")
         for note in notes:
             echo(f"note: {note}")
+    if sequence_changed is not None:
+        say = partial(registry.sequence_changed, name=name, what=sequence_changed)
+        on_streams(options, lambda db, schema: say(db, schema=schema))
+        goes = "readers go on where they are" if sequence_changed == "same" else "readers get all rows anew"
+        echo(f"stream {name}: {goes}")
     if max_row is not None:
         on_streams(options, lambda db, schema: registry.set_max_row(db, name, max_row, schema=schema))
         echo(f"stream {name}: rows have at most {max_row} bytes")

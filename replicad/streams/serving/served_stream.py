@@ -286,7 +286,12 @@ class Serving:
             # The list was restored to a time before our generation, and the rows with it.
             await store.fork(replace(before, epoch=lineage.present.id), "restored")
             lineage = (await store.lineages(self.name)).get(self.name)
-        elif lineage is not None and fork is not ELSEWHERE and not lineage.has_answer(before.epoch, fork.reason):
+        elif (
+            lineage is not None
+            and fork is not ELSEWHERE
+            and lineage.present.id != before.epoch  # else the change was undone, or a user has to say what it was
+            and not lineage.has_answer(before.epoch, fork.reason)
+        ):
             # Another daemon began a generation meanwhile, for something else.
             await store.fork(replace(before, epoch=lineage.present.id), fork.reason)
             self._forked.set()

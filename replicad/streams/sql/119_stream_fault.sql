@@ -28,6 +28,9 @@ BEGIN
     IF fault.problem IS NULL THEN
         SELECT * INTO fault FROM stream_ids_fault(s);
     END IF;
+    IF fault.problem IS NULL THEN
+        SELECT * INTO fault FROM stream_question_of(s);
+    END IF;
     RETURN fault.problem || '; ' || fault.remedy;
 END
 $$;

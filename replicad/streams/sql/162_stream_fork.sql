@@ -35,6 +35,7 @@ COMMENT ON FUNCTION stream_generation_add(stream, bigint, integer[], bigint[], t
 --    rows prove (stream_kept_upto). The sequence may have been lower than at the time when somebody looked. Nothing is
 --    shared with a sequence that was made anew, from a dump, and restarted since: the number of its first file is its oid;
 --  - `table_changed` (stream_alter with a table whose rows are not known to be the same): nothing;
+--    Where the rows cannot prove it, and a user has to say it (stream_question), no generation begins;
 --  - otherwise: what was noted in the database, which was restored, replicated or kept together with the rows.
 -- What was noted and acknowledged beyond that is lowered to it; ids beyond it are skipped no more. Raises RS001 where the
 -- stream was removed.
@@ -62,6 +63,9 @@ BEGIN
         AND g.file IS DISTINCT FROM pg_relation_filenode(s.sequence);
     IF reason IN ('sequence_changed', 'sequence_kept') AND NOT changed THEN
         RETURN g.id;  -- the change was rolled back
+    ELSIF reason NOT IN ('sequence_kept', 'sequence_restarted', 'ids_went_back', 'table_changed')
+            AND (stream_question_of(s)).problem IS NOT NULL THEN
+        RETURN g.id;  -- a user has to say first what has happened (stream_fault)
     ELSIF reason = 'sequence_kept' THEN
         shared := (SELECT p.position FROM stream_position p WHERE p.stream = s.number AND p.writer = 0);
         reason := 'sequence_changed';
@@ -105,7 +109,7 @@ DECLARE
 BEGIN
     FOR s IN SELECT * FROM stream x ORDER BY x.number LOOP
         g := stream_generation_now(s);
-        CONTINUE WHEN stream_continues(s, g);
+        CONTINUE WHEN stream_continues(s, g) OR (stream_question_of(s)).problem IS NOT NULL;
         old := string_to_array(g.incarnation, '/');
         PERFORM stream_fork(s.number, g.id, CASE
             WHEN old[1] <> present[1] THEN 'other_server'

@@ -1,5 +1,6 @@
 -- stream_sequence_changed(name, what): says what a change of the stream's sequence has done to its ids, in the transaction of
--- that change; without it daemons find out as far as they can (stream_kept_upto). `same`: every row has the id that it had,
+-- that change or after it; without it daemons find out as far as they can (stream_kept_upto), and the stream stops where they cannot
+-- (stream_question). `same`: every row has the id that it had,
 -- and the next one is above them, as after ALTER COLUMN ... TYPE bigint of an identity column, which writes all rows anew.
 -- Readers go on then. `restarted`: ids begin again. Then all of them are read from the start. Returns the id of the present
 -- generation. Raises RS001, and RS002 where the sequence is below what was published. Writes what stream_fork writes.
